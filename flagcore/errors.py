@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 
 class FlagError(Exception):
-    """The base class. `exit_code` is the exit status of the command line."""
+    """The base class of flagcore's exceptions. `exit_code` is the exit status of the command line."""
 
     exit_code = 1
 
@@ -31,7 +31,7 @@ class UsageError(FlagError):
 
 
 class SpecError(UsageError):
-    """A key of a spec breaks a rule. The fields are the key, its value, the problem, the fix and the file."""
+    """A key of a spec breaks a rule. The message is composed of file, key, value, problem and fix."""
 
     def __init__(self, *, key: str, problem: str, value: object = None, fix: str = "", file: str = "") -> None:
         self.key, self.value, self.problem, self.fix, self.file = key, value, problem, fix, file
@@ -39,7 +39,7 @@ class SpecError(UsageError):
 
     @property
     def problems(self) -> tuple[SpecError, ...]:
-        """All problems of the file. A SpecError has one, itself."""
+        """All problems of the file. A single SpecError contains only itself."""
         return (self,)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class SpecError(UsageError):
 
 
 class SpecErrors(SpecError):
-    """Several problems of one file. `key`, `value`, `problem` and `fix` are those of the first."""
+    """Several problems of one file. `key`, `value`, `problem` and `fix` describe the first problem."""
 
     def __init__(self, problems: Sequence[SpecError]) -> None:
         self._problems = tuple(each for problem in problems for each in problem.problems)
@@ -91,13 +91,13 @@ class LaunchError(UsageError):
 
 
 class NothingFits(FlagError):
-    """Every candidate was eliminated. The message counts the candidates that each rule removed."""
+    """Every candidate was removed. The message states how many candidates each rule removed."""
 
     exit_code = 3
 
 
 class NoDevice(FlagError):
-    """No usable device, or no plugin for the chip."""
+    """There is no usable device, or no usable plugin for the chip."""
 
     exit_code = 4
 

@@ -1,4 +1,4 @@
-"""The Python API, which the CLI uses, too. It connects plugins, engine, launcher, strategy, store and loop."""
+"""The Python API, on which the CLI is built. It connects plugins, engine, launcher, strategy, store and loop."""
 
 from flagcore.api.explaining.compare import compare
 from flagcore.api.explaining.states import explain, explain_candidate

@@ -1,4 +1,4 @@
-"""Chips and costs from the user's calibrations, chips that no plugin lists, and the load during a calibration."""
+"""Plugins with the user's calibrations, chips that no plugin lists, and the load during a calibration."""
 
 import resource
 from collections import Counter
@@ -25,14 +25,14 @@ from flagcore.tuner.calibration import Calibration, Calibrations, collective_tab
 from flagcore.vendorkit.machine import TorchReport, query_torch
 
 CALIBRATED = "calibration"
-"""Source name of a chip that is only in a calibration."""
+"""The source name of a chip that only a calibration describes."""
 
 
 class CalibratedPlugins(LoadedPlugins):
-    """`LoadedPlugins` with kernel and collective times from the calibration of a chip, if there is one.
+    """`LoadedPlugins` with the kernel and collective times of the user's calibrations, for chips that have one.
 
-    `warn` is called once with a line for each calibration in use, for a calibration of fewer devices than a node has,
-    and for each unreadable file of another chip.
+    `warn` is called once for each calibration in use, for a calibration of fewer devices than a node has, and for each
+    unreadable file of another chip.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CalibratedPlugins(LoadedPlugins):
         if self._catalogue is None:
             catalogue = super()._known_chips()
             saved: tuple[tuple[Path, Calibration], ...] = ()
-            with suppress(RunError):  # reported when its times are read
+            with suppress(RunError):  # the error is reported when the calibration's times are read
                 saved = self._calibrations.all()
             for _file, calibration in reversed(saved):
                 key, facts = normalize_name(calibration.chip), calibration.facts
@@ -63,12 +63,12 @@ class CalibratedPlugins(LoadedPlugins):
         return super()._known_chips()
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the plugins' answer, or torch's report for a chip that only a calibration has."""
+        """Return the plugins' answer, or torch's report for a chip that only a calibration describes."""
         answer = super().engine_support(chip, engine, engine_version)
         return answer if answer.device_type else self._support.get(chip.name, answer)
 
     def kernel_costs(self, chip: Chip, engine: str) -> KernelCostStack | None:
-        """Return the calibration on top of the plugins' costs and the roofline. Raises RunError."""
+        """Return costs from the calibration, with the plugins' costs and the roofline as fallbacks. Raises RunError."""
         known, calibration = super().kernel_costs(chip, engine), self._calibration(chip)
         if calibration is None:
             return known
@@ -76,7 +76,7 @@ class CalibratedPlugins(LoadedPlugins):
         return KernelCostStack(((CALIBRATED, kernel_table(calibration, chip, _curve(known))), *fallbacks))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
-        """Return measured times inside a node, and the topology's times beyond it. Raises RunError."""
+        """Return measured times within a node, and times from the topology for larger groups. Raises RunError."""
         known, calibration = super().collective_costs(group, engine), self._calibration(group.chip)
         if calibration is not None:
             self._warn_about_few(group, calibration)
@@ -120,13 +120,16 @@ def _installed_torch() -> str | None:
 
 
 SECONDS = 60.0
-"""Timeout of importing torch with a vendor's driver."""
+"""Seconds after which the import of torch with a vendor's driver is given up."""
 
 VENDOR = "uncatalogued"
 
 
 def accelerator_report() -> TorchReport | None:
-    """Return torch's report of the accelerator of this machine; None without torch or without an accelerator."""
+    """Return torch's report of the accelerator of this machine.
+
+    Returns None if torch is not installed or finds no accelerator.
+    """
     if (_installed_torch() or "").endswith("+cpu"):
         return None
     report = query_torch("any", timeout_seconds=SECONDS)
@@ -134,9 +137,9 @@ def accelerator_report() -> TorchReport | None:
 
 
 def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
-    """Return the chip of this machine that no plugin lists, its engine support, and its devices; None if there is none.
+    """Return the chip of this machine that no plugin lists, its engine support, and its devices, or None.
 
-    Raises NoDevice for devices that a plugin lists but torch cannot use, because nothing can be measured on them.
+    Raises NoDevice if there is such a chip, but torch finds no accelerator, because nothing can be measured then.
     """
     unknown_devices = [device for device in loaded.devices() if loaded.find_chip(device.chip) is None]
     torch_report = accelerator_report()
@@ -157,7 +160,7 @@ def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Devi
 
 
 def facts_of(chip: Chip, support: EngineSupport) -> dict[str, Any]:
-    """Return the facts of a chip that no plugin lists as plain data for its calibration."""
+    """Return the facts of a chip that no plugin lists, as plain data for its calibration."""
     return {
         "memory_bytes": chip.memory_bytes.value if chip.memory_bytes else None,
         "devices_per_node": chip.devices_per_node,
@@ -167,10 +170,10 @@ def facts_of(chip: Chip, support: EngineSupport) -> dict[str, Any]:
 
 
 def chip_of(calibration: Calibration) -> Chip:
-    """Return a chip that no plugin lists from its calibration.
+    """Create the chip that no plugin lists from its calibration.
 
-    Its peak rates are estimated: the rate of the largest measured kernels over the share of the peak that such kernels
-    reach on other chips. The roofline uses them for kernels without a measurement.
+    Its peak rates are estimated: the highest measured rate is divided by the share of the peak that large kernels reach
+    on other chips. The roofline uses these peaks for kernels without a measurement.
     """
     facts = calibration.facts or {}
     source = Source(kind="measured", detail=f"flag calibrate, {calibration.date[:10]}")
@@ -206,33 +209,37 @@ def _fact(value: object, source: Source) -> Fact | None:
 
 
 BUSY = 0.1
-"""Minimum share of the processors used by other processes that causes a warning."""
+"""The share of the processors used by other processes from which a warning is given."""
 
 
 def busy(others: float) -> list[str]:
-    """Return a warning if other processes used the share `others` of the processors, empty if it is small."""
+    """Return a warning if other processes used much of the processors, else an empty list.
+
+    `others` is the share that they used, from 0 to 1.
+    """
     if others < BUSY:
         return []
     return [f"other programs used {others:.0%} of the processors: measure again on an idle machine"]
 
 
 class Load:
-    """CPU use of other processes since the start: the total without this process and its children.
+    """The CPU use of other processes since this object was created.
 
-    Children count once they have ended and were waited for.
+    It is the total use without this process and its children. Children are included once they have ended and were
+    waited for.
     """
 
     def __init__(self) -> None:
         self._start = _read_times()
 
     def used_by_others(self) -> float:
-        """Return the share of the processors' time, 0 to 1, that other processes have used since the start."""
+        """Return the share of the processors' time that other processes have used since the start, from 0 to 1."""
         total, idle, own = (now - then for now, then in zip(_read_times(), self._start, strict=True))
         return min(1.0, max(0.0, (total - idle - own) / total)) if total > 0 else 0.0
 
 
 def _read_times() -> tuple[float, float, float]:
-    """Return the seconds of all processors, those without work, and those of this process and its children."""
+    """Return three CPU times in seconds: total of all processors, idle, and of this process with its children."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)

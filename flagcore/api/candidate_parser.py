@@ -19,14 +19,14 @@ from flagcore.tuner.stages.build import canonical
 YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "-", "")
 QUOTE = '"'
 MAX_TEXT = 80
-"""Maximum length of the input that a message repeats."""
+"""The maximum length of the input that a message repeats."""
 
 
 def parse_candidate(text: str, problem: Problem) -> tuple[dict[str, IntArray], frozenset[str]]:
-    """Return the columns of the candidate in `text`, and the values of the knobs that it names.
+    """Return the columns of the candidate in `text`, and the names of the knobs that the text contains.
 
-    The text has the form `knob=value` or `knob value`, separated by commas or blanks. A flag may be used alone, or
-    after `no`. A missing knob has its only value in the space, if this has an effect with the named knobs, else the
+    The text has the form `knob=value` or `knob value`, separated by commas or blanks. A flag may stand alone, or after
+    `no`. A missing knob gets its only value in the space if that value has an effect with the named knobs, else the
     engine's default. The data-parallel size follows from the number of devices. Raises UsageError.
     """
     axes = problem.legality.axes
@@ -58,7 +58,7 @@ def parse_candidate(text: str, problem: Problem) -> tuple[dict[str, IntArray], f
 
 
 def broken_rules_of(problem: Problem, columns: Columns) -> list[Mapping[str, Any]]:
-    """Return the rules that one candidate breaks as plain data, each with the values that it uses."""
+    """Return the rules that one candidate breaks as plain data, each with the candidate's values of its knobs."""
     values = as_candidate(problem.space.axes, columns).as_dict()
     return [
         {"rule": rule.name, "message": rule.message, "values": {knob: values.get(knob) for knob in rule.knobs}}
@@ -94,7 +94,10 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
 
 
 def _named_knobs(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterator[tuple[str, bool, Axis, str | None]]:
-    """Yield the text, whether it is negated (`no`), the axis and the value of each knob that a text names."""
+    """Yield for each knob in a text: its part of the text, whether it is negated (`no`), its axis and its value.
+
+    `listed` is the list of knobs for error messages.
+    """
     names = "|".join(map(re.escape, sorted(by_name, key=len, reverse=True)))
     begin = re.compile(rf"(?<!\S)(no\s+)?({names})(?=\s*=|\s|\d|$)", re.IGNORECASE)
     for part in re.split(r"\s*,\s*", _from_json(text).strip()):
@@ -112,7 +115,7 @@ def _named_knobs(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterato
 
 
 def _from_json(text: str) -> str:
-    """Return a JSON object of knobs as `knob=value`, any other text with ASCII punctuation. Raises UsageError."""
+    """Convert a JSON object of knobs to `knob=value`, and other text to ASCII punctuation. Raises UsageError."""
     if not text.strip().startswith("{"):
         return normalize("NFKC", text)
     try:
@@ -144,6 +147,6 @@ def _knobs(axes: Sequence[Axis], knobs: Knobs) -> str:
 
 
 def values_of(axis: Axis) -> str:
-    """Return the first value of a knob in the space."""
+    """Return a phrase that lists the first values of a knob in the space."""
     value_list = ", ".join("none" if value is None else str(value) for value in axis.values[:12])
     return _("the space has {values}", values=value_list + (", ..." if len(axis.values) > 12 else ""))

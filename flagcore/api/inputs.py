@@ -1,4 +1,4 @@
-"""Specs as users pass them, their plugins, and warnings to the logger `flagcore`, by default on stderr."""
+"""Reads specs as users pass them, loads their plugins, and logs warnings to the logger `flagcore`."""
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,17 +44,17 @@ from flagcore.tuner.problem import rows_by_time, sizes_fixed_at_one
 from flagcore.tuner.store.directory import write
 
 SpecLike: TypeAlias = "Path | str | Mapping[str, Any]"
-"""A spec: a file, or its content. Relative paths in data start at the working directory."""
+"""A spec: its file, or its content as data. Relative paths in data are relative to the working directory."""
 
 DEVICE_KNOBS = ("instances", "tensor_model_parallel_size", "pipeline_model_parallel_size")
-"""Knobs that increase the devices of a server, for advice."""
+"""The knobs that increase the number of devices of a server. Warnings advise them."""
 
 UNNAMED = Path("spec")
-"""Name of a spec without a file, in messages and for the folder of its run."""
+"""The name of a spec without a file, in messages and for the folder of its run."""
 
 
 def spec_data(spec: SpecLike, data: Mapping[str, Any] | None = None) -> tuple[Path, dict[str, Any]]:
-    """Return the file of a spec, and its content: `data`, if given. Raises SpecError."""
+    """Return the file and the content of a spec. The content is `data` if that is given. Raises SpecError."""
     if isinstance(spec, Mapping):
         return UNNAMED, dict(plain(spec if data is None else data, file=str(UNNAMED)))
     file = Path(spec)
@@ -66,7 +66,7 @@ RUNS = Path("runs")
 
 
 def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[str, Any]:
-    """Return a spec's data with this fidelity; None removes the fidelity."""
+    """Return a spec's data with this fidelity. If it is None, the fidelity is removed."""
     tuner = data.get("auto_tuner") or {}
     old_control = tuner.get("control") or {}
     control = {key: value for key, value in old_control.items() if key != "fidelity"}
@@ -75,14 +75,14 @@ def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[
 
 
 def with_objective(data: Mapping[str, Any], objective: str | None) -> dict[str, Any]:
-    """Return a spec's data with this objective; None keeps that of the spec."""
+    """Return a spec's data with this objective. If it is None, the spec's objective is kept."""
     if objective is None:
         return dict(data)
     return {**data, "auto_tuner": {**(data.get("auto_tuner") or {}), "objective": objective}}
 
 
 PATHS = (("model",), ("serve", "weights"), ("serve", "profile", "trace"), ("cluster", "hostfile"))
-"""Keys whose values are paths."""
+"""The keys of a spec whose values are paths."""
 
 
 def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
@@ -102,13 +102,13 @@ def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 
 def write_spec(folder: Path, data: Mapping[str, Any], base: Path) -> None:
-    """Write a spec's data, with absolute paths, to the folder of a run. Raises RunError."""
+    """Write a spec's data, with absolute paths, to the folder of a run. Raises RunError if it cannot be written."""
     text = as_yaml(with_absolute_paths(data, base)) + "\n"
     write(folder / "spec.yaml", text, private=bool(secrets_in_data(data)))
 
 
 def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
-    """Return the properties that must not change when a run is resumed: spec, model, hardware, start of trials."""
+    """Return what must not change when a run is resumed: the spec, model, hardware, and how trials start."""
     cluster = problem.platform.task.cluster
     group = cluster.groups[0]
     hardware = {"chip": cluster.chips, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
@@ -127,10 +127,10 @@ def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
 
 
 def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Collection[str] | None = None) -> Knobs:
-    """Return the knobs of a spec's engine by name, empty if the engine is not installed.
+    """Return the knobs of a spec's engine by name. The result is empty if the engine is not installed.
 
-    For `used` knobs that the engine does not have, the plugins are called, except for those in `without`. None calls no
-    plugin.
+    If `used` contains knobs that the engine does not have, all plugins except those in `without` are asked for them. If
+    `without` is None, no plugin is asked.
     """
     engine, knobs = _engine_name(data), {}
     if engine is not None:
@@ -142,9 +142,9 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
 
 
 def labels_of_spec(data: Mapping[str, Any]) -> Labels:
-    """Return the labels of the engine of a spec or job record, empty if the engine is not installed.
+    """Return the labels of the engine of a spec or job record. They are empty if the engine is not installed.
 
-    A job record without an engine has the first training engine.
+    For a job record that names no engine, the first training engine is used.
     """
     installed = engines()
     with suppress(FlagError, KeyError, StopIteration):
@@ -154,7 +154,7 @@ def labels_of_spec(data: Mapping[str, Any]) -> Labels:
 
 
 def _engine_name(data: Mapping[str, Any]) -> str | None:
-    """Return the name of a spec's first engine; None without an engine."""
+    """Return the name of the first engine that a spec names, or None."""
     sections = (data.get(kind) for kind in ("train", "serve"))
     engine = next((each["engine"] for each in sections if isinstance(each, Mapping) and "engine" in each), None)
     engine = engine[0] if isinstance(engine, list) and engine else engine
@@ -166,7 +166,7 @@ LOG = logging.getLogger("flagcore")
 
 @contextmanager
 def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
-    """Load the plugins and the user's calibrations. At the end of the context, warn of each failure."""
+    """Load the plugins and the user's calibrations. When the context ends, warn about each failure."""
     loaded = load_plugins(without)
     calibrated = CalibratedPlugins([*loaded.plugins, *loaded.failures], Calibrations.of_user(), LOG.warning)
     try:
@@ -176,9 +176,9 @@ def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
 
 
 def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
-    """Return plain data as a spec. Raises SpecError.
+    """Parse the plain data of a spec. Raises SpecError.
 
-    Plugins are called for their knobs only if the space has a knob that the engine does not have.
+    Plugins are asked for their knobs only if the space contains a knob that the engine does not have.
     """
     train, tuner = data.get("train"), data.get("auto_tuner")
     sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
@@ -201,7 +201,7 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
 
 
 def _min_nodes_problem(spec: Spec) -> str:
-    """Return why trials cannot continue on fewer nodes, empty if they can or need not."""
+    """Return why trials cannot continue on fewer nodes. Returns an empty string if they can, or need not."""
     if spec.cluster.min_nodes is None:
         return ""
     if not workload_of(spec.work).replicas:
@@ -215,7 +215,7 @@ def _min_nodes_problem(spec: Spec) -> str:
 
 
 def _with_launcher(spec: Spec, any_number: bool) -> Spec:
-    """Return a job for several nodes with the launcher of the current allocation, if there is one.
+    """Return a spec for several nodes with the launcher of the current allocation, if there is an allocation.
 
     A job with a `train.command` is unchanged, because the command may start all nodes itself.
     """
@@ -229,7 +229,7 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
 
 
 def _with_hosts(spec: Spec) -> Spec:
-    """Return a spec without hosts with those that its launcher finds. Raises SpecError if their number differs."""
+    """Add the hosts that the launcher finds to a spec without hosts. Raises SpecError if they are too few."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
     at_most = max(spec.trial_nodes) + cluster.spares
     hosts = () if cluster.hosts else finder.find_hosts(at_most)
@@ -252,7 +252,7 @@ def _with_hosts(spec: Spec) -> Spec:
 
 @contextmanager
 def _with_unknown_names(tuner: object, file: str) -> Iterator[None]:
-    """Raise SpecError for a strategy or a launcher that is not installed, with the problems of the spec."""
+    """Raise SpecError for a strategy or launcher that is not installed, together with the other errors of the spec."""
     problems = list[SpecError]()
     try:
         yield
@@ -271,7 +271,7 @@ def _with_unknown_names(tuner: object, file: str) -> Iterator[None]:
 
 @contextmanager
 def _with_unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iterator[None]:
-    """Add the errors of unknown chips to a SpecError. For a valid spec, `discover` reports them."""
+    """Add errors about unknown chips to a SpecError. If the spec is otherwise valid, `discover` reports them."""
     try:
         yield
     except SpecError as error:
@@ -291,15 +291,15 @@ def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iter
 
 
 def check_chips(cluster: object) -> None:
-    """Raise SpecError for a chip of a spec's cluster that no installed plugin has."""
+    """Raise SpecError if a spec's cluster names a chip that no installed plugin lists."""
     if problems := list(_unknown_chips(cluster, "", ())):
         raise join_errors(problems)
 
 
 def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without: Collection[str] = ()) -> None:
-    """Raise SpecError for an invalid spec with one or several engines.
+    """Raise SpecError if a spec with one or several engines is invalid.
 
-    If at least one of several engines is valid, there is no error: the others are skipped.
+    If at least one of several engines is valid, there is no error, because the others are skipped.
     """
     several, failed = engines_of(data), list[SpecError]()
     if len(several) < 2:
@@ -317,9 +317,11 @@ def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without
 
 
 def warn_about_problem(problem: Problem) -> None:
-    """Warn of engines that are untested on the chip, of devices that no candidate or not the fastest uses, of a slow
-    precision, of environment variables that differ from those of plugins, of sizes that a rule fixes to 1, of disabled
-    pruning rules, of settings without effect, and of flags that cannot be checked.
+    """Warn about everything in a problem that the user may want to change.
+
+    The warnings are about engines that are untested on the chip, devices that no candidate or not the fastest one uses,
+    a slow precision, environment variables that differ from the plugins', sizes that a rule fixes to 1, disabled
+    pruning rules, settings without effect, and flags that cannot be checked.
     """
     support, task, workload = problem.platform.support, problem.task, problem.workload
     engine, lines = task.spec.work.engine, list[object]()
@@ -336,8 +338,9 @@ def warn_about_problem(problem: Problem) -> None:
 
 
 def _chip_notes(task: Task) -> Iterator[str]:
-    """Yield a note for each chip that a spec names by its family, and a warning for each chip on which products in the
-    precision of a training job are much slower than in fp32.
+    """Yield a note for each chip that the spec names by its family, and a warning for each chip with a slow precision.
+
+    A precision is slow if matrix products of a training job are much slower in it than in fp32.
     """
     sections = task.spec.cluster.groups or (task.spec.cluster,)
     for section, group in zip(sections, task.cluster.groups, strict=False):
@@ -355,8 +358,9 @@ def _chip_notes(task: Task) -> Iterator[str]:
 
 
 def _idle_devices(problem: Problem) -> list[str]:
-    """Return a warning if no candidate, also if all are pruned, or not the fastest predicted one, uses all devices
-    that a trial may use.
+    """Return a warning if no candidate of a server uses all devices that a trial may use.
+
+    If all are used by some candidate, but not by the fastest predicted one, return a warning about that.
     """
     work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
     columns = problem.space.columns(rows) if rows.size else problem.space.columns()
@@ -378,7 +382,7 @@ def _idle_devices(problem: Problem) -> list[str]:
 
 
 def _unchecked_flags(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
-    """Return a warning that the flags of an engine are not checked, if the engine is not installed."""
+    """Return a warning that an engine's flags are not checked if the engine is not installed, else an empty list."""
     if not serve.engine_args:
         return []
     try:

@@ -1,4 +1,4 @@
-"""Read a run's folder: its trials, its best trial, and the error of predictions."""
+"""Reads a run's folder: its trials, its best trial, and the error of its predictions."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from flagcore.tuner.store.directory import RunDirectory
 RESULT, SPEC = "result.json", "spec.yaml"
 RUNNING, FINISHED, INTERRUPTED = N_("running"), N_("finished"), N_("interrupted")
 UNMEASURED, UNREADABLE = N_("no measurement"), N_("unreadable")
-"""States of a run. Without a reason why it stopped, a run that no process holds was interrupted."""
+"""States of a run. If no process holds a run, and it has no reason for stopping, it was interrupted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Run(Notebook):
     """The content of a run's folder. The run may be finished, interrupted or in progress.
 
-    `spec` is the spec's data with absolute paths, `data` the content of `result.json`, empty if the run was killed
-    before writing it. `trials` has one trial per candidate in order of execution, `repeats` the runs of the baseline,
-    the best and its rivals at the end, `probes` the trials of a lower fidelity, `imported` the trials of another tool.
-    Units are seconds and bytes, as in `flagcore.domain.trial`. `gains` are best over baseline minus one, per round.
-    `engines` are the runs of each engine, if several were tuned; the other fields are then those of the best engine.
-    `search_state` is the state of the search after all trials.
+    `spec`: the spec's data with absolute paths. `data`: the content of `result.json`, empty if the run was killed
+    before it was written. `trials`: one trial per candidate in order of execution. `repeats`: the final repeated runs
+    of the baseline, the best and its rivals. `probes`: the trials of a lower fidelity. `imported`: the trials of
+    another tool. `gains`: the speed of the best over the baseline minus one, for each round of repeats. `engines`: the
+    runs of each engine if several were tuned; the other fields are then from the run of the best engine.
+    `search_state`: the state of the search after all trials. Units are seconds and bytes, as in
+    `flagcore.domain.trial`.
     """
 
     folder: Path
@@ -60,37 +61,39 @@ class Run(Notebook):
 
     @property
     def gain(self) -> float | None:
-        """The lowest gain of the rounds: 0.25 is a quarter more tokens per second. None if unknown."""
+        """The lowest gain over the rounds; 0.25 means a quarter more tokens per second. None if unknown."""
         return min(self.gains, default=None)
 
     @property
     def speedup(self) -> Speedup | None:
-        """The median speedup of the best over the baseline with its range; None if unknown."""
+        """The median speedup of the best over the baseline, with its range. None if unknown."""
         indistinct = {trial.candidate for trial in self.search_state.rivals}
         return Speedup.of(self.gains, is_significant=not self.baseline or self.baseline.candidate not in indistinct)
 
     @property
     def knobs(self) -> Knobs:
-        """The knobs of the engine by name; empty if it is not installed here."""
+        """The knobs of the engine by name. It is empty if the engine is not installed here."""
         return knobs_of_spec(self.spec)
 
     @property
     def in_progress(self) -> bool:
-        """Whether ended trials are missing in the result: the run is in progress, or was killed."""
+        """Whether the result lacks trials that have ended, because the run is in progress or was killed."""
         if self.engines or self.fidelity == ESTIMATE:
             return False
         return not self.data or ended_trials(self) > count_trials(self.data)
 
     @property
     def stopped_because(self) -> str | None:
-        """Why the search stopped; None if it is in progress, or was killed."""
+        """Why the search stopped. None if the run is in progress or was killed."""
         reason = self.data.get("stopped_because")
         return None if reason is None or self.in_progress else str(reason)
 
     @property
     def predictions(self) -> tuple[Mapping[str, Any], ...]:
-        """One record per trial: its `number`, `candidate`, `state`, and its step time in seconds as `predicted` before
-        all trials, as `believed` after earlier trials, and as `measured`; None if unknown.
+        """One record per trial, with predicted and measured step times in seconds.
+
+        Each record has `number`, `candidate`, `state`, and three times: `predicted` before all trials, `believed` after
+        the earlier trials, and `measured`. Unknown times are None.
         """
         return tuple(_prediction_record(trial) for trial in self.trials)
 
@@ -103,9 +106,9 @@ class Run(Notebook):
 
 
 def load_run(folder: Path | str) -> Run:
-    """Read a run's folder, without writing to it or calling a plugin. The run may be in progress.
+    """Read a run's folder, without writing to it or asking a plugin. The run may be in progress.
 
-    Raises RunError for a folder without a run, with unreadable files, or with a truncated or missing journal.
+    Raises RunError if the folder has no run or an unreadable file, or if its journal is truncated or missing.
     """
     run = read_run(Path(folder))
     for each in run.engines.values() or (run,):
@@ -114,7 +117,7 @@ def load_run(folder: Path | str) -> Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run's folder as `load_run` does, even if its journal has fewer trials than its result."""
+    """Read a run's folder as `load_run` does, but also accept a journal with fewer trials than the result."""
     data = _result(path)
     if isinstance(data.get("engines"), Mapping):
         return _run_of_several_engines(path, data)
@@ -133,7 +136,7 @@ def read_run(path: Path) -> Run:
 
 
 def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
-    """Return the fields of a Run that follow from its stored trials."""
+    """Return the fields of `Run` that can be derived from its stored trials."""
     search_state = learn(stored, fidelity)
     return {
         "trials": search_state.trials,
@@ -148,16 +151,17 @@ def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
 
 
 def state_of_ended(run: RunData) -> str:
-    """Return the state of a run that no process holds, by its result."""
+    """Return the state of a run that no process holds, as its result shows it."""
     if run.was_interrupted:
         return INTERRUPTED
     return UNMEASURED if run.is_unmeasured else FINISHED
 
 
 def no_best_error(run: Run) -> FlagError:
-    """Return the error of a command that needs the best of a run without one, or of a run that has not ended.
+    """Return the error of a command that needs the best candidate of a run that has none or has not ended.
 
-    RunError: it can be resumed; EveryTrialFailed: nothing was measured; NothingFits: no trial is within the limits.
+    It is RunError if the run can be resumed, EveryTrialFailed if nothing was measured, and NothingFits if no trial is
+    within the limits.
     """
     if run.stopped_because is None:
         command = f"flag tune SPEC --run-dir {shlex.quote(str(run.folder))}"
@@ -170,7 +174,7 @@ def no_best_error(run: Run) -> FlagError:
 
 
 def unreadable_error(file: Path, error: object) -> RunError:
-    """Return the error for an unreadable result."""
+    """Return the error for a result file that cannot be read."""
     reason = getattr(error, "strerror", None) or repr(error)
     return RunError(_("{file} cannot be read ({reason}); `flag tune` writes it", file=file, reason=reason))
 
@@ -206,7 +210,7 @@ def ended_trials(run: Run) -> int:
 
 
 def count_trials(data: Mapping[str, Any]) -> int:
-    """Return the number of trials in a result. Raises TypeError for other data."""
+    """Return the number of trials in a result. Raises TypeError if the data is not a result."""
     return sum(len(data.get(name) or ()) for name in ("trials", "repeats", "probes"))
 
 
@@ -223,7 +227,7 @@ def _require_complete_journal(run: Run) -> None:
 
 
 def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
-    """Return an estimate: its trials are predictions, stored in the result only."""
+    """Return the run of an estimate. Its trials are predictions, which only the result contains."""
     try:
         plan = read_plan(data)
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The state of a spec or of a run's folder: predictions, results of trials, and what earlier runs measured."""
+"""The state of a spec or of a run's folder: predictions, results of trials, and measurements of earlier runs."""
 
 import math
 from collections import defaultdict
@@ -44,7 +44,7 @@ from flagcore.tuner.store.directory import RunDirectory
 class Snapshot:
     """A problem and the state of its search. For a spec, `run` is None and the search has no trials.
 
-    `pruned` are the rows that rules and trials removed, `context` is the current input of the strategy.
+    `pruned`: the rows that rules and trials removed. `context`: the current input of the strategy.
     """
 
     where: Path
@@ -56,28 +56,31 @@ class Snapshot:
 
     @property
     def task(self) -> Task:
-        """The job of the spec and its cluster."""
+        """The job of the spec with its cluster."""
         return self.problem.task
 
     @property
     def fidelity(self) -> str:
-        """The fidelity of the run's trials, or of those of a spec."""
+        """The fidelity of the run's trials. For a spec, it is the fidelity of the trials that it would run."""
         return self.run.fidelity if self.run else RUN
 
     def pruned_by(self, columns: Columns) -> list[str]:
-        """Return the messages of pruning rules that remove one candidate, in the space or not."""
+        """Return the messages of the pruning rules that remove a candidate, which may be outside the space."""
         predictions = predict_columns(self.problem.platform, columns)
         return [
             f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predictions).any()
         ]
 
     def record(self, columns: Columns) -> dict[str, Any]:
-        """Return the prediction of one candidate, in the space or not, with the components of its worst stage."""
+        """Return the prediction of a candidate, inside the space or not, with the components of its worst stage."""
         return prediction_records(self.problem.platform, columns)[0]
 
 
 def prediction_records(platform: Platform, columns: Columns) -> list[dict[str, Any]]:
-    """Return the prediction of each row, with the components of its worst stage, and a reason if there is no time."""
+    """Return the prediction of each row, with the components of its worst stage.
+
+    If a row has no predicted time, its record contains the reason.
+    """
     predictions = predict_columns(platform, columns)
     components = predict_components(platform, columns, predictions.worst_stage)
     layers = predict_stage_layers(platform, columns)
@@ -98,7 +101,10 @@ def build_problem_of_spec(
     *,
     plan: bool = False,
 ) -> Problem:
-    """Return the problem of a spec, optionally for another chip or as a `plan`. Raises SpecError and others."""
+    """Return the problem of a spec, optionally for another chip or as a `plan`.
+
+    Raises SpecError and other FlagErrors.
+    """
     parsed_spec = read_spec(spec, chip, without, data)
     with loaded_plugins(without) as loaded:
         problem = build_problem(parsed_spec, loaded, plugins.workload_of(parsed_spec.work), plan=plan)
@@ -128,12 +134,15 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
 
 
 def run_home(run: Run) -> Path:
-    """Return the folder of a run's trials. With several engines, it is the folder of the best engine."""
+    """Return the folder with the trials of a run.
+
+    If several engines were tuned, it is the folder of the best engine.
+    """
     return run.folder / str(run.data["engine"]) if run.engines else run.folder
 
 
 def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
-    """Return the spec of a run with its saved hardware and baseline, independent of this machine."""
+    """Return the spec of a run with its saved hardware and baseline, so that it does not depend on this machine."""
     spec = replace(spec, baseline=stored["fixed"].get("baseline"))
     if precision := stored["task"].get("precision"):
         spec = replace(spec, work=replace(spec.work, precision=precision))
@@ -145,15 +154,19 @@ def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
 
 
 def all_trials(run: Run | None) -> list[Trial]:
-    """Return all trials of a run in order, including repeats, probes and imported trials; empty without a run."""
+    """Return all trials of a run in order, including repeats, probes and imported trials.
+
+    Without a run, there are none.
+    """
     trials = (*run.imported, *run.probes, *run.trials, *run.repeats) if run else ()
     return sorted({trial.number: trial for trial in trials}.values(), key=lambda trial: trial.number)
 
 
 def _with_known_values(run: Run, axes: Sequence[Axis]) -> Run:
-    """Return a run whose candidates have the neutral value of each knob that is newer than the run.
+    """Return a run whose candidates have a value for each knob.
 
-    Raises RunError if a trial has a value that its knob does not support: another version wrote the run.
+    Knobs that are newer than the run get their neutral value. Raises RunError if a trial has a value that its knob does
+    not support, because another version wrote the run.
     """
     stored, complete = all_trials(run), []
     for trial in stored:
@@ -182,7 +195,7 @@ def _snapshot(where: Path, problem: Problem, run: Run | None, past: PastMeasurem
 def read_spec(
     source: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
 ) -> Spec:
-    """Return a spec, optionally for another chip. Raises SpecError, UsageError."""
+    """Read a spec, optionally for another chip. Raises SpecError, UsageError."""
     file, content = spec_data(source, data)
     spec = parsed(content, file=str(file), base=file.parent, without=without)
     if chip is None:
@@ -196,13 +209,14 @@ GIB = 2**30
 MAX_PAST = 300
 """Maximum number of earlier measurements. Chosen to limit the run time of the model, which is cubic in this number."""
 MAX_LOG_RATIO = 3.0
-"""A record whose logarithm of measured over predicted exceeds this (a factor of 20) is skipped. Chosen: such a
-factor is not a model error."""
+"""A record is skipped if the logarithm of measured over predicted exceeds this (a factor of 20). Chosen: such a factor
+is not a model error."""
 
 
 def past_of_problem(problem: Problem, plugins: Plugins, run: str) -> PastMeasurements:
-    """Return the measurements of earlier runs, except `run`, on the chip of a problem; empty if the spec disables
-    them.
+    """Return the measurements of earlier runs, except `run`, on the chip of a problem.
+
+    The result is empty if the spec disables them.
     """
     spec, chip = problem.task.spec, problem.task.cluster.groups[0].chip
     if not spec.control.use_experience:
@@ -219,10 +233,10 @@ def past(
     objective: str,
     knobs: Sequence[Knob] = (),
 ) -> PastMeasurements:
-    """Return observations from measured records of `chip`.
+    """Return observations from the measured records of `chip`.
 
     Records that cannot be read or predicted, and records of servers with another `objective`, are skipped. `knobs` are
-    the knobs of plugins that a record may have.
+    the plugins' knobs that a record may contain.
     """
     tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     installed = engines()
@@ -230,7 +244,7 @@ def past(
         with suppress(FlagError, KeyError, TypeError, ValueError):
             kind = job_record["kind"]
             work_data = dict(job_record[kind])
-            command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for it
+            command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for the command
             if kind == "serve" and job_record["measured"]["objective"] != objective:
                 continue
             engine_values = dict(job_record["candidate"])

@@ -1,4 +1,8 @@
-"""What the core calls: the base class of engines, and Protocols, from which an implementation need not inherit."""
+"""The interfaces that the core calls.
+
+Engines and launchers inherit from the base classes `Workload` and `Launcher`. The other interfaces are Protocols, so an
+implementation need not inherit from them.
+"""
 
 from flagcore.contracts.exchange import (
     Exporter,

@@ -1,6 +1,7 @@
-"""Importers convert files of another tuner to a spec or to trials; exporters write a candidate as files that start it.
+"""Importers and exporters.
 
-Importers are in the entry point group `flagcore.importers`.
+An importer converts files of another tuner to a spec or to trials. Importers are registered in the entry point group
+`flagcore.importers`. An exporter writes files that start a candidate.
 """
 
 import os
@@ -21,7 +22,10 @@ from flagcore.i18n import _
 
 @dataclass(frozen=True, slots=True)
 class ImportNote:
-    """A note on the conversion of a key of the other tuner. `at` is the related key of the spec; empty: none."""
+    """A note on how a key of the other tuner was converted.
+
+    `at`: the related key of the spec. Empty if there is none.
+    """
 
     key: str
     text: str
@@ -32,7 +36,7 @@ class ImportNote:
 
 
 class ImportedSpec(Protocol):
-    """The data of a spec, with absolute paths, read from `file`."""
+    """A spec that an importer has read from `file`, as plain data with absolute paths."""
 
     @property
     def data(self) -> dict[str, Any]: ...
@@ -42,7 +46,7 @@ class ImportedSpec(Protocol):
     def file(self) -> str: ...
 
     def translate_error(self, error: SpecError) -> SpecError:
-        """Return an error of the spec with the key of the other tuner's file."""
+        """Return an error about the spec as an error about the corresponding key of the other tuner's file."""
 
     def as_yaml(self) -> str:
         """Return the spec as YAML, with the notes as comments."""
@@ -55,16 +59,18 @@ class Importer(Protocol):
     title: str
     """The name of the other tuner in messages."""
     has_trees: bool
-    """Whether configs are hydra's trees, which `flag tune --config-path` also reads. Otherwise a config is one file, or
-    the name of a recipe.
+    """Whether a configuration is a directory of hydra files, which `flag tune --config-path` also reads.
+
+    Otherwise it is one file, or the name of a recipe.
     """
 
     def read_tree(
         self, directory: Path, name: str, overrides: Sequence[str] = (), chips: Callable[[], Sequence[Chip]] = tuple
     ) -> ImportedSpec:
-        """Return the configuration `name` in `directory` with `overrides` such as `a.b=c`. Raises SpecError.
+        """Return the configuration `name` in `directory`. Raises SpecError.
 
-        `chips` returns the chips of all plugins.
+        `overrides`: changes of its keys, such as `a.b=c`.
+        `chips`: a function that returns the chips of all plugins.
         """
 
 
@@ -72,10 +78,14 @@ class Importer(Protocol):
 class HistoryRow:
     """One trial of another tuner.
 
-    `line` is its line in the file, where the heading is line 1; `index` is its number. `step_s` is the mean time of a
-    training step, `figures` are the figures of a server by flagcore's names, and `error` is the reason if there are
-    none. `split` is whether the first or last pipeline stage has another number of layers. `cut` is whether the tuner
-    ended the trial early. `refused` is the reason why the row cannot be imported; empty if it can.
+    `line`: its line in the file. The heading is line 1.
+    `index`: its number in the other tuner.
+    `step_s`: the mean time of a training step.
+    `figures`: the figures of a server by flagcore's names.
+    `error`: the reason why neither was measured.
+    `split`: whether the first or last pipeline stage has a different number of layers than the others.
+    `cut`: whether the other tuner ended the trial early.
+    `refused`: the reason why the trial cannot be imported. Empty if it can.
     """
 
     line: int
@@ -95,9 +105,10 @@ class HistoryRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The trials of another tuner in the order in which they ran. `serves` is whether they are serving trials.
+    """The trials of another tuner in the order in which they ran.
 
-    `time_limit_s` is the other tuner's default time limit of a trial.
+    `serves`: whether they are serving trials.
+    `time_limit_s`: the other tuner's default time limit of a trial.
     """
 
     rows: tuple[HistoryRow, ...]
@@ -107,24 +118,26 @@ class History:
 
 @runtime_checkable
 class HistoryReader(Protocol):
-    """Optional: an importer that also reads the trials of the other tuner."""
+    """An optional interface of importers that can also read the other tuner's trials."""
 
     def read_history(self, path: Path) -> History:
-        """Return the trials in a file. Raises UsageError if it is not a history."""
+        """Return the trials in a file. Raises UsageError if the file does not contain trials."""
 
 
 DEVICES_OF_HOST = {
     "{interface}": """(awk '$2 == "00000000" {print $1; exit}' /proc/net/route)""",
     "{adapters}": "(grep -ls ACTIVE /sys/class/infiniband/*/ports/*/state | cut -d/ -f5 | sort -u | paste -sd, -)",
 }
-"""Shell commands for the placeholders of network devices, because each host of a script has its own."""
+"""Shell commands that replace the placeholders of network devices in scripts, because names differ between hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerGroup:
-    """Equal servers of a candidate that has several kinds of them.
+    """Identical servers of a candidate that has several kinds of servers.
 
-    `launch` starts one of them; its environment may have the placeholder `{own_address}`. It uses `devices`.
+    `launch`: starts one server. Its environment may contain the placeholder `{own_address}`.
+    `devices`: the number of devices of one server.
+    `replicas`: the number of servers.
     """
 
     name: str
@@ -135,9 +148,11 @@ class ServerGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerGroups:
-    """All kinds of servers, and how the router in front of them is started.
+    """All kinds of servers of a candidate.
 
-    Server N of a group is at the host JOB-GROUP-N.JOB-GROUP.
+    The host name of server N of a group is JOB-GROUP-N.JOB-GROUP.
+
+    `front`: starts the router in front of the servers.
     """
 
     groups: tuple[ServerGroup, ...]
@@ -146,12 +161,14 @@ class ServerGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportJob:
-    """A candidate to export. `launch` starts it, with its whole environment.
+    """A candidate to export.
 
-    `comments` describe the candidate and its knobs, one line each. `launch` uses `devices` of a node; for an exporter
-    with `per_server` it is one of `replicas` equal servers, or the first of `servers` of several kinds. For the engine
-    of the candidate it is empty.
-    `options` are those of the user: `image` of containers, `kind` of a Kubernetes job, and `volume` as CLAIM:PATH.
+    `comments`: lines that describe the candidate and its knobs.
+    `launch`: starts the candidate with its whole environment. For an exporter with `per_server`, it starts one of
+    `replicas` identical servers, or the first of `servers`. It is empty if the candidate's engine is the exporter.
+    `devices`: the number of devices per node that `launch` uses.
+    `options`: the user's options: `image` of containers, `kind` of a Kubernetes job, and `volume` as CLAIM:PATH.
+    `servers`: the servers, if the candidate has several kinds of them.
     """
 
     name: str
@@ -171,39 +188,45 @@ class ExportJob:
 
     @property
     def is_server(self) -> bool:
-        """Whether the candidate serves; without `launch.ready`, its servers are on several hosts."""
+        """Whether the candidate is a server. If `launch.ready` is empty, its servers are on several hosts."""
         return isinstance(self.platform.task.spec.work, ServeSpec)
 
     @property
     def unequal_nodes(self) -> bool:
-        """Whether the engine's own program runs on several kinds of nodes, which need different variables and flags."""
+        """Whether the engine's own program runs on several kinds of nodes, which differ in variables and flags."""
         return bool(self.launch.sample) and len({each.kind for each in self.platform.setups}) > 1
 
 
 @runtime_checkable
 class Exporter(Protocol):
-    """Optional: an engine, launcher or importer that writes the files of further targets than its own script."""
+    """An optional interface of engines, launchers and importers that can export candidates to further targets."""
 
     targets: Collection[str]
-    """The names of the targets for `flag export --to`."""
+    """The names of the targets, for `flag export --to`."""
     per_server: bool
-    """Whether it starts several servers by itself."""
+    """Whether the target starts several servers by itself, given the launch of one."""
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
-        """Return the text of each file by its name. Raises UsageError for a job that the target does not support."""
+        """Return the content of each exported file by its name. Raises UsageError if the target cannot run the job."""
 
 
 class ManifestWriter(Protocol):
-    """Optional: a launcher that also writes the job in which it runs trials."""
+    """An optional interface of launchers that can write the manifest of a job in which flagcore itself runs."""
 
     def manifest(
         self, platform: Platform, spec: Path, *, name: str, kind: str, image: str, volume: str
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the manifest of a job that tunes the spec of `platform`, and notes for the user."""
+        """Return the manifest of a job that tunes the spec of `platform`, and notes for the user.
+
+        `spec`: the path of the spec file.
+        """
 
 
 def claim_and_mount(volume: str) -> tuple[str, str]:
-    """Return the claim and the mount point of `--volume`, empty for none. Raises UsageError."""
+    """Return the claim and the mount point in the value of `--volume`.
+
+    Both are empty if `volume` is empty. Raises UsageError if `volume` is not of the form CLAIM:PATH.
+    """
     claim, _separator, mount = volume.partition(":")
     if volume and not (claim and mount.startswith("/")):
         raise UsageError(_("--volume = {volume}: use CLAIM:PATH, such as data:/data", volume=volume))
@@ -211,7 +234,10 @@ def claim_and_mount(volume: str) -> tuple[str, str]:
 
 
 def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
-    """Return the device limits of a pod. Raises UsageError if no plugin has the name of the resource."""
+    """Return the resource limits of a pod with this number of `devices`.
+
+    Raises UsageError if no plugin defines the Kubernetes resource, or if there are several kinds of chips.
+    """
     groups, support = platform.task.cluster.groups, platform.support
     if len(groups) > 1:
         raise UsageError(_("a job for several kinds of chips is not supported: all pods are equal"))
@@ -225,7 +251,7 @@ def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
 
 
 def comments(job: ExportJob) -> list[str]:
-    """Return the comments at the top of a file."""
+    """Return the comment lines at the top of an exported file."""
     program = next((word for word in job.launch.argv if word.endswith(".py")), "/")
     place = [] if job.launch.directory or os.path.isabs(program) else [f"Start it in the folder of {program}."]
     return [f"# {line}" for line in (*job.comments, *place)]

@@ -1,4 +1,4 @@
-"""Protocols of plugins and launchers, and the platform of a task that plugins describe."""
+"""Protocols of plugins, the base class of launchers, and `Platform`: a task with what plugins provide for it."""
 
 from __future__ import annotations
 
@@ -25,37 +25,39 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 
 
 class MemoryModel(Protocol):
-    """Computes the memory in use of a device from the memory of tensors, in bytes. Called with columns.
+    """Computes the memory in use on a device from the memory of tensors, in bytes.
 
-    The method `communicator_bytes() -> float` is optional, for a chip whose collectives have buffers of their own for
-    each group of ranks: the buffers of one communicator, which `device_used_bytes` does not include.
+    Methods with arrays are called with one element per candidate. The method `communicator_bytes() -> float` is
+    optional. It is for chips whose collectives allocate buffers for each communicator, that is, for each group of
+    ranks. It returns the bytes of one communicator, which `device_used_bytes` must not include.
     """
 
     def capacity_bytes(self) -> float | None:
         """Return the memory that a trial may use on one device, or None if unknown."""
 
     def workspace_bytes(self) -> float:
-        """Return the size of the matrix library's workspace for one thread."""
+        """Return the size of the matrix library's workspace for one host thread."""
 
     def reserved_bytes(self, allocated: FloatArray) -> FloatArray:
-        """Return the memory that the allocator reserves if tensors use `allocated` bytes at their peak."""
+        """Return the memory that the allocator reserves if the peak of tensors is `allocated` bytes."""
 
     def device_used_bytes(self, reserved: FloatArray) -> FloatArray:
-        """Return the memory in use on the device: `reserved`, context, libraries and collective buffers."""
+        """Return the memory in use on the device: `reserved` plus context, libraries and collective buffers."""
 
 
 def communicator_bytes(model: MemoryModel) -> float:
-    """Return the buffers of one communicator, 0 if `model` does not have the method."""
+    """Return the bytes of one communicator's buffers, or 0.0 if `model` does not define `communicator_bytes`."""
     buffers = getattr(model, "communicator_bytes", None)
     return float(buffers()) if buffers else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """The sizes of causal attention on one device for a batch of sequences of equal length. The fields broadcast.
+    """The sizes of causal attention on one device for a batch of sequences of equal length.
 
-    In training, `queries` equals `keys`. In serving, prefill computes the last `queries` of the `keys`, and decoding
-    has one query per sequence, with keys and values in the cache. Sequences of different lengths are separate elements.
+    The fields are arrays that broadcast. Sequences of different lengths are separate elements. In training, `queries`
+    equals `keys`. In serving, prefill computes the last `queries` of the `keys` positions, and decoding computes one
+    query per sequence, with keys and values in the KV cache.
     """
 
     batch: FloatArray
@@ -65,17 +67,17 @@ class AttentionShape:
     groups: FloatArray
     """Number of key and value heads on this device; equal to `heads` without grouping."""
     queries: FloatArray
-    """Number of computed positions, the last of the `keys`."""
+    """Number of positions whose attention is computed: the last ones of `keys`."""
     keys: FloatArray
-    """Number of positions that are attended to, including cached ones."""
+    """Number of positions that the last query attends to, including cached ones."""
     head_dim: FloatArray
-    """Width of a head, the mean if keys and values have different widths."""
+    """Width of a head. If keys and values have different widths, their mean."""
 
 
 class KernelCosts(Protocol):
     """The times of kernels on one device in seconds, without the host's time to launch them.
 
-    All sizes are arrays that broadcast. Unknown times are NaN.
+    All sizes are arrays that broadcast, with one element per kernel. Unknown times are NaN.
     """
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
@@ -88,7 +90,7 @@ class KernelCosts(Protocol):
         """Return the time of the backward pass of fused causal attention."""
 
     def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
-        """Return the time of an element-wise kernel that reads and writes `bytes_moved` bytes in total."""
+        """Return the time of an element-wise kernel whose reads and writes sum to `bytes_moved` bytes."""
 
     def launch_seconds(self) -> float:
         """Return the host's time to launch one kernel, including the framework."""
@@ -97,10 +99,10 @@ class KernelCosts(Protocol):
         """Return the time of a copy between device and pinned host memory in one direction."""
 
     def run_slowdown(self) -> float:
-        """Return the slowdown of kernels in a run on many devices relative to these times.
+        """Return the factor by which kernels are slower in a run on many devices than these times.
 
-        It is 1 if the times were measured in such runs. Kernels that were measured alone are slower in runs, because of
-        power limits, lower clocks and waiting times.
+        It is 1 if the times were measured in such runs. Otherwise it is larger, because power limits, lower clocks and
+        waiting times make kernels slower in a run than alone.
         """
 
 
@@ -110,9 +112,11 @@ class CollectiveCosts(Protocol):
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
         """Return the time of one collective in a group of `ranks` devices that are `stride` devices apart.
 
-        `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or send. `payload_bytes` is the size of the
-        message, of the reduced, gathered or scattered tensor as a whole, or of a rank's tensor before an all-to-all.
-        The time is 0 for one rank, and NaN if unknown.
+        `kind`: all_reduce, all_gather, reduce_scatter, all_to_all or send.
+        `payload_bytes`: for a send, the size of the message. For an all-to-all, the size of a rank's tensor before it.
+        Otherwise the size of the whole reduced, gathered or scattered tensor.
+
+        The time is 0 for one rank, and NaN if it is unknown.
         """
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
@@ -122,50 +126,58 @@ class CollectiveCosts(Protocol):
 class Telemetry(Protocol):
     """Reads figures of one device before and during a trial.
 
-    Two methods are optional. `use() -> DeviceUse` reports which processes use the device; it is called before each
-    trial, and after a trial that ran out of memory. `describe() -> Mapping[str, str]` returns `uuid`, `bus` (the PCI
-    address) and `links` (to other devices) as far as known; `flag devices` calls it.
+    Two methods are optional:
+
+    - `use() -> DeviceUse` reports which processes use the device. It is called before each trial, and after a trial
+      that ran out of memory.
+    - `describe() -> Mapping[str, str]` returns `uuid`, `bus` (the PCI address) and `links` (to other devices) as far as
+      they are known. `flag devices` calls it.
     """
 
     def sample(self) -> Mapping[str, float]:
-        """Return figures by name, e.g. `memory_used_bytes`, `power_watts`, `temperature_celsius`.
+        """Return the current figures by name, such as `memory_used_bytes`, `power_watts` or `temperature_celsius`.
 
-        Raises LookupError if this device does not respond although others do.
+        Raises LookupError if this device does not respond, but others do.
         """
 
 
 def description_of(reader: Telemetry) -> Mapping[str, str]:
-    """Return the result of `describe`; empty from telemetry without it."""
+    """Return the result of the reader's optional method `describe`, or an empty dict if it has none."""
     describe = getattr(reader, "describe", None)
     return describe() if describe else {}
 
 
 def device_use(reader: Telemetry) -> DeviceUse:
-    """Return the result of `use`, or an empty DeviceUse from telemetry without it."""
+    """Return the result of the reader's optional method `use`, or an empty DeviceUse if it has none."""
     use = getattr(reader, "use", None)
     return use() if use else DeviceUse()
 
 
 class PruningRule(Protocol):
-    """A rule for candidates that are not worth a trial. Reports show `name` with a count, and `message`."""
+    """A rule that removes candidates that are not worth a trial.
+
+    Reports show its `name`, its `message`, and the number of candidates that it removed.
+    """
 
     name: str
     message: str
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
-        """Return True for each candidate to prune. Called with blocks of independent rows."""
+        """Return True for each candidate to remove.
+
+        Called with blocks of candidates. The answer for a candidate must not depend on the others in its block.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The cost models of the first node group, from plugins or else from the core.
+    """The cost models of the first node group, from plugins or else from the core, and those of other groups.
 
-    `guessed` is whether the kernel times are those of the core's roofline, neither measured nor fitted. With
-    `synchronous`, the host computes, as on a CPU, so that kernels do not hide the time of launches. `run_slowdown` is
-    the slowdown of kernels in a run on many devices relative to `kernels`.
-
-    `further` are the costs of the other node groups by the rank of their first device, in the order of ranks. `between`
-    has the times of messages between groups; None if there is one group.
+    `guessed`: whether kernel times come from the core's roofline, neither measured nor fitted.
+    `synchronous`: whether the host computes, as on a CPU. Then kernels do not hide the time of launches.
+    `run_slowdown`: the factor by which kernels are slower in a run on many devices than in `kernels`.
+    `further`: the costs of the other node groups, by the rank of their first device, in the order of ranks.
+    `between`: the times of messages between node groups. None if there is only one group.
     """
 
     memory: MemoryModel
@@ -179,16 +191,18 @@ class Costs:
 
     @property
     def groups(self) -> tuple[Costs, ...]:
-        """The costs of each node group."""
+        """The costs of each node group, in the order of ranks."""
         return (self, *self.further.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSetup:
-    """How trials start on the hosts of one of several node groups.
+    """How trials start on the hosts of a node group, if there are several groups.
 
-    `kind` is the type of the hosts in host files, `devices` the number of a host. `environment` are the variables of
-    the chip's plugin, `envs` those of the group.
+    `kind`: the type of the hosts in host files.
+    `devices`: the number of devices per host.
+    `environment`: environment variables from the chip's plugin.
+    `envs`: the group's environment variables in the spec.
     """
 
     kind: str
@@ -203,12 +217,15 @@ class HostSetup:
 class Platform:
     """The task, its engine, and what plugins provide for it.
 
-    `knobs` are all knobs of plugins for the chip, also those that the spec does not name. `conflicts` describes
-    environment variables for which the user and plugins set different values. `devices` are the devices of the task's
-    chips that were detected for its trials, in order; `telemetry` has those that can be read. `cores` are the CPU cores
-    for trials; empty: all. `setups` are those of several node groups, in order; empty if there is one.
-    `value_rules` are the values that do not work, and `pruning_rules` what is not worth a trial. `precision_reason`
-    tells why the precision was chosen, empty if the spec names it.
+    `pruning_rules`: plugins' rules for candidates that are not worth a trial.
+    `telemetry`: a reader for each device whose figures can be read.
+    `value_rules`: the values that do not work.
+    `knobs`: all plugins' knobs for the chip, including those that the spec does not name.
+    `conflicts`: descriptions of environment variables that the user and a plugin set to different values.
+    `devices`: the detected devices of the task's chips that its trials can use, in order.
+    `cores`: the CPU cores that trials can use. Empty means all.
+    `setups`: how trials start on each node group, in order. Empty if there is only one group.
+    `precision_reason`: why the precision was chosen. Empty if the spec sets it.
     """
 
     task: Task
@@ -230,24 +247,25 @@ class Platform:
 
     @property
     def group_of_hosts(self) -> dict[str, int]:
-        """The index of each host's node group; empty if the hosts are not known."""
+        """The index of each host's node group. Empty if the spec names no hosts."""
         groups, hosts = self.task.cluster.groups, self.task.spec.cluster.hosts
         if len(groups) == 1:
             return dict.fromkeys(hosts, 0)
         return dict(zip(hosts, (index for index, group in enumerate(groups) for _ in range(group.nodes)), strict=False))
 
     def on_hosts(self, hosts: tuple[str, ...]) -> Platform:
-        """Return the platform of trials on these hosts."""
+        """Return the platform for trials on `hosts` only."""
         spec = self.task.spec
         task = replace(self.task, spec=replace(spec, cluster=replace(spec.cluster, hosts=hosts)))
         devices = tuple(device for host in hosts for device in self.devices if device.host == host)
         return replace(self, task=task, devices=devices)
 
     def devices_of(self, host: str = "") -> tuple[Device, ...]:
-        """Return the devices of a trial on `host`, or on this machine: the first that were detected.
+        """Return the devices that a trial uses on `host`, or on this machine if `host` is empty.
 
-        Where variables of the spec name devices of a host, which detection there does not know, or where too few were
-        detected, they are those that the spec names, else numbered from 0.
+        These are the first detected devices. There are two exceptions: if too few devices were detected, or if
+        environment variables of the spec select devices of another host, which detection there does not see. Then they
+        are the devices that the spec selects, or else devices numbered from 0.
         """
         spec, group = self.task.spec, self.task.cluster.groups[self.group_of_hosts.get(host, 0)]
         support, variables = self._variables_of(host)
@@ -264,15 +282,17 @@ class Platform:
         return tuple(own.get(name) or Device(index=place, chip=chip, host=host, name=name) for place, name in places)
 
     def _variables_of(self, host: str) -> tuple[EngineSupport, Mapping[str, str]]:
-        """Return the engine support of a host's chip, and the variables of the spec there."""
+        """Return the engine support on a host's chip, and the environment variables that the spec sets on that host."""
         spec = self.task.spec
         setup = self.setups[self.group_of_hosts[host]] if self.setups and host in self.group_of_hosts else None
         of_group, of_host = setup.envs if setup else spec.cluster.envs, spec.cluster.host_envs.get(host, {})
         return setup.support if setup else self.support, {**spec.envs, **of_group, **of_host}
 
     def selecting(self, devices: Sequence[Device] = ()) -> Platform:
-        """Return the platform with variables of the spec that select `devices` of this machine or, without any, the
-        devices of a trial. Hosts get variables only where their devices are not those from 0.
+        """Return the platform with environment variables in its spec that select devices.
+
+        On this machine, they select `devices` or, if that is empty, the devices of a trial. Other hosts get variables
+        only if a trial does not use their devices from 0 upwards.
         """
         spec = self.task.spec
         if not spec.on_each_host:
@@ -290,16 +310,16 @@ class Platform:
         return replace(self, task=replace(self.task, spec=replace(spec, cluster=cluster)))
 
     def elsewhere(self) -> Platform:
-        """Return the platform for a place that assigns devices itself: without those of this machine."""
+        """Return the platform without this machine's devices, for a host or pod that assigns devices itself."""
         spec = self.task.spec
         spec = replace(spec, envs=without_devices(self.support, spec.envs))
         return replace(self, task=replace(self.task, spec=spec), devices=())
 
     def prepared(self, planned: Launch) -> Launch:
-        """Return `planned` with the environment of plugins and of the spec.
+        """Return `planned` with the environment variables of plugins and of the spec.
 
-        On hosts of several node groups, each host has those of its own chip, and SLOTS and KIND are replaced. A host
-        also has its own variables of the spec.
+        With several node groups, each host gets the variables of its own chip, and SLOTS and KIND are replaced in the
+        command. A host also gets the variables that the spec sets for it.
         """
         spec, own = self.task.spec, self.task.spec.cluster.host_envs
         if not (planned.hosts and (self.setups or own)):
@@ -312,7 +332,11 @@ class Platform:
     def _with_environment(
         self, planned: Launch, setup: HostSetup | None = None, of_host: Mapping[str, str] = MappingProxyType({})
     ) -> Launch:
-        """Return the launch of a host with its own variables `of_host`; `setup` is that of several node groups."""
+        """Return the launch of one host.
+
+        `setup`: the setup of the host's node group. None if there is only one group.
+        `of_host`: the variables that the spec sets for this host.
+        """
         spec, argv = self.task.spec, planned.argv
         of_chip, of_group = self.environment, spec.cluster.envs
         if setup:
@@ -333,14 +357,14 @@ class Platform:
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """The memory in bytes that the processes of a node may use if devices share it; None if they do not."""
+        """The bytes that the processes of a node may use, if its devices share the memory of the machine. Else None."""
         group = self.task.cluster.groups[0]
         memory = group.memory_bytes * group.devices_per_node if group.memory_bytes else None
         return memory if self.support.shared_devices else None
 
 
 class Plugins(Protocol):
-    """The hooks of all plugins as typed methods. The results of plugins that fail are left out."""
+    """The hooks of all plugins as typed methods. Plugins that fail are skipped."""
 
     def devices(self, variables: Mapping[str, str] | None = None) -> tuple[Device, ...]: ...
     def detection_failures(self) -> Mapping[str, str]: ...
@@ -370,17 +394,20 @@ class RunningLaunch(Protocol):
     """A started launch."""
 
     def poll(self) -> Exit | None:
-        """Return the exit of the launch, or None while it runs."""
+        """Return the exit of the launch, or None if it is still running."""
 
     def wait(self, seconds: float) -> Exit | None:
-        """Wait at most `seconds` for the exit, and return it or None."""
+        """Wait at most `seconds` for the launch to end. Return its exit, or None if it is still running."""
 
     def stop(self) -> Exit:
-        """End the whole process tree if it runs, and return its exit."""
+        """End the whole process tree if it is still running, and return the exit."""
 
 
 class Launcher(ABC):
-    """Starts launches on this machine or on other hosts. It must define `name` and `start`."""
+    """The base class of launchers, which start programs on this machine or on other hosts.
+
+    A launcher must define `name` and `start`. All other methods have defaults.
+    """
 
     name: str
 
@@ -389,31 +416,34 @@ class Launcher(ABC):
         """Start `launch` in its own process group. Raises FlagError if it cannot be started."""
 
     def close(self) -> None:  # noqa: B027  (a default, not abstract)
-        """End all processes that the launcher keeps between launches, by default none."""
+        """End all processes that the launcher keeps running between launches. By default there are none."""
 
     def has_allocation(self) -> bool:
-        """Return whether flagcore runs in an allocation of several hosts, by default False. Must return at once."""
+        """Return whether flagcore runs in an allocation of several hosts. Must return at once. By default False."""
         return False
 
     def find_hosts(self, nodes: int, /) -> tuple[str, ...]:
-        """Return the hosts for trials if the spec does not name them. Empty, the default, if there are none.
+        """Return the hosts for trials if the spec does not name them. By default there are none.
 
-        `nodes` is the number of nodes in the spec, by default 1. Raises FlagError if the hosts cannot be listed.
+        `nodes`: the number of nodes in the spec.
+        Raises FlagError if the hosts cannot be listed.
         """
         return ()
 
     def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `hosts` that have not failed too often, by default all."""
+        """Return the hosts in `hosts` that have not failed too often. By default all."""
         return tuple(hosts)
 
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
-        """Return the first `count` of `hosts` that have not failed, for the next trial, by default the first.
+        """Return the hosts for the next trial: the first `count` of `hosts` that have not failed.
 
-        Raises FlagError if too few are left.
+        By default failures are ignored. Raises FlagError if too few hosts are left.
         """
         return tuple(hosts[:count])
 
     def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:  # noqa: B027  (a default, not abstract)
-        """Continue a run: prefer hosts that were not `lost`, and end remaining processes of the trials with the folders
-        `cut_off`. By default nothing is done.
+        """Prepare to resume a run. By default nothing is done.
+
+        `lost`: hosts that were lost. Other hosts are preferred.
+        `cut_off`: folders of trials that were interrupted. Their remaining processes are ended.
         """

@@ -1,4 +1,4 @@
-"""The problem of a search, its strategies, and its events."""
+"""The search problem, and the interface between the search, its strategies and listeners of its events."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,10 @@ from flagcore.domain.trial import Trial
 class Problem:
     """The search problem of a spec.
 
-    `rules` are the pruning rules of the engine and of plugins, `pruned` what they removed; before any trial, unless the
-    search has learned from trials. `knobs` are the knobs of both, by name.
+    `predictions`: predictions of all candidates of `space`.
+    `rules`: the pruning rules of the engine and of plugins.
+    `pruned`: the candidates that are removed, by `rules` and by what the search has learned from trials so far.
+    `knobs`: the knobs of the engine and of plugins, by name.
     """
 
     platform: Platform
@@ -36,7 +38,7 @@ class Problem:
 
     @property
     def task(self) -> Task:
-        """The job of the spec and its cluster."""
+        """The spec and its cluster."""
         return self.platform.task
 
     @property
@@ -50,23 +52,23 @@ class Problem:
         return self.platform.costs
 
     def row_of(self, candidate: Candidate) -> int:
-        """Return the row of a candidate of the space."""
+        """Return the row of `candidate`, which must be in the space."""
         row = self.space.find(candidate)
         assert row is not None, "every candidate that runs is in the space"
         return row
 
     def columns_of(self, candidate: Candidate) -> dict[str, IntArray]:
-        """Return the columns of the row of a candidate of the space."""
+        """Return one-row columns of `candidate`, which must be in the space."""
         return self.space.columns(np.array([self.row_of(candidate)]))
 
     @property
     def messages(self) -> dict[str, str]:
-        """The message of each rule by name: legality rules, pruning rules, and rules that are learned from trials."""
+        """The message of each rule by name: legality rules, pruning rules, and rules learned from trials."""
         legality = {rule.name: rule.message for rule in self.legality.rules}
         return legality | {rule.name: rule.message for rule in self.rules} | LEARNED_MESSAGES
 
     def set_knobs(self, candidate: Candidate) -> Candidate:
-        """Return a candidate without the knobs that have their neutral value."""
+        """Return `candidate` without the knobs that have their neutral value."""
         neutral = {axis.knob: axis.neutral for axis in self.legality.axes}
         return Candidate(tuple(item for item in candidate.items if item[1] != neutral[item[0]]))
 
@@ -75,9 +77,12 @@ class Problem:
 class SearchContext:
     """The input of a strategy.
 
-    `open_rows` are the rows of `space` that can be tried; there is at least one. `trials` has one trial per candidate,
-    in order; `probes` are probes if trials are runs. `past` has measurements of other runs. `seconds_left` is the
-    remaining time; None: no limit. `pending` are the trials that run now; their candidates are not open.
+    `open_rows`: the rows of `space` that can be tried. There is at least one.
+    `trials`: one trial per candidate, in the order in which they ran.
+    `past`: measurements of other tasks.
+    `seconds_left`: the remaining time. None if there is no limit.
+    `probes`: the probes of candidates, if trials are runs.
+    `pending`: the trials that are running. Their candidates are not in `open_rows`.
     """
 
     problem: Problem
@@ -90,7 +95,7 @@ class SearchContext:
 
     @property
     def task(self) -> Task:
-        """The job of the spec and its cluster."""
+        """The spec and its cluster."""
         return self.problem.task
 
     @property
@@ -104,7 +109,7 @@ class SearchContext:
         return self.problem.predictions
 
     def features(self, rows: IntArray) -> Features:
-        """Return the features of rows on which the errors of predictions may depend."""
+        """Return the features of the candidates in `rows`, from which the errors of predictions are learned."""
         columns, workload = self.space.columns(rows), self.problem.workload
         sizes = workload.sizes(engine_task(self.task), columns)
         return features(self.space.axes, columns, self.predictions.take(rows), sizes)
@@ -112,9 +117,11 @@ class SearchContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The row to try next, or None to stop the search, and the reason in one line.
+    """A strategy's choice of the next candidate.
 
-    `belief` is the strategy's current prediction for the row, as plain data in the format of predictions.
+    `row`: the candidate's row, or None to stop the search.
+    `because`: the reason in one line.
+    `belief`: the strategy's current prediction for the candidate, as plain data in the format of predictions.
     """
 
     row: int | None
@@ -123,22 +130,24 @@ class Choice:
 
 
 class Strategy(Protocol):
-    """The order in which candidates are tried."""
+    """A search strategy, which determines the order in which candidates are tried."""
 
     name: str
 
     def next(self, context: SearchContext) -> Choice:
-        """Return what to try next."""
+        """Return the candidate to try next, or the decision to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """An event of the search, for the display of progress.
 
-    `kind` is trial_started, trial_waits or trial_finished. A trial waits if other programs use its devices, and its
-    `reason` names them. `seconds_left` is an estimate of the rest of the run, including repeats. `objective` is the
-    objective of the run, `knobs` are the knobs of its task. `search_time` is given for the first event only. `note` is
-    a line for the user.
+    `kind`: trial_started, trial_waits or trial_finished. A trial waits if other programs use its devices. Its `reason`
+    then names them.
+    `seconds_left`: an estimate of the remaining seconds of the run, including repeats. None if unknown.
+    `objective`, `knobs`: the objective and the knobs of the task.
+    `search_time`: only in the first event.
+    `note`: a line for the user.
     """
 
     kind: str
@@ -154,4 +163,4 @@ class Event:
 
 
 OnEvent: TypeAlias = Callable[[Event], None]
-"""A function that receives events. An exception ends the run."""
+"""A function that receives events. If it raises an exception, the run ends."""

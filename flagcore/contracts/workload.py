@@ -1,4 +1,4 @@
-"""The base class of engines: what an engine must define, and the defaults of everything else."""
+"""The base class of engines: the members that an engine must define, and the defaults of all others."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,15 +26,16 @@ from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError
 
 START_SECONDS = 300.0
-"""The seconds that a trial may take to start: imports, processes on all devices, the model, and the first step.
+"""The default of `Workload.start_seconds`: time for imports, processes on all devices, the model, and the first step.
 Chosen."""
 
 
 class Workload(ABC):
-    """An engine.
+    """The base class of engines.
 
-    It must define `name`, `kind`, `knobs`, `predict`, `launch` and `read`. Every other member has a default, which its
-    docstring states. Columns are arrays with one element for each candidate, by the names of knobs.
+    An engine must define `name`, `kind`, `knobs`, `predict`, `launch` and `read`. All other members have defaults,
+    which their docstrings state. Arguments named `columns` map each knob's name to an array with one element per
+    candidate. A row is the position of a candidate in these arrays.
     """
 
     name: str
@@ -43,20 +44,20 @@ class Workload(ABC):
     knobs: tuple[Knob, ...]
     """All knobs that specs and job records may set."""
     modules: Mapping[str, str] = {}
-    """The modules that trials import, with the pip requirement of each."""
+    """The modules that trials import, and the pip requirement of each."""
     distribution: str = ""
-    """The distribution with the engine's version; empty: the one in `modules` with the engine's name."""
+    """The distribution whose version is the engine's release. Empty: the one in `modules` with the engine's name."""
     untested: str = ""
-    """A warning about what is uncertain, for an engine whose support was written from documentation; empty: none."""
+    """A warning to users, if the support for the engine was written from its documentation. Empty if it was tested."""
     start_seconds: float = START_SECONDS
-    """The seconds that a trial may take to start. For servers, they include the load."""
+    """The seconds that a trial may take to start. For a server, they include the seconds of the load."""
 
     # The search space
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the axes of the space in the order in which they are crossed.
 
-        By default each searchable knob has the values of the spec, or else those of `Knob.auto`.
+        By default each searchable knob has an axis, with the values in the spec, or else the values of `Knob.auto`.
         """
         return tuple(knob.axis(task.listed_values(knob, AUTO)) for knob in self.knobs if knob.searchable)
 
@@ -72,9 +73,9 @@ class Workload(ABC):
         return ()
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-        """Return all columns for one row from some knob values. Raises SpecError for an invalid value.
+        """Encode one candidate as one-row columns. Raises SpecError for an invalid value.
 
-        By default knobs without a value are neutral.
+        `values`: values of some knobs. By default all other knobs have their neutral value.
         """
         columns = {}
         for axis in self.axes(task):
@@ -86,238 +87,272 @@ class Workload(ABC):
         return columns
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
-        """Return rules for legal candidates that are not worth a trial on any chip, by default none."""
+        """Return rules that remove legal candidates that are not worth a trial on any chip. By default none."""
         return ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return which rows need at least as much memory as `candidate`, whatever the model.
+        """Return which candidates certainly need at least as much memory as `candidate`, for any model.
 
-        By default no order is known.
+        By default none.
         """
         return _no_row(columns)
 
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return which rows take at least as long as `candidate`, whatever the model. By default no order is known."""
+        """Return which candidates certainly take at least as long as `candidate`, for any model. By default none."""
         return _no_row(columns)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        """Return a small space of values from which an expert would choose without measuring. By default it has the
-        neutral value of each knob.
+        """Return a small space from which an expert would choose a candidate without measuring.
+
+        By default it contains only the neutral value of each knob.
         """
         return {knob.name: (knob.neutral,) for knob in self.knobs if knob.searchable}
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
-        """Return the row of the usual space that an expert would choose, by default the first."""
+        """Return the row of the candidate in the usual space that an expert would choose. By default the first."""
         return 0
 
     def defaults(self, task: Task) -> Mapping[str, KnobValue]:
-        """Return the values of the candidate that runs if no knob is set; knobs without a value have that of the
-        baseline. By default it is the baseline.
+        """Return the knob values that are in effect if the user sets no knob.
+
+        Knobs that are not returned have the value of the baseline. By default the dict is empty.
         """
         return {}
 
     def device_counts(self, task: Task, columns: Columns) -> IntArray:
-        """Return the number of devices that each candidate uses, by default all of the cluster."""
+        """Return the number of devices that each candidate uses. By default all devices of the cluster."""
         return np.full(_rows(columns), task.cluster.devices, dtype=np.int64)
 
     # Completing a spec
 
     def check_release(self, spec: Spec) -> None:  # noqa: B027  (a default, not abstract)
-        """Raise SpecError with all values of `spec` that the release it names does not support. By default there are
-        none.
+        """Raise SpecError if the engine release in `spec` does not support some of its values.
+
+        The error lists all such values. By default nothing is checked.
         """
 
     def installed_version(self, spec: Spec) -> str | None:
-        """Return the installed release, by which flags are checked; empty if none is installed.
+        """Return the installed release, against which flags are checked, or an empty string if none is installed.
 
-        By default None: flags are not checked. Raises FlagError if the query fails.
+        By default None: flags are not checked. Raises FlagError if the release cannot be determined.
         """
         return None
 
     def as_in_production(self, platform: Platform) -> Platform:
-        """Return `platform` with missing options of its spec set to the defaults of production on its chips.
+        """Return `platform` with options that its spec leaves open set to what production uses on its chips.
 
         Called for plans of jobs that cannot run on this machine. By default nothing is set.
         """
         return platform
 
     def assumed(self, task: Task, candidate: Candidate) -> Mapping[str, SettingValue]:
-        """Return the settings that `as_in_production` assumed and that are legal with `candidate`, by default none."""
+        """Return the settings that `as_in_production` assumed and that are legal with `candidate`. By default none."""
         return {}
 
     def as_installed(self, platform: Platform) -> Platform:
-        """Return `platform` with missing options of its spec set to the defaults of the software of this machine. By
-        default nothing is set.
+        """Return `platform` with options that its spec leaves open set to the defaults of this machine's software.
+
+        By default nothing is set.
         """
         return platform
 
     def installation_notes(self, platform: Platform) -> Sequence[str]:
-        """Return sentences for the user about the effects of this machine's software on trials, by default none."""
+        """Return sentences for the user about how this machine's software affects trials. By default none."""
         return ()
 
     derived_knobs: Collection[str] = ()
-    """The knobs whose values are derived from costs; a cluster with one node group does not have them."""
+    """The knobs whose values the engine derives from costs. They exist only on clusters with several node groups."""
 
     def with_derived_values(self, platform: Platform, *, plan: bool = True) -> Platform:
-        """Return the platform with the derived values in the space of its task: for a plan, or only those that trials
-        can run. Values in the spec take precedence. Raises SpecError for values in the spec that cannot run. By default
-        there are none.
+        """Return the platform with the values of `derived_knobs` in the space of its task.
+
+        `plan`: whether no trial will run. Otherwise only values that trials can run are added.
+
+        Values in the spec take precedence. Raises SpecError for values in the spec that cannot run. By default no
+        values are derived.
         """
         return platform
 
     def values_alone(self, task: Task, group: int) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        """Return values of knobs with which a node group may be the fastest without the others; `task` has derived
-        values. Knobs without values have all of them, by default every knob.
+        """Return the knob values with which the node group with index `group` may be the fastest without the others.
+
+        `task`: a task with derived values in its space.
+
+        Knobs that are not returned may have any value. By default none are returned.
         """
         return {}
 
     def splits(self, task: Task, columns: Columns) -> Mapping[str, BoolArray]:
-        """Return which candidates divide the work over the node groups in each of the engine's ways, by the name of the
-        way; candidates on one group are in none. By default it is empty.
+        """Return which candidates divide the work over node groups in which way, by the engine's name of the way.
+
+        Candidates on one node group are in no way. By default the result is empty.
         """
         return {}
 
     def with_derived_split(self, task: Task, columns: Columns) -> tuple[Task, Columns] | None:
-        """Return a task and its candidate with the split of layers that is derived from the times of the stages. None,
-        the default, if the candidate has it.
+        """Return a task and a candidate with the split of layers that is derived from the times of the stages.
+
+        Returns None, the default, if the candidate already has this split.
         """
         return None
 
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
-        """Return a line for each key of a spec that has no effect on the candidates of its space, by default none."""
+        """Return a line for each key of a spec that has no effect on the candidates of its space. By default none."""
         return ()
 
     def learned(self, task: Task, trials: Sequence[Trial]) -> Task:
-        """Return the task with the properties that `trials` show and that change predictions, by default the task."""
+        """Return `task` with properties that `trials` revealed and that change predictions. By default unchanged."""
         return task
 
     # Predictions
 
     @abstractmethod
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
-        """Return the predicted memory and time of each row. `columns` may have knobs that only job records set."""
+        """Return the predicted memory and time of each candidate.
+
+        `columns`: may contain knobs that only job records set.
+        """
 
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
-        """Return the sizes that determine the speed of kernels in each row, as logarithms to base 2, by default none.
+        """Return the sizes that determine the speed of each candidate's kernels, as logarithms to base 2.
 
-        They are features for learning the errors of predictions, so there should be few, with the same meaning in all
-        tasks.
+        They are features for learning the errors of predictions. There should be few, with the same meaning in all
+        tasks. By default there are none.
         """
         return {}
 
     labels: Labels = Labels()
-    """The names of components and of measured step parts in reports."""
+    """The names that reports show for model components and measured step parts."""
 
     def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
-        """Return parameters and bytes by component of the model for one pipeline stage of each row, by default none."""
+        """Return parameters and bytes by model component. By default none.
+
+        `stages`: the pipeline stage to describe, one for each candidate.
+        """
         return {}
 
     def parts(self, task: Task) -> tuple[ModelPart, ...]:
-        """Return the parameters of the unsplit model by its parts, by default none."""
+        """Return the parts of the unsplit model with their numbers of parameters. By default none."""
         return ()
 
     def pipelines(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Passes]:
-        """Return the pass times of each different pipeline of the candidate in the first row of `columns`. Empty, the
-        default, if they are unknown.
+        """Return the pass times of each distinct pipeline of the candidate in the first row of `columns`.
+
+        Returns an empty sequence, the default, if they are unknown.
         """
         return ()
 
     def stage_layers(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Sequence[int]]:
-        """Return the numbers of layers per stage for each row whose split the engine derives, empty for other rows. By
-        default no split is derived.
+        """Return the number of layers per pipeline stage for each candidate whose split the engine derives.
+
+        Other candidates have an empty sequence. By default no split is derived.
         """
         return ()
 
     def stage_ranks(self, task: Task, columns: Columns) -> tuple[int, ...]:
-        """Return the first global rank of each pipeline stage of the candidate in `columns`, which have one row. By
-        default stages are unknown.
+        """Return the first global rank of each pipeline stage of the candidate in `columns`, which have one row.
+
+        By default stages are unknown, and the tuple is empty.
         """
         return ()
 
     def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
-        """Return the prediction of one global rank of the candidate in `columns`, which have one row. By default raise
-        SpecError.
+        """Return the prediction of one global rank of the candidate in `columns`, which have one row.
+
+        By default raise SpecError.
         """
         raise self._unsupported_probes()
 
     # Trials
 
     def ready(self, spec: Spec) -> None:  # noqa: B027  (a default, not abstract)
-        """Raise SpecError or NoDevice if trials of `spec` cannot run on this machine, with the reason. By default they
-        can.
+        """Raise SpecError or NoDevice, with the reason, if trials of `spec` cannot run on this machine.
+
+        By default nothing is checked.
         """
 
     @abstractmethod
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         """Write the input files of a run to `folder` and return its launch.
 
-        A trial runs `control.train_iters` steps. With `for_real`, the launch runs the user's complete job.
+        `for_real`: whether to run the user's complete job. Otherwise the launch is a trial of `control.train_iters`
+        steps.
         """
 
     def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
         """Return a function that returns the seconds of each finished step of a running trial, including warm-up.
 
-        The function is called about twice a second, and reads only what was added to the log since the last call. By
-        default it returns no steps, and trials are not stopped early.
+        The function is called about twice a second, so it should read only what was added to the log since the last
+        call. By default it returns no steps, and trials are not stopped early.
         """
         return tuple
 
     @abstractmethod
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        """Return the measurement of a finished trial, or with `partial` of the finished steps of a stopped trial.
+        """Return the measurement of a finished trial.
 
+        `partial`: whether the trial was stopped early, so that only its finished steps are read.
         Raises FlagError with a line about what is missing.
         """
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        """Return the failure patterns of this engine's logs, by default none."""
+        """Return the failure patterns of this engine's logs. By default none."""
         return ()
 
     def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
-        """Return a line for each change that a trial makes to the user's command, except for the candidate's knobs. By
-        default there are none.
+        """Return a line for each change that a trial makes to the user's command, except for the candidate's knobs.
+
+        By default there are none.
         """
         return ()
 
     def step_limit(self, task: Task) -> int | None:
-        """Return the number of steps after which a trial is stopped and read. None, the default, if its program ends by
-        itself.
+        """Return the number of steps after which a trial is stopped and read.
+
+        Returns None, the default, if the program ends by itself.
         """
         return None
 
     def shorter_batch(self, task: Task, candidate: Candidate, share: float) -> int | None:
-        """Return the smallest legal global batch size that is at least `share` of the task's, for trials with fewer
-        micro-batches per step. None, the default, if none is smaller.
+        """Return a smaller global batch size for trials with shortened steps, or None, the default, if there is none.
 
-        The batch fills the pipeline, so that memory reaches its peak. Trials read it from `task.spec.train`, and the
-        core scales the measured times.
+        `share`: the minimum size relative to the task's global batch size.
+
+        The result is the smallest legal size with this share that still fills the pipeline, so that memory reaches its
+        peak. Trials read the size from `task.spec.train`, and the core scales the measured times.
         """
         return None
 
     replicas: str = ""
-    """The knob that counts data-parallel replicas which each do the same work: trials may run on fewer nodes with fewer
-    replicas, and the global batch shrinks with them. Empty: trials run on all nodes."""
+    """The knob for the number of data-parallel replicas, if all replicas do the same work.
 
-    # Probes: trials of single ranks of a larger job on one device
+    Trials may then run on fewer nodes with fewer replicas and a proportionally smaller global batch. Empty means that
+    trials run on all nodes.
+    """
+
+    # Probes, which run single ranks of a larger job on one device
 
     work_parts: Collection[str] = ()
-    """The parts of a step in which a stage computes, including `compute_s`. `pp_bubble_s` is proportional to them. The
-    predictions of an engine with probes also have the part `optimizer_s`."""
+    """The parts of a step in which a stage computes, including `compute_s`. `pp_bubble_s` is proportional to their sum.
+
+    The predictions of an engine with probes must also have the part `optimizer_s`.
+    """
 
     def ready_to_probe(self, spec: Spec) -> None:
-        """Raise SpecError or NoDevice if probes of `spec` cannot run on this machine, with the reason. By default the
-        engine has no probes, and the following methods are not called.
+        """Raise SpecError or NoDevice, with the reason, if probes of `spec` cannot run on this machine.
+
+        By default the engine does not support probes, and the following methods are not called.
         """
         raise self._unsupported_probes()
 
     def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
-        """Return the global ranks to probe in order, those that determine the memory and the time of the candidate."""
+        """Return the global ranks to probe, in order. They determine the memory and the time of the candidate."""
         raise self._unsupported_probes()
 
     def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
-        """Write the input files of a probe of one rank to `folder` and return its launch.
+        """Write the input files of a probe of one global rank to `folder`, and return its launch.
 
-        `device` is the index of the device among the devices of its chip on this machine.
+        `device`: the index of the device among this machine's devices with the same chip.
         """
         raise self._unsupported_probes()
 
@@ -325,15 +360,19 @@ class Workload(ABC):
         """Return the measurement of a finished probe. Raises FlagError with a line about what is missing."""
         raise self._unsupported_probes()
 
-    # Commands, job records and exports. An engine with `flagcore.contracts.Exporter` also has further targets.
+    # Commands, job records and exports. Engines that also implement `flagcore.contracts.Exporter` have more targets.
 
     def read_command(
         self, command: Sequence[str], directory: Path, model: str | None
     ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-        """Return the data of a spec for a command in `directory`, or for a script that starts one, with notes.
+        """Convert a launch command, or a script that starts one, to the data of a spec. Also return notes.
 
-        The arguments of the command are the baseline. Notes name each argument that is dropped or has another meaning
-        in the spec. `model` is the path of the model; None: that of the command. Raises SpecError, by default always.
+        The arguments of the command become the baseline. The notes name each argument that is dropped or has another
+        meaning in the spec.
+
+        `directory`: the working directory of the command.
+        `model`: the path of the model. None means the model that the command names.
+        Raises SpecError, by default always.
         """
         raise self._unsupported("the import of commands", "write a spec")
 
@@ -342,9 +381,10 @@ class Workload(ABC):
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
         """Return the task and the knobs of a job record with defaults filled in, and the settings found in `notes`.
 
-        A job record describes a published run, `notes` is free text of its source. Legality rules with the names of
-        these settings are not applied, because the job ran. Raises SpecError, by default always, or NotModelled if the
-        engine cannot predict the record.
+        A job record describes a published run, and `notes` is free text from its source. Legality rules with the names
+        of the settings that were found are not applied, because the job did run.
+
+        Raises SpecError, by default always, or NotModelled if the engine cannot predict the record.
         """
         raise self._unsupported("job records", "write a spec for `flag estimate`")
 
@@ -355,22 +395,24 @@ class Workload(ABC):
         settings: Mapping[str, SettingValue],
         noted: Collection[str],
     ) -> Sequence[str]:
-        """Return a line for each key of a job record that has no effect or was filled in, by default none.
+        """Return a line for each key of a job record that has no effect or was filled in. By default none.
 
-        `task`, `values` and `noted` are the results of `published`. `settings` are the settings in the record.
+        `task`, `values`, `noted`: the results of `published`.
+        `settings`: the settings in the record.
         """
         return ()
 
     def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
-        """Return the kinds of servers of a candidate for the job `name`. None, the default, if all are equal. Raises
-        UsageError.
+        """Return the kinds of servers of a candidate, for an exported job with this `name`. Raises UsageError.
+
+        Returns None, the default, if all servers are identical.
         """
         return None
 
     def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
-        """Return the candidate of one server, and the number of servers, by default the candidate itself.
+        """Return the candidate of a single server, and the number of servers.
 
-        Raises UsageError if the servers differ.
+        By default the candidate is one server. Raises UsageError if the servers differ.
         """
         return candidate, 1
 

@@ -1,7 +1,7 @@
-"""Messages in the language of the user: gettext catalogues in `locale/`, English for messages without a translation.
+"""Translates messages to the user's language with the gettext catalogues in `locale/`.
 
-Sources mark a message by `_("...")` or `ngettext`. Records, logs and machine-readable output stay English. The
-catalogue is loaded by the first message; English needs none.
+The code marks a message with `_("...")` or `ngettext`. Messages without a translation are shown in English. Records,
+logs and machine-readable output are always English. The catalogue is loaded by the first message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "FLAGCORE_LANG"
-"""Environment variable with the language."""
+"""The environment variable that selects the language."""
 LANGUAGES = ("en", "zh")
 LOCALE = Path(__file__).parent / "locale"
 
@@ -24,9 +24,9 @@ _chosen = ""
 
 
 def choose(language: str) -> bool:
-    """Select a language by its name or by the name of a locale (`zh_CN.UTF-8`); an empty name is English.
+    """Select a language by its name or by a locale such as `zh_CN.UTF-8`. An empty name selects English.
 
-    Returns False, and changes nothing, for an unknown language.
+    Returns whether the language is known. If it is not, nothing changes.
     """
     global _chosen
     name = language.strip().lower().replace("-", "_").replace(".", "_").partition("_")[0] or "en"
@@ -37,7 +37,7 @@ def choose(language: str) -> bool:
 
 
 def language() -> str:
-    """Return the selected language, by default the language of the environment."""
+    """Return the selected language. By default it is the one in the environment variable, or else English."""
     if not _chosen and not choose(os.environ.get(VARIABLE, "")):
         choose("en")
     return _chosen
@@ -45,7 +45,7 @@ def language() -> str:
 
 @contextmanager
 def in_english() -> Iterator[None]:
-    """Return English messages within this context, for records that programs read."""
+    """Switch to English within this context, for records that programs read."""
     global _chosen
     before, _chosen = _chosen, "en"
     try:
@@ -55,7 +55,7 @@ def in_english() -> Iterator[None]:
 
 
 def _(message: str, /, **values: object) -> str:
-    """Return a message in the selected language, its `{name}` fields filled with `values`."""
+    """Return a message in the selected language, with `values` filled into its `{name}` fields."""
     if isinstance(message, Message):
         return _(message.template, **{name: _translated(value) for name, value in message.values.items()})
     text = _catalogue(language()).gettext(message) if message else ""
@@ -63,7 +63,7 @@ def _(message: str, /, **values: object) -> str:
 
 
 class Message(str):
-    """English text for a record, which `_` translates where it is printed."""
+    """An English text that can be stored in a record, and that `_` can translate later, when it is printed."""
 
     def __new__(cls, template: str, /, **values: object) -> Message:
         message = super().__new__(cls, template.format(**values) if values else template)
@@ -75,13 +75,16 @@ class Message(str):
 
     @property
     def record(self) -> dict[str, object]:
-        """The template and its values as plain data, for `from_record`."""
+        """The template and its values as plain data, from which `from_record` restores the message."""
         values = {name: value.record if isinstance(value, Message) else value for name, value in self.values.items()}
         return {"template": self.template, "values": values}
 
 
 def from_record(text: str, record: object) -> str:
-    """Return `text` in the selected language by its `Message.record`; unchanged if the record has another text."""
+    """Return `text` in the selected language.
+
+    `record`: the stored `Message.record` of the text. It is ignored if it does not yield exactly `text`.
+    """
     try:
         message = _message(record)
     except (LookupError, TypeError, ValueError, AttributeError):
@@ -102,18 +105,21 @@ def _translated(value: object) -> object:
 
 
 def ngettext(one: str, many: str, count: int, /, **values: object) -> str:
-    """Return the singular or plural form of a message for `count`, which fills its field `{count}`."""
+    """Return the singular or plural form of a message in the selected language. `count` fills its field `{count}`."""
     text = _catalogue(language()).ngettext(one, many, count)
     return text.format(count=count, **values)
 
 
 def N_(message: str) -> str:
-    """Mark a message for translation where it is defined; `_` translates it where it is used."""
+    """Return `message` unchanged, and mark it for translation. `_` translates it later, where it is used."""
     return message
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a question with the known name that is most similar to `name`, ignoring case; empty if none is similar."""
+    """Return a "did you mean" question with the most similar known name, ignoring case, or an empty string.
+
+    `cutoff`: the minimum similarity, from 0 to 1.
+    """
     names = {each.casefold(): each for each in known}
     matches = get_close_matches(name.casefold(), names, n=1, cutoff=cutoff)
     return _("did you mean {name!r}?", name=names[matches[0]]) if matches else ""

@@ -1,4 +1,4 @@
-"""Text with double-width characters: its width in columns, and line breaks."""
+"""Measures, pads, cuts and wraps text that may contain double-width characters."""
 
 import re
 
@@ -9,7 +9,7 @@ _PIECES = re.compile(rf"\s+|[{_OPENING}]*(?:{_NARROW}|\S)[{_CLOSING}]*")
 
 
 def columns(text: str) -> int:
-    """Return the width of a line in columns of a terminal."""
+    """Return the width of a line in terminal columns."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -18,17 +18,17 @@ def columns(text: str) -> int:
 
 
 def left(text: str, width: int) -> str:
-    """Return a text padded to a width on its right."""
+    """Return a text aligned to the left: padded on its right to `width` columns."""
     return text + " " * (width - columns(text))
 
 
 def right(text: str, width: int) -> str:
-    """Return a text padded to a width on its left."""
+    """Return a text aligned to the right: padded on its left to `width` columns."""
     return " " * (width - columns(text)) + text
 
 
 def cut(text: str, width: int) -> str:
-    """Return a text that is cut to a width, with an ellipsis at its end."""
+    """Return a text of at most `width` columns. A longer text is cut and ends in an ellipsis."""
     if columns(text) <= width:
         return text
     kept = ""
@@ -40,14 +40,15 @@ def cut(text: str, width: int) -> str:
 
 
 def pieces(text: str) -> list[str]:
-    """Return a text as blanks and pieces that no line break may split: words, and wide characters with punctuation."""
+    """Split a text where lines may break: into blanks, words, and wide characters with their punctuation."""
     return _PIECES.findall(text)
 
 
 def wrapped(text: str, width: int, indent: str = "", cut: bool = True) -> list[str]:
-    """Return a text as lines of at most `width` columns; all lines except the first have an indent.
+    """Wrap a text to lines of at most `width` columns.
 
-    Longer words are cut; without `cut` they have a longer line.
+    `indent`: precedes all lines except the first.
+    `cut`: whether words that are longer than a line are cut. Otherwise their lines are longer.
     """
     lines, line = [], ""
     for piece in pieces(text):

@@ -1,1 +1,1 @@
-"""Formulas for the memory and the time of transformers, in SI units."""
+"""Formulas for the memory of devices and the times of kernels, collectives and pipelines, in SI units."""

@@ -1,4 +1,4 @@
-"""The topology of a node group, and times of collectives over its levels and between groups."""
+"""The network topology of a node group, and the times of collectives within a group and between groups."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,30 +23,34 @@ from flagcore.physics.collective_curves import (
 )
 
 NETWORK_LATENCY_SECONDS = 20e-6
-"""The latency of a message between nodes, that of InfiniBand in Calculon (Isaev et al. 2023)."""
+"""The default latency of a message between nodes: the value for InfiniBand in Calculon (Isaev et al. 2023)."""
 
 NETWORK_HOP_SECONDS = 4e-6
-"""The time of each further step between nodes: NCCL 2.30 `tuning.cc`, ring over a network, 128-byte protocol."""
+"""The default time of each further ring step between nodes. Source: NCCL 2.30 `tuning.cc`, ring over a network with the
+128-byte protocol."""
 
 NETWORK_EFFICIENCY = 0.9
-"""The efficiency of InfiniBand in Calculon. Measured: all-gather over two switched domains 90 of 100 GB/s, all-to-all
-over two nodes 45.5 of 50, all-reduce over two nodes with a TCP offload 22.6 of 25."""
+"""The share of the network rate that large messages reach: the value for InfiniBand in Calculon. Measurements agree:
+90 of 100 GB/s for an all-gather over two switched domains, 45.5 of 50 for an all-to-all over two nodes, and 22.6 of 25
+for an all-reduce over two nodes with TCP offload."""
 
 COMPUTE_SHARE, NETWORK_COMPUTE_SHARE = 0.15, 0.02
-"""The shares of compute that a collective takes over a link that compute units drive, and over a network (Calculon)."""
+"""The shares of a device's compute that a collective takes: over a link that compute units drive, and over a network.
+Source: Calculon."""
 
 EFFICIENCY = {"switch": 0.75, "mesh": 0.75, "ring": 0.75, "pcie": 0.55, "shared-memory": 0.75}
-"""The share of the rate in one direction that large messages reach. From published curves: switch 0.69 to 0.80 on 8
-GPUs of five kinds, 0.99 with reductions in the switch; mesh 329 of 448 GB/s, and 45 of 64 between a pair; PCIe 0.54 to
-0.6 for two devices. The others are estimated by analogy."""
+"""The share of a link's rate in one direction that large messages reach, by kind of link. Published curves show 0.69 to
+0.80 for a switch on 8 GPUs of five kinds (0.99 with reductions in the switch); 329 of 448 GB/s for a mesh, and 45 of 64
+between a pair; and 0.54 to 0.6 for PCIe with two devices. The others are estimated by analogy."""
 
 PCIE_CROWDING, STAGED_CROWDING = 0.35, 1.75
-"""The `Level.crowding` of PCIe with peer access and through host memory. Fitted to two hosts: with 2, 4 and 8 devices,
-34.7, 24.5 and 22.1 of 64 GB/s with peer access; 20.1, 5.2 and 1.4 of 32 GB/s through host memory."""
+"""The values of `Level.crowding` for PCIe: with peer access, and with copies through host memory. Fitted to two hosts
+with 2, 4 and 8 devices. With peer access, the rates were 34.7, 24.5 and 22.1 of 64 GB/s; through host memory, 20.1, 5.2
+and 1.4 of 32 GB/s."""
 
 
 def topology_of(group: NodeGroup) -> Topology:
-    """Return the levels of a node group: the link of its chip, and the network.
+    """Return the topology of a node group: the chip's link, and the network if there are more devices.
 
     A link may connect part of a node, a node, or several nodes. Devices of a node that the link does not connect are
     assumed to communicate at the network rate. An unknown network rate is NaN.
@@ -74,7 +78,7 @@ def topology_of(group: NodeGroup) -> Topology:
 def _link_level(link: Link, devices: int) -> Level:
     crowding = (PCIE_CROWDING if link.peer_access else STAGED_CROWDING) if link.topology == "pcie" else 0.0
     pair_share = {"mesh": 1.0 / max(devices - 1, 1), "ring": 0.5 if devices > 2 else 1.0}.get(link.topology, 1.0)
-    shared = link.topology == "shared-memory"  # the processor copies, one step after the other
+    shared = link.topology == "shared-memory"  # the processor itself copies, one step after the other
     return Level(
         name=link.name,
         devices=devices,
@@ -93,22 +97,27 @@ def _link_level(link: Link, devices: int) -> Level:
 class Collectives:
     """The time model of collectives over nested levels. Implements `flagcore.contracts.CollectiveCosts`.
 
-    A group of n ranks with a payload of S bytes has m ranks in each block of a level. Within the innermost block, or
-    within the level of the measured curves, the time is that of m ranks. On an outer level each rank uses its own port,
-    so a block sends through m ports in parallel. Libraries pipeline both levels: the slower one determines the time,
-    and the start-up of the outer level is added. A rank sends (n-1)/n S/m bytes out of its block in a ring, twice that
-    in an all-reduce (2 (c-1)/c S/m among c blocks whose inner level reduces), and (n-m)/n S in an all-to-all. The time
-    of a send is that of its outermost level.
+    Consider a group of n ranks with a payload of S bytes, and a level that is divided into blocks of m ranks of the
+    group. Within the innermost block, or within the level on which curves were measured, the time is the time of a
+    collective of m ranks. On an outer level, each rank uses its own port, so a block sends through m ports in parallel.
+
+    Libraries pipeline the levels, so the slowest level determines the time, and the start-up times of outer levels are
+    added. In a ring, a rank sends (n-1)/n S/m bytes out of its block. In an all-reduce, it sends twice as much, or
+    2 (c-1)/c S/m among c blocks if the inner level reduces. In an all-to-all, it sends (n-m)/n S. The time of a send is
+    the time on its outermost level.
+
+    `table`: measured curves. None if there are none.
+    `grids`: for each kind of collective, its times on the innermost level or on the measured levels.
     """
 
     topology: Topology
     table: CollectiveTable | None = None
     grids: Mapping[str, Grid] = field(init=False, repr=False, compare=False)
     measured: Mapping[str, int] = field(init=False, repr=False, compare=False)
-    """The index of the level that the grid of each kind covers, with all inner levels."""
+    """For each kind of collective, the index of the level that its grid covers, together with all inner levels."""
 
     def __post_init__(self) -> None:
-        """Compute the grids of the innermost level, and of the level that the table was measured on."""
+        """Compute the grids of the innermost level, and of the level on which the table was measured."""
         levels, grids = self.topology.levels, {}
         if levels:
             grids = {kind: (0, model_grid(kind, levels[0])) for kind in KINDS}
@@ -119,7 +128,7 @@ class Collectives:
         object.__setattr__(self, "measured", {kind: index for kind, (index, _) in grids.items()})
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return the time of one collective: 0 for a group of one rank, NaN if a level that it uses is unknown."""
+        """Return the time of one collective. It is 0 for one rank, and NaN if a level that it uses is unknown."""
         count = np.asarray(ranks, dtype=np.float64)
         if not self.topology.levels:
             return np.where(count * np.ones_like(payload_bytes) > 1.0, np.nan, 0.0)
@@ -144,7 +153,7 @@ class Collectives:
         return time + startup
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return the share of compute that a running collective takes from concurrent kernels."""
+        """Return the share of a device's compute that a running collective takes from concurrent kernels."""
         count = np.asarray(ranks, dtype=np.float64)
         share, inner = np.zeros(np.broadcast(count, stride).shape), np.ones_like(count)
         for level, members in zip(self.topology.levels, self._members(count, stride), strict=False):
@@ -153,7 +162,7 @@ class Collectives:
         return share
 
     def _members(self, count: FloatArray, stride: IntArray) -> list[FloatArray]:
-        """Return for each level the number of ranks of a group in one block of it. The last level has all ranks."""
+        """Return, for each level, how many ranks of a group are in one of its blocks. The last level has all ranks."""
         sizes = [level.devices for level in self.topology.levels[:-1]]
         total = count if count.shape == np.shape(stride) else count * np.ones(np.shape(stride))
         return [np.minimum(np.maximum(np.floor(size / stride), 1.0), total) for size in sizes] + [total]
@@ -161,7 +170,10 @@ class Collectives:
     def _crossing_seconds(
         self, kind: str, index: int, payload_bytes: FloatArray, count: FloatArray, members: list[FloatArray]
     ) -> FloatArray:
-        """Return the transfer time of the bytes that cross the level `index`, 0 if the group is within a block."""
+        """Return the transfer time of the bytes that cross the level `index`.
+
+        It is 0 if the group is within one block of the next inner level.
+        """
         level, outer, inner = self.topology.levels[index], members[index], members[index - 1]
         blocks = np.maximum(outer / inner, 1.0)
         if kind == "all_to_all":
@@ -174,7 +186,7 @@ class Collectives:
         return np.where(outer > inner, sent * payload_bytes / rate, 0.0)
 
     def _crossing_startup(self, kind: str, index: int, members: list[FloatArray]) -> FloatArray:
-        """Return the start-up time of the level `index`: of a tree for an all-reduce, of a ring for the others."""
+        """Return the start-up time of the level `index`: for an all-reduce that of a tree, else that of a ring."""
         level, innermost = self.topology.levels[index], self.topology.levels[0]
         outer, inner = members[index], members[index - 1]
         blocks = np.maximum(np.ceil(outer / inner), 1.0)
@@ -187,7 +199,7 @@ class Collectives:
         return np.where(outer > inner, level.latency_seconds + outer_seconds, 0.0)
 
     def _send_seconds(self, payload_bytes: FloatArray, count: FloatArray, members: list[FloatArray]) -> FloatArray:
-        """Return the time of a message between the two neighbours of a group that are farthest apart."""
+        """Return the time of a message between the two neighbouring ranks of a group that are farthest apart."""
         time = self.grids["send"].at(payload_bytes, np.minimum(count, 2.0))
         for outer in range(self.measured["send"] + 1, len(members)):
             crosses = members[outer - 1] < count
@@ -199,10 +211,11 @@ class Collectives:
 
 
 def between_groups(networks: Sequence[Level], through_hosts: Sequence[KernelCosts] = ()) -> Collectives:
-    """Return the costs between node groups, from the lowest rate and the longest latency of their networks.
+    """Return the costs of collectives between node groups.
 
-    With the kernels of the groups, `through_hosts`, messages are also copied from the device to the host and back, one
-    after the other: 1 / rate is that of the network plus those of the two slowest host links.
+    `networks`: the networks of the groups. The lowest rate and the longest latency are used.
+    `through_hosts`: the kernel costs of the groups, if messages between them are copied through host memory. Network
+    and copies run one after the other, so 1 / rate is the sum over the network and the two slowest host links.
     """
     rate = float(np.min([level.bytes_per_second * level.efficiency for level in networks]))
     latency = max(level.latency_seconds for level in networks)

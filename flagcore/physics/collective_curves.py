@@ -1,14 +1,14 @@
 """The time of a collective on one level: modelled, or measured and interpolated to a grid of payloads and ranks.
 
-The model is made of latency and bandwidth. Units are bytes and seconds; all functions take arrays. Sources: Thakur et
-al. 2005 for the volumes of rings, NCCL 2.30 `tuning.cc` for the steps of rings and trees. Libraries change their
-protocol with the size of a message, so a message of medium size takes longer than latency + bytes / rate: `smooth` adds
-`SMOOTHING` x the geometric mean of both.
+The model uses latency and bandwidth. Units are bytes and seconds, and all functions accept arrays. Sources: Thakur et
+al. 2005 for the bytes sent in rings, NCCL 2.30 `tuning.cc` for the steps of rings and trees. Libraries change their
+protocol with the size of a message, so a message of medium size takes longer than latency + bytes / rate. `smooth`
+therefore adds SMOOTHING x the geometric mean of these two terms.
 
-A curve is measured for one kind of collective and one number of ranks. Numbers of ranks between two curves are
-interpolated on logarithmic axes. Other numbers are extrapolated from the nearest curve by their steps and the bytes
-that they send. Payloads below the first point follow the model, and payloads above the last point have the rate between
-the last two points.
+A curve is measured for one kind of collective and one number of ranks. For a number of ranks between two curves, times
+are interpolated on logarithmic axes. For other numbers, they are extrapolated from the nearest curve by the number of
+steps and the bytes sent. Payloads below the first point of a curve follow the model. Payloads above the last point have
+the rate between the last two points.
 """
 
 from __future__ import annotations
@@ -24,41 +24,46 @@ from flagcore.domain.space import FloatArray
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 SMOOTHING = 1.25
-"""Fitted to 324 published times of four collectives on five kinds of GPU. Their mean error is 16%; with 0 it is 26%."""
+"""The weight of the term that `smooth` adds. Fitted to 324 published times of four collectives on five kinds of GPU.
+Their mean error is 16%, and 26% with a weight of 0."""
 
 TREE_STEPS = 6.0
-"""The number of steps of a tree within a node per doubling of the ranks (NCCL 2.30 `tuning.cc`). A ring has 2 (n-1)."""
+"""The steps of a tree all-reduce within a node, per doubling of the ranks n. Source: NCCL 2.30 `tuning.cc`. A ring has
+2 (n-1) steps."""
 
 PEER_SECONDS = 1e-6
-"""The time that each further remote peer adds to an all-to-all: the network overhead of a message in NCCL 2.30."""
+"""The time that each additional remote peer adds to an all-to-all. Source: network overhead per message, NCCL 2.30."""
 
 
 def smooth(startup: FloatArray, transfer: FloatArray) -> FloatArray:
-    """Return the time of a message from its start-up and its transfer time."""
+    """Return the time of a collective from its start-up time and its transfer time."""
     return startup + transfer + SMOOTHING * np.sqrt(startup * transfer)
 
 
 def sent_share(kind: str, ranks: FloatArray) -> FloatArray:
-    """Return the share of the payload that a rank sends: 2 (n-1)/n for an all-reduce, (n-1)/n for the others."""
+    """Return the bytes that a rank sends relative to the payload: 2 (n-1)/n for an all-reduce, else (n-1)/n.
+
+    A send has 1.
+    """
     if kind == "send":
         return np.minimum(ranks - 1.0, 1.0)
     return (2.0 if kind == "all_reduce" else 1.0) * (1.0 - 1.0 / ranks)
 
 
 def steps(kind: str, ranks: FloatArray) -> FloatArray:
-    """Return the number of consecutive messages."""
+    """Return the number of consecutive steps of a collective: of a ring, or of a tree if that has fewer."""
     if kind == "all_reduce":
         return np.minimum(2.0 * (ranks - 1.0), TREE_STEPS * np.log2(np.maximum(ranks, 2.0)))
     return np.ones_like(ranks) if kind in ("all_to_all", "send") else ranks - 1.0
 
 
 def startup_seconds(level: Level, kind: str, ranks: FloatArray) -> FloatArray:
-    """Return the time of an empty collective of `ranks` > 1 on `level`."""
+    """Return the time of a collective without payload, among `ranks` > 1 devices of `level`."""
     return level.latency_seconds + (steps(kind, ranks) - 1.0) * level.hop
 
 
 def usable_share(level: Level, ranks: FloatArray) -> FloatArray | float:
-    """Return the share of its peak rate that a device reaches among `ranks` > 1 devices of `level`."""
+    """Return the share of its peak rate that a device reaches in a collective among `ranks` > 1 devices of `level`."""
     share: FloatArray | float = level.efficiency
     if level.pair_share < 1.0:
         share = share * np.minimum((ranks - 1.0) * level.pair_share, 1.0)
@@ -66,16 +71,16 @@ def usable_share(level: Level, ranks: FloatArray) -> FloatArray | float:
 
 
 def level_seconds(level: Level, kind: str, payload_bytes: FloatArray, ranks: FloatArray) -> FloatArray:
-    """Return the time of a collective of `ranks` > 1 devices within `level`."""
+    """Return the modelled time of a collective among `ranks` > 1 devices of `level`."""
     rate = level.bytes_per_second * usable_share(level, ranks)
     return smooth(startup_seconds(level, kind, ranks), sent_share(kind, ranks) * payload_bytes / rate)
 
 
 OCTAVES = 44
-"""The number of payloads of a grid: powers of two from 1 byte to 8 TiB."""
+"""The number of payload sizes in a grid: the powers of two from 1 byte to 8 TiB."""
 
 MAX_RANKS = 4096
-"""The maximum number of ranks of a grid. Larger groups on one level have the same time."""
+"""The maximum number of ranks in a grid. Larger groups on one level are given the same time."""
 
 MAX_SECONDS = 10.0
 """The maximum time of a collective. Chosen: longer times are probably in a wrong unit."""
@@ -86,8 +91,10 @@ MAX_PAYLOAD = float(np.nextafter(SIZES[-1], 0.0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """The seconds of a collective among `ranks` neighbours, by increasing payload in bytes of the whole tensor.
+    """A measured curve: the times of one kind of collective among `ranks` neighbouring devices.
 
+    `payload_bytes`: the sizes of the whole tensor, in increasing order.
+    `seconds`: the time for each size.
     Raises ValueError for an invalid curve.
     """
 
@@ -114,8 +121,9 @@ class Curve:
 class CollectiveTable:
     """Curves that were measured among neighbouring devices, and their source.
 
-    `level` is the name of the topology's level on which they were measured, with all inner levels; empty: the
-    innermost. Raises ValueError for an empty table, and for two curves of the same kind and number of ranks.
+    `level`: the name of the topology's level on which they were measured, including its inner levels. Empty means the
+    innermost level.
+    Raises ValueError for an empty table, and for two curves of the same kind and number of ranks.
     """
 
     curves: tuple[Curve, ...]
@@ -131,10 +139,11 @@ class CollectiveTable:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Seconds by ranks (rows, from 0) and payload, linear in the payload between powers of two.
+    """The times of one kind of collective, in seconds, by number of ranks and payload.
 
-    A payload is mantissa x 2^exponent with a mantissa in [1/2, 1). The row and the exponent give an index into both
-    arrays, and the time is `base` + mantissa x `slope`.
+    Times are linear in the payload between powers of two. A payload is mantissa x 2^exponent with a mantissa in
+    [1/2, 1). The number of ranks and the exponent give an index into both arrays, and the time is `base` + mantissa x
+    `slope`.
     """
 
     max_ranks: float
@@ -143,13 +152,13 @@ class Grid:
 
     @classmethod
     def from_rows(cls, rows: FloatArray) -> Grid:
-        """Return a grid from rows of times for the payloads `SIZES`."""
+        """Return a grid from times with one row per number of ranks, from 0, and one column per payload in SIZES."""
         rise, zeros = np.diff(rows, axis=1), np.zeros((len(rows), 1))
         base, slope = np.hstack([zeros, rows[:, :-1] - rise]), np.hstack([zeros, 2.0 * rise])
         return cls(len(rows) - 1.0, base.ravel(), slope.ravel())
 
     def at(self, payload_bytes: FloatArray, ranks: FloatArray) -> FloatArray:
-        """Return the times in seconds, 0 for one rank. Payloads are clipped to the range of the grid."""
+        """Return the times in seconds. They are 0 for one rank. Payloads are clipped to the range of the grid."""
         mantissa, exponent = np.frexp(np.clip(payload_bytes, 1.0, MAX_PAYLOAD))
         index = (np.minimum(ranks, self.max_ranks) * OCTAVES + exponent).astype(np.intp)
         base: FloatArray = self.base.take(index)
@@ -161,17 +170,17 @@ class Grid:
 
 
 def model_grid(kind: str, level: Level) -> Grid:
-    """Return a grid from the latency and the bandwidth of `level`, for up to as many ranks as it has devices."""
+    """Return the modelled times on `level`, from its latency and bandwidth, for up to as many ranks as devices."""
     ranks = np.arange(_rows(kind, level), dtype=np.float64)[:, None]
     rows = level_seconds(level, kind, SIZES[None, :], np.maximum(ranks, 2.0))
     return Grid.from_rows(np.where(ranks > 1.0, rows, 0.0))
 
 
 def measured_grids(table: CollectiveTable, level: Level) -> Mapping[str, Grid]:
-    """Return a grid for each measured kind, for up to as many ranks as `level` has devices.
+    """Return a grid for each measured kind of collective, for up to as many ranks as `level` has devices.
 
-    A ring all-reduce is a reduce-scatter and an all-gather. If some of these three were not measured, the latter two
-    are assumed to take the same time, and the all-reduce twice that time.
+    A ring all-reduce consists of a reduce-scatter and an all-gather. If only some of these three were measured, the
+    others are derived: reduce-scatter and all-gather are assumed to take equally long, and all-reduce twice as long.
     """
     grids = {kind: grid for kind in KINDS if (grid := _grid(kind, table, level)) is not None}
     half = grids.get("all_gather") or grids.get("reduce_scatter")
@@ -217,11 +226,13 @@ def _rows(kind: str, level: Level) -> int:
 
 
 def _interpolate(curve: Curve, base: FloatArray) -> FloatArray:
-    """Return the times of a measured curve at all `SIZES`, made non-decreasing.
+    """Return the times of a measured curve at all payloads in SIZES, made non-decreasing.
 
-    Between points, the square root of the time is linear in the square root of the size. For a published curve of 20
-    points, with six of them used, the mean error at the other points is 5% and the largest 20%. Linear interpolation
-    has 9% and 31%, logarithmic axes have 18% and 61%.
+    `base`: the modelled or extrapolated times, for payloads below the first point.
+
+    Between points, the square root of the time is linear in the square root of the size. This was tested with six of
+    the 20 points of a published curve: at the other points, the mean error is 5% and the largest 20%. Linear
+    interpolation has errors of 9% and 31%, and logarithmic axes of 18% and 61%.
     """
     sizes: FloatArray = np.array(curve.payload_bytes)
     seconds: FloatArray = np.array(curve.seconds)
@@ -237,9 +248,9 @@ def _interpolate(curve: Curve, base: FloatArray) -> FloatArray:
 
 
 def _extrapolate(kind: str, level: Level, row: FloatArray, ranks: int, new_ranks: int) -> FloatArray:
-    """Return the row for `new_ranks`, extrapolated from the row for `ranks`.
+    """Return the times for `new_ranks` ranks, extrapolated from the times `row` for `ranks` ranks.
 
-    The start-up is scaled by the steps, the rest by the bytes sent and by the crowding.
+    The start-up time is scaled by the start-up of the model, the rest by the bytes sent and by the crowding.
     """
     old, new = np.array([float(ranks)]), np.array([float(new_ranks)])
     startup = startup_seconds(level, kind, new) / startup_seconds(level, kind, old)

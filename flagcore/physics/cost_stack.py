@@ -1,6 +1,6 @@
-"""Costs from an ordered stack of sources, and the memory of a device beyond its tensors.
+"""Costs from an ordered stack of sources, and a simple memory model of a device.
 
-If a source of times returns NaN, the next one is used.
+If a source returns NaN for a time, the next source is used.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 
 ROOFLINE = "roofline"
-"""The name of the core's roofline among the sources."""
+"""The name of the core's roofline as a source of times."""
 
 C = TypeVar("C", KernelCosts, CollectiveCosts)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCostStack:
-    """A stack of named kernel costs, the most trusted source first. Implements `flagcore.contracts.KernelCosts`.
+    """A stack of kernel costs. Implements `flagcore.contracts.KernelCosts`.
 
-    The times of kernels on the device are multiplied by `slowdown`, those of launches by `launch_slowdown`. If
-    `used_sources` is given, it collects the names of the sources that were used, by kind of kernel.
+    `sources`: names and costs, the most trusted source first.
+    `slowdown`: the factor of all kernel times on the device.
+    `launch_slowdown`: the factor of launch times.
+    `used_sources`: if given, it collects the names of the sources that were used, by kind of kernel.
     """
 
     sources: tuple[tuple[str, KernelCosts], ...]
@@ -36,7 +38,7 @@ class KernelCostStack:
     used_sources: dict[str, set[str]] | None = field(default=None, compare=False)
 
     def recording(self) -> KernelCostStack:
-        """Return the same costs with an empty `used_sources`."""
+        """Return the same costs with an empty `used_sources`, which then collects the sources that are used."""
         return replace(self, used_sources={})
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
@@ -58,7 +60,7 @@ class KernelCostStack:
         return self.launch_slowdown * _first_known_figure([costs.launch_seconds for _, costs in self.sources])
 
     def run_slowdown(self) -> float:
-        """Return the slowdown of the first source that knows it, 1 if a slowdown is already applied."""
+        """Return the slowdown of the first source that knows it, or 1.0 if `slowdown` already includes one."""
         return 1.0 if self.slowdown != 1.0 else _first_known_figure([costs.run_slowdown for _, costs in self.sources])
 
     def _scaled(self, kind: str, seconds_of: Callable[[KernelCosts], FloatArray]) -> FloatArray:
@@ -72,7 +74,10 @@ class KernelCostStack:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCostStack:
-    """A stack of collective costs, the most trusted source first. Implements `flagcore.contracts.CollectiveCosts`."""
+    """A stack of collective costs. Implements `flagcore.contracts.CollectiveCosts`.
+
+    `sources`: the costs, the most trusted source first.
+    """
 
     sources: tuple[CollectiveCosts, ...]
 
@@ -88,7 +93,7 @@ class CollectiveCostStack:
 
 
 def with_slowdown(kernels: KernelCosts, slowdown: float, *, launches: float = 1.0) -> KernelCosts:
-    """Return costs with the times of kernels multiplied by `slowdown`, and those of launches by `launches`."""
+    """Return costs with kernel times multiplied by `slowdown`, and launch times multiplied by `launches`."""
     stack = kernels if isinstance(kernels, KernelCostStack) else KernelCostStack((("", kernels),))
     return replace(stack, slowdown=stack.slowdown * slowdown, launch_slowdown=stack.launch_slowdown * launches)
 
@@ -96,7 +101,10 @@ def with_slowdown(kernels: KernelCosts, slowdown: float, *, launches: float = 1.
 def _first_known(
     sources: Sequence[tuple[str, C]], seconds_of: Callable[[C], FloatArray], used: set[str] | None = None
 ) -> FloatArray:
-    """Return the times of the first sources that know them. `used` collects the names of these sources."""
+    """Return each time from the first source that knows it. NaN remains where no source does.
+
+    `used`: collects the names of the sources that were used.
+    """
     seconds: FloatArray | None = None
     missing: BoolArray = np.array(True)
     for name, costs in sources:
@@ -120,11 +128,14 @@ def _first_known_figure(figures: Sequence[Callable[[], float]]) -> float:
 class PlainMemory:
     """The memory model of a device with a caching allocator. Implements `MemoryModel`.
 
-    `capacity` is the budget of one device in bytes (None: unknown), `context_bytes` the memory in use before the first
-    tensor, `fragmentation` the memory that the allocator reserves beyond tensors, as a share of the tensors, and
-    `workspace` the bytes of a workspace of the matrix library. The defaults are rounded medians of 25 training ranks on
-    one accelerator with torch's caching allocator, plus 0.4 GB for the buffers of collectives. `communicator` is the
-    size of the buffers of each communicator, if they are not part of `context_bytes`.
+    The defaults are rounded medians of 25 training ranks on one accelerator with torch's caching allocator, plus 0.4 GB
+    for the buffers of collectives.
+
+    `capacity`: the memory budget of one device in bytes. None if unknown.
+    `context_bytes`: the memory in use before the first tensor.
+    `fragmentation`: the memory that the allocator reserves beyond tensors, as a share of the tensors.
+    `workspace`: the bytes of the matrix library's workspace.
+    `communicator`: the bytes of each communicator's buffers, if they are not part of `context_bytes`.
     """
 
     capacity: float | None
@@ -135,7 +146,10 @@ class PlainMemory:
 
     @classmethod
     def of(cls, group: NodeGroup, **figures: float) -> PlainMemory:
-        """Return the memory model of a group, with the memory budget of the group or else of the chip."""
+        """Return the memory model of a node group.
+
+        The capacity is the group's memory budget, or else the memory of its chip. `figures` set other fields.
+        """
         fact = group.chip.memory_bytes
         capacity = group.memory_bytes or (fact.value if fact else None)
         return cls(capacity=capacity, **figures)

@@ -1,7 +1,7 @@
-"""Measured kernels of a chip, and kernel times from them.
+"""Measured kernels of a chip, and kernel times that are predicted from them.
 
-The times are those of a fitted roofline, multiplied by smooth factors of measured over modelled times, which are
-interpolated between the measured sizes.
+A predicted time is the time of a fitted roofline, multiplied by a smooth correction factor. The factors are the ratios
+of measured to modelled times, interpolated between the measured sizes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "host_copy": ("bytes",),
     "launch": (),
 }
-"""The kinds of kernels of a sheet and their sizes, as in `flagcore.contracts.KernelCosts`. The size of `copy` and
-`elementwise` is the total number of bytes read and written."""
+"""The kinds of kernels in a sheet, and the names of their sizes, as in `flagcore.contracts.KernelCosts`. The size of
+`copy` and `elementwise` is the total number of bytes read and written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A measured kernel, with `sizes` in the order of `SIZES`.
+    """A measured kernel.
 
-    If `bound` is true, the host was slower than the device, so `seconds` is an upper bound.
+    `name`: the kind of kernel, a key of SIZES.
+    `sizes`: its sizes, in the order of SIZES.
+    `bound`: whether `seconds` is only an upper bound, because the host was slower than the device.
     """
 
     name: str
@@ -49,29 +51,29 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The kernels of one kind and precision: one row of `sizes` each, its time, and whether that is an upper bound."""
+    """The measured kernels of one kind and precision as arrays, with one row per kernel. Fields are as in `Kernel`."""
 
     sizes: FloatArray
     seconds: FloatArray
     bound: BoolArray
 
     def select(self, rows: BoolArray) -> Rows:
-        """Return the rows that a mask selects."""
+        """Return the kernels that the mask `rows` selects."""
         return Rows(self.sizes[rows], self.seconds[rows], self.bound[rows])
 
     @property
     def exact(self) -> Rows:
-        """The rows with measured times, without upper bounds."""
+        """The kernels with measured times, without those that have only an upper bound."""
         return self.select(~self.bound)
 
     def attention_shape(self) -> AttentionShape:
-        """Return the sizes of attention kernels, with one element per row."""
+        """Return the sizes of these attention kernels, with one element per kernel."""
         return AttentionShape(**dict(zip(ATTENTION, self.sizes.T, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSheet:
-    """Measured kernels by kind and precision."""
+    """The measured kernels of a chip."""
 
     kernels: tuple[Kernel, ...]
 
@@ -83,18 +85,19 @@ class KernelSheet:
         return Rows(sizes, seconds, np.array([kernel.bound for kernel in kernels], dtype=bool))
 
     def precisions(self, name: str) -> tuple[str, ...]:
-        """Return the precisions in which a kind of kernel was measured."""
+        """Return the precisions in which the kind of kernel `name` was measured."""
         return tuple(dict.fromkeys(kernel.precision for kernel in self.kernels if kernel.name == name))
 
 
 SMALL_BYTES = 2.0**16
-"""Element-wise kernels below this size show the minimum time of a kernel."""
+"""Element-wise kernels below this size, in bytes, take the minimum time of a kernel."""
 
 
 def fit(roofline: Roofline, sheet: KernelSheet) -> Roofline:
-    """Return `roofline` with its shares of peak rates fitted to `sheet`. Unknown peaks are derived from `sheet`.
+    """Return `roofline` with its shares of peak rates fitted to the measured kernels in `sheet`.
 
-    Each share is fitted to the median of the larger half of the kernels that depend on it.
+    Each share is fitted to the median of the larger half of the kernels that depend on it. Unknown peaks of the chip
+    are derived from its fastest kernels.
     """
     roofline = replace(roofline, chip=_with_missing_peaks(roofline, sheet))
     return replace(roofline, curve=_fit_shares(_fit_rates(roofline, sheet), sheet))
@@ -117,7 +120,7 @@ def _with_missing_peaks(roofline: Roofline, sheet: KernelSheet) -> Chip:
 
 
 def _fit_rates(roofline: Roofline, sheet: KernelSheet) -> Roofline:
-    """Fit the parameters that are read from one kind of kernel: minimum time, launches, memory and host rates."""
+    """Fit the parameters that depend on one kind of kernel: minimum time, launch time, memory and host rates."""
     curve, fact = roofline.curve, roofline.chip.memory_bandwidth_bytes_per_second
     small, launches = sheet.rows("elementwise").exact, sheet.rows("launch").seconds
     if small.seconds.size and small.sizes.min() < SMALL_BYTES:
@@ -135,7 +138,10 @@ def _fit_rates(roofline: Roofline, sheet: KernelSheet) -> Roofline:
 
 
 def _rate(sheet: KernelSheet, name: str, startup: float, default: float) -> float:
-    """Return the bytes per second of a kind of kernel without its start-up time."""
+    """Return the bytes per second of the kind of kernel `name`, with the time `startup` subtracted.
+
+    Returns `default` if there are no measurements.
+    """
     rows = _larger_half(sheet.rows(name).exact, lambda sizes: sizes[:, 0])
     long_rows = rows.select(rows.seconds > 2.0 * startup)
     return (
@@ -165,7 +171,10 @@ def _fit_shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
 
 
 def _excess(sheet: KernelSheet, name: str, modelled: Callable[[AttentionShape, str], FloatArray]) -> float:
-    """Return the median ratio of measured to modelled attention times in the first precision that was measured."""
+    """Return the median ratio of measured to modelled attention times in the first precision that was measured.
+
+    Returns 1.0 if there are no measurements.
+    """
     for precision in ("bf16", "fp16", "fp32"):
         rows = _larger_half(
             sheet.rows(name, precision).exact, lambda sizes: sizes[:, 0] * sizes[:, 1] * sizes[:, 3] * sizes[:, 4]
@@ -173,7 +182,7 @@ def _excess(sheet: KernelSheet, name: str, modelled: Callable[[AttentionShape, s
         excess = (
             float(np.median(rows.seconds / modelled(rows.attention_shape(), precision))) if len(rows.seconds) else 0
         )
-        if excess > 0:  # false for NaN: the peak of the precision is unknown
+        if excess > 0:  # false for NaN, if the peak of this precision is unknown
             return excess
     return 1.0
 
@@ -186,16 +195,18 @@ def _larger_half(rows: Rows, size: Callable[[FloatArray], FloatArray]) -> Rows:
 
 
 NOISE = 0.03
-"""The share of a residual's variance that is attributed to noise and to the library's choice of a kernel. Assumed."""
+"""The share of the residuals' variance that is attributed to noise and to the library's choice of kernels. Assumed."""
 
 MANTISSA = 52
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """An axis of a logarithmic grid, from the octave `first` to `last` with `steps` nodes per octave.
+    """An axis of a logarithmic grid over a size, with positions in octaves (log2 of the size).
 
-    `reach` is the correlation length in octaves.
+    `first` and `last`: the range of the axis in octaves.
+    `steps`: the number of nodes per octave.
+    `reach`: the correlation length in octaves.
     """
 
     first: int
@@ -211,16 +222,16 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Factors on a grid over one or more sizes, linear between the nodes, constant beyond them.
+    """Correction factors on a grid over one or more sizes. They are linear between nodes and constant beyond the grid.
 
-    Positions are the values of `octaves`, so that common sizes of models (3 x 2^j, 7 x 2^j) are at nodes.
+    Positions are computed by `octaves`, so that common sizes of models (3 x 2^j, 7 x 2^j) lie on nodes.
     """
 
     axes: tuple[Axis, ...]
     factors: FloatArray
 
     def __call__(self, *sizes: FloatArray) -> FloatArray:
-        """Return the factors at some sizes, one array per axis; they broadcast."""
+        """Return the factors at some sizes, given as one array per axis. The arrays broadcast."""
         strides = [prod(self.factors.shape[index + 1 :]) for index in range(len(self.axes))]
         table, shares = self.factors.ravel(), []
         start: IntArray | int = 0
@@ -242,10 +253,13 @@ class Correction:
 
 
 def learn_grid(axes: tuple[Axis, Axis, Axis], sizes: FloatArray, residuals: FloatArray) -> Correction:
-    """Learn a correction of three sizes from `residuals`, the log of measured over modelled, at the rows of `sizes`.
+    """Learn correction factors over three sizes from measured kernels.
+
+    `sizes`: one row of three sizes per kernel.
+    `residuals`: the logarithm of measured over modelled time of each kernel.
 
     The method is simple kriging: a Gaussian process with mean 0 and a covariance that decays exponentially along each
-    axis. Far from the measured sizes the factor is 1.
+    axis. Far from all measured sizes, the factor is therefore 1.
     """
     positions = np.stack([octaves(column) for column in sizes.T])
     pairs = list(zip(axes, positions, strict=True))
@@ -258,10 +272,13 @@ def learn_grid(axes: tuple[Axis, Axis, Axis], sizes: FloatArray, residuals: Floa
 
 
 def learn_line(axis: Axis, sizes: FloatArray, residuals: FloatArray) -> Correction:
-    """Learn a correction of one size from `residuals`, the log of measured over modelled, at `sizes`.
+    """Learn correction factors over one size from measured kernels.
 
-    The result is a weighted mean whose weights halve with every `reach` octaves of distance. Beyond the measured sizes
-    it is constant.
+    `sizes`: the size of each kernel.
+    `residuals`: the logarithm of measured over modelled time of each kernel.
+
+    The factor is a weighted mean in which the weights halve with every `reach` octaves of distance. Beyond the measured
+    sizes it is constant.
     """
     nodes, positions = axis.nodes, octaves(sizes)
     nearest = np.clip(nodes, positions.min(), positions.max())
@@ -270,7 +287,7 @@ def learn_line(axis: Axis, sizes: FloatArray, residuals: FloatArray) -> Correcti
 
 
 def octaves(sizes: FloatArray) -> FloatArray:
-    """Return log2 of `sizes`, interpolated linearly between powers of two."""
+    """Return log2 of `sizes`, but linear between powers of two."""
     bits = np.asarray(sizes, dtype=np.float64).view(np.int64)
     power: FloatArray = bits.astype(np.float64) * (1.0 / (1 << MANTISSA)) - 1023.0
     return power
@@ -281,32 +298,32 @@ GEMM_AXES = (
     Axis(first=4, last=18, steps=4, reach=0.5),
     Axis(first=4, last=18, steps=4, reach=0.5),
 )
-"""m, n and k. The reach of n and k is short, because libraries choose kernels by n and k."""
+"""The axes m, n and k of matrix products. The reach of n and k is short, because libraries choose kernels by them."""
 
 ATTENTION_AXES = (
     Axis(first=0, last=12, steps=1, reach=2.0),
     Axis(first=4, last=18, steps=1, reach=2.0),
     Axis(first=4, last=9, steps=2, reach=1.0),
 )
-"""Sequences times heads, keys, and the width of a head."""
+"""The axes of attention kernels: sequences times heads, keys, and the width of a head."""
 
 MEMORY_AXIS = Axis(first=10, last=34, steps=2, reach=0.5)
-"""The bytes that an element-wise kernel moves. The reach is short, because rates change at the sizes of caches."""
+"""The axis of element-wise kernels: bytes moved. The reach is short, because rates change at the sizes of caches."""
 
 RUN_SLOWDOWN = 1.25
-"""The ratio of kernel times in complete runs to times of kernels alone. It is an estimate: published runs on many
-devices took 1.33 times (median of 155) the time predicted from kernels of a similar chip with 1.43 times the memory
-bandwidth, and a factor of 1.06 is attributed to the bandwidth."""
+"""The ratio of kernel times in runs on many devices to times of kernels that run alone. It is an estimate. Published
+runs on many devices took 1.33 times (median of 155) as long as predicted from kernels of a similar chip. That chip has
+1.43 times the memory bandwidth, to which a factor of 1.06 is attributed."""
 
 SIMILAR_PRECISION = {"fp16": "bf16", "bf16": "fp16"}
-"""Precisions with similar kernels."""
+"""Precisions with similar kernels, whose corrections are used if a precision was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """Kernel costs from a fitted roofline, with `corrections` by kind of kernel and precision.
+    """Kernel costs from a fitted roofline and corrections. Implements `flagcore.contracts.KernelCosts`.
 
-    Implements `flagcore.contracts.KernelCosts`. Kernels that were not measured have no correction.
+    `corrections`: by kind of kernel and precision. Kernels that were not measured have none.
     """
 
     roofline: Roofline
@@ -314,7 +331,7 @@ class KernelTable:
 
     @classmethod
     def from_sheet(cls, roofline: Roofline, sheet: KernelSheet) -> KernelTable:
-        """Fit `roofline` to `sheet`, and learn corrections from the residuals."""
+        """Return costs from `roofline` fitted to `sheet`, with corrections learned from the remaining errors."""
         fitted = fit(roofline, sheet)
         corrections: dict[tuple[str, str], Correction] = {}
         for kind in ("gemm", "attention", "attention_backward", "elementwise"):
@@ -344,7 +361,7 @@ class KernelTable:
         return self._corrected("elementwise", "", self.roofline.memory_seconds(bytes_moved), bytes_moved)
 
     def run_slowdown(self) -> float:
-        """Return `RUN_SLOWDOWN`, since the kernels were measured alone."""
+        """Return RUN_SLOWDOWN, because the kernels were measured alone."""
         return RUN_SLOWDOWN
 
     def launch_seconds(self) -> float:
@@ -360,7 +377,10 @@ class KernelTable:
 
 
 def _learn_correction(roofline: Roofline, sheet: KernelSheet, kind: str, precision: str) -> Correction | None:
-    """Learn from measured times, and from upper bounds that are below the model; None if there are none."""
+    """Return the correction of one kind of kernel and precision, or None if there are no usable measurements.
+
+    Upper bounds are usable only if they are below the modelled time.
+    """
     rows = sheet.rows(kind, precision)
     if kind == "elementwise":
         moved_bytes, seconds = rows.exact.sizes[:, 0], rows.exact.seconds

@@ -1,4 +1,4 @@
-"""Pipeline schedules by name, and a simulation of their passes, for timelines and for checking formulas of engines."""
+"""Pipeline schedules by name, and a simulation of their passes, which timelines and tests of formulas use."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,11 +14,12 @@ from flagcore.errors import NotModelled
 class Schedule:
     """The properties of a pipeline schedule.
 
-    `parts` is the number of virtual stages per device; 0: that of the candidate. `copies` is the number of copies of
-    parameters, gradients and optimizer state per device. With `splits_backward`, the gradients of activations and of
-    weights are computed in separate passes, so kernels read their inputs twice. With `post_validation`, stages are not
-    synchronized before the optimizer; the time of a step is then the longest time of one stage, from its first forward
-    pass to its last backward pass.
+    `parts`: the number of virtual stages per device. 0 means the number in the candidate.
+    `copies`: the number of copies of parameters, gradients and optimizer state per device.
+    `splits_backward`: whether the gradients of activations and of weights are computed in separate passes, so that
+    kernels read their inputs twice.
+    `post_validation`: whether stages skip the synchronization before the optimizer. The time of a step is then the
+    longest time of one stage, from its first forward pass to its last backward pass.
     """
 
     parts: int = 1
@@ -28,7 +29,7 @@ class Schedule:
 
     @property
     def folded(self) -> bool:
-        """Whether device r of p has the parts r and 2p - 1 - r, so that the first device also has the last part."""
+        """Whether device r of p holds the parts r and 2p - 1 - r, so that the first device also holds the last part."""
         return self.parts == 2 and self.copies == 1
 
 
@@ -46,25 +47,27 @@ SCHEDULES: dict[str, Schedule] = {
     "dualpipe": Schedule(parts=2, copies=2, splits_backward=True),
     "dualpipev": Schedule(parts=2, splits_backward=True),
 }
-"""The schedules that are modelled, by name."""
+"""The supported schedules by name."""
 
 
 Pass: TypeAlias = tuple[str, int, int]
-"""The kind, the part of the model and the micro-batch of a pass. Kinds: F is the forward pass, B computes the gradients
-of the activations, W those of the weights, and BW both."""
+"""A pass: its kind, its part of the model and its micro-batch. The kinds are F for a forward pass, B for the gradients
+of activations, W for the gradients of weights, and BW for both gradients."""
 
 Orders: TypeAlias = list[list[tuple[Pass, ...]]]
-"""The steps of each device, in order. The passes of a step overlap: they start and end together."""
+"""For each device, its steps in order. A step is one pass, or two passes that overlap: they start and end together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipe:
-    """The devices of the parts of a model, and the times of their passes.
+    """The parts of a model, their devices, and the times of their passes.
 
-    `devices[part]` is the device of a part. A copy of the model has `length` parts; the parts of a second copy follow
-    those of the first. `seconds[kind][part]` is the time of a pass of the kinds F, B and W. Overlapping passes take
-    `overlap_share[part]` of the sum of their times. A message delays its receiver by `latency` and its sender by
-    `sender_delay`. Steps with overlapping passes hide their messages.
+    `devices[part]`: the device of a part.
+    `length`: the number of parts of one copy of the model. The parts of a second copy follow those of the first.
+    `seconds[kind][part]`: the time of a pass, for the kinds F, B and W.
+    `overlap_share[part]`: the time of overlapping passes as a share of the sum of their times.
+    `latency`: the time by which a message delays its receiver.
+    `sender_delay`: the time by which a message delays its sender. Steps with overlapping passes hide it.
     """
 
     devices: Sequence[int]
@@ -75,7 +78,7 @@ class Pipe:
     sender_delay: float = 0.0
 
     def duration(self, step: tuple[Pass, ...]) -> float:
-        """Return the seconds of a step."""
+        """Return the seconds of a step, which is one pass or two overlapping passes."""
         if len(step) == 1:
             ((kind, part, _),) = step
             return sum(self.seconds[letter][part] for letter in kind)
@@ -92,7 +95,7 @@ class Pipe:
     def ready(self, pass_: Pass, ends: Mapping[Pass, float]) -> float | None:
         """Return the time at which the input of a pass is available, or None if it is not known yet.
 
-        `ends` has the end times of passes; BW passes are listed as B.
+        `ends`: the end times of the passes that have run. A BW pass is listed as B.
         """
         kind, part, batch = pass_
         position, source = part % self.length, part
@@ -114,7 +117,10 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedPass:
-    """A pass with its times. `lane` is -1 or 1 for the first or second of two overlapping passes, else 0."""
+    """A simulated pass with its times.
+
+    `lane`: -1 or 1 for the first or second of two overlapping passes, else 0.
+    """
 
     device: int
     kind: str
@@ -126,7 +132,7 @@ class ExecutedPass:
 
 
 def run(orders: Orders, pipe: Pipe) -> list[ExecutedPass]:
-    """Return the passes of all devices, ordered by device and time. Raises ValueError on a deadlock."""
+    """Simulate the schedule, and return its passes ordered by device and time. Raises ValueError on a deadlock."""
     ends: dict[Pass, float] = {}
     free_at, next_step = [0.0] * len(orders), [0] * len(orders)
     executed: list[list[ExecutedPass]] = [[] for _ in orders]
@@ -154,7 +160,11 @@ def run(orders: Orders, pipe: Pipe) -> list[ExecutedPass]:
 
 
 def seconds_of(executed: Sequence[ExecutedPass]) -> tuple[float, float]:
-    """Return the end of the last pass, and the longest time from the first start to the last end on one device."""
+    """Return two times in seconds of simulated passes.
+
+    The first is the end of the last pass. The second is the longest time on one device from the start of its first pass
+    to the end of its last pass.
+    """
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
     for each in executed:
@@ -164,10 +174,12 @@ def seconds_of(executed: Sequence[ExecutedPass]) -> tuple[float, float]:
 
 
 def one_forward_one_backward(p: int, m: int, warmup: Callable[[int], int] | None = None, kind: str = "BW") -> Orders:
-    """Return the order of 1F1B (arXiv 2104.04473).
+    """Return the order of passes in 1F1B (arXiv 2104.04473) with p devices and m micro-batches.
 
     Device r starts with `warmup(r)` forward passes, by default p - r, and then alternates between backward and forward
-    passes. With as many warm-up passes as micro-batches, the order is that of GPipe (arXiv 1811.06965).
+    passes. If there are as many warm-up passes as micro-batches, the schedule is GPipe (arXiv 1811.06965).
+
+    `kind`: the kind of the backward passes.
     """
     orders: Orders = []
     for r in range(p):
@@ -180,7 +192,10 @@ def one_forward_one_backward(p: int, m: int, warmup: Callable[[int], int] | None
 
 
 def interleaved(p: int, m: int, v: int) -> Orders:
-    """Return the order of interleaved 1F1B (arXiv 2104.04473): p micro-batches on a virtual stage, then on the next."""
+    """Return the order of passes in interleaved 1F1B (arXiv 2104.04473) with v virtual stages per device.
+
+    Each device processes p micro-batches on one virtual stage, then the same ones on the next.
+    """
     table = [(i, c) for a in range(0, m, p) for c in range(v) for i in range(a, min(a + p, m))]
     orders: Orders = []
     for r in range(p):
@@ -195,7 +210,10 @@ def interleaved(p: int, m: int, v: int) -> Orders:
 
 
 def zero_bubble(p: int, m: int, *, h2: bool) -> Orders:
-    """Return the order of ZB-H1, or of ZB-H2, as in arXiv 2401.10241: device r defers r, or 2r, weight gradients."""
+    """Return the order of passes in ZB-H1, or in ZB-H2 if `h2` is true (arXiv 2401.10241).
+
+    Device r defers the gradients of weights of r micro-batches in ZB-H1, and of 2r in ZB-H2.
+    """
     orders = one_forward_one_backward(p, m, (lambda r: 2 * (p - r) - 1) if h2 else None, kind="B")
     for r, order in enumerate(orders):
         max_deferred, new_order, deferred = (2 * r if h2 else r), [], list[int]()
@@ -210,15 +228,15 @@ def zero_bubble(p: int, m: int, *, h2: bool) -> Orders:
 
 
 def dualpipe_v(p: int, m: int) -> Orders:
-    """Return the order of DualPipeV, as in the repository of DualPipe."""
+    """Return the order of passes in DualPipeV, as in the repository of DualPipe."""
     return [_dual_steps(p, m, m, r, r, 2 * p - 1 - r) for r in range(p)]
 
 
 def dualpipe(p: int, m: int) -> Orders:
-    """Return the order of DualPipe (arXiv 2412.19437) for an even p.
+    """Return the order of passes in DualPipe (arXiv 2412.19437). The number of devices p must be even.
 
-    There are two copies of the model, and the second one (parts p to 2p - 1) runs in reverse. Each has half of the
-    micro-batches; for an odd m, the first copy has one more.
+    There are two copies of the model. The second copy (parts p to 2p - 1) runs on the devices in reverse order. Each
+    copy processes half of the micro-batches. If m is odd, the first copy processes one more.
     """
     orders: Orders = []
     for r in range(p):
@@ -229,9 +247,12 @@ def dualpipe(p: int, m: int) -> Orders:
 
 
 def _dual_steps(p: int, m_near: int, m_far: int, r: int, near: int, far: int) -> list[tuple[Pass, ...]]:
-    """Return the eight phases of DualPipe on device r of p. In steps of two passes, forward and backward overlap.
+    """Return the steps of the eight phases of DualPipe on device r of p.
 
-    `near` and `far` are the two parts of the device, `m_near` and `m_far` their numbers of micro-batches.
+    A step of two passes overlaps a forward and a backward pass.
+
+    `near` and `far`: the two parts of the device.
+    `m_near` and `m_far`: the numbers of micro-batches of these parts.
     """
     m = max(m_near, m_far, 2 * p)
     remaining, leading = p - r - 1, r + 1
@@ -256,8 +277,9 @@ def _dual_steps(p: int, m_near: int, m_far: int, r: int, near: int, far: int) ->
 
 
 def number_microbatches(steps: Iterable[Iterable[tuple[str, int]]], m: Mapping[int, int]) -> list[tuple[Pass, ...]]:
-    """Return the steps with the micro-batch of each pass. Passes beyond the `m` micro-batches of their part are
-    dropped.
+    """Return the steps with a micro-batch number added to each pass.
+
+    `m`: the number of micro-batches of each part. Passes beyond it are dropped.
     """
     count: dict[tuple[str, int], int] = {}
     order = []
@@ -274,11 +296,12 @@ def number_microbatches(steps: Iterable[Iterable[tuple[str, int]]], m: Mapping[i
 
 
 def simulate(passes: Passes, microbatches: int) -> list[ExecutedPass]:
-    """Return the passes of a step with `microbatches` micro-batches, ordered by device and time.
+    """Simulate a training step, and return its passes ordered by device and time.
 
-    In DualPipe, the micro-batches of the second copy are numbered after those of the first. Raises NotModelled for a
-    schedule whose order depends on the times of passes, for DualPipe on an odd number of devices, and for an
-    interleaved schedule if the number of micro-batches is not a multiple of the number of stages.
+    In DualPipe, the micro-batches of the second copy are numbered after those of the first.
+
+    Raises NotModelled for a schedule whose order depends on the times of passes, for DualPipe on an odd number of
+    devices, and for an interleaved schedule if the number of micro-batches is not a multiple of the number of stages.
     """
     pipe = pipe_of(passes)
     executed = run(orders_of(passes, microbatches), pipe)
@@ -291,7 +314,7 @@ def simulate(passes: Passes, microbatches: int) -> list[ExecutedPass]:
 
 
 def pipe_of(passes: Passes) -> Pipe:
-    """Return the devices and the pass times of the parts of the model. The parts of one device take the same time."""
+    """Return the parts of the model with their devices and pass times. All parts of one device take the same time."""
     p, schedule = len(passes.forward_s), passes.schedule
     count = SCHEDULES[schedule].parts or passes.virtual
     stages, parts = [*range(p)] * count, float(count)
@@ -316,7 +339,7 @@ def pipe_of(passes: Passes) -> Pipe:
 
 
 def orders_of(passes: Passes, m: int) -> Orders:
-    """Return the order of passes on each device in a step of m micro-batches."""
+    """Return the order of passes on each device in a step of m micro-batches. Raises NotModelled like `simulate`."""
     p, schedule = len(passes.forward_s), passes.schedule
     if schedule == "interleaved" and passes.virtual > 1:
         if m > p and m % p:
@@ -338,7 +361,10 @@ def orders_of(passes: Passes, m: int) -> Orders:
 
 
 def step_seconds(passes: Passes, executed: Sequence[ExecutedPass]) -> float:
-    """Return the seconds of a simulated step: the end of the last pass, or for schedules with post-validation the
-    longest time from the first start to the last end on one device."""
+    """Return the seconds of a simulated step.
+
+    It is the end of the last pass. For schedules with `post_validation`, it is the longest time on one device from the
+    start of its first pass to the end of its last pass.
+    """
     end, span = seconds_of(executed)
     return span if SCHEDULES[passes.schedule].post_validation else end

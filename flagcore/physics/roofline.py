@@ -1,4 +1,4 @@
-"""Kernel times from the peak rates of a chip and the shares of them that kernels reach."""
+"""Kernel times from a chip's peak rates and the shares of these rates that kernels reach."""
 
 from __future__ import annotations
 
@@ -12,85 +12,90 @@ from flagcore.domain.chip import Chip, NotNegative, Positive
 from flagcore.domain.space import FloatArray
 
 RUNS_AS = {"mxfp8": "fp8", "nvfp4": "fp4"}
-"""Precisions that run at the rate of another precision."""
+"""Precisions whose matrix products run at the rate of another precision."""
 
 BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp8": 1.0, "mxfp8": 33 / 32, "int8": 1.0, "nvfp4": 9 / 16}
-"""Bytes per element of an operand, 2 for other precisions. Block formats include one byte of scale per 32 (mxfp8) or 16
-(nvfp4) elements. From the definitions of the number formats."""
+"""Bytes per element of an operand. Other precisions have 2. Block formats include one byte of scale per 32 (mxfp8) or
+16 (nvfp4) elements. Source: the definitions of the number formats."""
 
 BLOCK = 128.0
-"""The number of queries in a block that a compute unit processes. Source: current attention kernels."""
+"""The number of queries that a compute unit processes at a time. Source: current attention kernels."""
 
 GROUP_TENSORS = 2.2
-"""The traffic of the sums over query heads in the backward pass of grouped attention, in tensors with the size of the
-keys of all heads. Fitted to 33 backward shapes on one accelerator."""
+"""The memory traffic for summing gradients over query heads, in the backward pass of grouped-query attention. The unit
+is the size of a key tensor with one head per query head. Fitted to 33 backward shapes on one accelerator."""
 
 HOST_LATENCY = 10e-6
-"""The latency of a copy over the host link in seconds, an estimate."""
+"""The latency in seconds of a copy between device and host. An estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
     """The parameters of `Roofline`.
 
-    The defaults were fitted to 354 kernels of one current data-centre accelerator (178 bf16 matrix products, 93
-    forward and 83 backward passes of causal attention) that the host did not limit. The mean errors are 5.5%, 1.9% and
-    3.0%. Since the parameters are relative to the peaks, they also apply to other chips with a similar design.
+    The defaults were fitted to 354 kernels that the host did not limit, on one current data-centre accelerator: 178
+    bf16 matrix products, 93 forward and 83 backward passes of causal attention. Their mean errors are 5.5%, 1.9% and
+    3.0%. The parameters are relative to the peaks, so they also apply to other chips with a similar design.
     """
 
     gemm_share: Positive = 0.81
-    """The share of the peak that large matrix products reach."""
+    """The share of the peak flops that large matrix products reach."""
     gemm_shares: Mapping[str, Positive] = field(default_factory=dict)
-    """The values of `gemm_share` for single precisions."""
+    """The values of `gemm_share` for precisions that differ from it."""
     units: Positive = 132.0
-    """The number of compute units. If the number of tiles is not a multiple of it, the last wave is incomplete."""
+    """The number of compute units. Tiles run in waves of this size, and the last wave may be incomplete."""
     tile: Positive = 64.0
     """The side length of a tile of a matrix product. Products are padded to whole tiles."""
     tile_overhead: NotNegative = 143.0
-    """The overhead of a tile, as the depth k that a unit computes in this time in a 16-bit precision."""
+    """The overhead per tile, as the depth k that a unit could compute in this time in a 16-bit precision."""
     split_depth: NotNegative = 2048.0
-    """The minimum depth from which a product with fewer tiles than units is split along k."""
+    """The minimum depth of the pieces into which a product is split along k. Only products with fewer tiles than units
+    are split."""
     memory_share: Positive = 0.91
-    """The share of the memory bandwidth that copies and operands of matrix products reach."""
+    """The share of the memory bandwidth that copies and the operands of matrix products reach."""
     elementwise_share: Positive = 0.77
     """The share of the memory bandwidth that element-wise kernels reach, such as activations and optimizers."""
     kernel_seconds: NotNegative = 2e-6
     """The minimum time of a kernel on the device."""
     attention_share: Positive = 0.72
-    """The share of the peak that the forward pass of long causal attention reaches, for heads of width 128. Relative to
-    `gemm_share`, it is the same in the precisions of `gemm_shares`."""
+    """The share of the peak flops that the forward pass of long causal attention reaches, for heads of width 128. In
+    precisions of `gemm_shares`, it is scaled by their share relative to `gemm_share`."""
     attention_overhead: NotNegative = 230.0
-    """The overhead of a block of queries, as the number of keys that are processed in this time."""
+    """The overhead per block of queries, as the number of keys that could be processed in this time."""
     attention_backward_share: Positive = 0.69
-    """The `attention_share` of the backward pass."""
+    """As `attention_share`, for the backward pass."""
     attention_backward_overhead: NotNegative = 580.0
-    """The `attention_overhead` of the backward pass."""
+    """As `attention_overhead`, for the backward pass."""
     attention_tail: NotNegative = 0.61
-    """The time that units wait for the last block, as a share of the time of the longest block of queries."""
+    """The time that units wait for the last block of queries, as a share of the time of the longest block."""
     half_head: NotNegative = 76.0
-    """The width of a head with half of the efficiency of a very wide one. The efficiency is constant above 128."""
+    """The head width at which attention has half the efficiency of very wide heads. It is constant above 128."""
     launch_seconds: NotNegative = 11e-6
-    """The host time to launch one kernel, including the framework."""
+    """The host's time to launch one kernel, including the framework."""
     run_slowdown: NotNegative = 1.0
-    """The slowdown of kernels in a run on many devices relative to the curve: 1 if it was fitted to such runs."""
+    """The factor by which kernels are slower in a run on many devices. 1 if the curve was fitted to such runs."""
     host_bytes_per_second: Positive = 25e9
     """The rate of copies between device and pinned host memory in one direction. PCIe 4.0 x16 reached 26 to 28 GB/s on
-    two chips (FlagPerf interconnect-h2d; llaisys docs/hardware). Chips with newer links should set it."""
+    two chips (FlagPerf interconnect-h2d; llaisys docs/hardware). Chips with newer links should override it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """A roofline (Williams et al. 2009) with efficiencies. Implements `KernelCosts`; NaN if a peak is unknown."""
+    """A roofline model (Williams et al. 2009) with the efficiencies of `curve`. Implements `KernelCosts`.
+
+    Times are NaN if a peak rate of the chip is unknown.
+    """
 
     chip: Chip
     curve: Curve = field(default_factory=Curve)
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
-        """Return the time of one matrix product: the larger of arithmetic and memory traffic, plus casts.
+        """Return the time of one matrix product: the maximum of arithmetic and memory traffic, plus casts.
 
-        A product is divided into tiles of depth `k`, which run in waves over the units. With fewer tiles than units, it
-        is also split along k. In formats below 16 bits, the operand A is cast from 16 bits: it is read once, and
-        written by rows and by columns. The operand B is already cast, as a weight or by the forward pass.
+        A product is divided into tiles of depth `k`, which run in waves over the compute units. If there are fewer
+        tiles than units, it is also split along k. In formats below 16 bits, operand A is cast from 16 bits: it is read
+        once and written twice, by rows and by columns. Operand B is already cast, because it is a weight or was cast in
+        the forward pass.
         """
         curve, peak = self.curve, self._peak(precision)
         tile, operand_bytes = curve.tile, BYTES.get(precision, 2.0)
@@ -108,9 +113,9 @@ class Roofline:
         return seconds if cast is None else seconds + self.memory_seconds(cast)
 
     def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
-        """Return the time of the forward pass of causal attention: two products over the unmasked scores.
+        """Return the time of the forward pass of causal attention: two matrix products over the unmasked scores.
 
-        For formats below 16 bits, attention runs in bf16. With one query, the time is that of reading keys and values.
+        For formats below 16 bits, attention runs in bf16. For a single query, reading keys and values dominates.
         """
         curve = self.curve
         product = self._score_product(shape, precision, curve.attention_share, curve.attention_overhead)
@@ -119,7 +124,10 @@ class Roofline:
         return _smooth_max(2.0 * product, moved_bytes / self._stream_rate()) + curve.kernel_seconds
 
     def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
-        """Return the time of the backward pass: five products (Dao 2023, arXiv 2307.08691), and sums over groups."""
+        """Return the time of the backward pass of causal attention.
+
+        It consists of five matrix products (Dao 2023, arXiv 2307.08691) and of sums over grouped query heads.
+        """
         curve, width = self.curve, self._attention_bytes(precision)
         product = self._score_product(
             shape, precision, curve.attention_backward_share, curve.attention_backward_overhead
@@ -136,19 +144,19 @@ class Roofline:
         return bytes_moved * (1 / rate) + self.curve.kernel_seconds
 
     def run_slowdown(self) -> float:
-        """Return the slowdown of the curve."""
+        """Return the factor by which kernels are slower in a run on many devices."""
         return self.curve.run_slowdown
 
     def launch_seconds(self) -> float:
-        """Return the host time to launch one kernel."""
+        """Return the host's time to launch one kernel."""
         return self.curve.launch_seconds
 
     def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
-        """Return the time of a copy over the host link."""
+        """Return the time of a copy between device and host."""
         return bytes_moved * (1 / self.curve.host_bytes_per_second) + HOST_LATENCY
 
     def _score_product(self, shape: AttentionShape, precision: str, share: float, overhead: float) -> FloatArray:
-        """Return the time of one product over the scores, including the wait for the longest block of queries."""
+        """Return the time of one matrix product over the unmasked scores, including the wait for the last block."""
         curve, compute_precision = self.curve, "bf16" if BYTES.get(precision, 2.0) < 2.0 else precision
         peak = self._peak(compute_precision) * (self._gemm_share(compute_precision) / curve.gemm_share)
         width = np.maximum(shape.head_dim, (shape.head_dim + curve.half_head) * (BLOCK / (BLOCK + curve.half_head)))
@@ -175,13 +183,19 @@ class Roofline:
 
 
 def cast_bytes(m: FloatArray, k: FloatArray, precision: str) -> FloatArray | None:
-    """Return the bytes that are moved to cast A[m,k] from 16 bits, as in `Roofline.gemm_seconds`; None for no cast."""
+    """Return the memory traffic in bytes for casting A[m,k] from 16 bits (see `Roofline.gemm_seconds`).
+
+    Returns None if no cast is needed.
+    """
     operand_bytes = BYTES.get(precision, 2.0)
     return m * k * (2.0 + 2.0 * operand_bytes) if operand_bytes < 2.0 else None
 
 
 def _smooth_max(first: FloatArray, second: FloatArray) -> FloatArray:
-    """Return the 4-norm of two times: their maximum, or more if both are similar, since they overlap incompletely."""
+    """Return the 4-norm of two times.
+
+    It is close to their maximum, but larger if they are similar, because the two activities overlap only partly.
+    """
     first, second = first * first, second * second
     result: FloatArray = np.sqrt(np.sqrt(first * first + second * second))
     return result

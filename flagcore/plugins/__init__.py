@@ -1,7 +1,7 @@
-"""Loads plugins, engines, launchers, strategies, importers and watchers by their entry points.
+"""Loads vendor plugins, engines, launchers, strategies, importers and watchers by their entry points.
 
-`load_plugins` returns the hooks of all plugins as typed methods; `workload`, `launcher` and `strategy` return the
-object with a name. Plugins that fail are left out and reported as a `PluginFailure`.
+`load_plugins` returns the hooks of all vendor plugins as typed methods. A plugin that fails is skipped and reported as
+a `PluginFailure`. `workload`, `launcher`, `strategy`, `importer` and `watcher` return the object with a given name.
 """
 
 from flagcore.plugins.entry_points import (

@@ -31,20 +31,20 @@ KINDS = {
     IMPORTERS: "importer",
     WATCHERS: "watcher",
 }
-"""The words for the objects of each group in messages."""
+"""The word that messages use for an object of each entry point group."""
 HOOK = "flagcore_on_event"
-"""The hook of watchers."""
+"""The hook that watchers implement."""
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Return the sorted names of the entry points in `group`, also of those that cannot be loaded."""
+    """Return the sorted names of the entry points in `group`, including those that cannot be loaded."""
     return tuple(sorted(installed(group)))
 
 
 def missing_extra(group: str, name: str) -> str:
-    """Return how to install an object in `group` that is a distribution of its own and an extra of flagcore.
+    """Return the pip command that installs the object `name`, if one of flagcore's extras contains it.
 
-    Empty for an installed object and for other names.
+    Returns an empty string if it is already installed in `group`, or if there is no such extra.
     """
     if name in installed(group):
         return ""
@@ -56,9 +56,10 @@ def missing_extra(group: str, name: str) -> str:
 
 
 def workload(name: str, key: str = "engine") -> Workload:
-    """Return the engine `name`, which the `key` of a spec names.
+    """Return the engine `name`.
 
-    Raises SpecError if it is not installed, NoDevice if it cannot be loaded.
+    `key`: the key of the spec that names the engine, for errors.
+    Raises SpecError if the engine is not installed, or NoDevice if it cannot be loaded.
     """
     return _named(WORKLOADS, Workload, name, key)
 
@@ -69,7 +70,7 @@ def workload_of(work: TrainSpec | ServeSpec) -> Workload:
 
 
 class _Engines(UserDict[str, Any]):
-    """Engines by name. Each is loaded on first use."""
+    """A mapping from names to engines. Each engine is loaded on first use."""
 
     def __getitem__(self, name: str) -> Workload:
         if self.data[name] is None:
@@ -79,9 +80,9 @@ class _Engines(UserDict[str, Any]):
 
 
 def engines() -> Mapping[str, Workload]:
-    """Return the installed engines, those of flagcore first.
+    """Return the installed engines by name, flagcore's own engines first.
 
-    Reading entry points takes milliseconds, so call it once per command.
+    Call it once per command, because reading entry points takes milliseconds.
     """
     points = installed(WORKLOADS)
     builtin = {name for name, each in points.items() if any(point.value.startswith("flagcore.") for point in each)}
@@ -89,7 +90,7 @@ def engines() -> Mapping[str, Workload]:
 
 
 def kind_of(engine: str) -> str:
-    """Return the kind of an engine, "train" or "serve"; empty if it cannot be loaded."""
+    """Return the kind of an engine, "train" or "serve", or an empty string if it cannot be loaded."""
     try:
         return _kind(engine)
     except FlagError:
@@ -98,7 +99,7 @@ def kind_of(engine: str) -> str:
 
 @cache
 def _kind(engine: str) -> str:
-    """Return the kind of an engine. It is cached, because hooks need it often and reading entry points is slow."""
+    """Return the kind of an engine. Cached, because hooks need it often and reading entry points is slow."""
     return workload(engine).kind
 
 
@@ -113,7 +114,11 @@ def strategy(name: str) -> Strategy:
 
 
 def importer(name: str | None = None) -> Importer:
-    """Return the importer `name`; without a name, the only installed importer of trees. Raises like `workload`."""
+    """Return the importer `name`. Raises like `workload`.
+
+    If `name` is None, return the only installed importer with `has_trees`. Raises UsageError if there is not exactly
+    one.
+    """
     if name is None:
         of_trees = [found for each in names(IMPORTERS) if (found := importer(each)).has_trees]
         if len(of_trees) != 1:
@@ -125,9 +130,9 @@ def importer(name: str | None = None) -> Importer:
 
 
 def watcher(name: str) -> Callable[[RunEvent], object]:
-    """Return the hook `flagcore_on_event` of the watcher `name`, which raises the exceptions of the watcher.
+    """Return the hook `flagcore_on_event` of the watcher `name` as a function. Raises like `workload`.
 
-    Raises like `workload`.
+    The function lets exceptions of the watcher through.
     """
 
     def load(found: object) -> Plugin:
@@ -141,13 +146,13 @@ def watcher(name: str) -> Callable[[RunEvent], object]:
 
 
 def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
-    """Return an object by its name, if it implements a protocol, see `workload`."""
+    """Return the object `name` in `group`, after checking that it implements `protocol`. Raises like `workload`."""
     found: T = _checked(group, name, partial(check_protocol, protocol), key)
     return found
 
 
 def _checked(group: str, name: str, check: Callable[[object], T], key: str) -> T:
-    """Return what `check` makes of an object by its name, see `workload`."""
+    """Return the result of `check` for the object `name` in `group`. Raises like `workload`."""
     points, kind = installed(group), KINDS[group]
     if name not in points:
         similar = get_close_matches(name, points, n=3)

@@ -1,4 +1,4 @@
-"""The hooks of the loaded plugins as typed methods. An exception in one plugin does not affect the others."""
+"""Loads the installed plugins, and offers their hooks as typed methods. A failing plugin does not affect others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from flagcore.plugins.loader import (
 
 LOG = logging.getLogger(__name__)
 SLOW_SECONDS = 5.0
-"""A hook that takes longer is reported with its plugin, except for `SLOW_HOOKS`."""
+"""A plugin whose hook takes longer is reported, except for SLOW_HOOKS."""
 SLOW_HOOKS = ("flagcore_health", "flagcore_measured_chip")
 GROUP = "flagcore.plugins"
 DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
@@ -51,7 +51,7 @@ T = TypeVar("T")
 class LoadedPlugins:
     """The loaded plugins. Implements `flagcore.contracts.Plugins`.
 
-    Errors of plugins are added to `failures`.
+    Exceptions and invalid results of plugins are recorded in `failures`.
     """
 
     def __init__(self, found: Iterable[Plugin | PluginFailure]) -> None:
@@ -68,16 +68,16 @@ class LoadedPlugins:
 
     @classmethod
     def of(cls, plugins: Mapping[str, object]) -> LoadedPlugins:
-        """Return plugins from modules or objects by name, without installed distributions."""
+        """Return plugins from modules or objects by name, without looking at installed distributions."""
         return cls(_plugin(name, partial(lambda module: module, module)) for name, module in plugins.items())
 
     @property
     def failures(self) -> tuple[PluginFailure, ...]:
-        """All failures so far, without duplicates."""
+        """All failures of plugins so far, without duplicates."""
         return tuple(self._failures)
 
     def find_chip(self, name: str) -> Chip | None:
-        """Return the chip with a name or alias, or None. Letter case, spaces and dashes are ignored."""
+        """Return the chip with this name or alias, or None. Letter case, spaces and dashes are ignored."""
         chip, _ = self._known_chips().get(normalize_name(name), (None, ""))
         return chip
 
@@ -87,12 +87,14 @@ class LoadedPlugins:
         return found if found is not None and found.name == chip.name else chip
 
     def owner(self, chip: str) -> str | None:
-        """Return the name of the plugin that lists `chip`, a name or an alias; None if there is none."""
+        """Return the name of the plugin that defines `chip` (a name or an alias), or None if there is none."""
         return self._known_chips().get(normalize_name(chip), (None, None))[1]
 
     def devices(self, variables: Mapping[str, str] | None = None) -> tuple[Device, ...]:
-        """Return the devices that all plugins find for processes with the variables of this shell and `variables`, the
-        ones of a spec. Results are cached.
+        """Return the devices that all plugins find. Results are cached.
+
+        `variables`: environment variables of the spec. The devices are those that processes with these variables and
+        the variables of this shell can use.
         """
         if self._of_hosts is not None:
             return self._of_hosts
@@ -104,15 +106,18 @@ class LoadedPlugins:
         return self._devices[key]
 
     def finder(self, device: Device) -> str | None:
-        """Return the name of the plugin that found `device`."""
+        """Return the name of the plugin that found `device`, or None."""
         return self._finders.get(device)
 
     def use_devices(self, devices: tuple[Device, ...], telemetry: Callable[[Device], Telemetry | None]) -> None:
-        """Use devices of other hosts instead of the detected ones, and `telemetry` to read them."""
+        """Use `devices` of other hosts instead of detecting devices here.
+
+        `telemetry`: returns the reader of a device's figures.
+        """
         self._of_hosts, self._telemetry = devices, telemetry
 
     def detection_failures(self) -> Mapping[str, str]:
-        """Return for each plugin that found no device its warnings, or the reason of its failure."""
+        """Return the warnings, or the reason of failure, of each plugin that found no device."""
         self.devices()
         return self._detection_failures
 
@@ -127,12 +132,12 @@ class LoadedPlugins:
         return found
 
     def chips(self) -> tuple[Chip, ...]:
-        """Return the chips of all plugins. Of two chips with the same name or alias, the first is used. Cached."""
+        """Return the chips of all plugins. If two chips share a name or alias, the second is ignored. Cached."""
         self._known_chips()
         return tuple(self._chips)
 
     def vendor(self, environment: Mapping[str, str]) -> str | None:
-        """Return the vendor that the variables of a job select: the first result of a plugin, or None."""
+        """Return the vendor that a job's environment variables select: the first plugin's result, or None."""
         results = self._all((), "flagcore_vendor", validation.one(str), environment=environment)
         return next((result for result in results if result), None)
 
@@ -140,12 +145,12 @@ class LoadedPlugins:
         return self._call(plugin, "flagcore_maturity", validation.one(Maturity))
 
     def health(self, chip: Chip) -> tuple[str, ...]:
-        """Return the problems of this machine's software for `chip` that all plugins find."""
+        """Return the problems of this machine's software for `chip`, collected from all plugins."""
         found = self._all([chip], "flagcore_health", validation.several(str), chip=chip)
         return tuple(sentence for sentences in found for sentence in sentences)
 
     def topology(self, group: NodeGroup) -> Topology | None:
-        """Return the first result of a plugin, or None to derive the levels from the chip."""
+        """Return the topology of the first plugin that has one. None means that the core derives it from the chip."""
         check = partial(validation.topology, group=group)
         return self._first([group.chip], "flagcore_topology", check, group=group)
 
@@ -154,7 +159,10 @@ class LoadedPlugins:
         return self._first([group.chip], "flagcore_memory_model", validation.memory_model, **arguments)
 
     def kernel_costs(self, chip: Chip, engine: str) -> KernelCostStack | None:
-        """Return the first costs of a plugin on top of the roofline; None if no plugin has costs."""
+        """Return the kernel costs of the first plugin that has them, or None.
+
+        Times that the plugin does not know come from the roofline.
+        """
         arguments = {"chip": chip, "engine": engine, "kind": kind_of(engine)}
         costs = self._first([chip], "flagcore_kernel_costs", validation.kernel_costs, **arguments)
         if costs is None:
@@ -162,7 +170,10 @@ class LoadedPlugins:
         return KernelCostStack(((f"plugin {plugin_name(costs)}", costs), (ROOFLINE, Roofline(chip=chip))))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
-        """Return the first costs of a plugin on top of those of the topology; None if no plugin has costs."""
+        """Return the collective costs of the first plugin that has them, or None.
+
+        Times that the plugin does not know are computed from the topology.
+        """
         levels = self.topology(group) or topology_of(group)
 
         check = partial(validation.collective_costs, topology=levels)
@@ -172,7 +183,7 @@ class LoadedPlugins:
     def environment(
         self, chip: Chip, engine: str, engine_version: str | None = None, task: Task | None = None
     ) -> Mapping[str, str]:
-        """Return the variables of all plugins. If several set a variable, the first is used."""
+        """Return the environment variables of all plugins. If several plugins set one, the first value is used."""
         environment: dict[str, str] = {}
         arguments = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
         for variables in self._all([chip], "flagcore_environment", validation.environment, task=task, **arguments):
@@ -180,24 +191,24 @@ class LoadedPlugins:
         return environment
 
     def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]:
-        """Return the knobs of all plugins. Of knobs with the same name, the first is used."""
+        """Return the knobs of all plugins. If several knobs have the same name, the first is used."""
         about = {"chip": chip, "engine": engine, "engine_version": engine_version}
         found = [knob for knobs in self._all([chip], "flagcore_knobs", validation.knobs, **about) for knob in knobs]
         return tuple({knob.name: knob for knob in reversed(found)}.values())[::-1]
 
     def knobs_on_any_chip(self, engine: str) -> tuple[Knob, ...]:
-        """Return the knobs that plugins add to `engine` on any chip, one for each name, sorted by name."""
+        """Return the knobs that plugins add to `engine` on at least one chip, one per name, sorted by name."""
         found = {knob.name: knob for chip in self.chips() for knob in self.knobs(chip, engine)}
         return tuple(found[name] for name in sorted(found))
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the first result of a plugin, or UNKNOWN."""
+        """Return the engine support of the first plugin that knows it, or one with the support UNKNOWN."""
         arguments = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
         support = self._first([chip], "flagcore_engine_support", validation.one(EngineSupport), **arguments)
         return support or EngineSupport(support=Support.UNKNOWN, reason=f"no plugin supports {engine} on {chip.name}")
 
     def check_task(self, task: Task, engine_version: str | None = None) -> tuple[TaskAdvice, ...]:
-        """Return the advice of all plugins, the chip's own plugin's last."""
+        """Return the advice of all plugins. The advice of the chip's plugin is last."""
         chips = [group.chip for group in task.cluster.groups]
         one, about = validation.one(TaskAdvice), {"task": task, "engine_version": engine_version}
         return tuple(self._all(chips, "flagcore_check_task", one, **about))
@@ -205,7 +216,7 @@ class LoadedPlugins:
     def pruning_rules(
         self, task: Task, engine_version: str | None = None
     ) -> tuple[tuple[ValueRule, ...], tuple[PruningRule, ...]]:
-        """Return the values that do not work, and the rules for candidates, of all plugins."""
+        """Return the rules of all plugins in two groups: values that do not work, and pruning rules for candidates."""
         chips, about = [group.chip for group in task.cluster.groups], {"task": task, "engine_version": engine_version}
         results = list(self._all(chips, "flagcore_pruning_rules", validation.pruning_rules, **about))
         rules = [rule for found in results for rule in found]
@@ -215,7 +226,7 @@ class LoadedPlugins:
     def failure_patterns(
         self, chip: Chip, engine: str, engine_version: str | None = None
     ) -> tuple[FailurePattern, ...]:
-        """Return the patterns of all plugins, those of the chip's plugin last."""
+        """Return the failure patterns of all plugins. The patterns of the chip's plugin are last."""
         about = {"chip": chip, "engine": engine, "engine_version": engine_version}
         results = self._all([chip], "flagcore_failure_patterns", validation.failure_patterns, **about)
         return tuple(pattern for patterns in results for pattern in patterns)
@@ -228,7 +239,7 @@ class LoadedPlugins:
         return self._first([chip] if chip else [], "flagcore_telemetry", check, device=device)
 
     def _known_chips(self) -> dict[str, tuple[Chip, str]]:
-        """Return chips and the names of their plugins by all spellings of chip names and aliases."""
+        """Return each chip and the name of its plugin, by all spellings of the chip's name and aliases."""
         if self._catalogue is None:
             self._catalogue = {}
             for plugin in self.plugins:
@@ -247,7 +258,7 @@ class LoadedPlugins:
         self._chips.append(chip)
 
     def _order(self, chips: Iterable[Chip]) -> list[Plugin]:
-        """Return the plugins sorted by name, but those that list one of `chips` last."""
+        """Return the plugins in calling order: by name, but those that define one of `chips` last."""
         owners = {self.owner(chip.name) for chip in chips}
         return sorted(self.plugins, key=lambda plugin: (plugin.name in owners, plugin.name))
 
@@ -261,7 +272,10 @@ class LoadedPlugins:
                 yield result
 
     def _call(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
-        """Call a hook of one plugin and check its result. None without a result; a failure is recorded."""
+        """Call a hook of one plugin and check its result. Returns None if there is no result, or if the plugin fails.
+
+        Failures are recorded.
+        """
         stage, start = "ask", time.monotonic()
         try:
             with stdout_to_stderr():
@@ -293,7 +307,10 @@ def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
 
 
 def _plugin(name: str, load: Callable[[], object], points: Sequence[EntryPoint] = ()) -> Plugin | PluginFailure:
-    """Return the plugin that `load` returns, or why it is not usable. `points` are its entry points."""
+    """Return the plugin whose hooks `load` returns, or the reason why it is not usable.
+
+    `points`: the entry points of the plugin.
+    """
     stage = "load"
     try:
         hooks = load()

@@ -1,8 +1,9 @@
 """Finds the entry points of installed distributions, and loads plugins.
 
-Entry points are read anew each time, one distribution after the other. stevedore's list is not used, because its cache
-may be stale for two minutes after an install, and because an unreadable distribution breaks the whole list. Each plugin
-has its own pluggy manager, and its objects are wrapped, so that its errors name it and affect no other.
+Entry points are read anew each time, from one distribution after the other. stevedore's list is not used, because its
+cache may be stale for two minutes after an install, and because one unreadable distribution breaks the whole list. Each
+plugin has its own pluggy manager, and the objects that it returns are wrapped, so that its errors include its name and
+do not affect other plugins.
 """
 
 import inspect
@@ -29,13 +30,13 @@ from flagcore.errors import NoDevice
 
 
 class BadPlugin(Exception):
-    """A plugin that does not implement the hooks correctly. `stage` is that of its failure."""
+    """A plugin does not implement the hooks correctly. `stage` is the stage of the `PluginFailure`."""
 
     stage = "check"
 
 
 class Clash(BadPlugin):
-    """Several distributions have a plugin with the same name."""
+    """Several distributions contain a plugin with the same name."""
 
     stage = "discover"
 
@@ -44,8 +45,9 @@ class Clash(BadPlugin):
 class PluginFailure:
     """The failure of a plugin or of one of its hooks.
 
-    `stage` is discover, load, check, ask (a hook raised), answer (a hook returned an invalid result) or disable. `hook`
-    is empty except for ask and answer.
+    `stage`: discover, load, check, ask (a hook raised an exception), answer (a hook returned an invalid result), or
+    disable.
+    `hook`: the name of the hook for ask and answer, else empty.
     """
 
     name: str
@@ -60,10 +62,10 @@ class PluginFailure:
 
 
 def installed(group: str, failures: list[PluginFailure] | None = None) -> dict[str, list[EntryPoint]]:
-    """Return the entry points in `group` by name; a name with several entry points is a clash.
+    """Return the entry points in `group` by name. A name with several entry points is a clash (see `load_only`).
 
-    Of distributions with the same name, the first on the path is used. Those that cannot be read are added to
-    `failures`.
+    If several distributions have the same name, only the first one on the path is used. Distributions that cannot be
+    read are added to `failures`.
     """
     points: dict[str, list[EntryPoint]] = {}
     distribution_names = set()
@@ -85,19 +87,19 @@ def installed(group: str, failures: list[PluginFailure] | None = None) -> dict[s
 
 
 def origin(point: EntryPoint) -> Distribution:
-    """Return the distribution of an entry point."""
+    """Return the distribution that defines an entry point."""
     assert point.dist is not None, "installed() reads entry points from distributions only"
     return point.dist
 
 
 def origins(points: Iterable[EntryPoint]) -> str:
-    """Return the names of the distributions of entry points."""
+    """Return the names of the distributions that define `points`, comma-separated."""
     return ", ".join(sorted(origin(point).metadata["Name"] for point in points))
 
 
 def _incompatible(distribution: Distribution) -> str | None:
-    """Return why `distribution` does not support this release of flagcore, by its `Requires-Dist`, or None."""
-    own = [each for each in distribution.requires or () if each.lower().startswith("flagcore")]  # parsing takes long
+    """Return why `distribution` does not support this release of flagcore, or None. Reads its `Requires-Dist`."""
+    own = [each for each in distribution.requires or () if each.lower().startswith("flagcore")]  # parsing all is slow
     for requirement in map(Requirement, own):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -109,7 +111,7 @@ def _incompatible(distribution: Distribution) -> str | None:
 
 
 class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
-    """A stevedore manager that loads a given entry point."""
+    """A stevedore manager that loads one given entry point, and does not search for others."""
 
     def __init__(self, point: EntryPoint) -> None:
         self._point = point
@@ -120,9 +122,10 @@ class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
 
 
 def load_only(points: Sequence[EntryPoint]) -> object:
-    """Import the object of the only entry point with a name.
+    """Import the object of the only entry point in `points`, which all have the same name.
 
-    Raises Clash if there are several, BadPlugin if it needs another release of flagcore, and exceptions of the import.
+    Raises Clash if there are several, BadPlugin if it needs another release of flagcore, and any exception of the
+    import itself.
     """
     point, *others = points
     if others:
@@ -140,7 +143,7 @@ def _reraise(manager: Any, point: EntryPoint, error: Exception) -> NoReturn:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout to stderr, also for native code, because stdout is reserved for results."""
+    """Redirect stdout to stderr, including the output of native code, because stdout is reserved for results."""
     copy = None
     with suppress(OSError, ValueError, AttributeError):  # stdout or stderr may be closed
         sys.stdout.flush()
@@ -170,7 +173,7 @@ def one_line(error: BaseException, limit: int = 400) -> str:
 
 @contextmanager
 def capture_warnings() -> Iterator[list[str]]:
-    """Collect the texts of warnings and errors that are logged in this context. They are also logged as usual."""
+    """Collect the texts of warnings and errors that are logged within this context. They are still logged as usual."""
     texts: list[str] = []
     create_record = logging.getLogRecordFactory()
 
@@ -198,20 +201,20 @@ COLUMNS = frozenset(
         *("memory_seconds", "host_copy_seconds", "seconds", "compute_share"),
     )
 )
-"""Methods whose results are converted to arrays of float64."""
+"""Methods of plugins' objects whose results are converted to arrays of float64."""
 
 
 def wrap_objects(plugin: str, hook: str, result: T) -> T:
-    """Return the result of a hook with its objects wrapped, if the hook returns objects."""
+    """Return the result of `hook`. Objects with methods, if it returns any, are wrapped in a `PluginProxy`."""
     if hook not in HOOKS_WITH_OBJECTS:
         return result
-    if isinstance(result, tuple):  # of pruning rules
+    if isinstance(result, tuple):  # the result of flagcore_pruning_rules
         return cast(T, tuple(each if isinstance(each, ValueRule) else PluginProxy(plugin, each) for each in result))
     return cast(T, PluginProxy(plugin, result))
 
 
 def plugin_name(wrapped: object) -> str:
-    """Return the name of the plugin that an object is from, empty if it is not from a plugin."""
+    """Return the name of the plugin that returned an object, or an empty string if it is not from a plugin."""
     return wrapped._owner if isinstance(wrapped, PluginProxy) else ""
 
 
@@ -229,7 +232,7 @@ class PluginProxy:
 
     def _guard(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
         def call(*arguments: object, **named: object) -> object:
-            # In a background thread stdout stays: redirecting it there would take what the main thread prints.
+            # Only the main thread redirects stdout. Another thread would also redirect what the main thread prints.
             quiet = stdout_to_stderr() if current_thread() is main_thread() else nullcontext()
             try:
                 with quiet:
@@ -251,7 +254,11 @@ HOOKS = tuple(name for group in HOOK_GROUPS for name in vars(group) if name.star
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """A loaded plugin. `hooks` are the hooks that it implements; `manager` has only this plugin."""
+    """A loaded plugin.
+
+    `hooks`: the names of the hooks that it implements.
+    `manager`: a pluggy manager that contains only this plugin.
+    """
 
     name: str
     distribution: str
@@ -260,7 +267,10 @@ class Plugin:
     manager: pluggy.PluginManager
 
     def call(self, hook: str, arguments: Mapping[str, object]) -> object:
-        """Return the result of this plugin's implementation of `hook`, None if there is none. Raises its exceptions."""
+        """Call this plugin's implementation of `hook` and return its result, or None if there is no implementation.
+
+        Exceptions of the plugin are not caught.
+        """
         caller = getattr(self.manager.hook, hook)
         result = caller(**arguments)
         if caller.spec.opts["firstresult"]:
@@ -269,7 +279,7 @@ class Plugin:
 
 
 def make_plugin(name: str, module: object, distribution: Distribution | None = None) -> Plugin:
-    """Return a plugin from a module or an object. Raises BadPlugin if it does not implement the hooks correctly."""
+    """Return the plugin that a module or an object implements. Raises BadPlugin if its hooks are not correct."""
     if isinstance(module, type):
         raise BadPlugin(f"the entry point names the class {module.__name__}; name a module, or an object")
     for member in dir(module):
@@ -303,7 +313,7 @@ def make_plugin(name: str, module: object, distribution: Distribution | None = N
 
 
 def _check_api_version(module: object) -> None:
-    """Raise BadPlugin for a plugin that was written for a later version of the hooks."""
+    """Raise BadPlugin if a plugin was written for a later version of the hooks, or if its `HOOKS_API` is invalid."""
     api = getattr(module, "HOOKS_API", hooks.HOOKS_API)
     if isinstance(api, bool) or not isinstance(api, int) or api < 1:
         raise BadPlugin(

@@ -1,7 +1,7 @@
 """Validates the results of hooks when they are returned, so that errors of plugins do not appear later in a run.
 
-Plain data is validated with the annotations of its dataclass, including all fields. Objects are called with columns of
-two rows.
+Plain data is validated against the annotations of its dataclass, including all fields. The methods of objects are
+called with arrays of two elements. Invalid results raise BadPlugin.
 """
 
 import re
@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 
 def one(kind: type[T]) -> Callable[[object], T]:
-    """Return a function that checks that a result is a `kind`."""
+    """Return a function that returns a hook's result if it is a valid instance of the class `kind`."""
     return lambda answer: cast(T, data(kind, answer, kind.__name__))
 
 
 def several(kind: type[T]) -> Callable[[object], tuple[T, ...]]:
-    """Return a function that checks that a result is a sequence of `kind`."""
+    """Return a function that returns a hook's result as a tuple, if it is a sequence of valid instances of `kind`."""
     return lambda answer: tuple(data(Sequence[kind], answer, kind.__name__))  # type: ignore[valid-type]
 
 
 def environment(answer: object) -> dict[str, str]:
-    """Return `answer` if it maps names of environment variables to valid values."""
+    """Return `answer` as a dict if it maps valid names of environment variables to valid values."""
     variables = dict(data(Mapping[str, str], answer))
     for name, value in variables.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name) or "\0" in value:
@@ -44,7 +44,7 @@ def environment(answer: object) -> dict[str, str]:
 
 
 def knobs(answer: object) -> tuple[Knob, ...]:
-    """Return `answer` if it consists of knobs with valid names, sources, and effects of distinct values."""
+    """Return `answer` as a tuple if all its knobs have valid names, sources, effects and distinct values."""
     found = tuple(data(Sequence[Knob], answer))
     for knob in found:
         values = [(type(value), value) for value in knob.values]
@@ -59,7 +59,7 @@ def knobs(answer: object) -> tuple[Knob, ...]:
 
 
 def failure_patterns(answer: object) -> tuple[FailurePattern, ...]:
-    """Return `answer` if it consists of valid patterns for states that are failures."""
+    """Return `answer` as a tuple if all its patterns compile and their states are failures."""
     patterns = tuple(data(Sequence[FailurePattern], answer))
     for pattern in patterns:
         if not pattern.state.failed:
@@ -72,7 +72,7 @@ def failure_patterns(answer: object) -> tuple[FailurePattern, ...]:
 
 
 def topology(answer: object, group: NodeGroup) -> Topology:
-    """Return `answer` if its levels have increasing sizes, and the last one has all devices of `group`."""
+    """Return `answer` if its levels have increasing sizes, and the last one connects all devices of `group`."""
     found: Topology = data(Topology, answer)
     sizes = [level.devices for level in found.levels]
     if not sizes or sizes != sorted(set(sizes)) or sizes[-1] != group.devices:
@@ -81,7 +81,7 @@ def topology(answer: object, group: NodeGroup) -> Topology:
 
 
 def memory_model(answer: object) -> MemoryModel:
-    """Return `answer` if it is a memory model whose methods work with columns."""
+    """Return `answer` if it is a memory model whose methods work with arrays."""
     model: MemoryModel = check_protocol(MemoryModel, answer)
     capacity = model.capacity_bytes()
     if capacity is not None and not capacity > 0:
@@ -92,7 +92,7 @@ def memory_model(answer: object) -> MemoryModel:
 
 
 def kernel_costs(answer: object) -> KernelCosts:
-    """Return `answer` if it is an object with kernel costs whose methods work with columns. NaN is valid."""
+    """Return `answer` if it implements KernelCosts and its methods work with arrays. NaN is a valid time."""
     costs: KernelCosts = check_protocol(KernelCosts, answer)
     sizes = np.array([128.0, 256.0])
     _two_numbers(costs.gemm_seconds, sizes, sizes, sizes, "bf16")
@@ -111,9 +111,9 @@ def kernel_costs(answer: object) -> KernelCosts:
 
 
 def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
-    """Return `answer` if it is an object with collective costs whose methods work with columns. NaN is a valid time.
+    """Return `answer` if it implements CollectiveCosts and its methods work with arrays. NaN is a valid time.
 
-    Measured curves are converted to costs on `topology`.
+    If `answer` is a table of measured curves, return costs that apply the curves to `topology`.
     """
     if isinstance(answer, CollectiveTable):
         answer = Collectives(topology=topology, table=data(CollectiveTable, answer))
@@ -128,7 +128,7 @@ def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
 
 
 def pruning_rules(answer: object) -> tuple[ValueRule | PruningRule, ...]:
-    """Return `answer` if it consists of rules about values and of pruning rules."""
+    """Return `answer` as a tuple if each element is a valid ValueRule or implements PruningRule."""
     return tuple(
         data(type(rule), rule, type(rule).__name__)
         if isinstance(rule, ValueRule)
@@ -138,9 +138,9 @@ def pruning_rules(answer: object) -> tuple[ValueRule | PruningRule, ...]:
 
 
 def data(kind: Any, answer: object, name: str = "") -> Any:
-    """Return `answer` if it is a valid `kind`, including elements and fields. Raises BadPlugin.
+    """Return `answer` if it is a valid `kind`, including its elements and fields. Raises BadPlugin.
 
-    Lists are valid instead of tuples.
+    Lists are accepted where tuples are expected.
     """
     try:
         _adapter(kind).validate_python((answer,))
@@ -156,15 +156,15 @@ def data(kind: Any, answer: object, name: str = "") -> Any:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return the validator of a `kind`, in a tuple, because a dataclass alone does not support a configuration."""
+    """Return the validator of a tuple with one `kind`, because pydantic accepts no configuration for a dataclass."""
     config = ConfigDict(strict=True, revalidate_instances="always", arbitrary_types_allowed=True)
     return TypeAdapter(tuple[kind], config=config)
 
 
 def check_protocol(protocol: Any, answer: object) -> Any:
-    """Return `answer` if it has the methods and attributes of `protocol`, a Protocol or a base class with defaults.
+    """Return `answer` if it has all methods and attributes of `protocol`. Raises BadPlugin.
 
-    Raises BadPlugin.
+    `protocol`: a Protocol, or a base class from which the answer's class must inherit.
     """
     if isinstance(answer, type):
         raise BadPlugin(f"returned the class {answer.__name__}; return an object of it")

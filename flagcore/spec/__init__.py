@@ -1,7 +1,7 @@
-"""Reads specs and job records from YAML or JSON and converts them to dataclasses of `flagcore.domain`.
+"""Reads specs and job records from YAML or JSON, and converts them to dataclasses of `flagcore.domain`.
 
 Invalid input raises `SpecError`, which lists all problems of a file. The modules of this package, pydantic and yaml are
-imported on first use.
+imported only when they are first used.
 """
 
 from importlib import import_module

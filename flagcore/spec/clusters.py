@@ -1,4 +1,7 @@
-"""Converts the section `cluster` of a spec with its host file: equal nodes, or groups of nodes with different chips."""
+"""Converts the section `cluster` of a spec, and its host file, to a `ClusterSpec`.
+
+The cluster consists of identical nodes, or of groups of nodes with different chips.
+"""
 
 import re
 from collections.abc import Sequence
@@ -89,7 +92,11 @@ UNEQUAL = "differs in slots from another host of the same type"
 
 @dataclass(frozen=True, kw_only=True)
 class HostLine:
-    """A host of a host file. `slots` is its number of devices, None if the file does not say it; `kind` its `type`."""
+    """A host in a host file.
+
+    `slots`: the number of its devices. None if the file does not state it.
+    `kind`: the value of `type` in the file. Empty if there is none.
+    """
 
     host: str
     slots: int | None = None
@@ -97,10 +104,13 @@ class HostLine:
 
 
 def read_hosts(path: Path, *, file: str) -> tuple[HostLine, ...]:
-    """Return the hosts of a host file.
+    """Return the hosts in a host file.
 
-    All lines or no line must have `slots`, and likewise `type`; hosts of one type have equal slots. `file` is the spec
-    that names it. Raises SpecError with the line's number.
+    Either all lines or no line must have `slots`. The same applies to `type`. Hosts of the same type must have the same
+    number of slots.
+
+    `file`: the spec that names the host file.
+    Raises SpecError with the number of the invalid line.
     """
     lines: list[HostLine] = []
     for number, line in enumerate(read_text(path, file=file, key="cluster.hostfile").splitlines(), start=1):
@@ -138,7 +148,10 @@ def _problem(host: str, pairs: Sequence[str], options: dict[str, str], before: S
 
 
 def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> ClusterSpec:
-    """Return the cluster of a section. With `trial_nodes`, it may have more nodes than hosts."""
+    """Return the cluster that a section describes.
+
+    It may have more nodes than hosts if `auto_tuner.control.trial_nodes` is given.
+    """
     if not isinstance(cluster, ClusterSection):
         return ClusterSpec()
     lines: Sequence[HostLine] = ()
@@ -170,12 +183,12 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> C
 
 
 def _slots(lines: Sequence[HostLine]) -> dict[str, int]:
-    """Return the number of devices of each of some hosts, empty if their file does not say it."""
+    """Return `devices_per_node` for identical hosts as a dict, or an empty dict if the host file does not state it."""
     return {"devices_per_node": lines[0].slots} if lines and lines[0].slots else {}
 
 
 def without_spares(hosts: Sequence[object], spares: int) -> int:
-    """Return the number of hosts without spares. Raises SpecError if there are too many spares."""
+    """Return the number of hosts that are not spares. Raises SpecError if all hosts are spares."""
     if spares >= len(hosts):
         problem, fix = _("must be below the number of hosts"), _("use at most {number}", number=max(0, len(hosts) - 1))
         raise spec_error("cluster.spares", problem, value=spares, fix=fix)
@@ -183,7 +196,7 @@ def without_spares(hosts: Sequence[object], spares: int) -> int:
 
 
 def _groups(cluster: ClusterSection, lines: Sequence[HostLine]) -> ClusterSpec:
-    """Return a cluster of several groups: those of the section, or one for each type in the host file `lines`."""
+    """Return a cluster of several node groups: the groups in the section, or one per type in the host file `lines`."""
     others = cluster.model_fields_set - {"groups", "hostfile", "host_envs"}
     if key := next((key for key in ClusterSection.model_fields if key in others), None):
         what = "cluster.groups" if cluster.groups else "several types in cluster.hostfile"
@@ -207,10 +220,11 @@ def _groups(cluster: ClusterSection, lines: Sequence[HostLine]) -> ClusterSpec:
 
 
 def _assigned(groups: Sequence[GroupSection], lines: Sequence[HostLine]) -> tuple[list[GroupSection], list[str]]:
-    """Return the groups with their nodes and devices from a host file, and its hosts in the order of the groups.
+    """Assign the hosts of a host file to groups.
 
-    A group has the hosts of its `name`, by default its chip. Hosts without a type go to the groups in order.
-    Raises SpecError.
+    Returns the groups with their numbers of nodes and devices, and all hosts in the order of the groups. A host belongs
+    to the group whose `name` (by default its chip) is the type of the host. Hosts without a type fill the groups in
+    order. Raises SpecError if the numbers do not match, or if a host belongs to no group.
     """
     left, assigned, hosts = list(lines), list[GroupSection](), list[str]()
     for place, group in enumerate(groups):
@@ -234,7 +248,7 @@ def _assigned(groups: Sequence[GroupSection], lines: Sequence[HostLine]) -> tupl
 
 
 def _nodes(group: NodesSection, at: KeyPath) -> ClusterSpec:
-    """Return equal nodes. `at` is the key of the group in the cluster."""
+    """Return a cluster of identical nodes. `at` is the key path of the section below `cluster`, for errors."""
     fields = {key: getattr(group, key) for key in GroupSection.model_fields if key in type(group).model_fields}
     if fields["devices_per_node"] == AUTO:
         fields["devices_per_node"] = None
@@ -244,7 +258,7 @@ def _nodes(group: NodesSection, at: KeyPath) -> ClusterSpec:
 
 
 def check_devices(nodes: int, per_node: int, at: KeyPath) -> None:
-    """Raise SpecError if `nodes` x `per_node` exceeds MAX_DEVICES."""
+    """Raise SpecError if `nodes` x `per_node` exceeds MAX_DEVICES. `at` is the key path of the section."""
     if nodes * per_node > MAX_DEVICES:
         text = N_("times devices_per_node = {count} must be at most {most} devices")
         problem = _(text, count=per_node, most=MAX_DEVICES)

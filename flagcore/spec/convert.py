@@ -1,4 +1,4 @@
-"""Reads spec files as `flagcore.domain.spec.Spec`, and checks rules on several sections."""
+"""Reads spec files as `flagcore.domain.spec.Spec`, and checks rules that concern several sections."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,9 +28,11 @@ def read_spec(path: Path, engines: Engines) -> Spec:
 def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob] = ()) -> Spec:
     """Convert plain data to a spec. Raises SpecError.
 
-    `file` is the name of the file in errors, `base` the folder of relative paths. Space, baseline and settings are
-    validated against the knobs of the engine that the spec names. The values of `plugin_knobs` are validated later,
-    when the chip is known.
+    Space, baseline and settings are validated against the knobs of the engine that the spec names.
+
+    `file`: the name of the file in errors.
+    `base`: the folder of relative paths.
+    `plugin_knobs`: knobs of plugins. Their values are validated later, when the chip is known.
     """
     document, problems = _document(data, file, base, engines, plugin_knobs)
     if len(names := engines_of(data)) > 1:
@@ -47,7 +49,10 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
 
 
 def check_engines(data: Mapping[str, Any], *, file: str, base: Path, engines: Engines) -> None:
-    """Check a spec with several serving engines. Raises SpecError with all invalid keys, if the engines are known."""
+    """Check a spec with several serving engines. Raises SpecError with all invalid keys.
+
+    If one of the engines is unknown, nothing is raised. The caller then checks the spec for each engine separately.
+    """
     _document_or_none, problems = _document(data, file, base, engines, ())
     if problems and all(problem.key != "serve.engine" for problem in problems):
         raise join_errors(problems)
@@ -56,7 +61,10 @@ def check_engines(data: Mapping[str, Any], *, file: str, base: Path, engines: En
 def _document(
     data: Any, file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]
 ) -> tuple[Document | ServeDocument | None, list[SpecError]]:
-    """Return a document whose sections are records of `flagcore.domain`, or None, and its problems."""
+    """Validate a spec. Return the document, or None if it is invalid, and its problems.
+
+    The sections of the document are already converted to records of `flagcore.domain`.
+    """
     data = plain(data, file=file)
     if not isinstance(data, dict):
         raise spec_error((), _("must be a mapping with the keys model, cluster and train"), value=data, file=file)
@@ -79,7 +87,7 @@ def _document(
 
 
 def _add_sections(kind: type[BaseModel], data: dict[str, Any]) -> None:
-    """Add empty sections for those that are missing, since pydantic does not convert defaults."""
+    """Add an empty section for each missing one, because pydantic does not convert defaults."""
     for name, field in kind.model_fields.items():
         if isinstance(field.default, Section):
             data.setdefault(name, {})
@@ -91,7 +99,7 @@ def _add_sections(kind: type[BaseModel], data: dict[str, Any]) -> None:
 
 
 def _spec_of(document: Document | ServeDocument) -> Spec:
-    """Return the spec of a valid document. Raises SpecError for sections that contradict each other."""
+    """Return the spec for a valid document. Raises SpecError if its sections contradict each other."""
     tuner, fields = dict(document.auto_tuner), dict[str, Any](document)
     tuner.pop("cards", None)
     tuner["objective"] = _objective(document, fields["cluster"])
@@ -107,7 +115,7 @@ def _spec_of(document: Document | ServeDocument) -> Spec:
 
 
 def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
-    """Return why trials cannot run on some of the nodes, empty if they can."""
+    """Return why trials cannot run on this number of nodes, or an empty string if they can."""
     total_nodes, hosts = spec.cluster.nodes, len(spec.cluster.hosts)
     if spec.cluster.groups:
         return _("needs equal nodes, but there are cluster.groups")
@@ -126,7 +134,7 @@ def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
 
 
 def _objective(document: Document | ServeDocument, cluster: ClusterSpec) -> str:
-    """Return the figure that the search optimizes. Raises SpecError for `cost` without prices."""
+    """Return the figure that the search optimizes. Raises SpecError if it is `cost`, but a price is missing."""
     name = str(document.auto_tuner.objective)
     if name != COST:
         return name

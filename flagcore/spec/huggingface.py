@@ -1,5 +1,6 @@
-"""Reads a model from a Hugging Face config.json, with its vision tower from preprocessor_config.json too. Families with
-layers that `Model` does not support are errors.
+"""Reads a model from a Hugging Face config.json. The sizes of images come from preprocessor_config.json.
+
+Model families with layers that `Model` does not support raise SpecError.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ from flagcore.spec.validate import Layers, NoLayers, NoSize, Size, checked, loca
 FAMILIES: Mapping[str, Mapping[str, Any]]
 MODELS: Mapping[str, Mapping[str, Any]]
 FAMILIES, MODELS = yaml.safe_load_all(files(__package__).joinpath("families.yaml").read_text(encoding="utf-8"))
-"""Defaults of the keys of config.json by model_type, and those of vision_config whose towers `Vision` describes."""
+"""FAMILIES: defaults of the keys of config.json, by model_type. MODELS: defaults of the keys of vision_config, by the
+model_type of multimodal models whose vision tower `Vision` can describe."""
 NAMES = {
     "num_layers": "num_hidden_layers",
     "ffn_hidden_size": "intermediate_size",
@@ -28,7 +30,7 @@ NAMES = {
     "moe_router_topk": "num_experts_per_tok",
     "moe_first_dense_layers": "first_k_dense_replace",
 }
-"""The keys of config.json by the fields of `Model`, for messages."""
+"""For each field of `Model`, the key of config.json that messages name."""
 ALIASES = {
     alias: name
     for name, aliases in {
@@ -43,14 +45,14 @@ ALIASES = {
     }.items()
     for alias in aliases
 }
-"""Other keys of config.json that mean the same, with their name here."""
+"""Alternative keys of config.json, and the fields of `Config` that they mean."""
 FULL, CHUNKED, WINDOWED, LINEAR = "full_attention", "chunked_attention", "sliding_attention", "linear_attention"
-"""Kinds of layers in `layer_types`. Chunks are ignored."""
+"""The supported kinds of layers in `layer_types`. Chunked attention is treated as full attention."""
 COMMON = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
     *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias"),
 )
-"""The keys of all families. The first five are required."""
+"""The keys that all model families have. The first five are required."""
 
 
 def _choices(name: str) -> AliasChoices:
@@ -58,7 +60,7 @@ def _choices(name: str) -> AliasChoices:
 
 
 class Config(BaseModel):
-    """The keys of config.json that a `Model` needs."""
+    """The keys of config.json that describe a `Model`."""
 
     model_config = ConfigDict(
         extra="ignore",
@@ -109,7 +111,7 @@ class Config(BaseModel):
     index_topk: Size | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of `Model` without its name. Raises SpecError for unsupported features."""
+        """Return all fields of `Model` except its name. Raises SpecError for unsupported features."""
         if self.mlp_bias:
             raise spec_error("mlp_bias", "is not supported", value=True, fix="use a model without biases in the FFN")
         same = ("num_attention_heads", "hidden_size", "vocab_size", "qk_layernorm", "attention_output_gate")
@@ -130,7 +132,10 @@ class Config(BaseModel):
         }
 
     def _other_layers(self) -> dict[str, Any]:
-        """Return the layers that do not attend to all tokens. Without a list, all but every n-th layer are such."""
+        """Return the fields of `Model` for layers that do not attend to all tokens.
+
+        If `layer_types` is missing, every n-th layer has full attention, where n is `full_attention_interval`.
+        """
         other, interval = LINEAR if self.linear_num_key_heads else WINDOWED, self.full_attention_interval
         types = self.layer_types or [
             FULL if interval and (layer + 1) % interval == 0 else other for layer in range(self.num_hidden_layers)
@@ -191,7 +196,7 @@ class Config(BaseModel):
 
 
 def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model:
-    """Return the model of a config.json, for a multimodal model its text model. Raises SpecError."""
+    """Return the model that a config.json describes, or the text model of a multimodal one. Raises SpecError."""
     path: KeyPath = ()
     if inner := _section(config, "text_config"):
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
@@ -222,26 +227,26 @@ def _of_family(config: Mapping[str, Any], family: Mapping[str, Any]) -> dict[str
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a mapping in a config.json, empty if it is missing or not a mapping."""
+    """Return the mapping `key` of a config.json, or an empty dict if it is missing or not a mapping."""
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
 _STRETCHED = ("linear", "dynamic")
-"""Types of rope scaling whose factor stretches `max_position_embeddings`, which other types include."""
+"""Types of rope scaling whose factor must be applied to `max_position_embeddings`. For other types, it is included."""
 
 
 def context_of(config: Mapping[str, Any]) -> int | None:
-    """Return the tokens that a model of a config.json can attend to, None if unknown.
+    """Return the context length of the model in a config.json, in tokens, or None if it is unknown.
 
-    Some files with yarn have the unscaled length. That of Gemma 3 is scaled.
+    Some files with yarn state the unscaled length, and files of Gemma 3 the scaled length.
     """
     config = _section(config, "text_config") or config
     length = config.get("max_position_embeddings")
     if not isinstance(length, int) or length < 1:
         return None
     rope = _section(config, "rope_scaling") or _section(config, "rope_parameters")
-    if any(isinstance(each, Mapping) for each in rope.values()):  # one per kind of layer
+    if any(isinstance(each, Mapping) for each in rope.values()):  # a separate scaling for each kind of layer
         return None
     kind, factor, original = rope.get("rope_type", rope.get("type")), rope.get("factor"), length
     if not isinstance(factor, (int, float)) or factor <= 1 or str(config.get("model_type")).startswith("gemma3"):
@@ -252,10 +257,10 @@ def context_of(config: Mapping[str, Any]) -> int | None:
 
 
 def format_of_weights(config: Mapping[str, Any]) -> str | None:
-    """Return the number format of quantized weights; None for other weights and for unknown formats.
+    """Return the number format of quantized weights, or None if they are not quantized or the format is unknown.
 
-    Weights of 4 bits that are converted for compute, also mxfp4 (17/32 bytes), count as int4. The keys are those of
-    transformers (AWQ, GPTQ, bitsandbytes, mxfp4, fp8), compressed-tensors (`config_groups`) and ModelOpt.
+    Weights of 4 bits that are converted before computing, including mxfp4 (17/32 bytes), are reported as int4. Reads
+    the keys of transformers (AWQ, GPTQ, bitsandbytes, mxfp4, fp8), compressed-tensors (`config_groups`) and ModelOpt.
     """
     found = _section(config, "quantization_config") or _section(_section(config, "text_config"), "quantization_config")
     group = next(iter(_section(found, "config_groups").values()), None)
@@ -277,11 +282,11 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
 
 
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
-"""Defaults of transformers 5.19 (`Qwen2VLImageProcessor.size`)."""
+"""The default range of image sizes in pixels. Source: `Qwen2VLImageProcessor.size` in transformers 5.19."""
 
 
 class _Tower(BaseModel):
-    """The keys of vision_config. For Qwen2-VL, `hidden_size` is that of the language model."""
+    """The keys of vision_config. For Qwen2-VL, `hidden_size` is the width of the language model."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
@@ -305,9 +310,9 @@ class _Multimodal(BaseModel):
 
 
 def vision_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Vision | None:
-    """Return the vision tower of a model, None without a known one. Raises SpecError.
+    """Return the vision tower of a model, or None if it has no known one. Raises SpecError.
 
-    `preprocessor` is the content of preprocessor_config.json, empty without this file.
+    `preprocessor`: the content of preprocessor_config.json. Empty if there is no such file.
     """
     kind, section = config.get("model_type"), config.get("vision_config")
     if not isinstance(kind, str) or kind not in MODELS or not isinstance(section, Mapping):
@@ -335,7 +340,7 @@ def vision_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Vis
 
 
 def _pixels(preprocessor: Mapping[str, Any], key: str, edge: str, default: int) -> int:
-    """Return a limit of pixels: `key`, or `edge` of the section `size`."""
+    """Return a limit of the number of pixels: the value of `key`, or else of `edge` in the section `size`."""
     value = preprocessor.get(key) or _section(preprocessor, "size").get(edge) or default
     if not isinstance(value, int) or value < 1:
         raise spec_error(("preprocessor_config.json", key), "must be a number of pixels", value=value)

@@ -1,4 +1,4 @@
-"""What all imports share: notes and errors about the keys of another tool, and the spec as commented YAML."""
+"""Helpers for importers: notes and errors about the keys of another tool, and the spec as commented YAML."""
 
 import math
 import textwrap
@@ -13,7 +13,7 @@ WIDTH = 110
 
 
 class Notes:
-    """The notes and the errors of an import from `file`."""
+    """Collects the notes and the errors of an import from `file`."""
 
     def __init__(self, file: str = "") -> None:
         self.file = file
@@ -21,21 +21,27 @@ class Notes:
         self.problems: list[SpecError] = []
 
     def note(self, key: str, text: str, at: str = "") -> None:
-        """Add a note on a key if it is not a duplicate."""
+        """Add a note on a key of the other tuner, unless it is a duplicate.
+
+        `at`: the related key of the spec. Empty if there is none.
+        """
         if (note := ImportNote(key, " ".join(text.split()), at)) not in self.notes:
             self.notes.append(note)
 
     def error(self, key: str, problem: str, *, value: object = None, fix: str = "") -> SpecError:
-        """Return an error of the file."""
+        """Return an error about a key of the file."""
         return spec_error(key, problem, value=value, fix=fix, file=self.file)
 
     def report(self, key: str, problem: str, *, value: object = None, fix: str = "") -> None:
-        """Add an error of the file; the import raises all errors at its end."""
+        """Add an error about a key of the file. The import raises all errors together when it ends."""
         self.problems.append(self.error(key, problem, value=value, fix=fix))
 
 
 def commented_yaml(data: Mapping[str, Any], notes: Sequence[ImportNote]) -> str:
-    """Return a spec as YAML, with each note above its key or above the closest existing section."""
+    """Return a spec as YAML with notes as comments.
+
+    Each note is above its key, or above the closest existing section that would contain the key.
+    """
     notes_by_key: dict[str, list[ImportNote]] = {}
     for note in notes:
         key = note.at

@@ -1,4 +1,7 @@
-"""Reads job records, each with one candidate on one cluster. Keys that are not known describe the source."""
+"""Reads job records. Each describes one candidate on one cluster.
+
+Unknown keys are allowed, because they describe the source of a record.
+"""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -21,7 +24,7 @@ from flagcore.spec.serving import Clients, Distribution, KnobInput, NoTokens, Pe
 from flagcore.spec.validate import Context, Devices, Fraction, Rate, Section, Text, Word, checked, rule
 
 CHAT_DATASETS = ("ShareGPT",)
-"""Values of `dataset` whose lengths are log-normal; a record gives their means."""
+"""Values of `dataset` for which lengths are log-normal, with the lengths in the record as their means."""
 
 
 class _Cluster(Section):
@@ -37,7 +40,7 @@ class _Cluster(Section):
 
 
 def _with_devices(cluster: _Cluster, _context: Context) -> _Cluster:
-    """Return a cluster whose number of devices is derived from its nodes if missing. Raises SpecError."""
+    """Return the cluster with its number of devices, derived from its nodes if it is missing. Raises SpecError."""
     if cluster.chip == AUTO:
         raise spec_error("chip", "must name a chip", value=AUTO, fix="`flag plugins chips` lists them")
     per_node, nodes, devices = cluster.devices_per_node, cluster.nodes, cluster.devices
@@ -78,7 +81,7 @@ class _Serve(Section):
 
 
 def _serve_of(serve: _Serve, _context: Context) -> ServeSpec:
-    """Return the serving job of a record. Raises SpecError."""
+    """Return the serving job that a record describes. Raises SpecError."""
     rate = serve.request_rate
     if (serve.concurrency is None) == (rate is None):
         fix = "remove one of the two"
@@ -121,7 +124,10 @@ class _Record(_AnyRecord):
 
 @lru_cache(maxsize=64)
 def _record_of(knobs: tuple[Knob, ...]) -> type[_Record]:
-    """Return the pydantic model of a training record. `train`, `train.settings` and `candidate` may have settings."""
+    """Return the pydantic model of a training record for an engine with these knobs.
+
+    Settings are accepted in `train`, in `train.settings` and in `candidate`.
+    """
     settings = settings_section(knobs)
     fields: dict[str, Any] = {name: (field.annotation, field) for name, field in settings.model_fields.items()}
     train = create_model("_Train", __base__=_Train, **fields, settings=(settings, settings()))
@@ -129,7 +135,10 @@ def _record_of(knobs: tuple[Knob, ...]) -> type[_Record]:
 
 
 def read_job(line: Mapping[str, object], engines: Engines) -> Job:
-    """Convert a record to a job. Relative paths of models start at the working directory. Raises SpecError."""
+    """Convert a record to a job. Raises SpecError.
+
+    A relative path of a model is relative to the working directory.
+    """
     if not isinstance(line, Mapping):
         raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object per line")
     kind = line.get("kind")
@@ -151,7 +160,7 @@ def read_job(line: Mapping[str, object], engines: Engines) -> Job:
 
 
 ReadRecord = tuple[_AnyRecord, dict[str, Any]]
-"""A record, and the fields of its job that depend on its kind."""
+"""A validated record, and the fields of its `Job` that depend on the kind of job."""
 
 
 def _train_job(
@@ -181,7 +190,7 @@ def _serve_job(
     sections = dict.fromkeys((name for knob in knobs for name in knob.names), "candidate")
     absent = _Serve.model_fields.keys() - {"notes", "source"} - set(section)
     _reject_misplaced_keys(line, _ServeRecord, sections | dict.fromkeys(absent, "serve"))
-    if section.get("precision") == "fp4":  # sources mean nvfp4, the only supported format with 4 bits
+    if section.get("precision") == "fp4":  # sources mean nvfp4, which is the only supported 4-bit format
         data["serve"] = {**section, "precision": "nvfp4"}
     if section and data.get("dataset") in CHAT_DATASETS:
         data["serve"] = {**data["serve"], "distribution": "lognormal"}
@@ -193,7 +202,7 @@ def _serve_job(
 def _reject_misplaced_keys(line: Mapping[str, object], record: type[_AnyRecord], sections: Mapping[str, str]) -> None:
     """Raise SpecError for a misspelled or misplaced key of a record. Other unknown keys are allowed.
 
-    `sections` maps names of keys to the section to which they belong.
+    `sections`: for each key that may be misplaced, the section to which it belongs.
     """
     known_keys = list(record.model_fields)
     for key in line:
@@ -213,14 +222,14 @@ Line = Mapping[str, Any] | SpecError
 
 
 def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
-    """Yield for each line of a job file the record, or an error with `file` and the line. Empty lines are skipped."""
+    """Yield the record in each line of a job file, or an error that names `file` and the line. Skips empty lines."""
     for number, line in enumerate(_lines(stream), start=1):
         if line.strip():
             yield _record(line, f"{file}: line {number}")
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file. Lines longer than LONGEST_LINE are truncated."""
+    """Yield the lines of a file. Lines longer than LONGEST_LINE bytes are truncated."""
     while line := stream.readline(LONGEST_LINE):
         remainder = line
         while remainder and not remainder.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""Sections of specs and job records that depend on the engine's knobs: space, baseline, settings and candidate."""
+"""The sections of specs and job records that depend on an engine's knobs: space, baseline, settings and candidate."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from flagcore.spec.validate import DID_YOU_MEAN, Section
 
 
 class Engine(Protocol):
-    """The kind (train or serve) and the knobs of an engine, for the validation of specs."""
+    """What the validation of specs needs to know of an engine: its kind (train or serve) and its knobs."""
 
     @property
     def kind(self) -> str: ...
@@ -29,15 +29,16 @@ class Engine(Protocol):
 
 
 Engines: TypeAlias = Mapping[str, Engine]
-"""The installed engines by name. An engine is loaded only if a spec names it."""
+"""The installed engines by name. An engine is loaded only when it is looked up."""
 
 
 def knobs_of(
     name: str, engines: Engines, key: KeyPath | str, file: str = "", kind: Literal["train", "serve"] = "train"
 ) -> tuple[Knob, ...]:
-    """Return the knobs of the engine `name`, which the `key` of a spec names.
+    """Return the knobs of the engine `name`.
 
-    Raises SpecError if the engine is not installed or not of this kind.
+    `key`: the key of the spec that names the engine, for errors.
+    Raises SpecError if the engine is not installed, or if it is not of this `kind`.
     """
     if name not in engines:
         similar = get_close_matches(name, engines, n=3)
@@ -53,7 +54,7 @@ def knobs_of(
 
 
 def space_section(knobs: Sequence[Knob]) -> type[Section]:
-    """Return the pydantic model of a space."""
+    """Return the pydantic model of the section `space` for these knobs."""
     doc = "The search space: for each knob a value, a list of values, or auto (every legal value)."
     rows = [
         (knob, _listed(_value_type(knob)), AUTO) if knob.searchable else (knob, _compared_type(knob), None)
@@ -64,21 +65,21 @@ def space_section(knobs: Sequence[Knob]) -> type[Section]:
 
 
 def baseline_section(knobs: Sequence[Knob]) -> type[Section]:
-    """Return the pydantic model of a baseline."""
+    """Return the pydantic model of the section `baseline` for these knobs."""
     doc = "The baseline: a value for some or all knobs. Missing knobs are off or 1; DP uses the remaining devices."
     listed = [knob for knob in knobs if knob.searchable or knob.comparable]
     return section_of("Baseline", doc, [(knob, _nullable_type(knob), None) for knob in listed])
 
 
 def candidate_section(knobs: Sequence[Knob]) -> type[Section]:
-    """Return the pydantic model of a job record's candidate. It may also have settings."""
+    """Return the pydantic model of a job record's candidate for these knobs. It also accepts settings."""
     doc = "One candidate of a job record."
     return section_of("Candidate", doc, [(knob, _nullable_type(knob), None) for knob in knobs])
 
 
 @lru_cache(maxsize=64)
 def settings_section(knobs: tuple[Knob, ...]) -> type[Section]:
-    """Return the pydantic model of settings."""
+    """Return the pydantic model of the section `settings` for these knobs."""
     settings = [knob for knob in knobs if "setting" in knob.scope]
     fields = {knob.name: (_value_type(knob) | None, Field(None, description=knob.help)) for knob in settings}
     doc = "Settings of the engine for all candidates. Missing or null: the engine's default."
@@ -86,11 +87,11 @@ def settings_section(knobs: tuple[Knob, ...]) -> type[Section]:
 
 
 def space_of(section: Section, knobs: Sequence[Knob]) -> dict[str, str | tuple[KnobValue, ...]]:
-    """Return the values of each knob without duplicates, or "auto"."""
+    """Return the values of each knob in a validated space, without duplicates, or "auto"."""
     by_name, found = {knob.name: knob for knob in knobs}, dict[str, str | tuple[KnobValue, ...]]()
     for name, value in section.model_dump().items():
         if (by_name[name].effects or by_name[name].comparable) and name not in section.model_fields_set:
-            continue  # knobs with effects and settings are searched only if the space names them
+            continue  # knobs with effects, and settings, are searched only if the spec's space names them
         values = value if isinstance(value, list) else [value]
         parsed = (_parsed(by_name[name], each) for each in values if each != AUTO)
         found[name] = AUTO if value == AUTO else tuple(dict.fromkeys(parsed))
@@ -98,7 +99,10 @@ def space_of(section: Section, knobs: Sequence[Knob]) -> dict[str, str | tuple[K
 
 
 def candidate_of(section: Section, knobs: Sequence[Knob], *, settings: bool) -> dict[str, KnobValue]:
-    """Return the knob values of a baseline or of a record's candidate. With `settings`, include comparable settings."""
+    """Return the knob values in a validated baseline or in the candidate of a job record.
+
+    `settings`: whether to include settings that a space can compare.
+    """
     values = section.model_dump(exclude_unset=True)
     scopes = {knob.name: knob.searchable or "record" in knob.scope or (settings and knob.comparable) for knob in knobs}
     candidates = {knob.name: knob for knob in knobs if scopes[knob.name]}
@@ -106,16 +110,17 @@ def candidate_of(section: Section, knobs: Sequence[Knob], *, settings: bool) -> 
 
 
 def _parsed(knob: Knob, value: Any) -> KnobValue:
-    """Parse the value of a knob. Values of knobs with effects are validated later, when the chip is known."""
+    """Convert the value of a knob. Values of knobs with effects are validated later, when the chip is known."""
     return value if knob.effects else knob.parse(value, knob.name)
 
 
 def settings_of(
     section: Section, knobs: Sequence[Knob], *, exclude: Collection[str] = (), at: str = ""
 ) -> dict[str, SettingValue]:
-    """Return the settings of a section that are not null, sorted by name. Lists become text with commas.
+    """Return the settings in a section that are not null, sorted by name. Lists become comma-separated text.
 
-    Raises SpecError, whose key starts with `at`, if a setting and its negation contradict each other.
+    `exclude`: names of settings to skip.
+    Raises SpecError, with a key that starts with `at`, if a setting and its negation contradict each other.
     """
     settings: dict[str, SettingValue] = {}
     by_name = {knob.name: knob for knob in knobs if "setting" in knob.scope and knob.name not in exclude}
@@ -137,7 +142,7 @@ def settings_of(
 
 
 def setting_from_text(name: str, text: str, knobs: tuple[Knob, ...]) -> dict[str, SettingValue]:
-    """Return the setting `name` with a value from `text`, such as a flag's argument; empty if the value is invalid."""
+    """Return the setting `name` with the value in `text`, such as a flag's argument. Empty if the value is invalid."""
     words: dict[str, object] = {"true": True, "false": False, "on": True, "off": False}
     for value in (words.get(text.lower()), _number(text), text):
         if value is not None:
@@ -154,9 +159,11 @@ def _number(text: str) -> int | float | None:
 
 
 def serving_types(knobs: Iterable[Knob], *, listed: bool) -> list[tuple[Knob, Any]]:
-    """Return the knobs and the types of their values for all names of serving knobs.
+    """Return a knob and the type of its values for each name and alias of serving knobs.
 
-    If several engines have knobs with the same name, the type is the union of theirs.
+    If knobs of several engines have the same name, the type is the union of their types.
+
+    `listed`: whether the type also accepts lists of values and `auto`, as in a space.
     """
     found: dict[str, tuple[Knob, Any]] = {}
     for knob in knobs:
@@ -169,7 +176,7 @@ def serving_types(knobs: Iterable[Knob], *, listed: bool) -> list[tuple[Knob, An
 
 
 def _serving_type(knob: Knob) -> Any:
-    """Return the type of a serving knob's values, including other spellings. Null means the neutral value."""
+    """Return the type of a serving knob's values, including alternative spellings. Null means the neutral value."""
     if knob.effects:
         return _value_type(knob)
     words = (*knob.words, *knob.spellings)
@@ -196,7 +203,7 @@ _SHARE = r"^(0?\.[0-9]{1,9}|1(\.0{1,9})?)$"
 def serving_values(
     given: Mapping[str, Any], knobs: Sequence[Knob]
 ) -> dict[str, KnobValue | str | tuple[KnobValue, ...]]:
-    """Return the values of a section. Lists become tuples without duplicates.
+    """Check the knob values `given` in a section, and return them. Lists become tuples without duplicates.
 
     Raises SpecError with all invalid values, and all knobs that are given under two names.
     """
@@ -223,7 +230,10 @@ def serving_values(
 
 
 def section_of(name: str, doc: str, rows: Sequence[tuple[Knob, Any, Any]]) -> type[Section]:
-    """Return the pydantic model of a section with knobs, the types of their values, and their defaults."""
+    """Return the pydantic model of a section of knobs.
+
+    `rows`: the knobs, each with the type of its values and its default.
+    """
     fields: dict[str, Any] = {
         knob.name: (kind, Field(default, description=knob.help, json_schema_extra=None if default else no_default))
         for knob, kind, default in rows
@@ -232,7 +242,7 @@ def section_of(name: str, doc: str, rows: Sequence[tuple[Knob, Any, Any]]) -> ty
 
 
 def no_default(schema: dict[str, Any]) -> None:
-    """Remove the default of a knob from its JSON Schema, since a missing knob is not null."""
+    """Remove the default null of a knob from the JSON Schema, because a missing knob does not mean null."""
     schema.pop("default", None)
 
 
@@ -241,7 +251,10 @@ def _listed(kind: Any) -> Any:
 
 
 def _compared_type(knob: Knob) -> Any:
-    """Return the type of a setting in a space: a value or a list of values. A value of kind words is a text."""
+    """Return the type of a setting in a space: a value, a list of values, or `auto`.
+
+    A value of kind words is one text, because a list means several values.
+    """
     if knob.kind != "words":
         return _listed(_value_type(knob) | None)
     word: Any = Literal[knob.words or ("",)]
@@ -251,15 +264,16 @@ def _compared_type(knob: Knob) -> Any:
 
 
 def _words_text(knob: Knob) -> Any:
-    """Return the type of a text with several words, separated by commas or blanks."""
+    """Return the type of a text of several words that are separated by commas or blanks."""
     word = "|".join(map(re.escape, (*knob.words, *knob.spellings)))
     return Annotated[str, Field(pattern=f"^[ ,]*({word})([ ,]+({word}))*[ ,]*$", examples=[",".join(knob.words[:2])])]
 
 
 def _value_type(knob: Knob) -> Any:
-    """Return the type of a knob's values. Null is valid for a searchable knob whose neutral value is None.
+    """Return the type of a knob's values.
 
-    The values of a knob with effects depend on the chip, so any scalar is valid.
+    It includes null for a searchable knob whose neutral value is None. For a knob with effects, valid values depend on
+    the chip, so the type includes any boolean, integer, text or null.
     """
     low: dict[str, Any] = {"gt": knob.exclusive_minimum} if knob.exclusive_minimum is not None else {"ge": knob.minimum}
     number: Any = Annotated[int, Field(ge=knob.minimum, le=knob.maximum)]
@@ -285,7 +299,7 @@ def _nullable_type(knob: Knob) -> Any:
 
 
 def _word_list(word: Any, knob: Knob) -> Any:
-    """Return the type of a list of words, or a text with words that are separated by commas or blanks."""
+    """Return the type of several words, as a list or as one text in which commas or blanks separate them."""
 
     def split(value: object) -> object:
         words = value.replace(",", " ").split() if isinstance(value, str) else value

@@ -1,7 +1,7 @@
-"""Reads models from paths or inline shapes, and checks rules on several sizes.
+"""Reads models from paths or inline shapes, and checks rules that concern several sizes.
 
-Keys of GGUF files: ggml `docs/gguf.md` and llama.cpp `gguf-py/gguf/constants.py`; tensors:
-`gguf-py/gguf/tensor_mapping.py`.
+Sources for GGUF files: ggml `docs/gguf.md` and llama.cpp `gguf-py/gguf/constants.py` for keys, and
+`gguf-py/gguf/tensor_mapping.py` for tensors.
 """
 
 from __future__ import annotations
@@ -77,17 +77,20 @@ _MOE_SIZES = ("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_inter
 
 
 def model_from(source: object, *, base: Path) -> Model:
-    """Return the model at a path, which may be relative to `base`, or of an inline shape. Raises SpecError."""
+    """Return the model that `source` describes: a path, which may be relative to `base`, or an inline shape.
+
+    The inline shape is plain data. Raises SpecError.
+    """
     return _held(plain({"model": str(source) if isinstance(source, Path) else source}), Context(base=base))
 
 
 def model_of(source: str | Shape, context: Context) -> Model:
-    """Return the model at a path or of an inline shape. Raises SpecError."""
+    """Return the model that `source` describes: a path, or a validated inline shape. Raises SpecError."""
     return model_of_shape(source) if isinstance(source, Shape) else _model_at(source, context.base)
 
 
 ModelInput = Annotated[ModelPath | Shape, rule(model_of)]
-"""A path or an inline shape, which becomes a `Model`."""
+"""The type of a key with a path or an inline shape. Validation replaces it with a `Model`."""
 
 
 class _Holder(Section):
@@ -100,7 +103,10 @@ def _held(data: dict[str, Any], context: Context) -> Model:
 
 
 def model_of_shape(shape: Shape) -> Model:
-    """Return the model of an inline shape with resolved defaults. Raises SpecError with all broken rules."""
+    """Return the model that an inline shape describes, with defaults filled in.
+
+    Raises SpecError with all broken rules.
+    """
     sizes, problems = shape.model_dump(), dict[str, SpecError]()
     fail = _collector(problems, sizes)
     if shape.multi_latent_attention:
@@ -142,7 +148,7 @@ def model_of_shape(shape: Shape) -> Model:
 
 
 def _collector(problems: dict[str, SpecError], values: Mapping[str, object]) -> Callable[[str, str, str], None]:
-    """Return a function that adds a problem of a key, and a fix, to `problems`."""
+    """Return a function that adds an error to `problems`, given a key, the problem and the fix."""
 
     def fail(key: str, problem: str, fix: str) -> None:
         problems[key] = spec_error((key,), problem, value=values[key], fix=fix)
@@ -151,13 +157,16 @@ def _collector(problems: dict[str, SpecError], values: Mapping[str, object]) -> 
 
 
 def check_model(model: Model, names: Mapping[str, str]) -> None:
-    """Raise SpecError if sizes of `model` contradict each other. `names` maps fields to keys of the file."""
+    """Raise SpecError if sizes of `model` contradict each other.
+
+    `names`: the keys of the file by field of `Model`, where they differ.
+    """
     if found := _contradictions(model, names):
         raise join_errors(list(found.values()))
 
 
 def _contradictions(model: Model, names: Mapping[str, str]) -> dict[str, SpecError]:
-    """Return an error for each key whose value contradicts another."""
+    """Return an error for each key whose value contradicts another key. `names` is as in `check_model`."""
     key_of = {field: names.get(field, field) for field in Model.__dataclass_fields__}
     problems = dict[str, SpecError]()
     fail = _collector(problems, {key: getattr(model, field) for field, key in key_of.items()})
@@ -214,9 +223,9 @@ _SIZES = {
 
 
 def gguf_shape(path: str) -> dict[str, Any]:
-    """Return the keys of an inline shape for the model in `path`.
+    """Return the model in a GGUF file as plain data of an inline shape.
 
-    Raises SpecError if the file is not a GGUF file or lacks a size, NoDevice without the gguf package.
+    Raises SpecError if the file is not a GGUF file or lacks a size, or NoDevice if the gguf package is not installed.
     """
     header = _header(path)
     found: dict[str, Any] = {key: header.size(name) for key, name in _SIZES.items()}
@@ -231,7 +240,7 @@ def gguf_shape(path: str) -> dict[str, Any]:
 
 
 def context_length(path: str) -> int:
-    """Return the maximum context length of the model in `path`, in tokens. Raises like `gguf_shape`."""
+    """Return the maximum context length of the model in a GGUF file, in tokens. Raises like `gguf_shape`."""
     return _header(path).size("context_length")
 
 
@@ -275,7 +284,10 @@ class _Header:
         self.arch = str(self._value("general.architecture"))
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Return an integer, the largest of per-layer values. Raises SpecError if it and `default` are missing."""
+        """Return the integer `name` of the header. If there is one value per layer, return the largest.
+
+        Raises SpecError if the value is missing and `default` is None.
+        """
         value = self._value(f"{self.arch}.{name}")
         if value is None and default is not None:
             return default
@@ -287,12 +299,12 @@ class _Header:
         return int(max(numbers))
 
     def vocabulary(self) -> int:
-        """Return the size of the vocabulary, from the header or from the list of tokens."""
+        """Return the size of the vocabulary: the value in the header, or else the length of the list of tokens."""
         tokens = self._fields.get("tokenizer.ggml.tokens")
         return self.size("vocab_size", len(tokens.data) if tokens is not None else None)
 
     def has(self, tensor: str, kind: str = "weight") -> bool:
-        """Return whether any layer has the tensor."""
+        """Return whether any layer has the tensor. `kind` is weight or bias."""
         return any(name.startswith("blk.") and name.endswith(f".{tensor}.{kind}") for name in self.tensors)
 
     def _value(self, key: str) -> object:

@@ -1,7 +1,8 @@
-"""Plain data: JSON-like values with limits on their size, errors about them, and YAML and JSON files.
+"""Reads plain data, which means JSON-like values of limited size, from YAML and JSON files, and reports errors in it.
 
-YAML has the core schema of YAML 1.2, like most editors, whereas PyYAML has that of YAML 1.1: `on`, `yes` and `1:30` are
-text, and `1e3` is a number. Other tags, merge keys, duplicate keys and several documents in a file are errors.
+YAML is read with the core schema of YAML 1.2, like in most editors, and not with PyYAML's schema of YAML 1.1. So `on`,
+`yes` and `1:30` are text, and `1e3` is a number. Other tags, merge keys, duplicate keys and several documents in a file
+are errors.
 """
 
 import json
@@ -30,7 +31,7 @@ KeyPath = tuple["str | int", ...]
 
 
 def spec_error(key: KeyPath | str, problem: str, *, value: object = None, fix: str = "", file: str = "") -> SpecError:
-    """Return a SpecError whose message is one line of fewer than MAX_MESSAGE characters."""
+    """Return a SpecError with a message of one line. Long parts are cut so that it has about MAX_MESSAGE characters."""
     name = key if isinstance(key, str) else key_text(key)
     name, problem, fix, file = (_one_line(text) for text in (name, problem, fix, file))
     error = SpecError(key=name, problem=problem, value=value, fix=fix, file=file)
@@ -59,10 +60,10 @@ def key_text(path: KeyPath) -> str:
 
 
 def plain(value: object, *, file: str = "") -> Any:
-    """Return a deep copy of `value` that consists of dict, list, str, int, float, bool and None.
+    """Return a deep copy of `value` that consists only of dict, list, str, int, float, bool and None.
 
     Raises SpecError for other types, more than MAX_DEPTH levels or MAX_VALUES values, integers beyond 64 bits,
-    infinities and control characters.
+    infinities, NaN and control characters.
     """
     return _Copier(file).copy(value, ())
 
@@ -129,14 +130,15 @@ MAX_BYTES = 1 << 20
 
 
 def spec_as_data(path: Path) -> dict[str, Any]:
-    """Read a spec file without validating its keys. The result is JSON-serialisable. Raises SpecError."""
+    """Return the content of a spec file as JSON-serialisable data, without validating its keys. Raises SpecError."""
     return read_mapping(path, file=str(path))
 
 
 def read_mapping(path: Path, *, file: str, key: str = "file") -> dict[str, Any]:
-    """Return the mapping in a JSON file, if its suffix is `.json`, or in a YAML file. Raises SpecError.
+    """Return the mapping in a file. It is read as JSON if its suffix is `.json`, else as YAML. Raises SpecError.
 
-    `file` is the name of the file in errors, and `key` the key of the spec that names it.
+    `file`: the name of the file in errors.
+    `key`: the key of the spec that names the file, for errors.
     """
     text = read_text(path, file=file, key=key)
     if path.suffix.lower() == ".json":
@@ -154,7 +156,10 @@ def read_mapping(path: Path, *, file: str, key: str = "file") -> dict[str, Any]:
 
 
 def read_text(path: Path, *, file: str, key: str) -> str:
-    """Return the text of a regular UTF-8 file of at most 1 MiB. Does not block on pipes. Raises SpecError."""
+    """Return the text of a UTF-8 file. Raises SpecError for other files, and for files larger than MAX_BYTES.
+
+    Does not block on pipes.
+    """
 
     def error_of(problem: str, fix: str) -> SpecError:
         return spec_error(key, problem, value=str(path) if str(path) != file else None, fix=fix, file=file)
@@ -184,7 +189,7 @@ def read_text(path: Path, *, file: str, key: str) -> str:
 
 
 def _similar_file(path: Path) -> Path | None:
-    """Return the file in the same folder whose name is most similar to that of a missing file, or None."""
+    """Return the file in the same folder with the name most similar to a missing file's name, or None."""
     try:
         (name,) = get_close_matches(path.name, os.listdir(path.parent), n=1)
     except (OSError, ValueError):
@@ -193,7 +198,7 @@ def _similar_file(path: Path) -> Path | None:
 
 
 def load_json(text: str) -> Any:
-    """Return the JSON document in `text`. Raises ValueError with the problem, also for duplicate keys."""
+    """Return the JSON document in `text`. Raises ValueError with a description if it is invalid or repeats a key."""
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
@@ -218,9 +223,9 @@ _ONE_DOCUMENT = "expected a single document in the stream"
 
 
 def parse_yaml(text: str, *, file: str) -> Any:
-    """Return the single document in `text`, None if there is none. Raises SpecError with line and column.
+    """Return the only YAML document in `text`, or None if there is none. Raises SpecError with line and column.
 
-    Aliases share objects, so use `plain` on the result.
+    Aliases in the result share objects, so pass it through `plain`.
     """
     loader, place, problem = None, "the document", ""
     try:
@@ -243,7 +248,7 @@ def parse_yaml(text: str, *, file: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2 and limits of nodes and depth, but without other tags and merge keys."""
+    """A SafeLoader with the scalar types of YAML 1.2 and limits on size and depth. It rejects other tags."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own declaration)
     yaml_constructors = {}  # noqa: RUF012
@@ -296,11 +301,11 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes text which YAML 1.1 or 1.2 would read as another type, such as 3e-05."""
+    """A SafeDumper that quotes text which YAML 1.1 or 1.2 would read as another type, such as 3e-05."""
 
 
 def dump_yaml(data: object, **options: Any) -> str:
-    """Return plain data as YAML with its keys in order. `options` are those of `yaml.dump`."""
+    """Return plain data as YAML, with keys in their given order. `options` are passed to `yaml.dump`."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **options))
 
 

@@ -1,6 +1,6 @@
 """The pydantic models of a spec file for training: one class per section, with a docstring for each key.
 
-Each section becomes a record of `flagcore.domain` when it is validated. The sections for serving are in `serving`.
+Validation replaces each section with a record of `flagcore.domain`. The sections for serving are in `serving`.
 """
 
 from functools import lru_cache
@@ -126,7 +126,7 @@ class SearchSection(Section):
 
 
 def control_of(control: BudgetSection, _context: Context) -> Control:
-    """Return the budgets of a section. Raises SpecError."""
+    """Return the budgets and options that a section describes. Raises SpecError if they contradict each other."""
     if not isinstance(control, ControlSection):
         return Control(**dict(control))
     if control.warmup_iters >= control.train_iters:
@@ -142,7 +142,7 @@ def control_of(control: BudgetSection, _context: Context) -> Control:
 
 
 def train_of(train: TrainSection, context: Context) -> TrainSpec:
-    """Return the training job of a section. The default directory of the user's command is that of the spec."""
+    """Return the training job that a section describes. By default, the user's command runs in the spec's folder."""
     fields = {**dict(train), "command": None, "directory": None}
     if train.command:
         directory = context.base / (train.directory or ".")
@@ -188,7 +188,7 @@ class Document(CommonSection):
 
 @lru_cache(maxsize=64)
 def document_of(engine: str, knobs: tuple[Knob, ...]) -> type[Document]:
-    """Return the pydantic model of a document for a training engine with these knobs."""
+    """Return the pydantic model of a spec for a training engine with these knobs."""
     space, baseline, settings = space_section(knobs), baseline_section(knobs), settings_section(knobs)
     set_values = rule(lambda section, _context: settings_of(section, knobs))
     listed = rule(lambda section, _context: space_of(section, knobs))
@@ -201,7 +201,11 @@ def document_of(engine: str, knobs: tuple[Knob, ...]) -> type[Document]:
 
 
 def with_fields(section: type[M], suffix: str = "", **fields: Any) -> type[M]:
-    """Return `section` with `suffix` added to its name and other types of some fields; their descriptions are kept."""
+    """Return a copy of the model `section` in which some fields have other types, but the same descriptions.
+
+    `suffix`: added to the name of the model.
+    `fields`: the type and the default of each changed field.
+    """
     for name, (kind, default) in fields.items():
         text = section.model_fields[name].description
         extra: dict[str, JsonValue] | None = {"default": {}} if name == "settings" else None

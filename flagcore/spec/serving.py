@@ -1,5 +1,6 @@
-"""The pydantic models of a spec file for serving, one class per section, and their conversion to
-`flagcore.domain.serving`.
+"""The pydantic models of a spec file for serving, one class per section.
+
+They are converted to records of `flagcore.domain.serving`.
 """
 
 import json
@@ -42,7 +43,7 @@ from flagcore.spec.validate import (
 MAX_RATE = 1e5
 """The upper bound of the search for a request rate, in requests per second."""
 DEFAULT_REQUESTS = 128
-"""Default number of requests of a load without a steady state."""
+"""The default number of requests of a load that cannot be measured in a steady state."""
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
 NoTokens = Annotated[int, Field(ge=0, le=10_000_000)]
 Clients = Annotated[int, Field(ge=1, le=100_000)]
@@ -54,7 +55,7 @@ WaitSeconds = Annotated[float, Field(ge=0, le=86_400)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
 Distribution = Literal["uniform", "lognormal"]
 KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
-"""A value of an engine's knob, which the engine validates."""
+"""The type of a serving knob's value. The engine's knobs decide which values are valid."""
 Scalar = bool | int | float | Value | None
 
 _LOAD = Load()
@@ -181,7 +182,10 @@ class ServeSection(Section):
 
 
 def serve_of(section: ServeSection, context: Context) -> ServeSpec:
-    """Return the serving job of a section, for the first of its engines. Raises SpecError."""
+    """Return the serving job that a section describes. If it lists several engines, the first is used.
+
+    Raises SpecError.
+    """
     model, profile, slo = context.given("model"), section.profile, _slo_of(section.slo)
     weights = section.weights or (model if isinstance(model, str) else None)
     highest, objective = _highest(section, slo), context.given("auto_tuner", "objective")
@@ -207,7 +211,7 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
 
 
 def _check_answers(profile: ProfileSection, figures: Iterable[str]) -> None:
-    """Raise SpecError if answers of one token lack one of the figures."""
+    """Raise SpecError if `figures` include times of further tokens, but answers have only one token."""
     if profile.output_len > 1 or profile.trace is not None:
         return
     if name := next((each for each in figures if each.startswith(("tpot_s", "itl_s"))), None):
@@ -237,7 +241,7 @@ def _client(section: ServeSection) -> dict[str, Any]:
 
 
 def _slo_of(section: SloSection) -> dict[str, float]:
-    """Return the upper bounds by the names of their figures, such as `ttft_s.p99`."""
+    """Return the upper bounds in the section by the names of their figures, such as `ttft_s.p99`."""
     return {
         f"{latency}.{statistic}": limit
         for latency, bounds in section
@@ -247,7 +251,10 @@ def _slo_of(section: SloSection) -> dict[str, float]:
 
 
 def _highest(section: ServeSection, slo: Mapping[str, float]) -> str | None:
-    """Return the key of the profile that is searched. Raises SpecError if there is no limit or another generator."""
+    """Return the key of `profile` whose highest value each trial searches for, or None.
+
+    Raises SpecError if there is no limit, or if the load comes from a trace or another load generator.
+    """
     name = next((key for key in ("concurrency", "request_rate") if getattr(section.profile, key) == AUTO), None)
     if name is None:
         return None
@@ -294,10 +301,10 @@ def _loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tup
 
 
 def _num_prompts(profile: ProfileSection, slo: Mapping[str, float]) -> int | None:
-    """Return the number of requests; None for loads that can be measured in their steady state.
+    """Return the number of requests, or None for a load that can be measured in its steady state.
 
-    Traces, conversations, bursts and searches for the highest load need a number: by default as many as the percentiles
-    of the limits need.
+    Traces, conversations, bursts and searches for the highest load need a number of requests. The default is the number
+    that the percentiles in the limits need, at least DEFAULT_REQUESTS.
     """
     if profile.num_prompts != AUTO:
         return int(profile.num_prompts)
@@ -308,7 +315,7 @@ def _num_prompts(profile: ProfileSection, slo: Mapping[str, float]) -> int | Non
 
 
 def _images(section: ImagesSection, profile: ProfileSection) -> Images:
-    """Return the images of a load. Raises SpecError for a wrong size, and for loads that cannot have images."""
+    """Return the images of a load. Raises SpecError for an invalid size, and for loads that cannot have images."""
     if profile.trace is not None:
         raise _not_with("serve.profile.trace", "profile.images", fix="put the images into the trace")
     if profile.turns > 1:
@@ -355,7 +362,7 @@ class ServeTunerSection(SearchSection):
 
 
 def _model_or_weights(source: str | Shape | None, context: Context) -> object:
-    """Return the model of a spec, that of the weights if a server has no other. Raises SpecError without any."""
+    """Return the model of a spec or, if it names none, the model of its weights. Raises SpecError without either."""
     serve, weights = context.given("serve"), context.given("serve", "weights")
     if source is not None:
         return model_of(source, context)
@@ -377,17 +384,20 @@ class ServeDocument(CommonSection):
 
 
 ServedEngines = tuple[tuple[str, tuple[Knob, ...]], ...]
-"""The serving engines of a spec, and the knobs of each."""
+"""The names of a spec's serving engines, and the knobs of each."""
 
 
 @lru_cache(maxsize=64)
 def serve_document_of(engines: ServedEngines) -> type[ServeDocument]:
-    """Return the pydantic model of a document for serving engines, with a section for the knobs of each."""
+    """Return the pydantic model of a spec for these serving engines.
+
+    Its space and baseline accept knobs of all engines, and a section with knobs for each engine.
+    """
     space, baseline = _knobs_section(engines, listed=True), _knobs_section(engines, listed=False)
     suffix = f"_{engines[0][0]}" if len(engines) == 1 else ""
 
     def values(key: str, context: Context) -> dict[str, Any]:
-        # The validated section would have 1.0 for a share of 1, so the given values are used.
+        # Use the values as given, because the validated section contains 1.0 for a share of 1.
         name, knobs = engines[0]
         given = context.given("auto_tuner", key)
         return serving_values(knobs_of_engine(given, name), knobs) if len(engines) == 1 else {}
@@ -414,7 +424,7 @@ def serve_document_of(engines: ServedEngines) -> type[ServeDocument]:
 
 
 def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
-    """Return the pydantic model of a space (`listed`) or a baseline, with a section for each engine."""
+    """Return the pydantic model of a space if `listed`, else of a baseline, with a section for each engine."""
     title, suffix = "Space" if listed else "Baseline", f"_{engines[0][0]}" if len(engines) == 1 else ""
 
     def rows(knobs: Iterable[Knob]) -> list[tuple[Knob, Any, Any]]:
@@ -430,9 +440,9 @@ def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
 
 
 def engines_of(data: object, kind: str = "serve") -> tuple[str, ...]:
-    """Return the names of the engines in a section of a spec's data, without duplicates; empty without the section.
+    """Return the names of the engines in the section `kind` of a spec's data, without duplicates.
 
-    Only a section `serve` may have several.
+    Only the section `serve` can list several. Returns an empty tuple if there is no such section.
     """
     section = data.get(kind) if isinstance(data, Mapping) else None
     engine = section.get("engine") if isinstance(section, Mapping) else None
@@ -441,7 +451,10 @@ def engines_of(data: object, kind: str = "serve") -> tuple[str, ...]:
 
 
 def select_engine(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return a spec's data with only one of its engines. Raises SpecError for knobs of an engine that is not named."""
+    """Return a spec's data reduced to one of its engines.
+
+    Raises SpecError if there are knobs of an engine that the spec does not name.
+    """
     tuner, engines = dict(data.get("auto_tuner") or {}), engines_of(data)
     for key in ("space", "baseline"):
         knobs = tuner.get(key)
@@ -457,13 +470,13 @@ def select_engine(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
 
 
 def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the knobs of an engine. Its section overrides the knobs for all engines."""
+    """Return the values in a space or baseline for one engine. Its own section overrides the values for all engines."""
     common = {key: value for key, value in space.items() if not isinstance(value, Mapping) and key != engine}
     return {**common, **(space.get(engine) or {})}
 
 
 def json_schema(engines: Engines) -> dict[str, Any]:
-    """Return the JSON Schema of specs for all `engines`."""
+    """Return the JSON Schema that specs for any of `engines` must satisfy."""
     rows = [(name, engine.kind, engine.knobs) for name, engine in engines.items()]
     documents: list[Any] = [document_of(name, knobs) for name, kind, knobs in rows if kind == "train"]
     served = tuple((name, knobs) for name, kind, knobs in rows if kind == "serve")

@@ -1,4 +1,4 @@
-"""Validates plain data with pydantic models, and the types of values with their limits.
+"""Validates plain data with pydantic models, and defines the types of values with their limits.
 
 Error messages are derived from the JSON Schema of the model.
 """
@@ -20,9 +20,9 @@ from flagcore.spec.plain_data import KeyPath, key_text, spec_error
 
 BYTES_PATTERN = r"^([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(?:([KMGT])(i?))?B$"
 MAX_PROBLEMS = 20
-"""The maximum number of problems that are listed for one file."""
+"""The maximum number of problems that an error lists for one file."""
 LISTED_KEYS = 4
-"""The maximum number of keys of a section that a message lists."""
+"""The maximum number of keys of a section that the description of its values lists."""
 DID_YOU_MEAN = N_("did you mean {name}?")
 Schema = Mapping[str, Any]
 M = TypeVar("M", bound=BaseModel)
@@ -42,11 +42,12 @@ ALIASES = {
     "base_items_per_request": ("random_mm_base_items_per_request", "image_batch_size"),
     "num_mm_items_range_ratio": ("random_mm_num_mm_items_range_ratio",),
 }
-"""Names of keys in other tools and model files that are not similar to the keys of a spec."""
+"""Names that other tools and model files use for keys of a spec. Suggestions need them, because they are not similar to
+these keys."""
 
 
 class Section(BaseModel):
-    """A section of a spec: strict types, no unknown keys, and a docstring for each key."""
+    """The base class of sections of a spec, with strict types, no unknown keys, and a docstring for each key."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -55,14 +56,19 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The `data` of a file, its name in errors, and the folder of its relative paths."""
+    """The context in which a section is validated.
+
+    `file`: the name of the file in errors.
+    `base`: the folder of relative paths.
+    `data`: the content of the whole file.
+    """
 
     file: str = ""
     base: Path = Path()
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def given(self, *keys: str) -> Any:
-        """Return the value at a path in `data`, None if it is missing. It need not be valid."""
+        """Return the value in `data` under a path of keys, or None if it is missing. It may be invalid."""
         value: Any = self.data
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -70,9 +76,9 @@ class Context:
 
 
 def rule(convert: Callable[[Any, Context], object]) -> AfterValidator:
-    """Return a validator that replaces a valid value by `convert(value, context)`.
+    """Return a validator that replaces a valid value with `convert(value, context)`.
 
-    The keys of SpecErrors that `convert` raises start at the value, unless they have a file.
+    If `convert` raises a SpecError, its key is relative to the value, unless the error names a file.
     """
 
     def validate(value: object, info: ValidationInfo[Any]) -> object:
@@ -86,7 +92,7 @@ def rule(convert: Callable[[Any, Context], object]) -> AfterValidator:
 
 
 def checked(kind: type[M], data: object, context: Context = Context()) -> M:
-    """Validate `data` as a `kind`. Raises SpecError with all problems."""
+    """Return `data` as an instance of the model `kind`. Raises SpecError with all problems."""
     found, problems = validated(kind, data, context)
     if found is None:
         raise join_errors(problems)
@@ -94,7 +100,10 @@ def checked(kind: type[M], data: object, context: Context = Context()) -> M:
 
 
 def validated(kind: type[M], data: object, context: Context) -> tuple[M | None, list[SpecError]]:
-    """Return `data` as a `kind`, or None and all problems: invalid keys first, then broken rules."""
+    """Return `data` as an instance of the model `kind`, or None, and all problems.
+
+    Invalid keys are listed first, then broken rules.
+    """
     kinds: dict[KeyPath, str] = {}
     broken: list[SpecError] = []
     try:
@@ -110,7 +119,10 @@ def validated(kind: type[M], data: object, context: Context) -> tuple[M | None, 
 
 
 def located(error: SpecError, path: KeyPath, file: str) -> SpecError:
-    """Return an error of the value at a path with the whole key and the file, unless it is of another file."""
+    """Return an error whose key is relative to `path` as an error with the whole key and the file.
+
+    An error that names another file is returned unchanged.
+    """
     if error.file:
         return error
     start, key = key_text(path) if path else "", error.key
@@ -125,7 +137,7 @@ def _schema(kind: type[BaseModel]) -> Schema:
 
 
 def describe(schema: Schema, root: Schema) -> str:
-    """Return a description of the values that `schema`, a part of `root`, accepts."""
+    """Return a description of the values that `schema` accepts. `root` is the JSON Schema that contains it."""
     parts = list(_alternatives(schema, root))
     words = [word for part in parts if part.get("type") != "array" for word in _words_of(part)]
     for part in parts:
@@ -138,7 +150,10 @@ def describe(schema: Schema, root: Schema) -> str:
 
 
 def keys_of(schema: Schema, root: Schema, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Schema]]:
-    """Yield the path and the schema of each key below `schema`, a part of `root`. Paths have no indices of lists."""
+    """Yield the path and the schema of each key below `schema`. `root` is the JSON Schema that contains it.
+
+    Paths do not include list indices.
+    """
     for part in _alternatives(schema, root):
         for name, subschema in part.get("properties", {}).items():
             yield (*at, name), subschema
@@ -182,10 +197,12 @@ def _words_of(part: Schema) -> list[str]:
 
 
 def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: str) -> list[SpecError]:
-    """Return the problems that pydantic found, unknown keys first.
+    """Return an error for each problem that pydantic found, unknown keys first.
 
-    The error of a section is left out if one of its keys has an error. A missing key is left out if an unknown key is
-    similar to it.
+    `kinds`: pydantic's type of error for each key path.
+
+    The error of a section is skipped if one of its keys has an error. The error of a missing key is skipped if an
+    unknown key is similar to it.
     """
     sections = {path[:size] for path in kinds for size in range(len(path))}
     paths = [path for path in kinds if path not in sections and kinds[path] != "rule"]
@@ -217,7 +234,7 @@ def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: st
 
 
 def _in_data(data: object, location: tuple[int | str, ...]) -> KeyPath:
-    """Return the path in `data` of a pydantic location, without the names of branches of unions."""
+    """Return the path in `data` for a pydantic error location, without pydantic's names of union branches."""
     path: KeyPath = ()
     for part in location:
         if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int)):
@@ -255,7 +272,7 @@ def _schema_at(root: Schema, path: KeyPath) -> Schema:
 
 
 def _suggest_key(root: Schema, path: KeyPath) -> tuple[str, str]:
-    """Return a hint for an unknown key, and the key of its section that was probably meant."""
+    """Return a hint for an unknown key, and the key of the same section that was probably meant, or an empty string."""
     name, known = str(path[-1])[:64], [key for key, _ in keys_of(root, root)]
     section = tuple(part for part in path[:-1] if isinstance(part, str))
     section_keys = [str(key[-1]) for key in known if key[:-1] == section]
@@ -274,14 +291,17 @@ def _suggest_key(root: Schema, path: KeyPath) -> tuple[str, str]:
 
 
 def _initials(key: str) -> tuple[str, ...]:
-    """Return initials of a key: `tmps`, `tps` and `tp` for `tensor_model_parallel_size`."""
+    """Return abbreviations of a key by its initials: `tmps`, `tps` and `tp` for `tensor_model_parallel_size`."""
     words = key.split("_")
     without_model = [word for word in words if word != "model"]
     return tuple("".join(word[0] for word in each if word) for each in (words, without_model, without_model[:-1]))
 
 
 def _hint(value: object, options: list[Schema]) -> str:
-    """Return how to fix a value that is almost valid; empty if there is no suggestion."""
+    """Return how to fix a value that is almost valid, or an empty string if there is no suggestion.
+
+    `options`: the alternatives of the value's JSON Schema.
+    """
     if value is None:
         return _("give a value, or remove the key")
     if all("items" in option for option in options) and isinstance(value, (bool, int, float, str)):
@@ -312,7 +332,10 @@ SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
 def _without_unit(value: str) -> str:
-    """Return the plain number of a time in seconds (`1h`), or of a rate in bytes per second (`400Gb/s`); or empty."""
+    """Convert a time with a unit (`1h`) to seconds, or a rate (`400Gb/s`) to bytes per second, as text for a hint.
+
+    Returns an empty string for other text.
+    """
     if found := re.fullmatch(rf"(\d{{1,9}}(?:\.\d+)?) ?({'|'.join(SECONDS)})", value, re.IGNORECASE):
         return _("{number} (seconds)", number=f"{float(found[1]) * SECONDS[found[2].lower()]:.15g}")
     if found := re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?([KMGT])(B|b|bit)(?:ps|/s)?", value):
@@ -322,7 +345,7 @@ def _without_unit(value: str) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Convert an amount such as `4GiB` (2**30 each), `80GB` (10**9 each) or `4096B` to bytes.
+    """Convert an amount such as `4GiB`, `80GB` or `4096B` to bytes. GiB is 2**30 bytes, and GB is 10**9 bytes.
 
     Raises ValueError for invalid text.
     """
@@ -382,6 +405,6 @@ def _environment_of(envs: Mapping[str, str | int], _context: Context) -> dict[st
 
 
 Memory = Annotated[Bytes | Amount | None, rule(_size_of)]
-"""A size in bytes, or with a unit."""
+"""A memory size in bytes, or as text with a unit. Validation converts it to bytes."""
 Envs = Annotated[dict[str, Value | int], rule(_environment_of)]
-"""Environment variables."""
+"""Environment variables by name. Validation checks the names."""

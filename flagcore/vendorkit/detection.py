@@ -141,7 +141,11 @@ class DeviceDetector:
         return ()
 
     def vendor_of(self, environment: Mapping[str, str]) -> str | None:
-        """Return this vendor if a job's `environment` contains variables that only its software reads, or None."""
+        """Return the vendor that a job's `environment` selects, or this vendor if it contains variables of its own
+        software.
+
+        Returns None if neither is the case.
+        """
         selected = next((environment[name] for name in self.vendor_variables if environment.get(name)), None)
         if selected is not None:
             return selected.casefold()

@@ -1,7 +1,7 @@
-"""Imports FlagScale's hydra trees as specs, with a note on each key that is dropped or changed.
+"""Converts FlagScale's hydra configurations to specs, with a note on each key that is dropped or changed.
 
-FlagScale is github.com/flagos-ai/FlagScale; the format is that of `flagscale/runner`, `flagscale/serve` and `examples`
-at commit 16a2dd5b5c41 (2025-11-27). The first call imports hydra.
+FlagScale is github.com/flagos-ai/FlagScale; the format follows `flagscale/runner`, `flagscale/serve` and `examples` at
+commit 16a2dd5b5c41 (2025-11-27). The first call imports hydra.
 """
 
 import re
@@ -22,7 +22,7 @@ from flagcore_flagscale.source import Imported, Source
 
 
 class FlagScale:
-    """Imports hydra trees and history.csv files, and exports candidates as trees."""
+    """Imports hydra configurations and history.csv files, and exports candidates as configurations."""
 
     name, title, has_trees = "flagscale", "FlagScale", True
     targets: Collection[str] = ("flagscale",)
@@ -53,8 +53,8 @@ def translate(
     file: str,
     chips: Callable[[], Sequence[Chip]] = tuple,
 ) -> Imported:
-    """Translate a composed tree without its `unresolved` keys, each with a reason; `chips` are those of all plugins.
-    Raises SpecError.
+    """Translate a composed configuration without its `unresolved` keys, each with a reason. `chips` returns the chips
+    of all plugins. Raises SpecError.
     """
     source = Source(tree, file=file)
     for key, why in unresolved:
@@ -83,7 +83,7 @@ def translate(
 
 
 def _with_reason(error: SpecError, unresolved: Sequence[tuple[str, str]]) -> SpecError:
-    """Return `error`, or for a key that hydra could not resolve an error with the reason."""
+    """Return `error`, or an error with the reason if hydra could not resolve the key of `error`."""
     for key, why in unresolved:
         if re.sub(r"\.(\d+)", r"[\1]", key) == error.key:
             return spec_error(error.key, f"cannot be resolved: {why}", fix=error.fix, file=error.file)

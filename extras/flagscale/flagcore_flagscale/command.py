@@ -15,7 +15,7 @@ from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore_flagscale.source import TABLES, Source
 
 Entry = tuple[str, Any]
-"""One argument: a key of the tree and its value."""
+"""One argument: its key in the configuration, and its value."""
 SECTIONS = ("system", "model", "data")
 RUNNER, TASK = "experiment.runner", "experiment.task"
 FOLDERS = {
@@ -25,9 +25,9 @@ FOLDERS = {
 """Default folders below exp_dir in FlagScale."""
 NOT_PASSED = ("log_dir", "details_dir", "scripts_dir", "pids_dir")
 PORT = 29500
-"""The port of several nodes, which must all know it; FlagScale uses a random free port."""
+"""The master port for jobs on several nodes. All nodes must know it, but FlagScale would use a random free port."""
 MISSING = "???"
-"""OmegaConf's value of a mandatory key without a value: no trial starts with it."""
+"""OmegaConf's mark of a mandatory key that has no value. No trial starts with it."""
 PLACEHOLDER_PATTERN = re.compile(r"x{3,}(\s+x{3,})*|<[^<>]+>|\?{2,3}", re.IGNORECASE)
 """Placeholders in FlagScale's examples that the user must replace."""
 _KNOBS = {knob.name for knob in SPACE_KNOBS}
@@ -35,7 +35,7 @@ _RUN_TRAIN = Path("flagscale", "runner", "runner_train.py")
 
 
 def take_entries(source: Source) -> list[Entry]:
-    """Take the sections `system`, `model` and `data` of `train` as arguments, in FlagScale's order.
+    """Take the sections `system`, `model` and `data` of `train`, and return them as arguments in FlagScale's order.
 
     If two sections have the same key at their top level, the later value gets the position of the earlier one.
     """
@@ -156,10 +156,10 @@ def _torchrun(source: Source, nodes: int, devices: int, host: str) -> list[str]:
 
 
 def find_root(file: str) -> Path | None:
-    """Return FlagScale's folder, None if it is not found.
+    """Return FlagScale's folder, or None if it is not found.
 
-    The candidates are the working directory, the parents of the tree, the folders of PYTHONPATH, and the packages of
-    torchrun and of flagcore.
+    It is searched in the working directory, the parent folders of the configuration, the folders of PYTHONPATH, the
+    packages next to torchrun, and flagcore's own packages.
     """
     python_path = [Path(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     torchrun = shutil.which("torchrun")

@@ -1,6 +1,6 @@
-"""Composes a hydra tree with hydra, and normalizes its layout: moved sections, and lists in place of mappings.
+"""Composes a configuration with hydra, and converts older layouts: moved sections, and lists in place of mappings.
 
-The layouts are those of the examples in FlagScale's repository since 2024, and of its slides.
+The layouts are from the examples in FlagScale's repository since 2024, and from its slides.
 """
 
 import re
@@ -23,10 +23,10 @@ Unresolved = list[tuple[str, str]]
 
 
 def compose(directory: Path, name: str, overrides: Sequence[str], *, file: str) -> tuple[dict[str, Any], Unresolved]:
-    """Return the tree with resolved interpolations, and the keys that cannot be resolved, with reasons.
+    """Return the configuration with resolved interpolations, and the keys that cannot be resolved, with reasons.
 
-    The key `hydra` has hydra's own settings in the top file and the overrides. Raises SpecError, also for an override
-    of the action other than auto_tune.
+    Its key `hydra` contains hydra's own settings from the top file and the overrides. Raises SpecError, also if an
+    override sets an action other than auto_tune.
     """
     from hydra import compose as composed
     from hydra import initialize_config_dir
@@ -190,7 +190,7 @@ _PROFILE = ("profile", "resources")
 
 
 def normalize_layout(source: Source) -> None:
-    """Move keys to their usual sections, with a note on each. Raises SpecError without the section `experiment`."""
+    """Move keys to their usual sections, with a note on each. Raises SpecError if there is no section `experiment`."""
     experiment = source.left.get(_EXPERIMENT)
     if experiment is not None and not isinstance(experiment, dict):
         raise source.error(_EXPERIMENT, "must be a mapping", value=experiment, fix="write its keys below it")
@@ -215,7 +215,7 @@ def normalize_layout(source: Source) -> None:
 
 
 def model_list(source: Source) -> list[Any]:
-    """Take the list of models of a tree for serving, or build it from `model_args` of older trees."""
+    """Take the list of models of a serving configuration, or build it from `model_args` of older configurations."""
     section = source.take("serve")
     if not isinstance(section, dict):
         return section if isinstance(section, list) else [section]
@@ -241,7 +241,7 @@ def model_list(source: Source) -> list[Any]:
 
 
 def _take_nodes(source: Source, serve: dict[str, Any]) -> None:
-    """Move the hosts that the oldest trees list under `serve` to the nodes and slots of the runner."""
+    """Move the hosts that the oldest configurations list under `serve` to the nodes and slots of the runner."""
     nodes = serve["hostfile"].get("nodes") if isinstance(serve.get("hostfile"), dict) else None
     hosts = (
         [host for each in nodes if isinstance(each, dict) for host in each.values()] if isinstance(nodes, list) else []

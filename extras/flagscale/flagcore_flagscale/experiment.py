@@ -1,4 +1,4 @@
-"""Translates the sections that trees for training and serving share: machines, environment, budgets."""
+"""Translates the sections that training and serving configurations share: machines, environment, budgets."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def drop_launcher_keys(source: Source) -> None:
 class Machines:
     """The section `cluster` without memory, the nodes, the devices per node, and the first host.
 
-    `lines` are the hosts of the host file, if it is used.
+    `lines` are the lines of the host file, if it is used.
     """
 
     section: dict[str, Any]
@@ -54,7 +54,7 @@ class Machines:
 
 
 def machines(source: Source) -> Machines:
-    """Return the machines of the runner.
+    """Return the machines on which the runner starts the job.
 
     As in FlagScale, the devices are the minimum of the slots in the host file, `nproc_per_node` and the visible
     devices. Raises SpecError.
@@ -94,7 +94,9 @@ def machines(source: Source) -> Machines:
 
 
 def _visible_devices(source: Source) -> tuple[str, int]:
-    """Return the first variable of visible devices and their number, 0 if there is none."""
+    """Return the first variable that restricts the visible devices, and their number. The number is 0 if there is
+    none.
+    """
     envs = source.at("experiment.envs")
     for name, value in envs.items() if isinstance(envs, dict) else ():
         if name.endswith("_VISIBLE_DEVICES"):
@@ -104,9 +106,8 @@ def _visible_devices(source: Source) -> tuple[str, int]:
 
 
 def environment(source: Source, *, own_devices: bool) -> dict[str, str | int]:
-    """Return the section `envs`. With `own_devices` trials choose their devices, so device variables are dropped.
-
-    Then no shell starts the trials either, and variables that `before_start` exports belong to the section.
+    """Return the section `envs`. With `own_devices` trials choose their devices, so device variables are dropped. No
+    shell starts these trials, so variables that `before_start` exports are added to the section.
     """
     exports = _exports(source) if own_devices else {}
     variables, envs = exports | source.section("experiment.envs"), dict[str, Any]()
@@ -206,7 +207,7 @@ def _first_number(source: Source, key: str, default: int) -> int:
 
 
 def _hosts(source: Source, path: Path, nodes: int | None) -> Sequence[HostLine]:
-    """Return the lines of the host file; empty if it does not have `nodes` hosts."""
+    """Return the lines of the host file, or an empty result if it does not list `nodes` hosts."""
     key, text = f"{_RUNNER}.hostfile", ""
     try:
         lines = read_hosts(path, file=source.file) if path.is_file() else ()

@@ -1,4 +1,4 @@
-"""Exports a candidate as a tree of FlagScale, which `flagscale train` and `flagscale serve` start.
+"""Exports a candidate as a FlagScale configuration, which `flagscale train` and `flagscale serve` start.
 
 Source of the keys: FlagScale 0.6 to 0.9, `flagscale/runner/runner_train.py` and `flagscale/serve`.
 """
@@ -32,7 +32,9 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
 
 
 def export(job: ExportJob) -> Mapping[str, str]:
-    """Return the top file of a tree and its section. Raises UsageError for a job that FlagScale cannot start."""
+    """Return the top file of a configuration and its section file. Raises UsageError if FlagScale cannot start the
+    job.
+    """
     if job.servers is not None:
         raise UsageError("FlagScale gives all servers the same arguments; use --to kubernetes, compose or the engine")
     if job.is_server and not job.launch.ready:
@@ -85,8 +87,8 @@ def _experiment(job: ExportJob, section: str) -> dict[str, Any]:
 
 
 def _visible(support: EngineSupport, devices: int) -> dict[str, Any]:
-    """Return the variable of a host's visible devices: FlagScale's runner fails on a host file without one
-    (16a2dd5, `flagscale/runner/runner_train.py`, `run_node`).
+    """Return the variable that selects the visible devices of a host: FlagScale's runner fails on a host file without
+    one (16a2dd5, `flagscale/runner/runner_train.py`, `run_node`).
     """
     names = [name for name in support.visible_devices[:1] if name.endswith("_VISIBLE_DEVICES")]
     return dict.fromkeys(names, ",".join(map(str, range(devices))))
@@ -153,7 +155,9 @@ def _serve(job: ExportJob) -> list[dict[str, Any]]:
 
 
 def _arguments(words: Sequence[str]) -> dict[str, Any]:
-    """Return the flags of a command by names with underscores; True is a switch, a list has several values."""
+    """Return the flags of a command, with underscores in their names. A switch is True, and several values are a
+    list.
+    """
     arguments: dict[str, Any] = {}
     name = ""
     for word in words:

@@ -21,7 +21,7 @@ LAYOUT, LAYERS = "pipeline_model_parallel_layout", "hetero_pipeline_layer_split"
 MESHES_KEY, TYPES = "hetero_process_meshes", "hetero_device_types"
 SPACE = "experiment.auto_tuner.space"
 MAX_LISTED = 4096
-"""Maximum number of meshes in a space; of more, the planner chooses."""
+"""Maximum number of meshes in a space. If there are more, the planner chooses among them."""
 EXPERT_SIZES = "expert_tensor_parallel_size_per_process_mesh"
 _STAGES = "_per_stage_micro_batch"
 OLD_KEYS = ("hetero_mode", "hetero_pipeline_stages", "hetero_micro_batch_sizes", "process_meshes")
@@ -60,7 +60,7 @@ class Hetero:
 
 
 def hetero_of(source: Source, flags: Flags) -> Hetero | None:
-    """Return the meshes of a tree; None if `enable_hetero` is off. Raises SpecError for keys that FlagScale refuses."""
+    """Return the meshes, or None if `enable_hetero` is off. Raises SpecError for keys that FlagScale refuses."""
     _check_release(source, flags)
     if not flags.get("enable_hetero"):
         return None
@@ -93,7 +93,7 @@ def _key(flags: Flags, name: str, section: str = "train.system.hetero") -> str:
 
 
 def _check_release(source: Source, flags: Flags) -> None:
-    """Raise SpecError, with the keys of today, for those of FlagScale before 0.6.
+    """Raise SpecError for keys of FlagScale before 0.6. The error names the current keys.
 
     Source: FlagScale v0.3 (5c75bb7), `megatron/megatron/arguments.py`; `process_meshes` (TP, DP and PP of each mesh)
     from 9838ede.
@@ -114,7 +114,7 @@ def _are_sizes(value: object, least: int = 1) -> bool:
 
 
 def _recompute_of(source: Source, flags: Flags, sizes: Sequence[Sizes]) -> Iterator[str]:
-    """Yield the recompute of each mesh: empty, `selective`, `full`, or `blockN`."""
+    """Yield the recomputation of each mesh: empty, `selective`, `full`, or `blockN` with N layers."""
     names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
     granularity, method, number = (flags.get(name) for name in names)
     rows = [_of_stages(flags.get(name + _STAGES)) for name in names]
@@ -146,7 +146,7 @@ def _of_stages(rows: object) -> list[list[int]]:
 
 
 def hetero_cluster(source: Source, hetero: Hetero, found: Machines, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the section `cluster` with a node group for each device type; `names` are the names of their chips."""
+    """Return the section `cluster` with a node group for each device type. `names` maps each type to its chip."""
     types, lines = list(dict.fromkeys(hetero.types)), found.lines
     has_types = {line.kind for line in lines} == set(types)
     if has_types and (len(types) > 1 or hetero.is_plain):
@@ -172,19 +172,21 @@ def _named(kind: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_tuned(source: Source) -> bool:
-    """Return whether the tree has a tuner's space."""
+    """Return whether the configuration contains a space of the auto-tuner."""
     space = source.at(SPACE)
     return isinstance(space, dict) and bool(space)
 
 
 def _nodes(devices: int, per_node: int) -> dict[str, Any]:
-    """Return the nodes of a group of `devices`; a mesh on a part of a node is a node of its own."""
+    """Return the number of nodes of a group of `devices`. A mesh on a part of a node counts as a separate node."""
     nodes = devices // per_node if devices % per_node == 0 else 1
     return {"nodes": nodes, "devices_per_node": devices // nodes}
 
 
 def mixed_baseline(hetero: Hetero, baseline: Mapping[str, Any], *, derived: bool) -> dict[str, Any]:
-    """Return a baseline with meshes in place of parallel sizes; with `derived`, its split of layers is derived."""
+    """Return a baseline with meshes in place of parallel sizes. With `derived`, flagcore chooses its split of
+    layers.
+    """
     recompute = ("use_recompute", *(f"recompute_{name}" for name in ("granularity", "method", "num_layers")))
     if hetero.is_plain:
         tensor, context, expert, data, _ = hetero.sizes[0]
@@ -204,7 +206,7 @@ def mixed_baseline(hetero: Hetero, baseline: Mapping[str, Any], *, derived: bool
 def meshes_problem(
     hetero: Hetero, batch: Any, samples: Any, cluster: Mapping[str, Any], lines: Sequence[HostLine]
 ) -> str:
-    """Return why the meshes do not fit the global batch, the samples of a micro-batch or the cluster; empty if so."""
+    """Return why the meshes do not fit the global batch, the micro-batch or the cluster; empty if they fit."""
     first, *others = (sizes[3] for sizes in hetero.sizes)
     if not (type(batch) is int and type(samples) is int and samples > 0):
         return ""  # the rules of the spec report it
@@ -220,7 +222,9 @@ def meshes_problem(
 
 
 def _devices_of(group: Mapping[str, Any], kind: str, lines: Sequence[HostLine]) -> int:
-    """Return the devices of a node group, from the host file if it has no number of nodes; 0 if unknown."""
+    """Return the number of devices of a node group, or 0 if unknown. Without a number of nodes, the host file
+    counts.
+    """
     of_hosts = sum(line.slots or 0 for line in lines if line.kind == kind)
     return int(group.get("nodes", 0) * group.get("devices_per_node", 0)) or of_hosts
 
@@ -232,8 +236,8 @@ def _mesh_names(hetero: Hetero) -> list[str]:
 
 
 def fixed_settings(source: Source, flags: Flags, hetero: Hetero, mtp_layers: int) -> dict[str, Any]:
-    """Return the settings of all candidates: the tensor parallel size of experts, and the layers of each stage if the
-    tree has no tuner's space.
+    """Return the settings of all candidates: the tensor-parallel size of experts, and, if the auto-tuner has no space,
+    the layers of each stage.
     """
     sizes, fixed = flags.get(EXPERT_SIZES), dict[str, Any]()
     if _are_sizes(sizes):
@@ -252,7 +256,7 @@ def fixed_settings(source: Source, flags: Flags, hetero: Hetero, mtp_layers: int
 
 
 def chip_names(source: Source, types: Sequence[str], chips: Sequence[Chip]) -> dict[str, str]:
-    """Return the name of the chip of each device type. A type of several chips is one with known figures."""
+    """Return the chip of each device type. If several chips match a type, one with known figures is used."""
     names: dict[str, str] = {}
     for kind in dict.fromkeys(types):
         meant = [chip for chip in chips if chip.matches_name(kind)]
@@ -272,8 +276,8 @@ def meshes_of_space(
     baseline: Mapping[str, Any],
     lines: Sequence[HostLine],
 ) -> list[str] | str:
-    """Return the meshes that the tuner's space allows on a `cluster`; `auto` if the planner chooses them, empty on one
-    node group.
+    """Return the meshes that the space allows on a `cluster`: `auto` if the planner chooses them, and empty if there is
+    only one node group.
     """
     entries = source.take(f"{SPACE}.{MESHES_KEY}")
     if "groups" not in cluster:
@@ -303,7 +307,7 @@ def meshes_of_space(
 
 
 def _sizes(entries: Sequence[Any], devices: int) -> list[Sizes]:
-    """Return the sizes of one mesh that the entries allow: numbers, lists, or `auto` for all divisors."""
+    """Return the sizes of one mesh that the entries allow. An entry is a number, a list, or `auto` for all divisors."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     choices = [entry if isinstance(entry, list) else divisors if entry == "auto" else [entry] for entry in entries]
     tensor, context, expert, data, stages = ([each for each in choice if type(each) is int] for choice in choices)

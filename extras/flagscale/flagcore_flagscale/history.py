@@ -1,6 +1,6 @@
 """Reads FlagScale's history.csv: one row per task with its knobs and measurements.
 
-The format is that of `flagscale/runner/auto_tuner/record/recorder.py`, commit 16a2dd5b5c41: an empty cell is None,
+The format follows `flagscale/runner/auto_tuner/record/recorder.py`, commit 16a2dd5b5c41: an empty cell is None,
 switches are True and False, lists are JSON, times are milliseconds except `elapsed_time`, memory is MB or the word OOM.
 """
 
@@ -64,8 +64,10 @@ def read_history(path: Path) -> History:
 
 
 def _records(text: str) -> Sequence[tuple[int, list[str]]]:
-    """Return each non-empty record with the line on which it ends. Python before 3.11 refuses NUL."""
-    size_limit = csv.field_size_limit(max(len(text), 1))  # the column `error` may have a long log
+    """Return each non-empty record with the number of the line on which it ends. Python before 3.11 refuses NUL
+    characters.
+    """
+    size_limit = csv.field_size_limit(max(len(text), 1))  # the column `error` may contain a long log
     try:
         reader = csv.reader(io.StringIO(text.replace("\0", "\ufffd"), newline=""), escapechar="\\")
         records = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]

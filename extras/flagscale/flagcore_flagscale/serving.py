@@ -1,4 +1,4 @@
-"""Translates a tree for serving: a list under `serve`, and a space for each engine.
+"""Translates a serving configuration: a list under `serve`, and a space for each engine.
 
 With instances that only prefill or only decode, FlagScale starts prefill_num and decode_num instances with the same
 arguments, behind its own router, and moves caches with vLLM's P2pNcclConnector. Source: FlagScale 0.8
@@ -198,7 +198,7 @@ def _space_of(source: Source, engine: str, section: object) -> dict[str, Any]:
 def _knobs(
     source: Source, engine: str, section: Mapping[str, Any], tree_key: str, *, is_quiet: bool = False
 ) -> dict[str, Any]:
-    """Return the values of the keys that are knobs of an engine, by flagcore's names."""
+    """Return the knobs of an engine in `section`, with flagcore's names and their values."""
     knobs: dict[str, Any] = {}
     for key, value in section.items():
         name, spec_key = KNOB_NAMES.get(key, key), "auto_tuner.space"
@@ -270,7 +270,7 @@ def _objective(source: Source) -> str:
 _DEPLOY = "experiment.runner.deploy"
 _SWITCH = f"{_DEPLOY}.prefill_decode_disaggregation"
 _OF_ONE_SERVER = ("kv_transfer_config", "disaggregation_mode")
-"""Arguments of one server that only prefills or decodes, without the others."""
+"""Arguments for a single server that only prefills or only decodes, without its counterpart."""
 _SIZES = {"tensor_parallel_size": TP, "tp": TP, "pipeline_parallel_size": PP, "pp": PP}
 _CONNECTOR, _DECODE_MEMORY = "P2pNcclConnector", 0.7
 _IGNORED = {
@@ -297,7 +297,7 @@ def _convert_disaggregation(
     arguments: dict[str, dict[str, tuple[str, Any]]],
     spaces: dict[str, dict[str, Any]],
 ) -> None:
-    """Set the space of a tree with two kinds of instances, which replaces the layouts. Raises SpecError."""
+    """Set the space for instances that only prefill or only decode. It replaces the layouts. Raises SpecError."""
     if source.take(_SWITCH) is not True:
         return
     if engines != ["vllm"]:
@@ -333,11 +333,13 @@ def _convert_disaggregation(
 _SPEC_KEY = "serve.engine_args"
 
 Arguments = dict[str, tuple[str, Any]]
-"""The key in the tree and the value of each argument, by the engine's names."""
+"""Maps the engine's name of each argument to its key in the configuration and its value."""
 
 
 def engine_arguments(source: Source, item: dict[str, Any], engines: list[str]) -> dict[str, Arguments]:
-    """Take the arguments of a model, and return those of each engine; specific arguments override common ones."""
+    """Take the arguments of a model, and return the arguments of each engine. Specific arguments override common
+    ones.
+    """
     common, specific = (
         source.mapping(f"serve[0].{key}", item.pop(key, None)) for key in ("engine_args", "engine_args_specific")
     )
@@ -362,7 +364,7 @@ def engine_arguments(source: Source, item: dict[str, Any], engines: list[str]) -
 def add_to_spaces(source: Source, arguments_by_engine: dict[str, Arguments], spaces: dict[str, dict[str, Any]]) -> None:
     """Add the arguments of several engines to their spaces as knobs with one value.
 
-    `serve.engine_args` of a spec applies to all engines, so it cannot have arguments of single engines.
+    `serve.engine_args` of a spec applies to all engines, so it cannot contain arguments of a single engine.
     """
     for engine, arguments in arguments_by_engine.items():
         for key, (tree_key, value) in arguments.items():
@@ -380,7 +382,7 @@ def add_to_spaces(source: Source, arguments_by_engine: dict[str, Arguments], spa
 def _add_argument(
     source: Source, engine: str, key: str, value: Any, names: dict[str, str] | None, result: Arguments
 ) -> None:
-    """Add one argument by the engine's name for it; without `names` of common arguments the name stays."""
+    """Add one argument under the engine's name. `names` maps common names to it; without `names` the name stays."""
     tree_key, name = f"serve[0].{key}", key.rpartition(".")[2].lstrip("-").replace("-", "_")
     engine_name = name if names is None or engine == "vllm" else names.get(name)
     if name in RESERVED_ARGUMENTS:

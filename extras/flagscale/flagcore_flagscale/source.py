@@ -1,9 +1,11 @@
-"""What an import reads and returns.
+"""Data classes of an import: its input and its result.
 
-It also has FlagScale's names of serving engines, their knobs and flags, and the lists of `tables.yaml`.
+This module also contains FlagScale's names of serving engines, of their knobs and flags, and the lists of
+`tables.yaml`.
 
-`Source` is a composed tree whose keys are taken one by one. Remaining keys get a note, so that none is dropped
-silently. `Imported` is a spec with notes, its commented YAML, and errors with the keys of the tree.
+`Source` is a composed configuration from which keys are taken one by one. Remaining keys get a note, so that none is
+dropped silently. `Imported` is a spec with notes, its commented YAML, and errors that name the keys of the
+configuration.
 """
 
 import re
@@ -26,9 +28,9 @@ from flagcore.spec.plain_data import spec_error
 
 TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml").read_text(encoding="utf-8"))
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "llama_cpp": "llamacpp", "llamacpp": "llamacpp"}
-"""flagcore's names of engines by FlagScale's names."""
+"""Maps FlagScale's names of engines to flagcore's names."""
 DEFAULT_ENGINES = ("vllm", "llama_cpp")
-"""The engines of a tree without engines, as in FlagScale."""
+"""The default engines of a configuration that names none, as in FlagScale."""
 KNOBS = {
     engine: frozenset(knob.name for knob in knobs)
     for engine, knobs in (("vllm", VLLM), ("sglang", SGLANG), ("llamacpp", LLAMACPP))
@@ -36,7 +38,7 @@ KNOBS = {
 """Names of knobs by engine."""
 DEFAULT_SPACE: dict[str, dict[str, Any]] = TABLES["own_space"]
 KNOB_NAMES = {"instance": "instances", "instace": "instances"}
-"""flagcore's names of knobs in FlagScale's spaces; the second one is a typo in its space for SGLang."""
+"""Maps names in FlagScale's spaces to flagcore's knobs. The second name is a typo in its space for SGLang."""
 COMMON_ARGUMENTS: dict[str, dict[str, str]] = TABLES["common_arguments"]
 KNOBS_BY_ARGUMENT: dict[str, str] = TABLES["arguments_as_knobs"]
 RESERVED_ARGUMENTS: dict[str, str] = TABLES["own_arguments"]
@@ -48,28 +50,28 @@ def flagscale_name(engine: str) -> str:
 
 
 class Source(Notes):
-    """A nested mapping whose keys are taken by their dotted paths. `left` has the remaining keys."""
+    """A nested mapping from which keys are taken by their dotted paths. `left` contains the remaining keys."""
 
     def __init__(self, tree: Mapping[str, Any], *, file: str) -> None:
         super().__init__(file)
         self.left = deepcopy(dict(tree))
 
     def at(self, path: str) -> Any:
-        """Return the value at `path` without taking it, an empty mapping if there is none."""
+        """Return the value at `path` without taking it, or an empty mapping if there is none."""
         value: Any = self.left
         for part in path.split("."):
             value = value.get(part, {}) if isinstance(value, dict) else {}
         return value
 
     def take(self, path: str, default: Any = None) -> Any:
-        """Return and remove the value at `path`; `default` if it is missing or null."""
+        """Return and remove the value at `path`. Return `default` if it is missing or null."""
         parent, _, name = path.rpartition(".")
         section = self.at(parent) if parent else self.left
         value = section.pop(name, None) if isinstance(section, dict) else None
         return default if value is None else value
 
     def put(self, path: str, value: Any) -> list[str]:
-        """Set the value at `path`, and merge mappings. Existing values stay; return their keys."""
+        """Set the value at `path`; mappings are merged. Existing values are not replaced; return their keys."""
         *parents, name = path.split(".")
         section: Any = self.left
         for part in parents:
@@ -85,11 +87,13 @@ class Source(Notes):
         return [] if existing is None else [""]
 
     def section(self, path: str) -> dict[str, Any]:
-        """Take the mapping at `path`; another value gets a note and counts as empty."""
+        """Take the mapping at `path`. If the value is not a mapping, add a note and return an empty mapping."""
         return self.mapping(path, self.take(path))
 
     def mapping(self, path: str, value: Any) -> dict[str, Any]:
-        """Return a copy of the mapping `value` of `path`; another value gets a note and counts as empty."""
+        """Return a copy of `value`, which is at `path`. If it is not a mapping, add a note and return an empty
+        mapping.
+        """
         if isinstance(value, dict):
             return dict(value)
         if value is not None:
@@ -111,7 +115,7 @@ class Source(Notes):
 
 
 def leaves(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path, with a dot before each part, and the value of each leaf."""
+    """Yield the path and the value of each leaf. A path has a dot before each part."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{at}.{key}")
@@ -128,7 +132,7 @@ _INDEX_PATTERN = re.compile(r"(\[\d+\])+$")
 class Imported:
     """The data of a spec with absolute paths, and notes on keys that are dropped or changed.
 
-    `tree` is the composed tree, `file` its top file.
+    `tree` is the composed configuration, `file` its top file.
     """
 
     data: dict[str, Any]
@@ -149,7 +153,7 @@ class Imported:
         return spec_error(key, error.problem, value=error.value, fix=error.fix, file=self.file)
 
     def _key_of_argument(self, words: str) -> str:
-        """Return the key of a flag or of the program in the tree. Only notes have keys without a value."""
+        """Return the key of a flag or of the program in the configuration. Only notes have keys without a value."""
         if not words.startswith("--"):
             return "experiment.task.entrypoint"
         name = flag_name(words.split()[0].lstrip("-"))
@@ -178,7 +182,7 @@ def _key_of(tree: Mapping[str, Any], key: str) -> str:
 
 
 def _names(name: str) -> set[str]:
-    """Return all names of a knob or flag in trees, with hyphens and with underscores."""
+    """Return all names that a knob or flag may have in a configuration, with hyphens and with underscores."""
     words = {name, *_RENAMED_KEYS.get(name, ())}
     for table in (KNOBS_BY_ARGUMENT, KNOB_NAMES, *COMMON_ARGUMENTS.values()):
         words |= {tree_name for tree_name, own_name in table.items() if own_name in words}

@@ -1,4 +1,4 @@
-"""Translates a tree for training: `train.system`, `train.model` and `train.data` have Megatron's flags."""
+"""Translates a training configuration: `train.system`, `train.model` and `train.data` contain Megatron's flags."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +37,7 @@ _MIB = 1 << 20
 def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved: Sequence[str] = ()) -> dict[str, Any]:
     """Return the data of a spec for training. Raises SpecError for missing keys.
 
-    `unresolved` keys of `train` have a placeholder in the command, so that no trial starts.
+    `unresolved` keys of `train` become placeholders in the command, so that no trial starts.
     """
     entries = take_entries(source)
     flags = Flags(source, entries, "train.model.{name}")
@@ -92,9 +92,9 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
 
 
 def _tuner(source: Source, baseline: dict[str, Any], problem: str, meshes: list[str] | str | None) -> dict[str, Any]:
-    """Return the section `auto_tuner`; it has no baseline if there is a `problem` with it.
+    """Return the section `auto_tuner`, without the baseline if there is a `problem` with it.
 
-    `meshes` are those of a job on several of them.
+    `meshes` are the meshes of the space, for a job on several meshes.
     """
     space = _space(source, [knob.name for knob in SPACE_KNOBS if knob.name not in (SPLIT, MESHES)])
     even: dict[str, Any] = {SPLIT: None}  # FlagScale splits layers evenly
@@ -162,7 +162,7 @@ def _space(source: Source, knob_names: Any) -> dict[str, Any]:
 
 
 def _objective(source: Source) -> str:
-    """Return the objective; for a fixed batch size and number of devices, times and rates have the same order."""
+    """Return the objective. For a fixed batch size and number of devices, times and rates rank candidates equally."""
     name, order = source.take(f"{_PERFORMANCE}.name"), source.take(f"{_PERFORMANCE}.order")
     key = "auto_tuner.objective"
     if name is not None:

@@ -1,4 +1,4 @@
-"""The hub of the kubernetes launcher: accepts connections from the pods of a job, one for each trial."""
+"""The hub of the kubernetes launcher. It accepts connections from the pods of a job, one connection for each trial."""
 
 import asyncio
 import contextlib
@@ -14,13 +14,13 @@ from flagcore.launchers.hub import run_both, serve
 from flagcore_kubernetes.join import CONNECT_SECONDS, keep_alive, proof, token
 
 JOIN_SECONDS = 50.0
-"""Maximum time until a pod joins again for the next trial."""
+"""Maximum time in seconds until a pod joins again for the next trial."""
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Pods:
-    """The connections of pods that joined and have no trial, by name."""
+    """The connections of the pods that have joined and have no trial yet, by the name of the pod."""
 
     def __init__(self) -> None:
         self.free: dict[str, Stream] = {}
@@ -44,7 +44,7 @@ class Pods:
         return {}
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Accept a pod that proves the secret; close other connections."""
+        """Accept a pod that proves that it has the secret. Close all other connections."""
         try:
             name = await asyncio.wait_for(self._check(reader, writer), CONNECT_SECONDS)
         except (OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError):
@@ -69,7 +69,7 @@ class Pods:
         return name
 
     async def connect(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect a channel to a pod's agent, which starts with the first bytes."""
+        """Connect a channel to the agent of a pod. The agent starts with the first bytes."""
         pod = await asyncio.wait_for(self._take_pod(name), JOIN_SECONDS)
         try:
             await run_both(_copy(reader, pod[1]), _copy(pod[0], writer))
@@ -93,7 +93,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def main(path: str) -> None:
-    """Run the hub at a socket."""
+    """Run the hub at the socket `path`."""
     pods = Pods()
     await serve(path, pods.answer, pods.connect)
 

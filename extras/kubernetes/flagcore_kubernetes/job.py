@@ -1,8 +1,8 @@
 """Manifests: a job that tunes a spec, a job that trains with a candidate, or a Deployment with a Service.
 
-A job has a first pod and others of the same kind: JobSet, PyTorchJob or Volcano's Job. Fields: JobSet
-jobset.x-k8s.io/v1alpha2, PyTorchJob kubeflow.org/v1 (training-operator 1.9), Job batch.volcano.sh/v1alpha1. Each gives
-every pod a stable name, by which the others reach it.
+A job is a JobSet, a PyTorchJob or Volcano's Job, with a first pod and others. The fields are from JobSet
+jobset.x-k8s.io/v1alpha2, PyTorchJob kubeflow.org/v1 (training-operator 1.9), Job batch.volcano.sh/v1alpha1. Each kind
+gives every pod a stable name, by which the other pods reach it.
 """
 
 import os
@@ -24,7 +24,7 @@ from flagcore.spec.plain_data import dump_yaml
 from flagcore_kubernetes.join import TOKEN
 
 HOSTS = "FLAGCORE_HOSTS"
-"""Environment variable with the names of the job's pods, the tuning pod first."""
+"""Environment variable that contains the names of the job's pods, the tuning pod first."""
 FIRST, OTHERS = "first", "others"
 RESTARTS = 3
 """How often a job is started again, for example after a preemption."""
@@ -35,8 +35,8 @@ class Pods:
     """The pods of a job. `first` and `others` are shell commands, in which `{rank}` is the number of the pod.
 
     `limits` are the resources of each pod. `secrets` maps variables to the name and key of their secret. `claim` is a
-    persistent volume claim, mounted at `mount`; empty for none. `first_ends` is whether the job ends with its first
-    pod; otherwise it ends with all pods.
+    persistent volume claim, mounted at `mount`; it is empty if there is none. With `first_ends` the job ends when its
+    first pod ends, otherwise when all pods have ended.
     """
 
     name: str
@@ -66,7 +66,9 @@ def _volcano_hosts(name: str, count: int) -> list[str]:
 
 
 def pod_template(pods: Pods, command: str, restart: str, container: str = "flagcore") -> dict[str, Any]:
-    """Return the template of a pod. Devices exchange data through /dev/shm, which is 64 MB without a volume."""
+    """Return the template of a pod. It mounts /dev/shm, through which devices exchange data: the default is only 64
+    MB.
+    """
     variables: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in pods.environment.items()]
     secret = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": where, "key": key}}}
@@ -90,7 +92,7 @@ def pod_template(pods: Pods, command: str, restart: str, container: str = "flagc
 
 
 def _groups(pods: Pods, first_rank: str, other_rank: str) -> list[tuple[str, int, str]]:
-    """Return the name, the size and the command of each group of pods."""
+    """Return the name, the number of pods and the command of each group of pods."""
     groups = [(FIRST, 1, pods.first.replace("{rank}", first_rank))]
     return groups + [(OTHERS, pods.count - 1, pods.others.replace("{rank}", other_rank))] * (pods.count > 1)
 
@@ -119,7 +121,7 @@ def _pytorch(pods: Pods) -> dict[str, Any]:
         for name, count, command in _groups(pods, "$RANK", "$RANK")
     }
     for each in replicas.values():
-        del each["template"]["spec"]["restartPolicy"]  # that of the replica counts
+        del each["template"]["spec"]["restartPolicy"]  # a PyTorchJob uses the policy of the replica
     policy = {
         "backoffLimit": RESTARTS,
         "cleanPodPolicy": "All" if pods.first_ends else "None",
@@ -164,11 +166,11 @@ KINDS = {
 
 
 IN_SHELL = {"{node_rank}": "NODE_RANK", **DEVICES_OF_HOST}
-"""Variables and commands of a pod's shell for placeholders."""
+"""Maps placeholders to variables and commands in the shell of a pod."""
 
 
 def export(job: ExportJob) -> Mapping[str, str]:
-    """Return the manifest of a job. Raises UsageError without an image, or for a server on several hosts."""
+    """Return the manifest of a job. Raises UsageError if there is no image, or for a server on several hosts."""
     image, kind = job.options.get("image"), job.options.get("kind", "jobset")
     if not image:
         raise UsageError(_("--to kubernetes needs --image, an image with the program of the candidate"))
@@ -213,7 +215,7 @@ def _placeholders(hosts: Collection[str]) -> dict[str, str]:
 
 
 def _environment(job: ExportJob, hosts: Collection[str]) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
-    """Return the variables of all pods, and the secrets by variable. A pod has devices of its own, counted from 0."""
+    """Return the variables of all pods, and the secret of each secret variable. Each pod counts its devices from 0."""
     placeholders, ranks = _placeholders(hosts), dict[str, str]()
     if not job.launch.ready:
         ranks = {name.strip("{}").upper(): value for name, value in placeholders.items()}
@@ -224,9 +226,10 @@ def _environment(job: ExportJob, hosts: Collection[str]) -> tuple[dict[str, str]
 
 
 def _command(job: ExportJob, hosts: Collection[str], of_host: Mapping[str, str]) -> str:
-    """Return the shell command of a pod; `{rank}` is the number of the pod. The image has the program in its PATH.
+    """Return the shell command of a pod, in which `{rank}` is the number of the pod. The program is on the PATH of the
+    image.
 
-    The values of the variables `of_host` are different in each pod.
+    `of_host` are the variables whose values differ between pods.
     """
     launch, placeholders = job.launch, _placeholders(hosts)
     argv = [os.path.basename(launch.argv[0]) if launch.ready else launch.argv[0], *launch.argv[1:], *launch.sample]
@@ -239,7 +242,7 @@ def _command(job: ExportJob, hosts: Collection[str], of_host: Mapping[str, str])
 
 
 def _server(pods: Pods, job: ExportJob) -> list[dict[str, Any]]:
-    """Return a Deployment with a pod per server, and the Service in front of them."""
+    """Return a Deployment with one pod per server, and the Service in front of the pods."""
     health = urlsplit(job.launch.ready[0])
     labels, template = {"app": pods.name}, pod_template(pods, pods.first, "Always", "server")
     (container,) = template["spec"]["containers"]
@@ -261,7 +264,9 @@ def _server(pods: Pods, job: ExportJob) -> list[dict[str, Any]]:
 
 
 def _server_groups(job: ExportJob, servers: ServerGroups, common: Pods) -> list[dict[str, Any]]:
-    """Return a StatefulSet for each kind of servers, which gives each a name, and the router as in `_server`."""
+    """Return a StatefulSet for each kind of server, and the router as in `_server`. A StatefulSet gives each pod a
+    name.
+    """
     manifests: list[dict[str, Any]] = []
     for group in servers.groups:
         own = replace(job, launch=group.launch, name=f"{job.name}-{group.name}", replicas=group.replicas)

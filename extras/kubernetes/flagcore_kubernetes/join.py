@@ -1,7 +1,7 @@
 """Connects a pod of Kubernetes to `flag tune`: `python -m flagcore_kubernetes.join CONTROLLER[:PORT] [NAME]`.
 
-It connects to the controller repeatedly. Both sides prove that they have FLAGCORE_TOKEN, without sending it. Then the
-connection is the channel of an agent. This host listens on no port.
+It connects to the controller repeatedly. Both sides prove that they have FLAGCORE_TOKEN, without sending it. The
+connection then becomes the channel of an agent. This host does not listen on a port.
 """
 
 import hmac
@@ -21,11 +21,11 @@ MIN_TOKEN = 16
 CONNECT_SECONDS, RETRY_SECONDS = 10.0, 1.0
 LONGEST_LINE = 4096
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-"""Closes an idle connection 20 s after the loss of the other end."""
+"""Socket options that close an idle connection 20 s after the loss of the other end."""
 
 
 def token() -> bytes:
-    """Return the secret. Raises ValueError if it is missing or short."""
+    """Return the secret, FLAGCORE_TOKEN. Raises ValueError if it is missing or too short."""
     secret = os.environ.get(TOKEN, "").strip()
     if len(secret) < MIN_TOKEN:
         raise ValueError(f"{TOKEN} must have at least {MIN_TOKEN} characters; set it with a Kubernetes Secret")
@@ -33,7 +33,7 @@ def token() -> bytes:
 
 
 def proof(key: bytes, *words: str) -> str:
-    """Return the HMAC of `words`, which proves the possession of the secret."""
+    """Return the HMAC of `words` with the secret `key`, which proves that this side has the secret."""
     return hmac.new(key, json.dumps(words).encode(), "sha256").hexdigest()
 
 
@@ -47,7 +47,7 @@ def keep_alive(connection: socket.socket) -> None:
 def main(controller: str, name: str = "") -> None:
     """Start an agent for each connection, until this process is ended. Raises ValueError for an invalid port or secret.
 
-    As soon as an agent has started, this pod joins again, so that several trials can run beside each other.
+    As soon as an agent has started, this pod joins again, so that several trials can run at the same time.
     """
     host, _, port = controller.partition(":")
     if port and not port.isdecimal():
@@ -96,7 +96,7 @@ def _connect(host: str, port: int, key: bytes, name: str) -> socket.socket:
 
 
 def _read_line(connection: socket.socket) -> str:
-    """Return the next line; later data stays in the connection. Raises OSError or ValueError."""
+    """Return the next line, and leave later data in the connection. Raises OSError or ValueError."""
     text = b""
     while not text.endswith(b"\n"):
         piece = connection.recv(1)

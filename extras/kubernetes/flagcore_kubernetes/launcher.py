@@ -20,12 +20,12 @@ from flagcore_kubernetes.join import PORT, TOKEN
 PORT_VARIABLE = "FLAGCORE_PORT"
 """Environment variable with the port on which the tuning pod listens."""
 JOIN_SECONDS = 600.0
-"""Maximum time until all pods have joined; images are large."""
+"""Maximum time in seconds until all pods have joined. Pulling large images takes long."""
 HUB = Hub("kubernetes", "flagcore_kubernetes.hub")
 
 
 def find_hosts(nodes: int) -> tuple[str, ...]:
-    """Return the pods of this job; empty outside of a job."""
+    """Return the names of this job's pods. The result is empty outside of a job."""
     return tuple(os.environ.get(HOSTS, "").split())
 
 

@@ -1,4 +1,4 @@
-"""The hub of the ray launcher: reserves whole nodes of a Ray cluster by a placement group, with an actor per node.
+"""The hub of the ray launcher. It reserves whole nodes of a Ray cluster in a placement group, with one actor per node.
 
 Ray removes the group and the actors when this process ends, even if it is killed. An actor relays the channels of
 agents, and ends with its node, its group or this process; then the agents end their trials.
@@ -24,11 +24,11 @@ from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hub import run_both, serve
 
 WAIT_SECONDS = 60.0
-"""Maximum time until nodes are free."""
+"""Maximum time in seconds to wait for free nodes."""
 CONNECT_SECONDS = 5.0
 PIECE_BYTES = 1 << 16
 MAX_CALLS = 64
-"""Maximum number of concurrent calls of an actor. Each agent has a call that waits for its output."""
+"""Maximum number of concurrent calls of an actor. For each agent, one call waits for its output."""
 
 
 class Agents:
@@ -62,7 +62,7 @@ class Agents:
         stream.flush()
 
     def read(self, number: int, size: int) -> bytes:
-        """Wait for output of an agent and return it; empty at its end."""
+        """Wait for output of an agent and return it. The result is empty when the agent has ended."""
         stream = self.shells[number].stdout
         assert stream
         return os.read(stream.fileno(), size)
@@ -167,7 +167,7 @@ def _require_answer(address: str) -> None:
 
 
 def _whole_node(node: Mapping[str, Any]) -> dict[str, float]:
-    """Return the processors and devices of a node: all resources except memory and the names of the node."""
+    """Return the processors and devices of a node: all its Ray resources except memory and the names of the node."""
     return {
         name: size
         for name, size in node["Resources"].items()

@@ -9,7 +9,7 @@ from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.hub import Hub
 
 ANY = "any-"
-"""Prefix of the name of a host that Ray has not chosen yet."""
+"""Prefix of placeholder names, for hosts that Ray has not chosen yet."""
 HOLD_SECONDS = 120.0
 HUB = Hub("ray", "flagcore_ray.hub")
 

@@ -24,7 +24,7 @@ __all__ = ["PluginConformance"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the class of tests on access, with assertions rewritten by pytest; the checks do not need pytest."""
+    """Import PluginConformance on first access, with assertions rewritten by pytest. The checks do not need pytest."""
     if name != "PluginConformance":
         raise AttributeError(name)
     import pytest
@@ -36,5 +36,5 @@ def __getattr__(name: str) -> object:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the mark `device` in every pytest, so that plugins need no settings."""
+    """Declare the mark `device` in every pytest run, so that plugins need no pytest settings."""
     config.addinivalue_line("markers", "device: needs a real accelerator")

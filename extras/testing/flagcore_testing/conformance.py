@@ -1,4 +1,4 @@
-"""The checks of the kit as tests of pytest. A skip gives its reason."""
+"""The checks of the kit as pytest tests. A skipped test states its reason."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from flagcore_testing.checks import CHECKS
 from flagcore_testing.kit import Check, Subject, run
 
 SUBJECTS: dict[int, Subject] = {}
-"""Cache of subjects, so that tests share the answers of a plugin."""
+"""Cache of plugins under test, so that tests share the answers of a plugin."""
 
 
 class PluginConformance:
@@ -22,7 +22,7 @@ class PluginConformance:
 
     @pytest.fixture
     def failure_examples(self) -> Sequence[tuple[str, TrialState]]:
-        """Override to add to the examples of `quirks.yaml`: log lines, with the state of the failed trial."""
+        """Override to add examples to those in `quirks.yaml`: log lines with the state of the failed trial."""
         return ()
 
     @pytest.fixture

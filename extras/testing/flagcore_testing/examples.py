@@ -1,4 +1,4 @@
-"""A small task, a chip that no plugin lists, and the arguments of every hook, for checks of plugins."""
+"""Test data for checks of plugins: a small task, a chip that no plugin lists, and arguments for every hook."""
 
 from collections.abc import Iterator, Mapping
 
@@ -24,7 +24,7 @@ MODEL = Model(
 
 
 def group_of(chip: Chip) -> NodeGroup:
-    """Return one node of eight devices."""
+    """Return a node group of one node with eight devices of `chip`."""
     return NodeGroup(chip=chip, nodes=1, devices_per_node=8)
 
 
@@ -38,7 +38,9 @@ def task_on(chip: Chip, engine: str = "megatron") -> Task:
 
 
 def example_calls(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield each hook with a chip or an engine as argument, with its arguments, once per engine."""
+    """Yield each hook that takes a chip or an engine, with its arguments. A hook that takes an engine is yielded per
+    engine.
+    """
     group, task = group_of(chip), task_on(chip)
     yield "flagcore_topology", {"group": group}
     yield "flagcore_telemetry", {"device": Device(index=0, chip=chip.name)}

@@ -1,4 +1,4 @@
-"""A machine with fake management tools: executables, alone on the PATH, with a given output."""
+"""A machine with fake management tools: executables that print a given output. The PATH contains nothing else."""
 
 import logging
 import os
@@ -30,12 +30,12 @@ FOREIGN_TABLE = """\
 | 0%   32C   P0    90W / 350W   | 116MiB / 32768MiB    | 0%        Default    |
 +-----------------------------------------------------------------------------+
 """
-"""The table of a fictional vendor in the usual form."""
+"""The table of devices of a fictional vendor, in the usual form."""
 
 
 @contextmanager
 def machine(tools: Mapping[str, str] | None = None, **environment: str) -> Iterator[Path]:
-    """Restrict the PATH to `tools` (name and shell script), and the environment to a few variables; yield a folder.
+    """Restrict the PATH to `tools` (name and shell script), and the environment to a few variables. Yield their folder.
 
     The previous environment is restored.
     """
@@ -64,7 +64,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def warnings_enabled() -> Iterator[None]:
-    """Let warnings be logged within `quiet`, to no handler."""
+    """Enable the logging of warnings within `quiet`, without a handler that prints them."""
     before, handlers = logging.root.manager.disable, logging.root.handlers[:]
     logging.disable(logging.NOTSET)
     logging.root.handlers[:] = [logging.NullHandler()]
@@ -76,13 +76,13 @@ def warnings_enabled() -> Iterator[None]:
 
 
 def prints(text: str) -> str:
-    """Return a script that prints `text` for any arguments."""
+    """Return a shell script that prints `text`, whatever its arguments are."""
     lines = text if text.endswith("\n") else f"{text}\n"
     return f"cat <<'END OF THE TRANSCRIPT'\n{lines}END OF THE TRANSCRIPT"
 
 
 def printing(transcript: Transcript) -> dict[str, str]:
-    """Return the tool of a transcript with a script that prints it."""
+    """Return a mapping from the tool of a transcript to a script that prints the transcript."""
     return {transcript.tool: prints(transcript.text)}
 
 
@@ -103,15 +103,15 @@ def devices(
 
 
 def ask(plugin: Subject, **variables: str) -> tuple[Device, ...]:
-    """Return the devices that the plugin finds on this machine for processes with more `variables`. Raises its
-    exceptions, and BadPlugin.
+    """Return the devices that the plugin finds on this machine if `variables` are added to the environment. Raises the
+    plugin's exceptions, or BadPlugin.
     """
     answer = plugin.loaded.plugins[0].call("flagcore_devices", {"environment": {**os.environ, **variables}})
     return () if answer is None else several(Device)(answer)
 
 
 def without_tools(plugin: Subject) -> tuple[Device, ...]:
-    """Return the devices found without any tool: none, except on a machine with the vendor's devices."""
+    """Return the devices found without any tool. There are none, except on a machine with the vendor's devices."""
     return plugin.once("without tools", lambda: devices(plugin))
 
 
@@ -155,7 +155,7 @@ def with_short_timeouts(waited: dict[int, float], seconds: float = 0.2) -> Itera
 
     def limit(process: Any, timeout: float | None) -> float | None:
         if process.poll() is not None or process.pid in waited:
-            return timeout  # it has ended, or was given up and killed
+            return timeout  # the process has ended, or its wait was given up and it was killed
         if timeout is None:
             process.kill()
             raise NoLimit

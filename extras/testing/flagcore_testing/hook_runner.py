@@ -1,10 +1,11 @@
-"""Imports a plugin and calls its hooks in a separate process; reports side effects.
+"""Imports a plugin and calls its hooks in a separate process, and reports their side effects.
 
-`python -m flagcore_testing.hook_runner ENTRY PATHS SECONDS` runs in an empty folder, with a time limit of each step.
-It prints a line of JSON before each step, `{"begins": HOOK}` (the first is the import), the last one `{"ends": ENTRY}`,
-and after each step: `hook`, `seconds`, `printed`, `changed` (of the process), `raised`, `arguments` (names of those
-that the hook modified), and of the import the `drivers` and the plugin's `files` that it loaded. `PARTS` is the state
-of a process that a plugin must not change.
+`python -m flagcore_testing.hook_runner ENTRY PATHS SECONDS` runs in an empty folder, with a time limit for each step.
+The first step is the import, and each other step is a hook. The program prints lines of JSON. Before each step it
+prints `{"begins": HOOK}`, and after the last one `{"ends": ENTRY}`. After each step it prints `hook`, `seconds`,
+`printed`, `changed` (the changed parts of the process), `raised`, and `arguments` (the names of the arguments that the
+hook modified). For the import, it also prints the `drivers` and the plugin's `files` that were loaded. `PARTS` lists
+the state of a process that a plugin must not change.
 """
 
 import ctypes
@@ -37,7 +38,7 @@ from flagcore_testing.examples import example_calls
 
 
 def process_state() -> dict[str, object]:
-    """Return the state by its name in messages. The values are only for comparisons."""
+    """Return each part of the process state by its name in messages. The values are only meant for comparison."""
     return {what: read() for what, read in PARTS.items()}
 
 
@@ -129,7 +130,7 @@ def _call_hook(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, obje
 
 
 def _answer(plugin: Plugin, hook: str, arguments: Mapping[str, object]) -> None:
-    """Call a hook, and the methods of the object that it answers."""
+    """Call a hook, and the methods of the object that it returns."""
     answer = plugin.call(hook, arguments)
     if answer is not None and hook in USES:
         with suppress(BadPlugin):  # another check reports it
@@ -155,7 +156,7 @@ USES: Mapping[str, Callable[[Any, Mapping[str, Any]], object]] = {
     "flagcore_pruning_rules": _use_rules,
     "flagcore_telemetry": lambda answer, arguments: answer.sample(),
 }
-"""How the objects of hooks are used."""
+"""Maps a hook to a function that uses the object that the hook returns."""
 
 
 def _observe(call: Callable[[], object]) -> dict[str, object]:
@@ -179,7 +180,7 @@ def _observe(call: Callable[[], object]) -> dict[str, object]:
 
 
 def _hook_calls(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield each hook with the arguments of the core, once per chip and engine."""
+    """Yield each hook with the arguments that the core passes, once per chip and engine."""
     yield "flagcore_chips", {}
     yield "flagcore_devices", {"environment": {**os.environ}}
     yield "flagcore_maturity", {}

@@ -43,7 +43,7 @@ class Problem:
 
 
 def fix_of(reason: str) -> str:
-    """Return the fix for an error in a plugin's file; empty for other errors."""
+    """Return the fix for an error in a plugin's file, or an empty text for other errors."""
     if reason.startswith("SpecError"):
         return "correct that key; docs/write-a-plugin.md describes the files"
     missing_fix = "write that file (see docs/write-a-plugin.md), or return None from the hook"
@@ -74,7 +74,9 @@ class Subject:
 
     @classmethod
     def of(cls, hooks: object, examples: Sequence[tuple[str, TrialState]] = ()) -> Subject:
-        """Return `hooks` with the name of its entry point, if the plugin is installed or in its source folder."""
+        """Return the subject for `hooks`. It has the name of the entry point if the plugin is installed or in its
+        source folder.
+        """
         subject = cls(name="plugin_under_test", hooks=hooks, examples=examples)
         for name, points in installed(GROUP).items():
             if points[0].value == subject.entry:
@@ -91,7 +93,7 @@ class Subject:
 
     @cached_property
     def chips(self) -> tuple[Chip, ...]:
-        """The chips of the plugin; empty for an add-on."""
+        """The chips of the plugin. An add-on has none."""
         return self.loaded.chips()
 
     @cached_property
@@ -101,7 +103,7 @@ class Subject:
 
     @cached_property
     def entry(self) -> str:
-        """Its entry point: MODULE or MODULE:OBJECT. Empty for an object without a package."""
+        """The entry point of the plugin, MODULE or MODULE:OBJECT. It is empty for an object without a package."""
         if isinstance(self.hooks, ModuleType):
             return self.hooks.__name__
         package = str(getattr(self.hooks, "package", ""))
@@ -113,24 +115,24 @@ class Subject:
 
     @property
     def hooks_module(self) -> str:
-        """The name of the module of hooks. Raises Skip for an object of no package."""
+        """The name of the module with the hooks. Raises Skip for an object without a package."""
         if not self.entry:
             raise Skip("the plugin is an object without a package")
         return self.entry.partition(":")[0]
 
     @property
     def package(self) -> str:
-        """The name of the plugin's package. Raises Skip for an object of no package."""
+        """The name of the plugin's package. Raises Skip for an object without a package."""
         return self.hooks_module.partition(".")[0]
 
     @property
     def package_folder(self) -> Path:
-        """The folder of its package. Raises Skip for an object of no package."""
+        """The folder of the plugin's package. Raises Skip for an object without a package."""
         return Path(str(sys.modules[self.hooks_module].__file__)).parent
 
     @cached_property
     def packaged(self) -> Package:
-        """Return the metadata of its distribution. Raises Skip without a distribution."""
+        """The metadata of the plugin's distribution. Raises Skip if there is no distribution."""
         if source := source_of(self.package_folder.resolve(), self.hooks_module):
             return source
         if self.distribution is None:
@@ -139,14 +141,14 @@ class Subject:
 
     @property
     def source(self) -> Path:
-        """Its source folder. Raises Skip if only the installed package is available."""
+        """The source folder of the plugin. Raises Skip if only the installed package is available."""
         if self.packaged.folder is None:
             raise Skip("only the installed package is available, not its source")
         return self.packaged.folder
 
     @cached_property
     def transcripts(self) -> tuple[Transcript, ...]:
-        """Outputs of its vendor's tools. Raises Skip if there are none."""
+        """The transcripts of the vendor's tools. Raises Skip if there are none."""
         transcripts_found = read_transcripts(self.source)
         if not transcripts_found:
             raise Skip("tests/smi has no transcripts")
@@ -161,7 +163,9 @@ class Subject:
         return with_devices
 
     def shipped(self, file: str, read: Callable[[str], T]) -> T:
-        """Return the content of a file of its package. Raises Skip without the file, SpecError for an invalid file."""
+        """Return the content of a file of the plugin's package. Raises Skip if it does not exist, and SpecError if it
+        is invalid.
+        """
         if not (self.package_folder / file).is_file():
             raise Skip(f"the plugin has no {file}")
         return read(self.package)
@@ -182,7 +186,7 @@ class Subject:
         return self.shipped("maturity.yaml", read_maturity) or Maturity()
 
     def yaml_files(self, pattern: str) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the content of each YAML file of its package that matches `pattern`."""
+        """Yield the name and the content of each YAML file of the plugin's package that matches `pattern`."""
         for path in sorted(self.package_folder.glob(pattern)):
             try:
                 yield path.relative_to(self.package_folder).as_posix(), yaml.safe_load(path.read_text("utf-8"))
@@ -217,7 +221,7 @@ class Subject:
                 yield Problem(f"{failure.hook}: {failure.reason}", fix=fix)
 
     def places(self, messages: Iterable[str], error: BaseException | None = None) -> str:
-        """Return the lines that an error or messages are about, separated by commas; empty if unknown."""
+        """Return the lines that an error or messages are about, separated by commas, or an empty text if unknown."""
         folders: list[Path] = []
         with suppress(Skip, KeyError):
             folders.append(self.package_folder)
@@ -226,11 +230,11 @@ class Subject:
         return ", ".join(dict.fromkeys(filter(None, found)))
 
     def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
-        """Return the plugin's answer, unchecked. Raises its exceptions."""
+        """Return the plugin's answer without validation. Raises the plugin's exceptions."""
         return self.loaded.plugins[0].call(hook, arguments)
 
     def own_chips(self) -> tuple[Chip, ...]:
-        """Return its chips. Raises Skip if it has no readable chip."""
+        """Return the chips of the plugin. Raises Skip if it has no readable chip."""
         if not self.chips:
             unread = self.failed("flagcore_chips")
             raise Skip("its chips cannot be read" if unread else "the plugin has no chips")
@@ -244,7 +248,9 @@ class Subject:
         return answers
 
     def own_costs(self) -> list[tuple[Chip, KernelCosts]]:
-        """Return its kernel times without the core's roofline for missing times. Raises Skip."""
+        """Return the plugin's own kernel times, without the core's roofline for missing times. Raises Skip if there are
+        none.
+        """
 
         def own(chip: Chip) -> KernelCosts | None:
             if self.loaded.kernel_costs(chip, "megatron") is None:
@@ -255,7 +261,7 @@ class Subject:
         return self.each("flagcore_kernel_costs", own)
 
     def pairs(self) -> list[tuple[Chip, str]]:
-        """Return each chip with each engine. Raises Skip without chips."""
+        """Return each chip with each engine. Raises Skip if there are no chips."""
         return [(chip, engine) for chip in self.own_chips() for engine in self.engines]
 
     def groups(self) -> Iterator[NodeGroup]:
@@ -265,7 +271,7 @@ class Subject:
             yield from (NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices) for nodes, devices in shapes)
 
     def tasks(self) -> Iterator[Task]:
-        """Yield a small task for each chip and engine, first those of training."""
+        """Yield a small task for each chip and engine, training tasks first."""
         pairs = sorted(self.pairs(), key=lambda pair: pair[1] != "megatron")
         return (task_on(chip, engine) for chip, engine in pairs)
 
@@ -280,7 +286,7 @@ MAX_LISTED = 3
 
 Problems = Iterator["str | Problem"]
 Check = Callable[[Subject], Iterator[Problem]]
-"""The name of a check is a sentence that is true for a valid plugin. It yields violations, or raises Skip."""
+"""A function that yields violations, or raises Skip. Its name is a sentence that is true for a valid plugin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,14 +309,15 @@ def whole(plugin: Subject) -> Iterable[tuple[Any, ...]]:
 
 
 def chips(plugin: Subject) -> Iterable[tuple[Chip]]:
-    """Check each chip of the plugin. Raises Skip without any."""
+    """Check each chip of the plugin. Raises Skip if there are no chips."""
     return [(chip,) for chip in plugin.own_chips()]
 
 
 def check(
     fix: str = "", *, each: Callable[[Subject], Iterable[tuple[Any, ...]]] = whole
 ) -> Callable[[Callable[..., Problems]], Check]:
-    """Return a decorator that makes a check of a function that yields messages with this `fix`, or complete problems.
+    """Return a decorator that turns a function into a check. The function yields messages, which get this `fix`, or
+    problems.
 
     The function is called for every item of `each(plugin)`, with the parts of the item as arguments.
     """
@@ -328,7 +335,7 @@ def check(
 
 
 LOADS, SLOW = "plugin_loads", "hooks_return_quickly"
-"""Checks without which the others need not run, or would take minutes."""
+"""Checks after whose failure the others need not run, or would take minutes."""
 
 
 def run(check: Check, subject: Subject) -> Result:

@@ -1,8 +1,8 @@
-"""What a plugin's distribution has beside its package: metadata, and transcripts of the vendor's tools.
+"""The parts of a plugin's distribution outside its package: metadata, and transcripts of the vendor's tools.
 
-The metadata is from the source folder if available, else from the installation. The transcripts are the output of tools
-on real machines: the files of `tests/smi`, and the devices that they list. `sources.yaml` in the same folder has a line
-per file: where it is from or, for one that lists devices, keys:
+The metadata is read from the source folder if available, else from the installation. The transcripts are outputs of
+tools on real machines, in `tests/smi`. `sources.yaml` in the same folder has one entry per file. An entry is the source
+of the file or, for a file that lists devices, a mapping:
 
 ```yaml
 acme-smi-1.txt:
@@ -35,7 +35,7 @@ else:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A distribution. `folder` is its source folder, None if only the installed package is available."""
+    """A distribution. `folder` is its source folder, or None if only the installed package is available."""
 
     version: str
     description: str = ""
@@ -47,7 +47,7 @@ class Package:
 
 
 def source_of(package_folder: Path, module: str) -> Package | None:
-    """Return the distribution whose source folder contains a package; None if it was installed from a wheel."""
+    """Return the distribution whose source folder contains the package, or None if it was installed from a wheel."""
     for folder in (package_folder.parent, package_folder.parent.parent):
         if (folder / "pyproject.toml").is_file():
             with suppress(UsageError):
@@ -123,7 +123,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """One file. `tool` is the program that printed it; empty if the program does not list devices."""
+    """One transcript file. `tool` is the program that printed it; it is empty if the program does not list devices."""
 
     name: str
     text: str
@@ -131,7 +131,7 @@ class Transcript:
     tool: str = ""
     lists: tuple[Listed, ...] = ()
     left_out: int = 0
-    """Number of warnings about devices that are left out."""
+    """Number of devices that are left out, each with a warning."""
 
     @property
     def devices(self) -> int:
@@ -140,7 +140,7 @@ class Transcript:
 
 
 def read_transcripts(folder: Path) -> tuple[Transcript, ...]:
-    """Return the transcripts in a plugin's source folder; empty without such files. Raises SpecError."""
+    """Return the transcripts in a plugin's source folder, if there are any. Raises SpecError."""
     file = folder / FOLDER / SOURCES
     if not file.is_file():
         return ()

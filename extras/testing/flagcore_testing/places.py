@@ -12,10 +12,10 @@ _WORD = re.compile(r"'([^']+)'|\b([A-Za-z_]\w*(?:\[\d+\])?(?:\.[A-Za-z_]\w*(?:\[
 
 
 def place_of(message: str, folders: Sequence[Path]) -> str:
-    """Return `FILE:LINE` of what a message is about; empty if unknown, or if the message has it.
+    """Return `FILE:LINE` of what a message is about, or an empty text if it is unknown or part of the message.
 
-    `folders` are the plugin's package and, if it is here, its source. The first file that has a word of the message is
-    taken: a file that the message names, that of the chip, data files, modules.
+    `folders` are the plugin's package and, if available, its source. The first file that contains a word of the message
+    is used. Files are searched in this order: a file that the message names, the chip's file, data files, modules.
     """
     if _LINE.search(message) or not folders:
         return ""
@@ -39,7 +39,9 @@ def place_of(message: str, folders: Sequence[Path]) -> str:
 
 
 def line_of_error(error: BaseException | None, folders: Sequence[Path]) -> str:
-    """Return the last line of the plugin in the traceback of an error or its causes; empty if none."""
+    """Return the last line of the plugin in the traceback of an error or of its causes, or an empty text if there is
+    none.
+    """
     found = ""
     while error is not None and not found and folders:
         for frame, line in traceback.walk_tb(error.__traceback__):
@@ -57,7 +59,7 @@ def _found(name: str, folders: Sequence[Path]) -> Iterator[Path]:
 
 
 def _shown(path: Path, folders: Sequence[Path]) -> str:
-    """Return a path relative to the plugin's source, or with the name of its package."""
+    """Return a path relative to the plugin's source folder, or starting with the name of its package."""
     for folder in (*folders[1:], folders[0].parent):
         if folder.resolve() in path.resolve().parents:
             return path.resolve().relative_to(folder.resolve()).as_posix()

@@ -1,8 +1,8 @@
-"""Runs the conformance kit on plugins, each in a process of its own. A crash of the process is a failed check.
+"""Runs the conformance kit on plugins, each in a separate process. A crash of the process is a failed check.
 
-The process is `python -m flagcore_testing.runner NAME FOLDER REPORT SECONDS`. Its report has a line of JSON for each
-step: `{"begins": CHECK}`, then the result of the check, `{"ends": true}` last. So if the plugin ends the process, the
-check that began last failed.
+The process is `python -m flagcore_testing.runner NAME FOLDER REPORT SECONDS`. Its report contains one line of JSON for
+each step: `{"begins": CHECK}` before a check, then its result, and `{"ends": true}` at the end. If the plugin ends the
+process, the check that began last has failed.
 """
 
 import importlib
@@ -28,9 +28,9 @@ from flagcore_testing.kit import Subject, run
 from flagcore_testing.package import read_source
 
 SECONDS = 600.0
-"""Time limit of all checks of one plugin."""
+"""Time limit of all checks of one plugin, in seconds."""
 CHECK_SECONDS = 90.0
-"""Time limit of one check, far above the time of checks that wait for a tool."""
+"""Time limit of one check in seconds. It is far above the time of checks that wait for a tool."""
 AT_ONCE = max(1, min(4, os.cpu_count() or 1))
 """Number of plugins that are checked at the same time."""
 
@@ -64,7 +64,7 @@ class _Target:
 
 
 def check_plugins(targets: Sequence[str] = ()) -> list[Checked]:
-    """Check plugins by name or by the folder of their pyproject.toml; without targets, all installed plugins.
+    """Check plugins by name or by the folder of their pyproject.toml. Without targets, check all installed plugins.
 
     A pyproject.toml without a plugin is a failed check. Raises UsageError for other targets.
     """
@@ -115,7 +115,7 @@ def _read_results(each: _Target, report: Path, process: subprocess.Popen[bytes])
     with suppress(subprocess.TimeoutExpired):
         process.wait(SECONDS)
     records: list[dict[str, str]] = []
-    with suppress(OSError, ValueError):  # the last line may be cut
+    with suppress(OSError, ValueError):  # the last line may be incomplete
         records += map(json.loads, report.read_text("utf-8").splitlines())
     results = [record for record in records if "state" in record]
     code = process.poll()
@@ -134,7 +134,7 @@ def _read_results(each: _Target, report: Path, process: subprocess.Popen[bytes])
 
 
 def as_text(checked: Sequence[Checked]) -> str:
-    """Return one paragraph per plugin: counts, failures with a fix, and reasons of skipped checks."""
+    """Return one paragraph per plugin: the counts, the failures with their fixes, and the reasons of skipped checks."""
     return "\n\n".join("\n".join(_summary_lines(plugin)) for plugin in checked)
 
 
@@ -157,7 +157,7 @@ def _summary_lines(plugin: Checked) -> Iterator[str]:
 
 
 def _run_checks(name: str, folder: str, report: Path, seconds: float) -> None:
-    """Run all checks of a plugin. One that takes longer than `seconds` ends the process, also in native code."""
+    """Run all checks of a plugin. A check that takes longer than `seconds` ends the process, even in native code."""
     from flagcore_testing.checks import CHECKS
 
     logging.lastResort, logging.root.manager.emittedNoHandlerWarning = None, True  # checks cause errors on purpose
@@ -177,7 +177,7 @@ def _run_checks(name: str, folder: str, report: Path, seconds: float) -> None:
 
 
 def _imported(name: str, folder: Path | None) -> Subject:
-    """Import the plugin. The check that it loads reports an error of the import."""
+    """Import the plugin. Another check reports an error of the import."""
     try:
         if folder is None:
             points = installed(plugins.GROUP)[name]

@@ -31,13 +31,13 @@ RULES = {
     "backend": _NAME,
     "preload": (r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "the name of a Python module, such as torch_acme"),
 }
-"""The pattern and the rule of the value of each option."""
+"""For each option, the pattern of valid values and the rule that messages state."""
 
 BY_VERSION = """trusts=lambda report: "+{name}" in report.version,"""
 BY_ATTRIBUTE = """torch_device="{device}",
     torch_attributes=("{device}",),
     trusts=lambda report: "{device}" in report.attributes,"""
-"""How the vendor's torch is recognized: several vendors use `cuda`, and only a vendor's build has another device."""
+"""How the vendor's torch is recognized. Several vendors use the device `cuda`; another device identifies the vendor."""
 
 
 def new_plugin(
@@ -106,7 +106,7 @@ def _check_name(name: str) -> None:
 
 
 def _words(name: str, chips: Sequence[str], values: Mapping[str, str]) -> dict[str, str]:
-    """Return the text of each placeholder of the template, except of those of one chip."""
+    """Return the text of each placeholder of the template, except placeholders that differ between chips."""
     device, program = values["torch-device"], values["tool"].split()[0]
     return {
         "name": name,
@@ -128,7 +128,7 @@ def _words(name: str, chips: Sequence[str], values: Mapping[str, str]) -> dict[s
 
 
 def _rendered(words: Mapping[str, str], chips: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each file; one file per chip where the path names the chip."""
+    """Yield the path and the text of each file. If the path contains the chip, there is one file per chip."""
     template = Path(str(files("flagcore_testing"))) / "template"
     for file in sorted(template.rglob(f"*{SUFFIX}")):
         pattern, text = file.relative_to(template).as_posix(), file.read_text("utf-8")

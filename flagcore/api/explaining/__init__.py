@@ -1,1 +1,1 @@
-"""Why a candidate won or lost, and how two candidates differ."""
+"""Explains why a candidate won or lost, and how two candidates differ."""

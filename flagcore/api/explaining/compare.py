@@ -1,4 +1,4 @@
-"""Comparison of two candidates: knobs, predicted and measured figures, and the reasons of the gap."""
+"""Compares two candidates: knobs, predicted and measured figures, and the reasons for the gap between them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def compare(
 ) -> Comparison:
     """Compare two candidates.
 
-    A candidate is `RUN:CANDIDATE`, or `RUN` for its best; RUN may also be a spec file. `b` may be CANDIDATE alone, for
-    the same run. With `spec` both are candidates of that file. CANDIDATE is as in `explain_candidate`; `chip` requires
-    a spec. Raises the errors of `flagcore.errors`.
+    A candidate is given as `RUN:CANDIDATE`, or as `RUN` for the best candidate of a run. RUN may also be a spec file.
+    `b` may be CANDIDATE alone if it is of the same run. If `spec` is given, both are candidates of this spec. CANDIDATE
+    has the same form as for `explain_candidate`. `chip` requires a spec. Raises the errors of `flagcore.errors`.
     """
     run_a, name = _split_name(a) if spec is None else (spec, a)
     run_b, other = _split_name(b, run_a) if spec is None else (spec, b)
@@ -53,7 +53,7 @@ def compare(
 
 
 def _split_name(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
-    """Return the run or spec of a candidate, by default `of`, and the name of the candidate."""
+    """Split the text of a candidate into its run or spec and its name. The default of the run is `of`."""
     run, colon, name = text.rpartition(":")
     if not Path(text).exists() and colon and Path(run).exists():
         return Path(run), name
@@ -65,7 +65,7 @@ def _split_name(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
 
 
 def compare_subjects(a: Subject, b: Subject) -> Comparison:
-    """Return the comparison of two candidates. Raises UsageError for a training job and a server."""
+    """Return the comparison of two candidates. Raises UsageError if one is a training job and the other a server."""
     specs = [side.snapshot.task.spec for side in (a, b)]
     if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
         places = {"a": a.snapshot.where, "b": b.snapshot.where}
@@ -111,7 +111,7 @@ def _measured(side: Subject) -> dict[str, Any] | None:
 
 
 def _unit(side: Subject) -> float:
-    """Return the tokens per device of a step, by which step times of two tasks are divided; 1 for a server."""
+    """Return the tokens per device and step, by which step times are divided to compare tasks. It is 1 for a server."""
     spec = side.snapshot.task.spec
     if isinstance(spec.work, ServeSpec):
         return 1.0
@@ -119,12 +119,15 @@ def _unit(side: Subject) -> float:
 
 
 def _relative(a: Subject, b: Subject, a_s: float, b_s: float) -> float:
-    """Return the time of `b` over the time of `a`, minus one, in training per token and device."""
+    """Return the time of `b` relative to the time of `a`, minus one.
+
+    For training, it is the time per token and device.
+    """
     return b_s / _unit(b) / (a_s / _unit(a)) - 1.0
 
 
 def _gap(a: Subject, b: Subject) -> tuple[float | None, str]:
-    """Return the relative time of `b`, and its certainty."""
+    """Return the relative gap between the times of `b` and `a`, or None if unknown, and its certainty."""
     if a.snapshot.task.spec.objective != b.snapshot.task.spec.objective and _unit(a) == _unit(b) == 1.0:
         return None, UNKNOWN
     if a.measured_s and b.measured_s:
@@ -142,12 +145,12 @@ def _gap(a: Subject, b: Subject) -> tuple[float | None, str]:
 
 
 def overlap(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Return whether a run of the slower candidate was as fast as a run of the faster candidate, by step times."""
+    """Return whether some step of the slower candidate was as fast as some step of the faster one, over all runs."""
     return max(first) >= min(second) and max(second) >= min(first)
 
 
 def _task_differences(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
-    """Return the differences of two tasks, without the candidates, as `key: a -> b`."""
+    """Return the differences between two tasks as `key: a -> b`, without the differences between the candidates."""
     if a is b:
         return ()
     tasks: list[object] = []

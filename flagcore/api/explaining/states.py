@@ -1,4 +1,4 @@
-"""States of combinations and of single candidates with reasons, and the report on one candidate."""
+"""States of combinations and candidates, each with its reasons, and the report on one candidate."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -29,18 +29,18 @@ from flagcore.tuner.stages.prune import needed_share
 
 ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
 RAN, OPEN = N_("ran"), N_("open")
-"""States of a candidate: a rule of the engine forbids it; the spec does not list it; a rule removed it; it ran; it may
-be tried."""
+"""States of a candidate. ILLEGAL: a rule of the engine forbids it. OUTSIDE: the spec does not list it. REMOVED: a rule
+removed it. RAN: it has a trial. OPEN: it may be tried."""
 LEGAL = {
     True: N_("it would be legal, and would fit"),
     False: N_("it would be legal, but would not fit"),
     None: N_("it would be legal; whether it would fit is unknown"),
 }
-"""Text for a candidate outside the space, by whether it is predicted to fit."""
+"""The text for a candidate outside the space. The key is whether it is predicted to fit."""
 
 
 def state_of(subject: Subject) -> tuple[str, list[str], list[Mapping[str, Any]]]:
-    """Return the state of a candidate, the reasons, and the rules behind it."""
+    """Return the state of a candidate, the reasons for it, and the rules that caused it."""
     snapshot, predicted = subject.snapshot, subject.predicted
     if predicted is None:
         return ILLEGAL, [*map(_broken_rule, subject.broken), *_values_outside_space(subject)], subject.broken
@@ -61,7 +61,7 @@ def state_of(subject: Subject) -> tuple[str, list[str], list[Mapping[str, Any]]]
 
 
 def account_of(subject: Subject) -> dict[str, Any]:
-    """Return the fields of a candidate that its report and a comparison share."""
+    """Return the fields that the report on a candidate and a comparison have in common."""
     state, because, rules = state_of(subject)
     cluster = subject.snapshot.task.cluster
     return {
@@ -92,7 +92,7 @@ def _values_outside_space(subject: Subject) -> Iterator[str]:
 
 
 def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
-    """Return a sentence on the end of a trial: its measurement compared with the best, or the reason of its failure."""
+    """Return a sentence on how a trial ended: its measurement compared with the best, or the reason for its failure."""
     state, measured, shortened = snapshot.search_state, trial.measurement, trial.shortened
     kind, role = _("probe") if trial.fidelity == PROBE else _("trial"), "imported" if trial.source else trial.role.value
     line = f"{kind} {trial.number} ({_(role)}) {state_name(trial.state.value)}"
@@ -128,7 +128,7 @@ def _seconds(snapshot: Snapshot, seconds: float) -> str:
 
 
 def _all_runs(subject: Subject) -> Iterator[str]:
-    """Yield the median of several runs and, if the best has repeats, whether the candidate may be as fast."""
+    """Yield the median over several runs. If the best was repeated, also yield whether the candidate may be as fast."""
     state, best = subject.snapshot.search_state, subject.snapshot.search_state.best
     if len(subject.runs) > 1 and subject.measured_s:
         seconds = _seconds(subject.snapshot, subject.measured_s)
@@ -140,7 +140,7 @@ def _all_runs(subject: Subject) -> Iterator[str]:
 
 
 def _why_best(subject: Subject) -> Iterator[str]:
-    """Yield a comparison of the best with the second candidate within the limits, and with the baseline."""
+    """Yield how the best compares with the second candidate within the limits, and with the baseline."""
     state = subject.snapshot.search_state
     measured = [trial for trial in state.trials if trial.state is TrialState.MEASURED and not trial.source]
     others = [each for each in measured if each.candidate != subject.candidate and state.keeps_limits(each.candidate)]
@@ -164,7 +164,7 @@ def _why_best(subject: Subject) -> Iterator[str]:
 
 
 def _pruning_rules(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
-    """Return the rule of the stage `prune` that removed a row; empty if no rule removed it."""
+    """Return the rule that removed a row in the stage `prune`, as a list of one. The list is empty if no rule did."""
     code, trial = int(snapshot.pruned.rule[row]), int(snapshot.pruned.trial[row])
     if not code:
         return []
@@ -201,7 +201,7 @@ def _why_open(subject: Subject) -> list[str]:
 
 
 def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
-    """Report the outcome of every combination of a spec file, or of a run with its trials.
+    """Report what became of every combination of a spec, or of a run and its trials.
 
     Raises the errors of `flagcore.errors`.
     """
@@ -226,7 +226,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
 
 
 def _causes_of_best(snapshot: Snapshot) -> str:
-    """Return why the best is faster than the baseline; empty without a best."""
+    """Return why the best is faster than the baseline, or an empty string if there is no best."""
     best = best_of(snapshot)
     row = None if best is None else snapshot.problem.space.find(best)
     if best is None or row is None or not (text := Subject.of_row(snapshot, row).causes):
@@ -235,7 +235,7 @@ def _causes_of_best(snapshot: Snapshot) -> str:
 
 
 def _counts(snapshot: Snapshot, run: Run) -> Counts:
-    """Return the counts that a run saved at its end, or those of a run in progress. Raises RunError."""
+    """Return the counts that a run saved at its end, or the current counts of a run in progress. Raises RunError."""
     if run.in_progress:
         return count(snapshot.problem.space, snapshot.pruned, snapshot.search_state)
     try:
@@ -250,16 +250,17 @@ def _counts(snapshot: Snapshot, run: Run) -> Counts:
 def explain_candidate(
     where: SpecLike, candidate: str, *, chip: str | None = None, without: Collection[str] = ()
 ) -> CandidateReport:
-    """Explain one candidate of a spec, or of a run's folder.
+    """Explain one candidate of a spec, or of the run in a folder.
 
-    `candidate` is `best`, `baseline`, a number (for a run the number of a trial, for a spec the position in the list of
-    `estimate`, from 1), or knobs with values: `tp=2, pp=4, micro_batch_size=1`. Raises the errors of `flagcore.errors`.
+    `candidate` is one of: `best`; `baseline`; a number; knobs with values such as `tp=2, pp=4, micro_batch_size=1`. In
+    a run, the number is of a trial. In a spec, it is the position in the list of `estimate`, from 1. Raises the errors
+    of `flagcore.errors`.
     """
     return candidate_report(load_snapshot(where, chip, without), candidate)
 
 
 def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
-    """Return the report on a candidate by its name, see `explain_candidate`. Raises UsageError."""
+    """Return the report on a candidate with this name, in the form of `explain_candidate`. Raises UsageError."""
     subject = Subject.of(snapshot, name)
     account, nearest, changes = account_of(subject), subject.nearest_measured(), subject.changes()
     if account["state"] in (OPEN, RAN):

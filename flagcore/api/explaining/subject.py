@@ -1,4 +1,4 @@
-"""A candidate of a spec or run with its figures, and the candidates that could replace it."""
+"""A candidate of a spec or run with its figures, and alternatives to it."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.strategies.learned import believed
 
 UNSET = 0.25
-"""Distance of a knob that only one of two candidates sets. It is small, because such knobs often depend on others."""
+"""The distance of a knob that only one of two candidates sets. It is small, because such knobs often depend on
+others."""
 STEP = 1 / 64
-"""Additional distance per factor of two in the value of a knob. It only orders candidates with equally many
-differences.
-"""
+"""The additional distance per factor of two between the values of a knob. It only orders candidates that differ in
+equally many knobs."""
 NEAR = 2.75
-"""Maximum distance of a nearby candidate: two knobs, because the parallel sizes depend on each other."""
+"""The maximum distance of a nearby candidate: about two knobs, because the parallel sizes depend on each other."""
 MAX_MATCHES = 5
-"""Maximum number of further candidates with the given knobs."""
+"""The maximum number of further candidates that have the named knob values."""
 CHUNK = 1 << 18
 
 
 class Subject:
     """A candidate of a snapshot.
 
-    `requested` is the candidate as it was asked for, `candidate` the equivalent one that the engine runs, `columns` its
-    columns, and `row` its position in the space, None outside of it. `broken` are the legality rules that it breaks; if
-    there are any, `predicted` is None. `trials` are its trials, and `runs` its measured runs. `named` are the knobs in
-    its `name`. If they are too few for a candidate of the space, it is the fastest with them, and `others` are the rows
-    of the next ones.
+    `requested`: the candidate as the user gave it. `candidate`: the equivalent one that the engine runs. `columns`: its
+    columns with one row. `row`: its row in the space, or None if it is outside. `broken`: the legality rules that it
+    breaks; if there are any, `predicted` is None. `trials`: its trials. `runs`: its measured runs. `named`: the knobs
+    that `name` contains. If `name` does not determine a candidate of the space, the fastest matching one is used, and
+    `others` are the rows of the next ones.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Subject:
 
     @classmethod
     def of(cls, snapshot: Snapshot, name: str) -> Subject:
-        """Return the candidate with a name, see `explain_candidate`. Raises UsageError."""
+        """Return the candidate with this name, in the form of `explain_candidate`. Raises UsageError."""
         columns, named = named_columns(snapshot, name)
         columns, others = _completed(snapshot, columns, named)
         typed, kind = name.strip().casefold(), "trial" if snapshot.run else "candidate"
@@ -73,25 +73,31 @@ class Subject:
 
     @classmethod
     def of_row(cls, snapshot: Snapshot, row: int) -> Subject:
-        """Return the candidate at a position in the space."""
+        """Return the candidate of a row of the space."""
         return cls(snapshot, snapshot.problem.space.columns(np.array([row])))
 
     @property
     def measured_s(self) -> float | None:
-        """The median seconds of a step of the runs; None without one."""
+        """The median step time of its runs in seconds, or None if there are no runs."""
         speed = self.snapshot.search_state.speed_of(self.candidate)
         return 1.0 / speed if speed else None
 
     @cached_property
     def believed(self) -> Mapping[str, Any] | None:
-        """The prediction as corrected by trials of this and earlier runs; None for a spec, or without trials."""
+        """The prediction corrected by trials of this and of earlier runs.
+
+        It is None for a spec, or if there are no trials.
+        """
         snapshot, row = self.snapshot, self.row
         has_trials = snapshot.search_state.trials or snapshot.search_state.probes or len(snapshot.context.past.time)
         return believed(snapshot.context, row) if snapshot.run and row is not None and has_trials else None
 
     @cached_property
     def scaled_s(self) -> float | None:
-        """The seconds of a step, scaled by measured over predicted times of the trials; None without a time."""
+        """The predicted step time in seconds, scaled by measured over predicted times of the trials.
+
+        None if unknown.
+        """
         if self.row is None:
             return self.predicted_s and self.predicted_s * scale(self.snapshot)
         seconds = float(scaled_times(self.snapshot)[self.row])
@@ -99,9 +105,9 @@ class Subject:
 
     @cached_property
     def expected_s(self) -> float | None:
-        """The seconds of a step as measured, else as corrected by trials, else as predicted.
+        """The step time in seconds: as measured, else as corrected by trials, else as predicted.
 
-        The time of a stopped trial is a lower bound.
+        The time of a trial that was stopped early is a lower bound.
         """
         if self.row is None or self.measured_s:
             return self.measured_s or self.scaled_s
@@ -111,14 +117,17 @@ class Subject:
         return max((each for each in (step, least) if each is not None), default=None)
 
     def differing(self, other: Candidate) -> dict[str, tuple[KnobValue, KnobValue]]:
-        """Return the knobs in which this and another candidate differ, with the value of each."""
+        """Return the knobs in which this and another candidate differ, each with both values."""
         mine, others = self.candidate.as_dict(), other.as_dict()
         knobs = dict.fromkeys([*mine, *others])
         return {knob: (mine.get(knob), others.get(knob)) for knob in knobs if mine.get(knob) != others.get(knob)}
 
     @property
     def causes(self) -> str:
-        """A paragraph that compares the candidate with the best, or the best with the baseline; empty if unknown."""
+        """A paragraph that compares the candidate with the best, or the best with the baseline.
+
+        It is empty if unknown.
+        """
         best, baseline = best_of(self.snapshot), self.snapshot.problem.baseline
         is_best = self.candidate == best
         candidate, name = (baseline, _("the baseline")) if is_best else (best, _("the best"))
@@ -142,7 +151,7 @@ class Subject:
         )
 
     def nearest_measured(self) -> Trial | None:
-        """Return the nearest measured trial of another candidate; None without one."""
+        """Return the measured trial of the nearest other candidate, or None if there is none."""
         axes = self.snapshot.problem.space.axes
         others = [
             trial
@@ -154,10 +163,10 @@ class Subject:
         return others[int(np.argmin(distances))] if others else None
 
     def changes(self) -> dict[str, int]:
-        """Return rows that are alternatives to the candidate, by kind.
+        """Return the rows of alternatives to the candidate, by kind.
 
-        `allowed` is the nearest row that may be tried, `faster` the fastest nearby row with a scaled time below its
-        own, and `fastest` the fastest of all rows.
+        `allowed`: the nearest row that may be tried. `faster`: the fastest nearby row, if its scaled time is below the
+        candidate's. `fastest`: the fastest of all rows, if it is faster than the candidate.
         """
         space, rows = self.snapshot.problem.space, allowed_rows(self.snapshot)
         rows = rows[rows != (-1 if self.row is None else self.row)]
@@ -176,7 +185,10 @@ class Subject:
 
 
 def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str]]:
-    """Return the columns (one row) of the candidate with a name, and the knobs in the name. Raises UsageError."""
+    """Return the columns (one row) of the candidate with this name, and the knobs that the name contains.
+
+    Raises UsageError.
+    """
     candidate = _by_name(snapshot, name.strip().casefold())
     if candidate is None:
         return parse_candidate(name, snapshot.problem)
@@ -184,13 +196,16 @@ def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str
 
 
 def columns_of(snapshot: Snapshot, candidate: Candidate) -> Columns:
-    """Return the columns of one candidate."""
+    """Encode a candidate as columns with one row."""
     values, axes = candidate.as_dict(), snapshot.problem.space.axes
     return {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in axes}
 
 
 def best_of(snapshot: Snapshot) -> Candidate | None:
-    """Return the best of a run, or the fastest predicted candidate of a spec."""
+    """Return the best candidate of a run, or the fastest predicted candidate of a spec.
+
+    Returns None if there is none.
+    """
     if snapshot.run is not None:
         return snapshot.run.best.candidate if snapshot.run.best else None
     order = rows_by_time(snapshot.problem)
@@ -198,7 +213,7 @@ def best_of(snapshot: Snapshot) -> Candidate | None:
 
 
 def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
-    """Return the candidate with a name; None if the name is a list of knobs."""
+    """Return the candidate with this name, or None if the name is a list of knobs. Raises UsageError."""
     run, where = snapshot.run, snapshot.where
     if name == "baseline":
         return snapshot.problem.baseline
@@ -226,9 +241,9 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
 
 
 def _completed(snapshot: Snapshot, columns: Columns, named: frozenset[str]) -> tuple[Columns, IntArray]:
-    """Return the columns of the fastest candidate of the space with the named knobs, and the rows of the next ones.
+    """Return the columns of the fastest candidate in the space with the named knobs, and the rows of the next ones.
 
-    The columns are returned unchanged if they are a candidate of the space, or if the space has no such candidate.
+    The columns are returned unchanged if they already are a candidate of the space, or if no candidate matches.
     """
     space, rows = snapshot.problem.space, np.array([], dtype=np.int64)
     canonical_columns = canonical(columns, snapshot.problem.legality.merges)
@@ -245,8 +260,9 @@ def _completed(snapshot: Snapshot, columns: Columns, named: frozenset[str]) -> t
 
 
 def _distances(axes: Iterable[Axis], candidate: Columns, others: Columns) -> FloatArray:
-    """Return the distances of the rows of `others` from the only row of `candidate`: about the number of differing
-    knobs.
+    """Return the distance of each row of `others` from the only row of `candidate`.
+
+    The distance is about the number of knobs that differ.
     """
     total = np.zeros(next(iter(others.values())).shape)
     for axis in axes:
@@ -259,9 +275,9 @@ def _distances(axes: Iterable[Axis], candidate: Columns, others: Columns) -> Flo
 
 
 def allowed_rows(snapshot: Snapshot) -> IntArray:
-    """Return the rows that could be the best: measured rows, and rows that no rule removed and no trial ruled out.
+    """Return the rows that could be the best: measured rows, and rows that no rule or trial excluded.
 
-    All rows meet the latency limits. A rule that follows from a later trial does not remove a measured row.
+    All of them meet the latency limits. A measured row stays even if a rule that follows from a later trial removes it.
     """
     space, state, rows = snapshot.problem.space, snapshot.search_state, snapshot.pruned.open_rows
     failed = [each for each in state.trials if each.state.failed and each.state is not TrialState.INTERRUPTED]
@@ -276,8 +292,8 @@ def allowed_rows(snapshot: Snapshot) -> IntArray:
 def scaled_times(snapshot: Snapshot) -> FloatArray:
     """Return the step time of each row in seconds: as measured, else the scaled prediction, else infinity.
 
-    The scale is the median of measured over predicted; without trials it is 1. The time of a stopped trial is a lower
-    bound.
+    The scale is the median of measured over predicted times; it is 1 if there are no trials. The time of a trial that
+    was stopped early is a lower bound.
     """
     times = np.nan_to_num(snapshot.problem.predictions.step_time_s * scale(snapshot), nan=np.inf)
     for trial in snapshot.search_state.trials:
@@ -290,7 +306,7 @@ def scaled_times(snapshot: Snapshot) -> FloatArray:
 
 
 def scale(snapshot: Snapshot) -> float:
-    """Return the median of measured over predicted step times, 1 without a measurement."""
+    """Return the median ratio of measured to predicted step times, or 1 if there are no measurements."""
     predicted_s = snapshot.problem.predictions.step_time_s
     measured = ((trial.measurement, predicted_s[row]) for trial, row in _measured(snapshot))
     ratios = [each.step_time_s / seconds for each, seconds in measured if each and np.isfinite(seconds)]
@@ -298,13 +314,13 @@ def scale(snapshot: Snapshot) -> float:
 
 
 def _stopped_at(snapshot: Snapshot, candidate: Candidate) -> float | None:
-    """Return the step time of a candidate's trial that was stopped early, in seconds; None without such a trial."""
+    """Return the step time in seconds of the candidate's trial that was stopped early, or None if there is none."""
     trial = snapshot.search_state.by_candidate.get(candidate)
     is_stopped = trial is not None and trial.state is TrialState.STOPPED
     return trial.measurement.step_time_s if trial and is_stopped and trial.measurement else None
 
 
 def _measured(snapshot: Snapshot) -> list[tuple[Trial, int]]:
-    """Return the measured trials that are in the space, each with its row."""
+    """Return the measured trials whose candidates are in the space, each with its row."""
     trials = (each for each in snapshot.search_state.trials if each.state is TrialState.MEASURED and each.measurement)
     return [(trial, row) for trial in trials if (row := snapshot.problem.space.find(trial.candidate)) is not None]

@@ -1,1 +1,1 @@
-"""Manage hosts, devices, calibrations, specs and runs."""
+"""Manages hosts, devices, calibrations, specs and runs."""

@@ -1,4 +1,4 @@
-"""Measure the devices of this machine, and save the results for predictions."""
+"""Measures the devices of this machine, and saves the results for predictions."""
 
 import json
 import math
@@ -29,10 +29,10 @@ from flagcore.tuner.stages.discover import best_chip
 PROGRAM = "flagcore.engines.microbench"
 SECONDS = 90.0
 GRACE_SECONDS = 120.0
-"""Additional seconds for the start and the end of the program."""
+"""Additional seconds that the start and the end of the program may take."""
 
 UNPUBLISHED = ("bf16", "fp16", "fp32")
-"""Precisions to measure on a chip without published rates."""
+"""The precisions that are measured on a chip without published rates."""
 
 
 def calibrate(
@@ -44,10 +44,10 @@ def calibrate(
 ) -> tuple[Calibration, Path]:
     """Measure kernels and collectives on this machine's devices for about `seconds`, and save the result.
 
-    `devices` is the number of devices to use, by default all. Later predictions for the chip use the result. `on_start`
-    is called with a line that describes the measurement. Returns the result and its file. Raises NoDevice if there is
-    no usable device, UsageError for more devices than there are, RunError if the measurement fails or cannot be saved,
-    Interrupted.
+    `devices`: number of devices to use; by default all. `on_start`: called with a line that describes the measurement.
+    Later predictions for the chip use the result. Returns the result and its file. Raises NoDevice if there is no
+    usable device, UsageError if `devices` is larger than the number of devices, RunError if the measurement fails or
+    cannot be saved, and Interrupted.
     """
     if find_spec("torch") is None:
         raise NoDevice(_("torch is not installed; install its build for this device"))
@@ -74,9 +74,9 @@ def calibrate(
 
 
 def _run_measurement(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
-    """Run the program with a job and return its measurements.
+    """Run the benchmark program with a job and return its measurements.
 
-    Raises RunError with the last line of its log if it fails, Interrupted.
+    Raises RunError with the last line of its log if it fails, and Interrupted.
     """
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         file, output = Path(folder, "job.json"), Path(folder, "found.json")
@@ -105,7 +105,7 @@ def _run_measurement(job: dict[str, Any], environment: dict[str, str]) -> dict[s
 
 
 def calibrations() -> list[dict[str, Any]]:
-    """Return a record for each saved calibration, and warn of files that cannot be read. Raises RunError."""
+    """Return a record for each saved calibration, and warn about files that cannot be read. Raises RunError."""
     saved = Calibrations.of_user()
     warn(error for _, error in saved.skipped_files())
     return [
@@ -124,10 +124,10 @@ def calibrations() -> list[dict[str, Any]]:
 
 
 def summary(calibration: Calibration) -> list[dict[str, Any]]:
-    """Return one record per kind of kernel: the number of measurements, the best rate (for `launch` the time), the
-    spread.
+    """Return one record per kind of kernel or collective: number of measurements, best rate and spread.
 
-    The spread is the median over the kernels of the interquartile range of the samples, in percent of their median.
+    For `launch`, the best time replaces the rate. The spread is the median over the kernels of the interquartile range
+    of the samples, in percent of their median.
     """
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for row in calibration.rows:
@@ -154,8 +154,9 @@ def _best(name: str, rows: list[Mapping[str, Any]]) -> tuple[float, str]:
 
 
 def forget(chip: str) -> list[str]:
-    """Delete the calibrations and the experience of `chip`, and return their files. Raises RunError, UsageError without
-    files.
+    """Delete the calibrations and the stored trials of `chip`, and return the deleted files.
+
+    Raises RunError if a file cannot be deleted, and UsageError if there are no files of this chip.
     """
     calibrations = Calibrations.of_user()
     deleted_files = (*calibrations.forget(chip), *Experience.of_user().forget(chip))
@@ -176,7 +177,7 @@ def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ..
     """
     detected_devices = loaded.devices()
     known_chips = [chip for device in detected_devices if (chip := loaded.find_chip(device.chip))]
-    engines = tuple(plugins.engines())  # those of flagcore first
+    engines = tuple(plugins.engines())  # flagcore's own engines come first
     training_engine = next((name for name in engines if plugins.kind_of(name) == "train"), "")
     if all(loaded.engine_support(chip, training_engine).shared_devices for chip in known_chips) and (
         uncatalogued_chip := uncatalogued(loaded)

@@ -1,4 +1,4 @@
-"""Read the configuration of another tuner, and add its trials to a run."""
+"""Reads the configuration of another tuner, and adds its trials to a run."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,13 +27,14 @@ from flagcore.tuner.stages.predict import record
 from flagcore.tuner.store.directory import RunDirectory
 
 MAX_FACTOR = 20.0
-"""Maximum factor between the measured and the predicted times (median) without a warning about units."""
+"""A warning about units is given if the median ratio between measured and predicted times exceeds this factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedTrials:
-    """The trials that were added to a run's folder, and notes on skipped and implausible rows. `knobs` are those of the
-    task.
+    """The trials that were added to a run's folder, and notes on skipped and implausible rows.
+
+    `knobs` are the knobs of the task by name.
     """
 
     run_dir: Path
@@ -51,11 +52,12 @@ def import_history(
     without: Collection[str] = (),
     importer: str | None = None,
 ) -> ImportedTrials:
-    """Add the rows of another tuner's history as finished trials to `run_dir` (default: as `tune`).
+    """Add the rows of another tuner's history to `run_dir` as finished trials.
 
-    `spec` is the job that was tuned. With `same_machine` the rows ran on this machine, and their candidates are not run
-    again. Otherwise they count as experience of another run. `importer` is needed only if several are installed. Raises
-    the errors of `flagcore.errors`, UsageError if no row can be used.
+    `spec` is the job that was tuned. `run_dir` has the same default as in `tune`. With `same_machine`, the rows were
+    measured on this machine, and their candidates are not run again. Otherwise, they count as trials of another run.
+    `importer` is needed only if several importers are installed. Raises the errors of `flagcore.errors`, and UsageError
+    if no row can be used.
     """
     path, (name, data) = Path(file), spec_data(spec)
     if len(engines_of(data)) > 1:
@@ -92,7 +94,7 @@ def _save(
     *,
     experience: bool,
 ) -> tuple[Trial, ...]:
-    """Write the trials into a run's folder, and optionally their measurements for other runs."""
+    """Write the trials to the folder of a run and, with `experience`, their measurements for use by other runs."""
     from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
 
     directory.open()
@@ -118,7 +120,7 @@ def _save(
 
 @dataclass(slots=True)
 class _RowConverter:
-    """Converts rows of a tool to trials; problems of a row go to `notes`."""
+    """Converts the rows of a tool's history to trials. Problems of a row are added to `notes`."""
 
     problem: Problem
     source: str
@@ -149,7 +151,7 @@ class _RowConverter:
             self.notes.append(_("missing columns have their defaults: {names}", names=", ".join(absent_knobs)))
 
     def _candidate(self, row: HistoryRow, knobs: Mapping[str, Axis]) -> Candidate:
-        """Return the candidate of a row. Raises UsageError for one that is not in the space."""
+        """Return the candidate of a row. Raises UsageError if it is not in the space."""
         task, space = self.problem.platform.task, self.problem.space
         if row.refused:
             raise UsageError(row.refused)
@@ -198,7 +200,7 @@ class _RowConverter:
             return replace(trial, reason=row.error or "it has no figure of the objective")
         row_figures = tuple(row.figures.values())
         earlier = self.lines_of_figures.setdefault(row_figures, row.line) if row_figures else row.line
-        if earlier != row.line:  # the recorder repeats the figures of the task before where one fails
+        if earlier != row.line:  # after a failed task, the recorder repeats the figures of the previous task
             return replace(trial, reason=f"repeats the figures of line {earlier}, as {self.title} does after a failure")
         return replace(trial, state=TrialState.MEASURED, measurement=measurement)
 
@@ -218,7 +220,7 @@ def _training_measurement(task: Task, row: HistoryRow, cut: bool) -> Measurement
 
 
 def _serving_measurement(task: Task, row: HistoryRow) -> Measurement | None:
-    """Return the measurement of a server row, None without a figure of the objective.
+    """Return the measurement of a server's row, or None if the row has no figure of the objective.
 
     Output tokens are derived from all tokens if all prompts of the load have the same length.
     """
@@ -260,15 +262,18 @@ def _plausibility_warning(trials: list[Trial]) -> list[str]:
 def read_tree(
     directory: Path, name: str, overrides: Sequence[str] = (), *, importer: str | None = None
 ) -> ImportedSpec:
-    """Return the configuration `name` in `directory`, as an installed importer reads it. Raises SpecError, UsageError.
+    """Read the configuration `name` in `directory` with an installed importer. Raises SpecError, UsageError.
 
-    `overrides` are a.b=c. `importer` is needed only if several are installed.
+    `overrides` have the form a.b=c. `importer` is needed only if several importers are installed.
     """
     return plugins.importer(importer).read_tree(directory, name, overrides, lambda: plugins.load_plugins(()).chips())
 
 
 def check_tree(found: ImportedSpec) -> None:
-    """Raise SpecError with the keys of the other tuner if an imported spec is invalid. The model may be missing."""
+    """Raise SpecError if an imported spec is invalid. Its keys are those of the other tuner.
+
+    The model may be missing.
+    """
     try:
         validate_engines(found.data, file=Path(found.file), base=Path())
     except SpecError as error:

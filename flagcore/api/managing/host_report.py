@@ -1,6 +1,6 @@
 """Prints the devices, packages and files of a host as JSON: `python -m flagcore.api.managing.host_report FILE...`.
 
-With `watch` instead, it prints the telemetry of each device every second until it is ended.
+With the argument `watch` instead of files, it prints the telemetry of each device every second until it is ended.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HASHED_BYTES = 1 << 20
 
 
 def digest(path: str) -> str:
-    """Return a hash of a file, or of the files in a folder; empty if it is missing."""
+    """Return a hash of a file, or of the files in a folder. Returns an empty string if it is missing."""
     if not os.path.exists(path):
         return ""
     digest_of_files = hashlib.sha256()
@@ -56,7 +56,7 @@ def digest(path: str) -> str:
 
 
 def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
-    """Return the devices that torch uses here, one for all cores of a CPU; None without torch."""
+    """Return the devices that torch uses here, with one device for all cores of a CPU. Returns None without torch."""
     if find_spec("torch") is None:
         return None
     with suppress(FlagError):
@@ -71,7 +71,10 @@ def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
 
 
 def reading(reader: Telemetry | None) -> dict[str, Any]:
-    """Return the figures and the users of a device; `lost` if it does not respond, empty if unknown."""
+    """Return the figures and the users of a device as plain data.
+
+    The data contains only `lost` if the device does not respond. It is empty if the figures are unknown.
+    """
     try:
         if reader is None:
             return {}
@@ -79,22 +82,23 @@ def reading(reader: Telemetry | None) -> dict[str, Any]:
         return {"figures": figures, "use": asdict(device_use(reader))}
     except LookupError:
         return {"lost": True}
-    except NoDevice as error:  # what a plugin raised
+    except NoDevice as error:  # raised by a plugin's proxy, with the plugin's error as its cause
         return {"lost": True} if isinstance(error.__cause__, LookupError) else {}
     except (FlagError, TypeError, ValueError):
         return {}
 
 
 def idle_bytes(loaded: LoadedPlugins, device: Device) -> float:
-    """Return the memory in use on a device without tensors; 0 if its chip is unknown."""
+    """Return the memory in use on a device without tensors, in bytes. It is 0 if the chip is unknown."""
     chip, engine = loaded.find_chip(device.chip), next(iter(plugins.engines()), "")
     model = loaded.memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=1), engine) if chip else None
     return float(model.device_used_bytes(np.zeros(1))[0]) if model else 0.0
 
 
 def busy(device: Device, reader: Telemetry | None, idle: float = 0.0) -> str:
-    """Return why a trial cannot use a device of which `idle` bytes are always in use; empty if it can, or if the memory
-    is the machine's.
+    """Return why a trial cannot use a device, or an empty string if it can.
+
+    `idle` is the number of bytes that are always in use. A device that uses the machine's memory is never busy.
     """
     found = reading(reader)
     if found.get("lost"):
@@ -131,13 +135,16 @@ if __name__ == "__main__":
 
 PROGRAM = "flagcore.api.managing.host_report"
 LAG_SECONDS = PERIOD_SECONDS + 0.7
-"""Maximum age of a current reading: the period plus the time of the transfer."""
+"""The maximum age of a current reading, in seconds: the period plus the time of the transfer."""
 STALE_SECONDS = 10.0
-"""Maximum age of a reading. Older readings count as unknown, because the host does not respond."""
+"""The maximum age of a reading, in seconds. Older readings count as unknown, because the host does not respond."""
 
 
 def host_telemetry(launcher: HostsLauncher, devices: Sequence[Device]) -> Callable[[Device], HostDevice]:
-    """Watch the hosts of `devices` while the launcher keeps its agents. Return what reads a device."""
+    """Watch the hosts of `devices` as long as the launcher keeps its agents.
+
+    Return a function from a device to its reader.
+    """
     if launcher.agents and devices:
         launcher.agents.watch_devices((sys.executable, "-m", PROGRAM, "watch"), shared_variables())
     by_host: dict[str, list[Device]] = {}
@@ -148,7 +155,7 @@ def host_telemetry(launcher: HostsLauncher, devices: Sequence[Device]) -> Callab
 
 @dataclass(frozen=True, slots=True)
 class HostDevice:
-    """Telemetry of one device on another host, the device at a `place` of its readings."""
+    """Telemetry of one device on another host. `place` is the index of the device in the readings of its host."""
 
     launcher: HostsLauncher
     device: Device
@@ -167,7 +174,10 @@ class HostDevice:
         return DeviceUse(**{**use_fields, "processes": tuple(use_fields.get("processes", ()))})
 
     def _reading(self) -> Mapping[str, Any]:
-        """Return the last reading of the device since the end of the last trial; empty if unknown."""
+        """Return the last reading of the device, but none from before the end of the last trial.
+
+        It is empty if unknown.
+        """
         time.sleep(max(0.0, self.launcher.ended_at + LAG_SECONDS - time.monotonic()))
         at, readings = self.launcher.agents.reading(self.device.host) if self.launcher.agents else (-math.inf, ())
         is_current = time.monotonic() - at < STALE_SECONDS and self.place < len(readings)

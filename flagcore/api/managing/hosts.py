@@ -1,7 +1,7 @@
-"""Checks the hosts of a cluster before the first trial: reachable, equal, and with the devices of the spec.
+"""Checks the hosts of a cluster before the first trial.
 
-It also checks that hosts can connect to the first one, and compares their speed: a matrix product on each device, and
-an all-reduce between neighbors.
+They must be reachable and equal, and must have the devices of the spec. It is also checked that hosts can connect to
+the first one. Their speed is compared with a matrix product on each device, and with an all-reduce between neighbors.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ MAX_CLOCK_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class HostReport:
-    """The report of a host. `problem` is the reason why it cannot be used, empty if it can.
+    """The report of a host. `problem` is the reason why it cannot be used, or an empty string.
 
-    `clock_s` is how far its clock is ahead. Without flagcore on the host, `devices` and `versions` are None. `torch`
-    has the device type and the backend of torch, None without torch. `files` are digests of files and folders, empty
-    for missing ones. `busy` has a line per device that does not respond, or whose memory others use. Hosts of one
-    `kind` must have the same devices and versions.
+    `clock_s`: how many seconds its clock is ahead. `devices`, `versions`: None if flagcore is not installed on the
+    host. `torch`: the device type and the backend of torch, or None without torch. `files`: digests of files and
+    folders; empty for missing ones. `busy`: a line for each device that does not respond, or whose memory others use.
+    `kind`: hosts of the same kind must have the same devices and versions.
     """
 
     host: str
@@ -64,16 +64,16 @@ class HostReport:
 
     @property
     def chips(self) -> Counter[str]:
-        """The number of devices of each chip."""
+        """The number of devices of each kind of chip, by name."""
         return Counter(device.chip for device in self.devices or ())
 
 
 def inspect_hosts(
     launcher: HostsLauncher, hosts: Sequence[str], files: Sequence[str] = (), kinds: Mapping[str, str] | None = None
 ) -> list[HostReport]:
-    """Return the report of each host, in order. Hosts are checked in parallel, including digests of `files`.
+    """Return the report of each host, in the given order. Hosts are checked in parallel, including digests of `files`.
 
-    `kinds` are the kinds of hosts, if there are several.
+    `kinds` contains the kind of each host, if there are several kinds.
     """
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         reports = pool.map(lambda host: _inspect(launcher, host, Path(folder, host), files), hosts)
@@ -90,7 +90,7 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[s
     state = trial.connections[0].ready or {}
     ended = trial.wait(SECONDS + 30) or trial.stop()
     found: dict[str, Any] = {name: state[name] for name in ("python", "clock_s", "free_disk_bytes")}
-    with suppress(OSError, ValueError, KeyError, TypeError):  # flagcore is not installed there
+    with suppress(OSError, ValueError, KeyError, TypeError):  # otherwise, flagcore is not installed on the host
         figures = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
         found |= {
             "devices": tuple(Device(**{**each, "host": host}) for each in figures["devices"]),
@@ -106,7 +106,7 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[s
 def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
     """Return one record per host of a host file: its problem, if any, its devices, versions and speed.
 
-    Raises SpecError for an unreadable file, UsageError for a launcher without hosts.
+    Raises SpecError if the file cannot be read, and UsageError if the launcher does not use hosts.
     """
     kinds = {line.host: line.kind for line in read_hosts(hostfile, file=str(hostfile))}
     host_launcher = plugins.launcher(launcher)
@@ -123,16 +123,16 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
 def _with_ports(
     launcher: HostsLauncher, reports: Sequence[HostReport], variables: Mapping[str, str]
 ) -> list[HostReport]:
-    """Return reports with the problems of usable hosts that cannot connect to the first of them."""
+    """Return the reports. Usable hosts that cannot connect to the first of them have this as their problem."""
     hosts = [report.host for report in reports if not list(host_problems(report, reports))]
     problems = port_problems(launcher, hosts, variables) if len(hosts) > 1 else {}
     return [replace(report, problem=problems.get(report.host, report.problem)) for report in reports]
 
 
 def _speeds(launcher: HostsLauncher, reports: Sequence[HostReport]) -> list[HostSpeed]:
-    """Return the speed of the usable hosts, empty without torch, and warn of slow devices and networks.
+    """Measure the speed of the usable hosts, and warn about slow devices and networks.
 
-    Hosts of different kinds are not compared.
+    The result is empty without torch. Hosts of different kinds are not compared.
     """
     usable_reports = [report for report in reports if not list(host_problems(report, reports))]
     if len(kinds := dict.fromkeys(report.kind for report in usable_reports)) > 1:
@@ -168,7 +168,7 @@ def _record(report: HostReport, reports: Sequence[HostReport], speed: HostSpeed 
 
 
 def require_any_host(launcher: Launcher, hosts: Sequence[str]) -> None:
-    """Raise NoDevice if a launcher for several hosts has none."""
+    """Raise NoDevice if a launcher needs hosts and there are none."""
     if isinstance(launcher, HostsLauncher) and not hosts:
         raise NoDevice(launcher.no_hosts)
 
@@ -183,12 +183,12 @@ def require_hosts(
     kinds: Mapping[str, str] | None = None,
     compare: bool = False,
 ) -> tuple[tuple[str, ...], tuple[Device, ...]]:
-    """Reserve hosts for this process. Return their names, and the devices of the usable hosts, empty if unknown.
+    """Reserve hosts for this process.
 
-    `files` must be the same on all hosts, devices and versions on hosts of one kind (`kinds`). If hosts have to connect
-    to the first one, `variables` may set the port. Up to `spares` unusable hosts are skipped with a warning. With
-    `compare`, slow devices and networks cause warnings, too. Raises NoDevice with a line per unusable host if more are
-    unusable.
+    Return their names, and the devices of the usable hosts, which are empty if unknown. `files` must be the same on all
+    hosts. Devices and versions must be the same on hosts of one kind (`kinds`). If hosts have to connect to the first
+    one, `variables` may set the port. Up to `spares` unusable hosts are skipped with a warning. With `compare`, slow
+    devices and networks cause warnings, too. Raises NoDevice with a line per unusable host if more hosts are unusable.
     """
     hosts = launcher.hold(hosts)
     reports = inspect_hosts(launcher, hosts, files, kinds)
@@ -209,9 +209,9 @@ def require_hosts(
 
 
 def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator[str]:
-    """Yield why a host cannot run trials together with the others, one line each.
+    """Yield a line for each reason why a host cannot run trials together with the others.
 
-    Its devices and versions must be those of the other hosts of its kind.
+    Its devices and versions must be the same as on the other hosts of its kind.
     """
     if report.problem:
         yield report.problem
@@ -253,7 +253,7 @@ RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 def port_problems(launcher: HostsLauncher, hosts: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
     """Return the problem of each host that cannot connect to the first one, or of the first one itself.
 
-    The port is MASTER_PORT of `variables`, else a free port. Raises LaunchError if no host can start the check.
+    The port is MASTER_PORT in `variables`, or else a free port. Raises LaunchError if no host can start the check.
     """
     given = {name: variables[name] for name in RENDEZVOUS if name in variables}
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
@@ -290,7 +290,11 @@ SLOW_LINK_RATIO = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class HostSpeed:
-    """Seconds of a matrix product on each device of a host, and of its fastest all-reduce with a neighbor, if any."""
+    """The speed of a host, in seconds.
+
+    It contains the time of a matrix product on each device, and of its fastest all-reduce with a neighbor, if it has
+    one.
+    """
 
     host: str
     products_s: tuple[float, ...]
@@ -298,8 +302,9 @@ class HostSpeed:
 
 
 def measure_speed(launcher: HostsLauncher, hosts: Sequence[str], job: Mapping[str, Any]) -> list[HostSpeed]:
-    """Return the speed of each host. `job` names the device type and the backend of torch. Raises LaunchError if the
-    hosts cannot connect.
+    """Return the speed of each host. Raises LaunchError if the hosts cannot connect.
+
+    `job` contains the device type and the backend of torch.
     """
     words = ("{node_rank}", "{nnodes}", "{master_addr}", "{master_port}")
     argv = (sys.executable, "-m", SPEED_PROGRAM, json.dumps(job), *words)

@@ -1,4 +1,4 @@
-"""The installation: devices, plugins, engines, and missing packages."""
+"""Reports on the installation: devices, plugins, engines, and missing packages."""
 
 import platform
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,11 +28,11 @@ from flagcore.i18n import N_, _
 from flagcore.vendorkit.machine import import_problem
 
 IMPORT_SECONDS = 60.0
-"""Time limit of the modules that a chip's engines import first."""
+"""Seconds that importing the modules of a chip's engines may take."""
 
 
 def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return the devices of this machine with facts about their chips. Raises NoDevice without a device."""
+    """Return the devices of this machine with facts about their chips. Raises NoDevice if there is none."""
     with loaded_plugins(without) as loaded:
         found_devices = loaded.devices()
         if not found_devices:
@@ -44,7 +44,7 @@ def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
 
 
 def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return one record per plugin, loaded or failed, with its chips and the reasons of failures."""
+    """Return one record per plugin, loaded or failed, with its chips and the reasons for failures."""
     loaded_plugins = plugins.load_plugins(without)
     undetected_vendors = loaded_plugins.detection_failures()
     chips = loaded_plugins.chips()
@@ -71,16 +71,16 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
 
 
 def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return one record per chip of the plugins, with aliases and facts; unknown facts are None."""
+    """Return one record per chip of the plugins, with its aliases and facts. Unknown facts are None."""
     with loaded_plugins(without) as loaded:
         return [_chip(loaded, chip) for chip in sorted(loaded.chips(), key=lambda chip: chip.name.casefold())]
 
 
 def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
-    """Return one record per requirement: its purpose, its version or None, and the fix.
+    """Return one record per requirement: its purpose, its version or None, and how to fix it.
 
-    With `measure`, a plugin may measure the rates of a chip if they are not known yet, which takes seconds. `ok` is
-    true, false, or "untested" for an engine that was never tested, or not on the chip.
+    With `measure`, a plugin may measure the rates of a chip if they are unknown, which takes seconds. `ok` is true,
+    false, or "untested" if the engine was never tested, or not on this chip.
     """
     records = [
         _record("flagcore", _("the tuner"), __version__, ""),
@@ -102,7 +102,10 @@ def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
 
 
 def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
-    """Yield one record per module that an engine needs. The fix is the build of the vendor of `chips`, if any."""
+    """Yield one record per module that an engine needs.
+
+    The fix names the build of the vendor of `chips`, if there are any.
+    """
     try:
         engine = plugins.workload(name)
     except FlagError as error:
@@ -116,7 +119,7 @@ def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> 
 
 
 def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
-    """Yield the support of each engine on each kind of chip found here, and what is wrong with the chip's stack."""
+    """Yield the support of each engine on each kind of chip found here, and the problems of the chip's software."""
     for chip in chips:
         if rates := _rates_text(chip):
             yield _record(chip.name, _("rates of products"), rates, "")
@@ -166,7 +169,7 @@ def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
 
 
 def _rates(chip: Chip) -> list[dict[str, Any]]:
-    """Return a record for each precision of a chip: its peak and source, and how many times it is slower than fp32."""
+    """Return a record for each precision of a chip: its peak with the source, and its speed relative to fp32."""
     return [
         {
             "precision": name,
@@ -180,7 +183,7 @@ def _rates(chip: Chip) -> list[dict[str, Any]]:
 
 
 def _slow_text(chip: Chip) -> str:
-    """Return the rates of the precisions without a fast kernel; empty if all are fast."""
+    """Return the rates of the precisions without a fast kernel, or an empty string if all are fast."""
     text = N_("{precision}: {rate}, {ratio} times slower than fp32")
     slow = [each for each in _rates(chip) if each["precision"] in TRAINED and each["times_slower_than_fp32"] > 1.0]
     ratios = [(each["precision"], _rate_text(each["tflops"]), each["times_slower_than_fp32"]) for each in slow]
@@ -219,7 +222,7 @@ def _device(loaded: plugins.LoadedPlugins, device: Device, chip: Chip | None) ->
 
 
 def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
-    """Return the users and the identity of a device from its telemetry; None for unknown values."""
+    """Return the users and the identity of a device from its telemetry. Unknown values are None."""
     figures: Mapping[str, float] = {}
     use, known = DeviceUse(), {"uuid": device.uuid}
     if reader := loaded.telemetry(device):
@@ -235,18 +238,18 @@ def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
 
 
 def _record(name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None) -> dict[str, Any]:
-    """Return a record of `doctor`; by default it is ok if a version was found."""
+    """Return a record of `doctor`. By default, it is ok if a version was found."""
     ok = found is not None if ok is None else ok
     return {"name": name, "for": purpose, "version": found, "ok": ok, "fix": "" if ok else fix}
 
 
 def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
-    """Return a record of `doctor` that is ok as untested, if there is a reason."""
+    """Return a record of `doctor`, with `ok` set to "untested" if there is a reason and the record is ok."""
     return {**part, "ok": _("untested"), "fix": reason} if part["ok"] and reason else part
 
 
 def _distribution(wanted: Requirement, purpose: str, fix: str) -> dict[str, Any]:
-    """Return a record of an installed distribution, not ok if it is missing or has another version."""
+    """Return a record of an installed distribution. It is not ok if it is missing or has another version."""
     try:
         installed = version(wanted.name)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""New specs: from a command of an engine, a running process, or a few values."""
+"""Creates specs from an engine's command, a running process, or a few values."""
 
 import os
 import re
@@ -26,7 +26,7 @@ ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedCommand:
-    """The data of a spec, with absolute paths, and notes on the arguments of the command."""
+    """A spec's data, with absolute paths, and notes on the arguments of the command."""
 
     data: dict[str, Any]
     notes: tuple[ImportNote, ...]
@@ -39,10 +39,10 @@ class ImportedCommand:
 def read_command(
     engine: str, words: Sequence[str], *, model: str | None = None, chip: str | None = None
 ) -> ImportedCommand:
-    """Return a spec for a command of `engine`: one quoted text, the path of a script, or several words.
+    """Return a spec for a command of `engine`. The command is one quoted text, the path of a script, or several words.
 
-    `model` is the path of the model if the command does not have one, `chip` is the chip of the cluster; None: detected
-    later. Raises SpecError, UsageError.
+    `model`: the path of the model if the command does not contain it. `chip`: the chip of the cluster; if it is None,
+    it is detected later. Raises SpecError, UsageError.
     """
     workload = plugins.workload(engine)
     command, envs = _split(words)
@@ -54,7 +54,7 @@ def read_command(
 def imported(
     data: dict[str, Any], notes: Sequence[ImportNote], chip: str | None, envs: Mapping[str, str]
 ) -> ImportedCommand:
-    """Return a checked spec for the data of a command, with a chip and with variables. Raises SpecError."""
+    """Return a checked spec from the data of a command, a chip and variables. Raises SpecError."""
     if chip is not None:
         data["cluster"]["chip"] = chip
     if envs:
@@ -70,7 +70,7 @@ def imported(
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words of a command and the variables that it sets first. Raises UsageError."""
+    """Split a command into its words and the variables that it sets before them. Raises UsageError."""
     if len(words) == 1 and os.path.isfile(words[0]):
         words = ["bash", words[0]]
     elif len(words) == 1:
@@ -109,8 +109,9 @@ def read_process(
 ) -> ImportedCommand:
     """Return a spec for the running server or job with a process id; see `read_command`.
 
-    Without `engine`, it is the one whose commands have the form of the process's. Environment variables that this shell
-    does not have with the same value are taken. Secrets are left out, and named in notes. Raises SpecError, UsageError.
+    By default, `engine` is the engine whose commands look like the command of the process. Environment variables are
+    taken over unless this shell has them with the same value. Secrets are left out, and named in notes. Raises
+    SpecError, UsageError.
     """
     words, variables, directory = _process(pid)
     kept, notes = _taken(variables)
@@ -134,7 +135,7 @@ def read_process(
 def _process(pid: int) -> tuple[list[str], dict[str, str], Path]:
     """Return the arguments, the variables and the working directory of a process. Raises UsageError.
 
-    The kernel starts a script with its interpreter: of `python /usr/bin/NAME`, NAME is the program.
+    The kernel starts a script with its interpreter. For `python /usr/bin/NAME`, the program is therefore NAME.
     """
     folder = PROC / str(pid)
     try:
@@ -154,7 +155,7 @@ def _entries(file: Path) -> list[str]:
 
 
 def _taken(variables: Mapping[str, str]) -> tuple[dict[str, str], Sequence[ImportNote]]:
-    """Return the variables of a job, and notes on secrets among them."""
+    """Return the variables that belong to the job, and notes on secrets among them."""
     kept, notes = {}, []
     for name, value in sorted(variables.items()):
         if name in SESSION or name.startswith(SESSION_PREFIXES) or os.environ.get(name) == value:
@@ -172,12 +173,12 @@ SERVING: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency
 
 
 def defaults_of(engine: str) -> Mapping[str, Any]:
-    """Return the keys that a new spec of an engine needs, with their defaults. Raises SpecError."""
+    """Return the keys that a new spec of an engine needs, each with its default. Raises SpecError."""
     return TRAINING if plugins.workload(engine).kind == "train" else SERVING
 
 
 def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedCommand:
-    """Return a spec for the model at a path. `values` are those of `defaults_of`. Raises SpecError."""
+    """Return a spec for the model at a path. `values` are the values of the keys of `defaults_of`. Raises SpecError."""
     path = os.path.abspath(model)
     model_from(path, base=Path())
     data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}
@@ -195,7 +196,7 @@ def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mappin
 
 
 def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> list[ImportNote]:
-    """Return the description of each key in the schema."""
+    """Return the description of each key from the schema."""
     notes = []
     for section, schema in sections.items():
         content: Any = data

@@ -1,4 +1,4 @@
-"""The report page of a run, written at the end of `flag tune` or later from its folder, and its data (insight.json)."""
+"""The report page of a run and its data (insight.json), written at the end of `flag tune` or later from its folder."""
 
 import json
 import os
@@ -41,15 +41,15 @@ REPORT = "report.html"
 FORMS = {"html": as_html, "markdown": as_markdown}
 DIFFERENT = N_("This machine predicts another time for the best than the run: details of the prediction are omitted.")
 SAME = 1e-6
-"""Maximum relative difference between equal predictions of a candidate."""
+"""The maximum relative difference between two predictions of a candidate that count as equal."""
 
 
 def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] = ()) -> str:
-    """Return the page of the run in a folder, as `html` or `markdown`, without writing it.
+    """Return the page of the run in a folder, as `html` or `markdown`. It is not written to a file.
 
-    The predictions are in insight.json. If it is missing, they are made again, and omitted if they differ from those of
-    the run. A run that was killed, or is in progress, is read from its journal. `without` names plugins to disable.
-    Raises RunError if the folder has no readable run.
+    The predictions come from insight.json. If that is missing, they are computed again, and omitted if they differ from
+    the run's predictions. A run that was killed, or is in progress, is read from its journal. `without` names plugins
+    to disable. Raises RunError if the folder has no readable run.
     """
     try:
         return FORMS[form](page(report_data(Path(run_dir), without)))
@@ -58,7 +58,10 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
 
 
 def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> bool:
-    """Write the page and insight.json at the end of a run. Return whether this succeeded; a failure is a warning."""
+    """Write the page and insight.json at the end of a run. Return whether this succeeded.
+
+    A failure is only a warning.
+    """
 
     def made() -> str:
         insight_data = insight(ending.problem, ending.plan.best.candidate if ending.plan.best else None)
@@ -70,7 +73,7 @@ def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> b
 
 
 def save_report_of_engines(run_dir: Path) -> bool:
-    """Write the page of a run over several engines; like `save_report`."""
+    """Write the page of a run with several engines, like `save_report`."""
     return _is_written(run_dir, lambda: report(run_dir))
 
 
@@ -123,7 +126,8 @@ def report_data(folder: Path, without: Collection[str]) -> RunData:
 def _redacted(data: Mapping[str, Any], insight: Mapping[str, Any], home: Path, folder: Path, **context: Any) -> RunData:
     """Return the data of a page without the secrets of this shell and of the run's spec.
 
-    Its commands name the folder relative to the working directory; `.` if it is elsewhere: pages have no own paths.
+    Commands on the page name the folder relative to the working directory, or `.` if it is elsewhere, so that the page
+    does not reveal paths of this machine.
     """
     try:
         spec = yaml.safe_load(read_regular(home / SPEC))
@@ -136,7 +140,7 @@ def _redacted(data: Mapping[str, Any], insight: Mapping[str, Any], home: Path, f
 
 
 def _predicted_again(snapshot: Snapshot, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current predictions; empty if they differ from those of the run."""
+    """Return the current predictions, or nothing if they differ from the run's predictions."""
     problem, run = snapshot.problem, snapshot.run
     best = run.best.candidate if run and run.best else None
     if best is not None and data.get("best"):
@@ -158,7 +162,10 @@ SCHEMA_VERSION = 1
 
 
 def insight(problem: Problem, best: Candidate | None) -> dict[str, Any]:
-    """Return the rules, chips and environment of a run and, of `best`, its stages, pipeline and neighbours."""
+    """Return the rules, chips and environment of a run, and details about its `best` candidate.
+
+    The details are the stages, the pipeline and alternative candidates.
+    """
     row = None if best is None else problem.space.find(best)
     used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED_MESSAGES}
     data: dict[str, Any] = {
@@ -179,7 +186,7 @@ def insight(problem: Problem, best: Candidate | None) -> dict[str, Any]:
 
 
 def _stages(problem: Problem, row: int) -> list[dict[str, Any]]:
-    """Return the memory of the first device of each pipeline stage, by component if the workload has them."""
+    """Return the memory of the first device of each pipeline stage, split into components if the workload has them."""
     columns, costs, workload = problem.space.columns(np.array([row])), problem.platform.costs, problem.workload
     task = engine_task(problem.task, effects_of_row(problem.task, columns))
     stages = []
@@ -193,7 +200,7 @@ def _stages(problem: Problem, row: int) -> list[dict[str, Any]]:
 
 
 def _kernel_sources(problem: Problem, row: int) -> dict[str, list[str]]:
-    """Return the sources of the times of kernels of one candidate, by kind of kernel."""
+    """Return where the kernel times of one candidate come from, by kind of kernel."""
     costs = problem.platform.costs
     if not isinstance(costs.kernels, KernelCostStack):
         return {}
@@ -242,10 +249,9 @@ CHUNK = 1 << 16
 
 
 def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
-    """Return two candidates for each value of each knob with several values, among candidates that are predicted to
-    fit.
+    """Return two candidates for each value of each knob with several values. All are predicted to fit.
 
-    `fastest` is the fastest predicted candidate with the value, `nearest` the fastest of the candidates that differ
+    `fastest` is the fastest predicted candidate with the value. `nearest` is the fastest of the candidates that differ
     from row `best` in the fewest knobs. Candidates without a predicted time are ignored.
     """
     space, predictions = problem.space, problem.predictions
@@ -286,7 +292,7 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
 
 
 def _candidate(problem: Problem, row: int, best: int) -> dict[str, Any]:
-    """Return a candidate by its differences from the best, with its prediction."""
+    """Return a candidate as its differences from the best, with its prediction."""
     candidate, own = problem.space.candidate(row), problem.space.candidate(best).as_dict()
     predicted: Mapping[str, Any] = record(problem.platform.task, problem.predictions.row(row))
     keys = ("step_time_s", "tokens_per_second_per_device", "objective", "time", "limit", "memory")

@@ -1,4 +1,4 @@
-"""The runs in a folder: a list, one of them as text, several side by side, and their removal."""
+"""The runs in a folder: lists them, shows one as text, compares several, and removes one."""
 
 import fcntl
 import os
@@ -31,12 +31,11 @@ FILES = (
 
 
 def list_runs(folder: Path | str = RUNS) -> list[dict[str, Any]]:
-    """Return a record of each run in a folder, or of the folder itself if it is a run, the latest first.
+    """Return a record of each run in a folder, latest first, or of the folder itself if it is a run.
 
-    A run of several engines without a best is listed as the runs of its engines.
-
-    Each has `run` (its folder), `state`, `changed` (date and time in UTC), and the fields of `run_record` that are
-    known. Raises RunError if the folder does not exist.
+    A run with several engines but no best is listed as one run per engine. Each record has `run` (the folder), `state`,
+    `changed` (date and time in UTC), and the known fields of `run_record`. Raises RunError if the folder does not
+    exist.
     """
     place = Path(folder)
     if _is_run(place):
@@ -50,9 +49,9 @@ def list_runs(folder: Path | str = RUNS) -> list[dict[str, Any]]:
 
 
 def compare_runs(folders: Sequence[Path | str]) -> list[dict[str, Any]]:
-    """Return a record of each run, as `run_record`, with the `gain` of its best over the best of the first.
+    """Return the `run_record` of each run, with the `gain` of its best over the best of the first run.
 
-    `gain` is None if the objectives or the hardware differ, or without a measurement. Raises RunError for a folder
+    `gain` is None if objectives or hardware differ, or if a run has no measurement. Raises RunError for a folder
     without a run.
     """
     records = [run_record(_required(Path(each))) for each in folders]
@@ -66,14 +65,14 @@ def compare_runs(folders: Sequence[Path | str]) -> list[dict[str, Any]]:
 
 
 def show_run(folder: Path | str, without: Collection[str] = ()) -> tuple[Mapping[str, Any], str]:
-    """Return the result of a run, also of one in progress, as data and as text. Raises RunError."""
+    """Return the result of a run as data and as text. The run may be in progress. Raises RunError."""
     run = report_data(_required(Path(folder)), without)
     text = result_text(replace(run, called=str(folder), warnings=()))
     return run.data, "\n".join([*run.warnings, text])
 
 
 def remove_run(folder: Path | str) -> None:
-    """Delete the files of a run, and its folder if nothing else is in it.
+    """Delete the files of a run, and its folder if it contains nothing else.
 
     Raises RunError for a folder without a run, for a run that is in progress, and for the working directory.
     """
@@ -99,9 +98,9 @@ def remove_run(folder: Path | str) -> None:
 def run_record(folder: Path) -> dict[str, Any]:
     """Return the main facts of a run from its result.
 
-    `value`, `low` and `high` are the objective of the best in `unit`: the median and the range of its runs. `speedup`
-    is that over its baseline (`flagcore.domain.plan.Speedup`), `seconds` the sum of all trials, `no_best` why there is
-    no best.
+    `value`, `low` and `high` are the objective of the best in `unit`: the median and the range over its runs. `speedup`
+    is the speedup over the baseline (`flagcore.domain.plan.Speedup`). `seconds` is the sum over all trials. `no_best`
+    is the reason why there is no best.
     """
     files = [file for name in ("journal.log", "result.json", IDENTITY) if (file := folder / name).is_file()]
     changed = max(each.stat().st_mtime for each in files or [folder])
@@ -153,7 +152,7 @@ def _facts(folder: Path, data: Mapping[str, Any], state: str) -> dict[str, Any]:
 
 
 def differing_knobs(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the knobs of all runs in which their best candidates differ."""
+    """Return the knobs in which the best candidates of the runs differ."""
     candidates: list[Mapping[str, KnobValue]] = [each["candidate"] for each in records if each.get("candidate")]
     names = [name for name in (candidates or [{}])[0] if all(name in each for each in candidates)]
     return [name for name in names if len({repr(each[name]) for each in candidates}) > 1]
@@ -166,7 +165,7 @@ def _required(folder: Path) -> Path:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return whether flagcore wrote a run into a folder. Other programs have files of these names, too."""
+    """Return whether flagcore wrote a run to a folder. Other programs also write files with these names."""
     is_claimed = json_file(folder / IDENTITY).keys() >= {"run", "task", "fixed"}
     return is_claimed or "schema_version" in json_file(folder / "result.json")
 

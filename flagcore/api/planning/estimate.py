@@ -43,9 +43,9 @@ def estimate(
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
 
-    With `distinct`, these are the fastest of each layout, and `variants` is the number of further candidates with the
-    layout. `chip` and `objective` replace those of the spec, `data` is the content of the file if it was imported.
-    Raises the errors of `flagcore.errors`.
+    With `distinct`, only the fastest candidate of each layout is returned, and its `variants` is the number of other
+    candidates with the layout. `chip` and `objective` replace the values of the spec. `data` is the content of the file
+    if it was imported. Raises the errors of `flagcore.errors`.
     """
     if objective is not None:
         data = with_objective(spec_data(spec, data)[1], objective)
@@ -88,7 +88,8 @@ def estimate(
 def _candidates(problem: Problem, order: IntArray, top: int, *, distinct: bool) -> tuple[Mapping[str, Any], ...]:
     """Return the records of the first `top` rows of `order`, or of the first rows with different layouts.
 
-    For servers, `pareto` tells whether no candidate is predicted to have higher rates both per device and per user.
+    For servers, `pareto` is whether no other candidate is predicted to be better both in rate per device and in rate
+    per user.
     """
     places, figures = np.arange(min(top, order.size)), problem.predictions.figures
     more: list[dict[str, Any]] = [{} for _place in places]
@@ -104,25 +105,25 @@ def _candidates(problem: Problem, order: IntArray, top: int, *, distinct: bool) 
 
 
 def _layouts(problem: Problem, rows: IntArray) -> IntArray:
-    """Return a number for each row that is equal for rows with equal layouts."""
+    """Return a number for each row. Rows with equal layouts have equal numbers."""
     names = [name for name, knob in problem.knobs.items() if knob.layout]
     numbers = np.zeros(rows.size, dtype=np.int64)
     for start in range(0, rows.size, LAYOUT_ROWS):
         part = slice(start, start + LAYOUT_ROWS)
         columns = problem.space.columns(rows[part])
         for name in names:
-            numbers[part] = numbers[part] * LARGEST_SIZE + columns[name]  # overflows, as a hash
+            numbers[part] = numbers[part] * LARGEST_SIZE + columns[name]  # an overflow is harmless: this is a hash
     return numbers
 
 
 LAYOUT_ROWS = 100_000
-"""The number of rows that are decoded at once."""
+"""The number of rows that are decoded at a time."""
 LARGEST_SIZE = 1_000_003
-"""A prime above the largest size of a layout."""
+"""A prime number above the largest size in a layout."""
 
 
 def _runs(task: Task) -> str:
-    """Return the runner of a predicted job: the user's command, the engine, or the trial program."""
+    """Return what runs a predicted job: the user's command, the engine, or the trial program."""
     if isinstance(task.spec.work, ServeSpec):
         work = task.spec.work
         return _("as {engine} serves {load} (serve.profile)", engine=work.engine, load=serving_load_text(work))
@@ -138,7 +139,7 @@ def _runs(task: Task) -> str:
 
 
 def _assumed(task: Task) -> Mapping[str, Any]:
-    """Return the implementation and the settings that a plan assumes; empty if it assumes none."""
+    """Return the implementation and the settings that a plan assumes, or an empty string if it assumes none."""
     work = task.spec.work
     if isinstance(work, ServeSpec) or not work.assumed:
         return {}
@@ -146,14 +147,14 @@ def _assumed(task: Task) -> Mapping[str, Any]:
 
 
 def before_trials(problem: Problem) -> Counts:
-    """Return the counts of combinations by outcome before any trial."""
+    """Return the number of combinations for each outcome that is possible before any trial."""
     return count(problem.space, problem.pruned, learn(()))
 
 
 def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
-    """Return candidates with their predictions and the memory of their worst stages by component.
+    """Return candidates with their predictions, and with the memory of their worst stage by component.
 
-    `slo` are the figures of a predicted server that exceed their limit, in seconds.
+    `slo` contains the predicted figures of a server that exceed their limits, in seconds.
     """
     task, space, limits = problem.task, problem.space, problem.task.spec.limits
     records = []
@@ -168,7 +169,7 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
 
 
 def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
-    """Return the candidate of the engine's own defaults with its predictions, None if it is the baseline."""
+    """Return the candidate of the engine's own defaults with its prediction, or None if it is the baseline."""
     values = {**problem.baseline.as_dict(), **problem.workload.defaults(engine_task(problem.task))}
     if values == problem.baseline.as_dict():
         return None
@@ -177,14 +178,17 @@ def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:
-    """Return the plugins' settings for all candidates, and their notes on engine and chip."""
+    """Return the settings that plugins give all candidates, and their notes on engine and chip."""
     rules = (each for each in platform.value_rules if isinstance(each, ForcedSetting))
     forced = (f"{each.setting} = {each.value} (rule {each.name}): {each.reason}" for each in rules)
     return (*filter(None, [platform.precision_reason]), *forced, *platform.support.notes)
 
 
 def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
-    """Return a plugin's knob as plain data. `not_launched` gives the reason for each value that no trial can have."""
+    """Return a plugin's knob as plain data.
+
+    `not_launched` contains the reason for each value that trials cannot use.
+    """
     not_launched = {value: no_launch_reason(task, knob, value) for value in knob.effects}
     source = knob.source
     return {
@@ -202,15 +206,14 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
 
 
 def mixing_of(spec: Spec, problem: Problem, plugins: Plugins) -> dict[str, Any] | None:
-    """Return the fastest plan of several kinds of chips and those of each kind alone as plain data; None if no plan of
-    several kinds has a time.
+    """Return the fastest plan that mixes kinds of chips, and the fastest plan of each kind alone, as plain data.
 
-    `split` is how the mixed plan divides the work over the kinds, `others` are the fastest plans that divide it in the
-    other ways of the engine.
-    `of_sum` is the throughput over that of all kinds alone together, `of_best_alone` over that of the fastest kind,
-    `best_alone`. `idle` is the share of the pipeline's time in which the devices of a kind have no work. `limit` is
-    the bottleneck of the mixed plan, `slowest` the kind with the slowest stage. `layers` are those of its stages;
-    `balanced` has the layers of the derived split and its step time if the plan has another split, else it is None.
+    Returns None if no mixed plan has a predicted time. `split` is how the mixed plan divides the work between the
+    kinds. `others` are the fastest plans that divide it in the other ways of the engine. `of_sum` is the throughput
+    relative to the sum over all kinds alone, `of_best_alone` relative to the fastest kind alone, `best_alone`. `idle`
+    is the share of the pipeline's time in which the devices of a kind have no work. `limit` is the bottleneck of the
+    mixed plan. `slowest` is the kind with the slowest stage. `layers` are the layers of the plan's stages. `balanced`
+    contains the layers and the step time of the derived split, or is None if the plan already has that split.
     """
     order, titles = rows_by_time(problem), problem.task.cluster.names
     ways = problem.workload.splits(problem.task, problem.space.columns(order))
@@ -248,7 +251,7 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins) -> dict[str, Any] 
 
 
 def _balanced(problem: Problem, row: IntArray) -> dict[str, Any] | None:
-    """Return the layers and the step time of a candidate with the derived split; None if it has that split."""
+    """Return the layers and the step time of a candidate with the derived split, or None if it has that split."""
     columns, workload = problem.space.columns(row), problem.workload
     found = workload.with_derived_split(engine_task(problem.task, effects_of_row(problem.task, columns)), columns)
     pipelines = workload.pipelines(*found, problem.costs) if found else ()
@@ -259,7 +262,7 @@ def _balanced(problem: Problem, row: IntArray) -> dict[str, Any] | None:
 
 
 def _alone(spec: Spec, mixed: Problem, group: int, plugins: Plugins) -> dict[str, Any] | None:
-    """Return the fastest plan of one kind of chips; None if it cannot run the job, or has no time."""
+    """Return the fastest plan of one kind of chips, or None if it cannot run the job or has no predicted time."""
     workload, fixed = mixed.workload, {name: values for name, values in spec.space.items() if values != AUTO}
     space = {**workload.values_alone(mixed.task, group), **fixed}
     space = {name: values for name, values in space.items() if name not in workload.derived_knobs}
@@ -272,7 +275,7 @@ def _alone(spec: Spec, mixed: Problem, group: int, plugins: Plugins) -> dict[str
 
 
 def _plan(problem: Problem, rows: IntArray) -> dict[str, Any] | None:
-    """Return the first of `rows` as a plan; None without rows, or if its time is unknown."""
+    """Return the first of `rows` as a plan, or None if there are no rows or its time is unknown."""
     cluster, train = problem.task.cluster, problem.task.spec.train
     for row in rows[:1].tolist():
         if (seconds := problem.predictions.row(row).step_time_s) is not None:
@@ -288,20 +291,20 @@ def _plan(problem: Problem, rows: IntArray) -> dict[str, Any] | None:
 
 
 DOUBLINGS = 4
-"""How often the number of nodes is doubled."""
+"""How many times the number of nodes is doubled."""
 
 
 def cheapest_change(problem: Problem, without: Collection[str]) -> str:
-    """Return the first change with which a candidate is left: other knobs, then more devices or nodes.
+    """Return the first change with which a candidate remains: other knobs, then more devices or nodes.
 
-    Empty if none of them helps and candidates fit, because then rules remove them.
+    Returns an empty string if no change helps and candidates fit into memory, because then rules remove them.
     """
     task = problem.task
     changes = _changes_to_fit(task.spec, task.cluster.groups[0].chip.devices_per_node)
     for change, changed, first in _fastest_of_each(changes, problem.workload, without):
         candidate = changed.set_knobs(changed.space.candidate(first))
         return _("with {change}, this candidate fits: {candidate}", change=change, candidate=candidate)
-    if problem.predictions.fits.any():  # rules are the reason
+    if problem.predictions.fits.any():  # rules, and not memory, remove the candidates
         return ""
     nodes = task.cluster.groups[0].nodes << DOUBLINGS
     return _("neither other knobs nor up to {nodes} nodes help: use a chip with more memory", nodes=nodes)
@@ -310,7 +313,7 @@ def cheapest_change(problem: Problem, without: Collection[str]) -> str:
 def _fastest_of_each(
     changes: Iterable[tuple[str, Spec]], workload: Workload, without: Collection[str]
 ) -> Iterator[tuple[str, Problem, int]]:
-    """Yield the change, the problem and the first row by time of each changed spec with a candidate."""
+    """Yield each change that leaves a candidate, with the changed problem and its first row by predicted time."""
     with loaded_plugins(without) as loaded:
         for change, spec in changes:
             try:
@@ -322,7 +325,7 @@ def _fastest_of_each(
 
 
 def _changes_to_fit(spec: Spec, most: int) -> Iterator[tuple[str, Spec]]:
-    """Yield descriptions of changes and the changed specs, the cheapest first.
+    """Yield the description of each change, and the changed spec, the cheapest change first.
 
     `most` is the number of devices of a whole node.
     """
@@ -343,23 +346,28 @@ def _changes_to_fit(spec: Spec, most: int) -> Iterator[tuple[str, Spec]]:
 
 
 USUAL_MFU = (0.38, 0.43)
-"""The range of MFU that a large pretraining job reports: Llama 3 in bf16, https://arxiv.org/abs/2407.21783, table 4."""
+"""The range of MFU that is reported for a large pretraining job: Llama 3 in bf16, https://arxiv.org/abs/2407.21783,
+table 4."""
 PRECISIONS = ("bf16", "fp16")
-"""The precisions of that range. In fp8, the peak is twice as high, and the MFU is lower."""
+"""The precisions for which that range holds. In fp8, the peak is twice as high, and the MFU is lower."""
 FAR_BELOW = 0.5
-"""The share of the lower end below which a job is far below. Chosen."""
+"""The share of the lower end of the range below which an MFU is far below. Chosen."""
 LARGE = 1e9
-"""Minimum number of parameters for the comparison. Chosen; kernels of smaller models use less of a device."""
+"""The minimum number of parameters for a comparison with that range. Chosen; kernels of smaller models use less of a
+device."""
 MIN_PART = 0.05
-"""Minimum share of a listed part of a step."""
+"""The minimum share of a part of a step that is listed."""
 MAX_BATCH_DOUBLINGS = 3
-"""How often the global batch size is doubled."""
+"""How many times the global batch size is doubled."""
 WORTH = 1.1
-"""Minimum factor on the MFU of a change worth naming."""
+"""The minimum factor by which a change must improve the MFU to be named."""
 
 
 def bottleneck_text(predicted: Mapping[str, Any]) -> str:
-    """Return what limits a predicted training step, with its share; empty without a time."""
+    """Return what limits a predicted training step, with its share.
+
+    Returns an empty string without a predicted time.
+    """
     name, time = predicted.get("limit"), predicted.get("time") or {}
     memory, total = predicted["memory"], sum(time.values())
     if name == "memory":
@@ -372,9 +380,9 @@ def bottleneck_text(predicted: Mapping[str, Any]) -> str:
 
 
 def mfu_warning(problem: Problem, without: Collection[str], predicted: Mapping[str, Any], params: float) -> str:
-    """Return a warning if the MFU of a prediction is far below that of large jobs, why, and the cheapest change.
+    """Return a warning if the predicted MFU is far below the MFU of large jobs, with the cause and the cheapest change.
 
-    Empty for servers, small models, other precisions, and if the MFU is unknown.
+    Returns an empty string for servers, small models, other precisions, and if the MFU is unknown.
     """
     spec, mfu = problem.task.spec, predicted.get("mfu")
     if isinstance(spec.work, ServeSpec) or mfu is None or params < LARGE or spec.train.precision not in PRECISIONS:
@@ -387,7 +395,7 @@ def mfu_warning(problem: Problem, without: Collection[str], predicted: Mapping[s
 
 
 def _why(predicted: Mapping[str, Any]) -> str:
-    """Return the largest parts of a step besides compute, or that its kernels are slow."""
+    """Return the largest parts of a step other than compute, or that its kernels are slow."""
     time, step = predicted["time"], sum(predicted["time"].values())
     parts = sorted((part for part in time if part != "compute_s"), key=lambda part: -time[part])
     large = [part for part in parts[:3] if time[part] > MIN_PART * step]
@@ -408,7 +416,7 @@ def _cheapest_speedup(problem: Problem, without: Collection[str], mfu: float) ->
 
 
 def _changes_of_batch(spec: Spec) -> Iterator[tuple[str, Spec]]:
-    """Yield descriptions of changes that need no other hardware, and the changed specs."""
+    """Yield the description of each change that needs no other hardware, and the changed spec."""
     if spec.space:
         yield _("all knobs in the space"), replace(spec, space={}, baseline=None)
     for doubling in range(1, MAX_BATCH_DOUBLINGS + 1):

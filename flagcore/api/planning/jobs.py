@@ -1,4 +1,4 @@
-"""Predictions of job records, in groups with the same task."""
+"""Predicts job records, in groups that share a task."""
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,20 +29,20 @@ from flagcore.tuner.stages.predict import model_table, rank_record
 AT_ONCE = 1024
 
 OFF = (None, False, 0, 1)
-"""Values of knobs that messages omit."""
+"""The values of knobs that messages leave out."""
 
 Answer = dict[str, Any]
 Line = Mapping[str, Any] | SpecError
-"""A record, or the error of its line."""
+"""A job record, or the error of a line that has none."""
 
 
 def estimate_jobs(
     lines: Iterable[Line], *, without: Collection[str] = (), at_once: int = AT_ONCE, with_model: bool = False
 ) -> Iterator[Answer]:
-    """Yield the prediction of each job record, in order; for an invalid record or line a status and a reason.
+    """Yield the prediction of each job record, in order. An invalid record or line yields a status and a reason.
 
-    Records are predicted in batches of `at_once` lines. With `with_model`, predictions also have the weights of the
-    model by part and the candidate.
+    Records are predicted in batches of `at_once` lines. With `with_model`, predictions also contain the candidate, and
+    the weights of each part of the model.
     """
     with loaded_plugins(without) as loaded:
         jobs, remaining_lines, seen = _Jobs(loaded, with_model), iter(lines), set[str]()
@@ -69,7 +69,7 @@ def _rejection(error: FlagError) -> Answer:
 
 
 class _Row(NamedTuple):
-    """One valid job. `noted` are the settings that the notes of its source mention."""
+    """One valid job. `noted` are the settings that the notes in its source mention."""
 
     place: int
     task: Task
@@ -81,7 +81,7 @@ class _Row(NamedTuple):
 
 
 class _Jobs:
-    """Predicts jobs. Hooks are called once per cluster."""
+    """Predicts jobs. Plugins are asked only once per cluster."""
 
     def __init__(self, loaded: LoadedPlugins, with_model: bool) -> None:
         self._loaded, self._with_model, self._engines = loaded, with_model, plugins.engines()
@@ -89,7 +89,7 @@ class _Jobs:
         self._value_rules: dict[Hashable, tuple[ValueRule, ...]] = {}
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
-        """Return the status and the figures of each line."""
+        """Return one answer per line: a status, and the predicted figures or the reason of an error."""
         answers: dict[int, Answer] = {}
         groups: dict[Hashable, tuple[Platform, list[_Row]]] = {}
         for place, line in enumerate(lines):
@@ -110,7 +110,7 @@ class _Jobs:
         return [answers[place] for place in range(len(lines))]
 
     def _group_jobs(self, place: int, job: Job, groups: dict[Hashable, tuple[Platform, list[_Row]]]) -> None:
-        """Group jobs by task. Raises FlagError."""
+        """Add a job to the group with the same task. Raises FlagError if the job is invalid."""
         chip = self._loaded.find_chip(job.chip)
         if chip is None:
             hint = unknown_chip_hint(job.chip, self._loaded.chips())
@@ -155,7 +155,7 @@ class _Jobs:
 
 
 def _predicted(platform: Platform, rows: Sequence[_Row]) -> dict[int, Answer]:
-    """Return the answers to jobs with the same task by their places."""
+    """Predict jobs with the same task. The keys of the result are the numbers of their lines."""
     task, workload = platform.task, platform.workload
     columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
     broken: list[list[Rule]] = [[] for _ in rows]
@@ -186,7 +186,10 @@ def _take(columns: Columns, rows: list[int]) -> Columns:
 
 
 def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
-    """Return the messages of the rules that a row breaks, and their knobs that are neither off nor 1."""
+    """Return the messages of the rules that a row breaks, with the values of their knobs.
+
+    Values that are off or 1 are left out.
+    """
     found: dict[str, KnobValue] = {}
     for knob in (each for rule in rules for each in (*rule.knobs, *(knob for knob in values if knob in rule.message))):
         given = values.get(knob)
@@ -196,7 +199,7 @@ def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], colu
 
 
 def _job_description(workload: Workload, row: _Row) -> Answer:
-    """Return a job's configuration and the weights of its model by parts."""
+    """Return a job's configuration, and the weights of each part of its model."""
     cluster, work = row.task.cluster, row.task.spec.work
     return {
         "chip": cluster.groups[0].chip.name,

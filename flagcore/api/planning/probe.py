@@ -1,4 +1,4 @@
-"""Probe candidates: one device of this machine runs single ranks of jobs of any size."""
+"""Probes candidates: one device of this machine runs single ranks of a job of any size."""
 
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -58,11 +58,11 @@ def probe(
 ) -> list[Probed]:
     """Probe candidates of `spec_file` on one device of this machine, rank by rank.
 
-    `candidate` is a position in the list of the fastest predicted candidates, from 1, `baseline`, or knobs as
-    `name=value,...`; by default the `top` fastest predicted candidates are probed. `ranks` are global ranks, by default
-    the most informative. All probes of a candidate take at most `seconds` (default: `control.max_time_per_task`, or
-    derived from the prediction). `folder` is for jobs and logs; by default they are not saved. Raises the errors of
-    `flagcore.errors`; EveryTrialFailed if no rank has a result.
+    `candidate`: a position in the list of the fastest predicted candidates (from 1), `baseline`, or knobs as
+    `name=value,...`. By default, the `top` fastest predicted candidates are probed. `ranks`: global ranks; by default,
+    the most informative ones. `seconds`: the maximum time of all probes of a candidate; by default,
+    `control.max_time_per_task` or a time derived from the prediction. `folder`: where jobs and logs are saved; by
+    default, they are not. Raises the errors of `flagcore.errors`; EveryTrialFailed if no rank has a result.
     """
     spec = read_spec(spec_file, chip, without)
     if spec.cluster.groups:
@@ -92,7 +92,7 @@ def probe(
 def _problem(
     spec: Spec, loaded: LoadedPlugins, workload: Workload, candidate: str | None
 ) -> tuple[Problem, str | None]:
-    """Return the problem of a spec and the name of the candidate in it; knobs with values become the baseline."""
+    """Return the problem of a spec, and the name of the candidate in it. Knobs with values become the baseline."""
     problem = build_problem(spec, loaded, workload)
     if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
         columns, _named = parse_candidate(candidate, problem)
@@ -154,7 +154,7 @@ def _probed_record(problem: Problem, probed: Probe) -> Probed:
 
 
 def rank_probe_record(probed: RankProbe) -> dict[str, Any]:
-    """Return the probe of a rank as plain data: GiB, seconds."""
+    """Return the probe of a rank as plain data, in GiB and seconds."""
     data: dict[str, Any] = {"rank": probed.rank, "state": probed.state.value, "reason": probed.reason}
     if probed.measured is not None:
         figures = asdict(probed.measured)

@@ -1,1 +1,1 @@
-"""Tune a spec, export the best configuration and start it."""
+"""Tunes a spec, exports the best configuration and starts it."""

@@ -1,4 +1,4 @@
-"""The files at the end of a run: the result, and the best configuration as a spec, a launch and a script."""
+"""Writes the files at the end of a run: the result, and the best configuration as a spec, a launch and a script."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from flagcore.tuner.store.directory import writable, write
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Outcome(Notebook):
-    """The result of `flag tune`: the plan, its folder, and `data`, the content of `result.json`.
+    """The result of `flag tune`: the plan, its folder, and `data`, which is the content of `result.json`.
 
-    `run_best` is whether the spec requests to start the best at the end, `can_start` whether the best can be started
-    without changes, `reported` whether the report page was written.
+    `run_best`: whether the spec requests to start the best at the end. `can_start`: whether the best can be started
+    without changes. `reported`: whether the report page was written.
     """
 
     plan: Plan
@@ -58,7 +58,7 @@ class Outcome(Notebook):
 
     @property
     def shown(self) -> RunData:
-        """The result without secrets, for texts."""
+        """The result without secrets, for output to the user."""
         return RunData.from_json(self.data, self.run_dir, called=str(self.run_dir), knobs=self.plan.knobs)
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Outcome(Notebook):
 
 
 def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
-    """Write the result and, if there is one, the best configuration as a spec, a launch and a script."""
+    """Write the result. If there is a best configuration, also write it as a spec, a launch and a script."""
     plan, problem = ending.plan, ending.problem
     cannot, precision_reason = "", problem.platform.precision_reason
     data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
@@ -77,7 +77,7 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
         precision = problem.task.spec.work.precision
         data["precision"] = {"value": precision, "reason": precision_reason}
         spec = {**spec, "train": {**spec["train"], "precision": precision}}
-    # The trials of a finished run that is started again have only the text of why it stopped, not the translatable one.
+    # If a finished run is started again, its trials have only a plain text of why it stopped, not the translatable one.
     earlier = json_file(run_dir / "result.json")
     if earlier.get("stopped_because") == data["stopped_because"] and "stopped_message" in earlier:
         data["stopped_message"] = earlier["stopped_message"]
@@ -100,10 +100,10 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
 
 
 def _cost(problem: Problem, trial: Mapping[str, Any], median_s: float | None) -> dict[str, float | str]:
-    """Return the cost of a trial in the format of result.json, as measured or else as predicted.
+    """Return the cost of a trial in the format of result.json: as measured, or else as predicted.
 
-    `median_s` is the median step time of several runs of its candidate, None for the time of the trial.
-    The power is the mean of all devices in measured steps. For a server it follows from the joules per output token.
+    `median_s`: the median step time over several runs of its candidate, or None to use the time of the trial. The power
+    is the mean over all devices in measured steps. For a server, it follows from the joules per output token.
     """
     predicted, measured = trial["predicted"], trial["measured"]
     if not measured:
@@ -120,7 +120,7 @@ def _cost(problem: Problem, trial: Mapping[str, Any], median_s: float | None) ->
 
 
 def _save_launch(plan: Plan, problem: Problem, run_dir: Path) -> str:
-    """Write `best.sh` and `best/launch.json`. Return why the best cannot be started unchanged, or an empty text."""
+    """Write `best.sh` and `best/launch.json`. Return why the best cannot be started unchanged, or an empty string."""
     assert plan.best is not None
     best, folder = plan.best.candidate, run_dir.resolve() / "best"
     try:
@@ -154,7 +154,7 @@ def _save_launch(plan: Plan, problem: Problem, run_dir: Path) -> str:
 def require_startable(problem: Problem, best: Candidate, *, elsewhere: bool = False) -> None:
     """Raise UsageError if the best of a plan cannot be started without changes on any machine.
 
-    With `elsewhere`, another program starts it, so that this host and the launcher of the spec do not matter.
+    With `elsewhere`, another program starts it, so this host and the launcher of the spec do not matter.
     """
     platform, values, workload = problem.platform, best.as_dict(), problem.workload
     for knob in platform.task.knobs:
@@ -162,8 +162,8 @@ def require_startable(problem: Problem, best: Candidate, *, elsewhere: bool = Fa
             raise UsageError(f"{knob.name} = {values[knob.name]}: {why}")
     work = platform.task.spec.work
     if isinstance(work, TrainSpec) and work.command is None:
-        return  # the engine's own program, for the user to complete
-    with suppress(NoDevice):  # the engine is not installed on this machine
+        return  # this is the engine's own program, which the user completes
+    with suppress(NoDevice):  # raised if the engine is not installed on this machine
         if not elsewhere:
             workload.ready(platform.task.spec)
     if work.command is None and platform.support.device_type is None:
@@ -174,24 +174,26 @@ def require_startable(problem: Problem, best: Candidate, *, elsewhere: bool = Fa
 OWN_SCRIPT = "# Runs your script. The best values replace the arguments of the program that it starts."
 FROZEN = "# The command of your script. Computed values, such as dates, ports and ranks, are those of the tuning."
 SECRETS = "secrets.sh"
-"""File next to `launch.json`, readable by its owner only: the secrets of best.sh that this shell does not have."""
+"""The name of a file next to `launch.json` that only its owner can read. It contains the secrets of best.sh that this
+shell does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenSecrets:
-    """The secrets of a launch. `inherited` are variables that have the same value in this shell.
+    """The secrets of a launch.
 
-    `kept` are the other secrets by name. A secret of the command line that is in no variable gets a name.
+    `inherited`: the names of variables that have the same value in this shell. `kept`: all other secrets by name. A
+    secret in the command line that is in no variable gets a name.
     """
 
     inherited: tuple[str, ...]
     kept: Mapping[str, str]
     variables: Mapping[str, str]
-    """Names of variables by the secret of the command line that they contain."""
+    """For each secret in the command line, the name of the variable that contains it."""
 
     @classmethod
     def of(cls, launch: Launch) -> HiddenSecrets:
-        """Return the secrets of `launch`, divided into those of this shell and others."""
+        """Return the secrets of `launch`, divided into secrets that this shell also has, and others."""
         secret_variables = {name: value for name, value in launch.environment.items() if is_secret(name) and value}
         inherited = [name for name, value in secret_variables.items() if os.environ.get(name) == value]
         saved_secrets = {name: value for name, value in secret_variables.items() if name not in inherited}
@@ -212,7 +214,10 @@ class HiddenSecrets:
 
 
 def script(plan: Plan, launch: Launch, hidden: HiddenSecrets, folder: Path) -> str:
-    """Return a shell script that starts `launch` unchanged. Its secrets are in the user's shell, or in `folder`."""
+    """Return a shell script that starts `launch` unchanged.
+
+    It reads secrets from the user's shell, or from `folder`.
+    """
     rendezvous = {} if launch.own_script else RENDEZVOUS
     exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in rendezvous.items()]
     exports += [
@@ -239,8 +244,10 @@ def script(plan: Plan, launch: Launch, hidden: HiddenSecrets, folder: Path) -> s
 
 
 def cluster_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -> str:
-    """Return a script that starts a launch on several nodes, on generated data until the user replaces its sample
-    arguments; empty for another launch, and for several kinds of nodes.
+    """Return a script that starts a launch on several nodes.
+
+    It uses generated data until the user replaces the sample arguments. The script is empty for other launches, and if
+    there are several kinds of nodes.
     """
     assert plan.best is not None
     groups = problem.platform.task.cluster.groups
@@ -256,14 +263,17 @@ def cluster_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) 
 
 
 def listing(plan: Plan, launch: Launch) -> str:
-    """Return a shell script that prints the command of a launch, one argument per line, for the user to complete."""
+    """Return a shell script that prints the command of a launch, one argument per line.
+
+    The user completes the command.
+    """
     exports = [f"export {name}={shell_quoted(value, DEVICES_OF_HOST)}" for name, value in launch.environment.items()]
     text = "\n".join([*exports, multi_line(launch.argv)])
     return "\n".join(["#!/bin/sh", heading(plan), f"# Add {launch.missing}.", "cat << 'END'", text, "END"]) + "\n"
 
 
 def heading(plan: Plan) -> str:
-    """Return a comment that describes the best."""
+    """Return a comment that describes the best configuration."""
     assert plan.best is not None
     commands = {
         RUN: f"{len(plan.trials)} trials",

@@ -1,4 +1,4 @@
-"""Start the best configuration of a run. Servers run until they, or this process, end."""
+"""Starts the best configuration of a run. Servers run until they, or this process, end."""
 
 import json
 import os
@@ -21,7 +21,8 @@ from flagcore.launchers.local import start_for_users
 from flagcore.tuner.store.directory import IDENTITY
 
 RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""Default address and port of the ranks of a best configuration; trials get a free port from the launcher."""
+"""The default address and port of the ranks of a best configuration. Trials get a free port from the launcher
+instead."""
 PERIOD_SECONDS = 0.5
 ANSWER_SECONDS = 2.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -32,10 +33,10 @@ def run_best(
 ) -> NoReturn:
     """Start the best configuration of a run.
 
-    Training replaces this process. A command that the user has to complete is printed instead. Servers are child
-    processes, which stop when this process ends; `on_ready` is called with their URL once they respond. `stdout` is a
-    file descriptor for output. Raises `no_best_error` if the run has no best configuration, UsageError if it cannot be
-    started.
+    Training replaces this process. A command that the user has to complete is only printed. Servers are child
+    processes, which stop when this process ends. `on_ready` is called with their URL once they respond. `stdout` is a
+    file descriptor for their output. Raises `no_best_error` if the run has no best configuration, and UsageError if it
+    cannot be started.
     """
     launch = _saved_launch(run_dir)
     argv, folder = list(launch["argv"]), str(launch["directory"])
@@ -43,7 +44,7 @@ def run_best(
     ready, missing = tuple(launch["ready"]), str(launch["missing"])
     lacking = [name for name in launch["needs"] if not os.environ.get(name)]
     if missing:
-        program = "cat" if launch.get("sample") else "sh"  # best.sh may start it on generated data
+        program = "cat" if launch.get("sample") else "sh"  # best.sh may start the command on generated data
         argv, folder, environment = [program, str(Path(run_dir).resolve() / "best.sh")], str(run_dir), {}
     if lacking:
         raise UsageError(_("set {names} first: secrets are not saved", names=", ".join(lacking)))
@@ -65,7 +66,10 @@ def run_best(
 
 
 def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
-    """Return the content of `launch.json` of the best configuration of a run. Raises RunError or `no_best_error`."""
+    """Return the content of `launch.json` of the best configuration of a run.
+
+    Raises RunError, or the error of `no_best_error`.
+    """
     file = Path(run_dir) / "best" / "launch.json"
     try:
         launch = json.loads(file.read_text(encoding="utf-8"))
@@ -86,10 +90,10 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
 
 
 def _serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int:
-    """Run servers to their end and return their exit status, or 128 plus the number of the signal that ended them.
+    """Run servers until they end. Return their exit status, or 128 plus the number of the signal that ended them.
 
-    `on_ready` is called with their URL once all of `launch.ready` respond with status 200. Raises UsageError if they
-    cannot be started, or one of their ports is in use.
+    `on_ready` is called with their URL once all of `launch.ready` respond with status 200. Raises UsageError if the
+    servers cannot be started, or if one of their ports is in use.
     """
     used_urls = [url for url in launch.ready if _listens(url)]
     if used_urls:

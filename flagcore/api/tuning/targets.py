@@ -1,4 +1,4 @@
-"""Export a candidate of a run or of a plan as files that start it, and a spec as a Kubernetes job that tunes it."""
+"""Exports a candidate as files that start it, and a spec as a Kubernetes job that tunes it."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -29,7 +29,7 @@ from flagcore.tuner.store.directory import writable, write
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """The files of an export, and notes for the user."""
+    """The files of an export, with notes for the user."""
 
     files: tuple[Path, ...]
     notes: tuple[str, ...]
@@ -46,10 +46,10 @@ def export(
     options: Mapping[str, str] | None = None,
     without: Collection[str] = (),
 ) -> Exported:
-    """Write files that start a candidate of a run's folder, or of a spec as a plan, to the folder `output`.
+    """Write files that start a candidate to the folder `output`. The candidate is from a run's folder or from a spec.
 
-    `target` is the engine of the candidate, or a target of an exporter (`flagcore.contracts.Exporter`). `candidate` is
-    named as for `explain_candidate`. `options` are image, kind and volume. The default of `output` is `NAME-TARGET` in
+    `target`: the engine of the candidate, or a target of an exporter (`flagcore.contracts.Exporter`). `candidate`: its
+    name in the form of `explain_candidate`. `options`: image, kind and volume. `output`: by default, `NAME-TARGET` in
     the working directory. Raises the errors of `flagcore.errors`.
     """
     place = Path(where)
@@ -80,7 +80,7 @@ def export(
 
 
 def _require_equal_nodes(job: ExportJob, target: str) -> None:
-    """Raise UsageError if a target starts all nodes equally, but they need different variables and flags."""
+    """Raise UsageError if a target starts all nodes in the same way, but they need different variables and flags."""
     others = plugins.names(plugins.IMPORTERS)
     known = [each for each in export_targets(job.platform.task.spec.work.engine) if each in others]
     if job.unequal_nodes and target not in known:
@@ -90,12 +90,15 @@ def _require_equal_nodes(job: ExportJob, target: str) -> None:
 
 
 def export_targets(engine: str | None = None) -> tuple[str, ...]:
-    """Return the names of all targets, or of those that an engine's candidates have."""
+    """Return the names of all targets, or of the targets for candidates of one engine."""
     return tuple(_exporters(engine))
 
 
 def _exporters(engine: str | None) -> dict[str, Exporter | None]:
-    """Return the exporters by target; None for the script of an engine. Those that cannot be loaded are left out."""
+    """Return the exporters by target. It is None for the target that is an engine's script.
+
+    Exporters that cannot be loaded are left out.
+    """
     names = (engine,) if engine else plugins.names(plugins.WORKLOADS)
     loads: list[Callable[[], object]] = [partial(plugins.launcher, name) for name in plugins.names(plugins.LAUNCHERS)]
     loads += [partial(plugins.importer, name) for name in plugins.names(plugins.IMPORTERS)]
@@ -109,7 +112,7 @@ def _exporters(engine: str | None) -> dict[str, Exporter | None]:
 
 
 def _exporter(snapshot: Snapshot, target: str) -> Exporter | None:
-    """Return the exporter of a target. Raises UsageError for a target that the engine's candidates do not have."""
+    """Return the exporter of a target. Raises UsageError if candidates of the engine cannot be exported to it."""
     exporters = _exporters(snapshot.task.spec.work.engine)
     if target not in exporters:
         problem = _("--to {target}: this job has the targets {known}", target=target, known=", ".join(exporters))
@@ -120,7 +123,7 @@ def _exporter(snapshot: Snapshot, target: str) -> Exporter | None:
 
 
 def _candidate(snapshot: Snapshot, name: str) -> Candidate:
-    """Return the candidate with a name. Raises UsageError if it is illegal."""
+    """Return the candidate with this name. Raises UsageError if it is illegal."""
     columns, _named = named_columns(snapshot, name)
     if rules := broken_rules_of(snapshot.problem, columns):
         texts = "; ".join(f"{rule['rule']}: {rule['message']}" for rule in rules)
@@ -137,7 +140,10 @@ def _job(
     name: str,
     options: Mapping[str, str],
 ) -> ExportJob:
-    """Return the job of a candidate; a server on several instances is one of them if the exporter starts them."""
+    """Return the job of a candidate.
+
+    For a server on several instances, it is one instance if the exporter starts them.
+    """
     engine: object = snapshot.problem.workload
     platform = snapshot.problem.platform
     platform = platform if exporter is None or exporter is engine else platform.elsewhere()
@@ -163,7 +169,7 @@ def _launch(platform: Platform, candidate: Candidate, folder: Path) -> Launch:
 
 
 def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
-    """Return the origin of a candidate, and a line for each knob that is not at its default."""
+    """Return where a candidate comes from, and a line for each knob that is not at its default."""
     task, knobs = snapshot.task, snapshot.problem.knobs
     hardware = hardware_text(task.cluster.devices, task.cluster.chips)
     lines = [f"{candidate_text(candidate, knobs)} on {hardware}, from {snapshot.where}"]
@@ -183,11 +189,11 @@ def manifest(
     volume: str | None = None,
     without: Collection[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the manifest of a job that tunes a spec, and notes for the user.
+    """Return the manifest of a Kubernetes job that tunes a spec, and notes for the user.
 
-    Requires the extra `kubernetes`. `kind` is jobset, pytorchjob or volcano, `volume` CLAIM:PATH, a persistent volume
-    claim and its mount point. All files must have the same paths in the image or on the volume. Raises the errors of
-    `flagcore.errors`.
+    Requires the extra `kubernetes`. `kind` is jobset, pytorchjob or volcano. `volume` is CLAIM:PATH, a persistent
+    volume claim and its mount point. All files must have the same paths in the image or on the volume. Raises the
+    errors of `flagcore.errors`.
     """
     place = Path(where)
     if place.is_dir():

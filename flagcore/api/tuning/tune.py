@@ -1,4 +1,4 @@
-"""Tune a spec in a run directory, with one engine or with several."""
+"""Tunes a spec in a run directory, with one engine or with several."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
 
 PROBE_STRATEGY = "learned"
-"""Strategy for the probes before the first run."""
+"""The name of the strategy that chooses the probes before the first run."""
 
 
 def tune(
@@ -71,14 +71,15 @@ def tune(
     watch: Collection[str] = (),
     data: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Tune a spec (a file or its data) and save all files in `run_dir` (default: `runs/` and the name of the file).
+    """Tune a spec (a file or its data) and save all files in `run_dir`.
 
-    An existing run is resumed; with `new` it is moved aside. `without` names plugins to disable, `storage` an Optuna
-    storage that replaces the journal. `fidelity` (`estimate`, `probe` or `run`) and `objective` override the spec; a
-    run may be resumed at a higher fidelity. `on_event` is called when a trial starts and ends. `watch` names watchers,
-    such as `webhook`, which get events and cannot delay or stop the run. `data` is the content of the file if it was
-    imported. Several engines are tuned one after the other, and the outcome of the best is returned. Raises
-    the errors of `flagcore.errors`; the result is written if a trial has run.
+    `run_dir`: by default, `runs/` and the name of the file. An existing run is resumed; with `new`, it is moved aside.
+    `without`: names of plugins to disable. `storage`: an Optuna storage that replaces the journal. `fidelity`
+    (`estimate`, `probe` or `run`) and `objective` override the spec; a run may be resumed at a higher fidelity.
+    `on_event`: called when a trial starts and when it ends. `watch`: names of watchers, such as `webhook`, which get
+    events and cannot delay or stop the run. `data`: the content of the file if it was imported. Several engines are
+    tuned one after the other, and the outcome of the best engine is returned. Raises the errors of `flagcore.errors`.
+    The result is written if a trial has run.
     """
     file, data = spec_data(spec, data)
     data = with_objective(data, objective)
@@ -100,7 +101,7 @@ def tune(
 
 
 class _EngineRun:
-    """Tunes one engine in one folder."""
+    """The run of one engine in one folder."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class _EngineRun:
         self.watchers = Watchers(watch)
 
     def tune(self, on_event: OnEvent) -> Outcome:
-        """Tune, save and report. Raises the error that stopped the run, or EveryTrialFailed without a measurement."""
+        """Tune, save and report. Raises the error that stopped the run, or EveryTrialFailed if nothing was measured."""
 
         def on_each(event: Event) -> None:
             self.watchers.on_event(event)
@@ -164,7 +165,10 @@ class _EngineRun:
         return outcome
 
     def _require_hosts(self, agents: ExitStack) -> tuple[tuple[Device, ...], Callable[[Device], Telemetry | None]]:
-        """Reserve the hosts of the spec. Return their devices, and telemetry until `agents` ends. Raises NoDevice."""
+        """Reserve the hosts of the spec. Return their devices, and their telemetry until `agents` ends.
+
+        Raises NoDevice.
+        """
         if not isinstance(self.launcher, HostsLauncher):
             return (), lambda device: None
         agents.enter_context(self.launcher.keep_agents())
@@ -184,14 +188,17 @@ class _EngineRun:
         return devices, host_telemetry(self.launcher, devices)
 
     def _files(self) -> list[str]:
-        """Return the files that a `train.command` may read on every host: those in the command, and the model."""
+        """Return the files that a `train.command` may read on every host: those that it names, and the model."""
         words, directory = self.spec.work.command or (), self.spec.work.directory or ""
         model = self.data.get("model")
         named_files = [str(Path(directory, word)) for word in words if Path(directory, word).is_file()]
         return named_files + ([str((self.base / model).resolve())] if words and isinstance(model, str) else [])
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
-        """Return the baseline of the run that is resumed, or the spec's. Raises RunError for another storage."""
+        """Return the baseline of the run that is resumed, or else of the spec.
+
+        Raises RunError if the storage differs.
+        """
         identity = None if self.new else self.directory.identity()
         if identity is None:
             return self.spec.baseline
@@ -253,7 +260,7 @@ def _require_ready(workload: Workload, spec: Spec) -> None:
 
 
 def _require_no_higher_fidelity(store: OptunaStore, control: Control, run_dir: Path) -> None:
-    """Raise RunError if the folder has trials of a higher fidelity: their result would be overwritten."""
+    """Raise RunError if the folder has trials of a higher fidelity, because their result would be overwritten."""
     highest = max((FIDELITIES.index(trial.fidelity) for trial in store.trials() if not trial.source), default=0)
     if highest > FIDELITIES.index(control.fidelity):
         text = N_("{folder} has trials of fidelity {higher}, not {fidelity}: use another --run-dir, or --new")
@@ -261,7 +268,7 @@ def _require_no_higher_fidelity(store: OptunaStore, control: Control, run_dir: P
 
 
 WINNERS = ("best", "best.sh", "best.yaml")
-"""Files of the best configuration, copied from the folder of the best engine."""
+"""The files of the best configuration, which are copied from the folder of the best engine."""
 
 
 def each_engine(
@@ -272,8 +279,8 @@ def each_engine(
 ) -> Any:
     """Tune `data` with each of `engines` in a folder below `run_dir`, and return the outcome of the best engine.
 
-    Each engine has an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a
-    warning; if no engine can be tuned, the error of the first is raised. `tune_one` calls its last argument when a
+    Each engine gets an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a
+    warning. If no engine can be tuned, the error of the first is raised. `tune_one` calls its last argument when a
     trial starts.
     """
     done: dict[str, Any] = {}
@@ -281,7 +288,7 @@ def each_engine(
     skipped: dict[str, list[str]] = {}
     """Failed engines by error, before a warning."""
 
-    # A wrong chip or model fails every engine with the same error. So failures wait for a warning until the next engine
+    # A wrong chip or model makes every engine fail with the same error. So warnings are delayed until the next engine
     # starts a trial: engines with the same error share a line, and the error that ends the command is printed once.
     def warn_of_skipped() -> None:
         warn(f"{', '.join(skipped[text])}: {text}" for text in skipped)
@@ -333,7 +340,7 @@ def _budget_share(data: dict[str, Any], parts: int) -> dict[str, Any]:
 
 
 def _best_s(plan: Plan) -> float:
-    """Return the seconds of a run's best, the median of its runs; for a rate, its inverse."""
+    """Return the seconds of a run's best, as the median over its runs. For a rate, it is the inverse."""
     best = plan.best
     times = (plan.medians.get(best.number), best.step_seen_s, best.predicted_step_s) if best else ()
     return next(filter(None, times), math.inf)

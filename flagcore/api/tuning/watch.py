@@ -20,11 +20,15 @@ from flagcore.report.result import trial as trial_record
 
 LOG = logging.getLogger("flagcore")
 MAX_SECONDS = 30.0
-"""A watcher that takes longer for an event gets no more events; at the end, the run waits this long for all of them."""
+"""A watcher that takes longer for an event gets no more events. At the end, the run waits this long for all
+watchers."""
 
 
 class Watchers(AbstractContextManager["Watchers"]):
-    """The watchers of one run by name. Raises SpecError, NoDevice if one is not installed or cannot be loaded."""
+    """The watchers of one run, by name.
+
+    Raises SpecError or NoDevice if a watcher is not installed or cannot be loaded.
+    """
 
     def __init__(self, names: Collection[str], max_seconds: float = MAX_SECONDS) -> None:
         calls = {name: plugins.watcher(name) for name in names}
@@ -34,7 +38,7 @@ class Watchers(AbstractContextManager["Watchers"]):
         self._secrets: list[str] = []
 
     def begin(self, run: str, folder: str, task: Task, spec: Mapping[str, Any]) -> None:
-        """Send the start of a run. `spec` is its data, whose secrets are left out of all events."""
+        """Send the start of a run to all watchers. `spec` is its data, whose secrets are removed from all events."""
         if not self._watchers:
             return
         work = task.spec.work
@@ -52,13 +56,13 @@ class Watchers(AbstractContextManager["Watchers"]):
         self._send(kind=RUN_STARTED)
 
     def on_event(self, event: Event) -> None:
-        """Send the start or the end of a trial."""
+        """Send the start or the end of a trial to all watchers."""
         if self._about and event.kind in (TRIAL_STARTED, TRIAL_FINISHED):
             best = trial_record(event.best) if event.best else None
             self._send(kind=event.kind, trial=trial_record(event.trial), best=best)
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
-        """Send the end of the run, once."""
+        """Send the end of the run to all watchers, only once."""
         if self._about:
             self._send(kind=RUN_FINISHED, best=(result or {}).get("best"), result=result)
             self._about = {}
@@ -77,7 +81,7 @@ class Watchers(AbstractContextManager["Watchers"]):
 
 
 class _Watcher:
-    """Calls a watcher in a thread, one event after the other."""
+    """Calls a watcher in a thread, with one event after the other."""
 
     def __init__(self, name: str, call: Callable[[RunEvent], object], max_seconds: float) -> None:
         self._name, self._call, self._max_seconds = name, call, max_seconds
@@ -96,7 +100,7 @@ class _Watcher:
             self._events.put(event)
 
     def close(self, end: float) -> None:
-        """Wait for all events until the time `end`."""
+        """Wait until all events are handled, at most until the time `end`."""
         self._events.put(None)
         if not self._stopped:
             self._thread.join(max(0.0, end - time.monotonic()))

@@ -1,7 +1,7 @@
 """Megatron as a workload of the core.
 
 For any model, a larger micro-batch and an unsharded gradient buffer or optimizer need more memory. Sequence parallelism
-adds a buffer, which may exceed its saving when layers are recomputed in full.
+adds a buffer, which may be larger than the memory that it saves when layers are recomputed in full.
 """
 
 from collections.abc import Collection, Mapping
@@ -42,7 +42,7 @@ from flagcore.engines.megatron.space.settings import recompute_modules
 
 
 class UselessSelectiveRecompute:
-    """Selective recompute drops the attention core, which flash attention always recomputes."""
+    """A rule against selective recompute of only the attention core, which flash attention always recomputes anyway."""
 
     name = "selective_recompute_with_flash_attention"
     message = "flash attention stores no attention core, so recomputing it costs time and saves nothing"
@@ -125,7 +125,9 @@ class Megatron(contracts.Workload):
         return _ordered_at_least(columns, other, {}) & _recomputes_at_most(other, columns)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        """Return all TP, PP, DP and EP at micro-batch size 1, with and without distributed optimizer and recompute."""
+        """Return all TP, PP, DP and EP at micro-batch size 1, with and without the distributed optimizer and
+        recompute.
+        """
         neutral: dict[str, tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in SPACE_KNOBS}
         auto = (DP, TP, PP, EP, SP, DIST_OPT, RECOMPUTE)
         neutral[SPLIT] = (None, "balanced")
@@ -133,10 +135,11 @@ class Megatron(contracts.Workload):
         return {**neutral, **dict.fromkeys(auto, AUTO), **full}
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
-        """Return the row with the smallest TP x PP that fits; if no row fits, the row that needs the least memory.
+        """Return the row of the candidate with the smallest TP x PP that fits, or else of the one that needs the least
+        memory.
 
-        An even split that fits comes first. Ties prefer, in this order: no recompute, a smaller EP, no distributed
-        optimizer, TP over PP, and sequence parallelism.
+        A candidate with an even split is preferred. Ties prefer, in this order: no recompute, a smaller EP, no
+        distributed optimizer, TP over PP, and sequence parallelism.
         """
         needed = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
         width = columns[TP] * columns[PP]
@@ -158,7 +161,7 @@ class Megatron(contracts.Workload):
 
 RECOMPUTE_KNOBS = (RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS)
 MEMORY_ORDER = {knob.name: knob.memory_order for knob in SPACE_KNOBS if knob.memory_order}
-"""Knobs whose values are ordered by memory, except those of recompute."""
+"""How the values of each knob are ordered by memory. The knobs of recompute are not included."""
 
 
 def _ordered_at_least(columns: Columns, other: Columns, order: Mapping[str, int]) -> BoolArray:
@@ -170,7 +173,8 @@ def _ordered_at_least(columns: Columns, other: Columns, order: Mapping[str, int]
 
 
 def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
-    """Return whether `less` recomputes at most as much as `more`: nothing, the same, or fewer layers by block.
+    """Return whether `less` recomputes at most as much as `more`: nothing, the same, or fewer layers by block
+    recompute.
 
     Selective and full recompute have no order: full recompute of some layers keeps the attention scores of the others.
     """
@@ -184,7 +188,7 @@ def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
 
 
 def _recompute_level(columns: Columns) -> IntArray:
-    """Return 0 without recompute, 1 selective, 2 full."""
+    """Return 0 for no recompute, 1 for selective and 2 for full recompute."""
     level: IntArray = columns["use_recompute"] * columns["recompute_granularity"]
     return level
 

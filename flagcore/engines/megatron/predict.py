@@ -1,4 +1,4 @@
-"""Predicts memory and time of candidates given as knob columns."""
+"""Predicts the memory and the step time of candidates, which are given as knob columns."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -46,21 +46,26 @@ from flagcore.engines.training.time.step import Blocks, costs_in_run, rank_time,
 from flagcore.i18n import N_
 
 MAX_BATCH_ROWS = 1 << 15
-"""Candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's cache."""
+"""Maximum candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's
+cache."""
 
 MIN_BATCH_ROWS = 1 << 11
-"""A group with fewer candidates is merged into the next one: an extra stage costs less than an extra call."""
+"""A group with fewer candidates is merged into the next group: an additional stage costs less than another call."""
 
 DENSE_INTERVAL, MOE_INTERVAL = (0.87, 1.17), (0.80, 1.25)
 ESTIMATED_INTERVAL, SHARED_CPU_INTERVAL = (0.76, 1.39), (0.87, 1.60)
-"""80% intervals of the step time, relative to the prediction: the 10th and 90th percentiles of measured over predicted
-times of runs that were left out of the fit (`benchmarks/fitted.json`). They are for dense models, for mixtures of
-experts, for chips without measured kernels (the same runs without the fitted curves), and for ranks that share a
-CPU (an estimate from ranks on one CPU)."""
+"""80% intervals of the step time, relative to the prediction.
+
+They are the 10th and 90th percentiles of measured over predicted times of runs that were left out of the fit
+(`benchmarks/fitted.json`). There are intervals for dense models, for mixtures of experts, for chips without measured
+kernels (the same runs without the fitted curves), and for ranks that share a CPU (an estimate from ranks on one CPU).
+"""
 
 
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
-    """Return memory (bytes of one device) and time (seconds of one step) of every row of `columns`."""
+    """Return the predicted memory (bytes of one device) and time (seconds of one step) of every candidate in
+    `columns`.
+    """
     parts, order = [], []
     for rows, meshes in by_kinds(task, columns, costs):
         found = [_predicted(task, *each) for each in meshes]
@@ -72,7 +77,7 @@ def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
 
 
 def _predicted(task: Task, columns: Columns, costs: Costs) -> Predictions:
-    """Return the predictions of rows on the same node groups."""
+    """Return the predictions of candidates on the same node groups."""
     train, layout = base_inputs(task, columns)
     is_derived, run_costs = balanced(columns) & (layout.split == 0), costs_in_run(costs)
     blocks = Blocks.from_layout(train, layout, run_costs)
@@ -88,9 +93,9 @@ def _predicted(task: Task, columns: Columns, costs: Costs) -> Predictions:
 
 
 def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout]:
-    """Return the inputs of the formulas for each row, with the split of layers that `predict` uses.
+    """Return the inputs of the formulas for each candidate, with the split of layers that `predict` uses.
 
-    All rows are on the same node groups, which have these `costs`.
+    All candidates are on the same node groups, which have these `costs`.
     """
     train, layout = base_inputs(task, columns)
     is_derived, run_costs = balanced(columns) & (layout.split == 0), costs_in_run(costs)
@@ -103,7 +108,7 @@ def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout
 
 
 def base_inputs(task: Task, columns: Columns) -> tuple[Training, Layout]:
-    """Return the inputs of the formulas for each row before splits are derived: all splits are even."""
+    """Return the inputs of the formulas for each candidate before splits are derived, so all splits are even."""
     train, layout = training(task), layout_of(task, columns)
     if (code := columns.get(MESHES)) is not None and code.any():
         layout = _on_meshes(task, columns)
@@ -115,7 +120,7 @@ def base_inputs(task: Task, columns: Columns) -> tuple[Training, Layout]:
 
 
 def _on_meshes(task: Task, columns: Columns) -> Layout:
-    """Return the layouts of rows that all have the same number of meshes."""
+    """Return the layouts of candidates that all have the same number of meshes."""
     table, code = Meshes.from_task(task), columns[MESHES]
     count = int(table.number(code).max())
     first, *others = (layout_of(task, table.columns(columns, mesh)) for mesh in range(count))
@@ -124,14 +129,14 @@ def _on_meshes(task: Task, columns: Columns) -> Layout:
 
 
 def layout_texts(task: Task, columns: Columns, costs: Costs) -> list[str]:
-    """Return the `pipeline_model_parallel_layout` of each row's derived split; empty for rows without."""
+    """Return the `pipeline_model_parallel_layout` of each candidate's derived split; empty if it has none."""
     train, layout = inputs(task, columns, costs)
     texts = layouts(train, layout)
     return [text if derived else "" for text, derived in zip(texts, balanced(columns).tolist(), strict=True)]
 
 
 def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
-    """Return the layers of each pipeline stage for each row; empty for rows without a derived split."""
+    """Return the number of layers of each pipeline stage for each candidate; empty if it has no derived split."""
     if not balanced(columns).any():
         return []
     found: dict[int, list[int]] = {}
@@ -151,7 +156,7 @@ def _stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]
 
 
 def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Predictions:
-    """Return the predictions of each row. Rows with similar numbers of distinct stages share a batch."""
+    """Return the predictions of each candidate. Candidates with similar numbers of distinct stages share a batch."""
     turns = np.zeros_like(layout.split)
     if train.options.splits is not None:
         turns = 2.0 ** np.ceil(np.log2(train.options.splits.counts))[layout.split.astype(np.int64)]
@@ -171,7 +176,7 @@ def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) 
 
 
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
-    """Return the weights and the peak bytes by component for a rank of the given stage of each row."""
+    """Return the weights and the peak bytes by component, for a rank of the given stage of each candidate."""
     found: dict[str, dict[str, FloatArray]] = {}
     for rows, some, group_costs in with_stage(task, columns, stages, costs):
         train, layout = inputs(task, some, group_costs)
@@ -189,7 +194,7 @@ def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> 
 
 
 def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
-    """Return log2 of the sizes of a device's matrix products: tokens of a micro-batch, hidden size, TP."""
+    """Return log2 of the dimensions of a device's matrix products: tokens of a micro-batch, hidden size, TP."""
     train, layout = training(task), layout_of(task, columns)
     width = np.full_like(layout.tensor, float(train.model.hidden_size))
     return {
@@ -200,7 +205,10 @@ def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
 
 
 def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
-    """Return the memory and the busy time of one global rank of the first row, in Megatron's order tp-cp-ep-dp-pp."""
+    """Return the predicted memory and busy time of one global rank of the first candidate.
+
+    Ranks are in Megatron's order tp-cp-ep-dp-pp.
+    """
     row, group_costs, rank = on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
     train, layout = inputs(task, row, group_costs)
     ends, placement = np.cumsum(stage_devices(task, row)), Placement.from_layout(layout, group_costs)
@@ -224,10 +232,10 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
 
 
 def training(task: Task) -> Training:
-    """Return the inputs that all candidates of `task` share.
+    """Return the inputs of the formulas that all candidates of `task` share.
 
     If the spec names no implementation, flagcore's trial program uses megatron-core's local layers without fused
-    activation functions, and a user's command is Megatron-LM, by default with transformer-engine.
+    activation functions. A user's command is assumed to be Megatron-LM, which uses transformer-engine by default.
     """
     train = task.spec.train
     kind = train.implementation or (
@@ -247,7 +255,7 @@ def training(task: Task) -> Training:
 
 
 def layout_of(task: Task, columns: Columns) -> Layout:
-    """Return the parallel layout of each row. Knobs that a job record does not set have Megatron's defaults."""
+    """Return the parallel layout of each candidate. Knobs that a job record does not set have Megatron's defaults."""
 
     def count(knob: str) -> FloatArray:
         return columns[knob].astype(np.float64)
@@ -338,13 +346,14 @@ _EXPERTS = ("experts", "shared_experts", "router")
 
 
 def model_parts(task: Task) -> tuple[ModelPart, ...]:
-    """Return the weights of one layer of each kind and the number of such layers, with the padded vocabulary.
+    """Return the number of weights of each part of the model, such as one layer of a kind, and the number of such
+    parts.
 
-    A norm counts with the attention or FFN that follows it, the final norm with the output head.
+    The vocabulary is padded. A norm belongs to the attention or FFN that follows it, the final norm to the output head.
     """
     train, model = training(task), task.spec.model
     unsplit_task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, settings={})))
-    layout = layout_of(unsplit_task, candidate_columns({}))  # one device that holds all
+    layout = layout_of(unsplit_task, candidate_columns({}))  # one device that holds the whole model
     one = np.ones(1)
     dense_layers = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
     edge_weights = edge_parameters(train, layout, first=one, last=one)
@@ -375,9 +384,11 @@ def _sum(parts: Mapping[str, FloatArray]) -> float:
 
 
 def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue]:
-    """Return a candidate's values with the layout of its stages in place of `balanced`; an even split needs none.
+    """Return a candidate's values, in which the layout of its stages replaces `balanced`. An even split needs no
+    layout.
 
-    A layout includes the virtual stages: Megatron accepts no number of layers with it.
+    A layout includes the virtual stages, so the number of layers per virtual stage, which Megatron then refuses, is
+    unset.
     """
     task = platform.task
     values = plain_values(task, candidate)
@@ -389,8 +400,10 @@ def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue
 
 
 def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:
-    """Return the passes of the pipelines of the first row that differ: one for each kind of chips with replicas of its
-    own. It is empty if they are unknown.
+    """Return the passes of the first candidate's pipelines: one, or one for each kind of chip that has its own
+    replicas.
+
+    The list is empty if they are unknown.
     """
     row = {knob: values[:1] for knob, values in columns.items()}
     order, found = groups_of_row(task, row), []

@@ -38,19 +38,20 @@ MEMORY = re.compile(
 ARGUMENT = re.compile(r"^(?:\[\w+\]:|\d+:)?\s*([a-z_0-9]+) \.{3,}\s*(\S+|\[.*\])\s*$")
 MIB = 1 << 20
 MAX_MIB = 1 << 30
-"""A line that reports more (1 PiB) is ignored."""
+"""Maximum plausible memory in MiB (1 PiB). Lines that report more are ignored."""
 LONGEST_LINE = 4096
 LARGEST_LOG = 64 << 20
-"""Bytes that are read of one log; the rest is ignored."""
+"""Maximum number of bytes that are read of one log. The rest is ignored."""
 MAX_FILES = 1024
 LOGS = ("stdout.log", "stderr.log")
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """One iteration as logged. `losses` is empty if no loss was logged, and has None for a loss that is not finite.
+    """One iteration as logged. `losses` is empty if no loss was logged, and contains None for each loss that is not
+    finite.
 
-    `skipped` marks a step without an update of the weights.
+    `skipped` is whether the step did not update the weights.
     """
 
     seconds: float
@@ -60,7 +61,9 @@ class LoggedStep:
 
 @dataclass(slots=True)
 class MegatronLog:
-    """The metrics of one run: its steps by iteration, peak bytes over the ranks, and the printed arguments."""
+    """The metrics of one run: its steps by iteration, the maximum peak bytes of all ranks, and the printed
+    arguments.
+    """
 
     steps: dict[int, LoggedStep] = field(default_factory=dict)
     peak_allocated_bytes: int | None = None
@@ -74,12 +77,12 @@ class MegatronLog:
 
     @property
     def losses(self) -> list[float | None]:
-        """The logged losses of all steps, None where not finite."""
+        """The logged losses of all steps; None for a loss that is not finite."""
         return [loss for step in self.steps.values() for loss in step.losses]
 
 
 def log_files(folder: str) -> list[Path]:
-    """Return the logs of a trial: its own, and the logs of ranks that torchrun wrote into subfolders."""
+    """Return the logs of a trial: its own, and those that torchrun wrote into subfolders for each rank."""
     own, found = [Path(folder, name) for name in LOGS], list[Path]()
     with suppress(OSError):
         for file in Path(folder).glob("**/*.log"):
@@ -97,9 +100,9 @@ def read_logs(files: Iterable[Path]) -> MegatronLog:
 
 
 def read_on(file: Path, offset: int, log: MegatronLog, *, unfinished: bool = False) -> int:
-    """Add to `log` the lines of `file` from byte `offset` on, and return the offset for the next call.
+    """Add the lines of `file` from byte `offset` on to `log`, and return the offset for the next call.
 
-    A last line without a line break is left for the next call, unless `unfinished`.
+    A last line without a line break is left for the next call. With `unfinished`, it is read, too.
     """
     with suppress(OSError), open_regular(file) as lines:
         lines.seek(offset)
@@ -112,7 +115,7 @@ def read_on(file: Path, offset: int, log: MegatronLog, *, unfinished: bool = Fal
 
 
 def _read_line(line: str, log: MegatronLog) -> None:
-    """Add one line to `log`. An iteration that several ranks print counts once."""
+    """Add one line to `log`. If several ranks print an iteration, it is added only once."""
     if step := ITERATION.search(line):
         seconds = _number(step[2])
         if seconds is not None and step[1].isdecimal():
@@ -143,9 +146,9 @@ def _number(text: str) -> float | None:
 
 
 RANK_PREFIX = r"^(?:\[[\w:]+\]:\s*)*"
-"""The prefixes that torchrun and torch add to a line of a rank: `[default0]:[rank0]: `."""
+"""Matches the prefixes that torchrun and torch add to a line of a rank: `[default0]:[rank0]: `."""
 PEER_FAILURE = r"gloo|NCCL|ncclRemoteError|Connection (?:reset|closed)|Broken pipe"
-"""Matches lines of a rank whose peer failed."""
+"""Matches lines of a rank that failed only because another rank failed."""
 
 
 def _line(pattern: str, state: TrialState, advice: str = "") -> FailurePattern:
@@ -178,15 +181,17 @@ FAILURES = (
     ),
     FailurePattern(pattern=f"{RANK_PREFIX}(?P<reason>{ANY_ERROR})", state=TrialState.FAILED, weak=True),
 )
-"""Failures in the log of a trial: of flagcore's trial program, Megatron-LM and torchrun. The first pattern that matches
-a line counts, so the most specific ones come first. torchrun prints its own error after the cause."""
+"""Patterns of failures in the log of a trial, from flagcore's trial program, Megatron-LM and torchrun.
+
+The first pattern that matches a line is used, so the most specific ones come first. torchrun prints its own error after
+the cause."""
 
 
 STEPS = "steps.jsonl"
 SEARCH_INTERVAL_SECONDS = 2.0
 """Seconds between two searches for new log files."""
 INVALID_JSON = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""Exceptions that reading the JSON of another program may raise."""
+"""Exceptions that may be raised when the JSON of another program is read."""
 
 
 def progress(task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
@@ -197,7 +202,7 @@ def progress(task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
 
 
 def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-    """Return the measurement of a trial. Raises NoMetrics."""
+    """Return the measurement of a trial. Raises NoMetrics if there are no metrics."""
     if task.spec.train.command is not None:
         return _read_command(task, candidate, folder)
     return _read_program(task, candidate, folder, partial=partial)
@@ -209,7 +214,9 @@ def program_progress(folder: str) -> tuple[float, ...]:
 
 
 class CommandProgress:
-    """Returns the seconds of the steps that a user's command has printed. Each line is read once."""
+    """A function object that returns the seconds of the steps that a user's command has printed. It reads each line
+    once.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder, self._log = folder, MegatronLog()
@@ -226,7 +233,7 @@ class CommandProgress:
 
 
 def step_limit(task: Task) -> int | None:
-    """Return the number of steps after which a user's command is stopped; None for flagcore's own program."""
+    """Return the number of steps after which a user's command is stopped, or None for flagcore's own program."""
     train, control = task.spec.train, task.spec.control
     return control.train_iters if train.command is not None else None
 
@@ -278,10 +285,10 @@ def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
 
 
 def measurement(task: Task, step_times_s: Sequence[float], warmup: int | None = None, **figures: Any) -> Measurement:
-    """Return the measurement of a run from the times of all its steps. Raises NoMetrics if all are warm-up.
+    """Return the measurement of a run from the times of all its steps. Raises NoMetrics if all steps are warm-up.
 
-    `warmup` is the number of warm-up steps; None: `warmup_iters`, or fewer if no further step is finished. The step
-    time is the median of the steps after the warm-up, the spread their interquartile range.
+    `warmup` is the number of warm-up steps. If it is None, it is `warmup_iters`, or fewer if no further step is
+    finished. The step time is the median of the steps after the warm-up, the spread their interquartile range.
     """
     spec, control = task.spec, task.spec.control
     warmup = warmup_of_fewer(len(step_times_s), control.warmup_iters) if warmup is None else warmup
@@ -307,7 +314,7 @@ def measurement(task: Task, step_times_s: Sequence[float], warmup: int | None = 
 
 
 def _steps(file: Path) -> list[dict[str, Any]]:
-    """Read the steps of a trial that may still run; an incomplete last line is ignored."""
+    """Return the steps of a trial that may still be running. An incomplete last line is ignored."""
     steps = []
     try:
         lines = read_regular(file).decode("utf-8", errors="replace").splitlines()
@@ -333,7 +340,9 @@ def _max_over_ranks(ranks: Sequence[Mapping[str, Any]], metric: str) -> int | No
 
 
 def _program_values(candidate: Candidate, effective: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values that the trial program ran by name, without settings that the candidate leaves to the engine."""
+    """Yield the names and values with which the trial program ran, except settings that the candidate leaves to the
+    engine.
+    """
     candidate_values = candidate.as_dict()
     for name, value in effective.items():
         is_setting = name in candidate_values and name in BY_NAME and BY_NAME[name].comparable
@@ -346,7 +355,7 @@ def _program_values(candidate: Candidate, effective: Mapping[str, Any]) -> Itera
 def _command_values(candidate: Candidate, log: MegatronLog) -> dict[str, KnobValue]:
     """Return the values that Megatron printed for the candidate's knobs, in the types of the candidate's values.
 
-    Megatron prints a derived split as a layout that includes the virtual stages.
+    Megatron prints a derived split as a layout, which includes the virtual stages.
     """
     effective: dict[str, KnobValue] = {}
     derived = (LAYERS_PER_VIRTUAL,) if candidate.as_dict().get(SPLIT) == "balanced" else ()
@@ -362,7 +371,7 @@ def _command_values(candidate: Candidate, log: MegatronLog) -> dict[str, KnobVal
             effective[name] = None
         elif not printed.startswith("["):
             effective[name] = int(printed) if printed.isdecimal() else DTYPES.get(printed, printed)
-        elif "<" not in printed:  # a list of enum members, <CudaGraphScope...>, is skipped
+        elif "<" not in printed:  # skips a list of enum members, <CudaGraphScope...>
             effective[name] = ",".join(sorted(re.findall(r"\w+", printed)))
     if (batch := log.arguments.get("global_batch_size", "")).isdecimal():
         effective["global_batch_size"] = int(batch)

@@ -1,4 +1,4 @@
-"""Starts a candidate, a shorter step or a probe: with flagcore's trial program, or with the user's own command."""
+"""Starts a candidate, a shorter step or a probe, with flagcore's trial program or with the user's own command."""
 
 import functools
 import json
@@ -44,7 +44,7 @@ from flagcore.i18n import _
 
 PROGRAM = "flagcore.engines.megatron.trial"
 MODULES = {"torch": "torch", "megatron.core": "megatron-core>=0.12"}
-"""Modules that trials import, and their pip requirements."""
+"""Modules that trials import, with their pip requirements."""
 SEED = 1234
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -60,13 +60,13 @@ ACCEPTED_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "moe_token_dispatcher_type": dict.fromkeys((LOCAL, TRANSFORMER_ENGINE), ("alltoall", "allgather")),
     "cp_comm_type": {LOCAL: ("all_gather",), TRANSFORMER_ENGINE: ("p2p", "all_gather", "a2a")},
 }
-"""The only values of settings that the trial program accepts."""
+"""The only values that the trial program accepts for these settings, by implementation."""
 
 
 def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
-    """Raise SpecError or NoDevice unless trials of `spec` can run here.
+    """Raise SpecError or NoDevice if trials of `spec` cannot run here.
 
-    For a user's own command only the command and the settings are checked.
+    For a user's own command, only the command and the settings are checked.
     """
     train = spec.train
     listed = spec.space.get(MESHES, AUTO)
@@ -100,7 +100,7 @@ def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
 
 
 def _check_groups(spec: Spec) -> None:
-    """Raise SpecError unless the trial program can start on all node groups."""
+    """Raise SpecError if the trial program cannot start on all node groups."""
     groups = spec.cluster.groups
     chips, problem = [group.chip for group in groups], ""
     if not spec.on_each_host:
@@ -118,7 +118,7 @@ def _check_groups(spec: Spec) -> None:
 
 
 def ready_to_probe(spec: Spec) -> None:
-    """Raise SpecError or NoDevice unless the trial program can run a single rank of `spec` here."""
+    """Raise SpecError or NoDevice if the trial program cannot run a single rank of `spec` here."""
     if spec.train.command is not None:
         problem = "cannot be probed: a probe runs flagcore's own trial program"
         raise SpecError(key="train.command", value=" ".join(spec.train.command), problem=problem, fix="remove it")
@@ -133,7 +133,7 @@ def _require_in_megatron(key: str, value: SettingValue) -> None:
 
 
 def _only_predicted(key: str, value: SettingValue) -> bool:
-    """Return whether Megatron-core 0.16 lacks the setting or this value of it."""
+    """Return whether flagcore can only predict a setting or its value, because Megatron-core 0.16 lacks it."""
     if key == "pipeline_schedule":
         return schedule(value) is not None
     if key == "moe_recompute_level":
@@ -142,7 +142,7 @@ def _only_predicted(key: str, value: SettingValue) -> bool:
 
 
 def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-    """Return how to start `candidate`; write the trial program's job into `folder`.
+    """Return how to start `candidate`. This writes the trial program's job into `folder`.
 
     With `for_real` and without a user's command, the launch runs Megatron-LM's `pretrain_gpt.py`. Raises SpecError or
     LaunchError if the launch cannot be built.
@@ -189,10 +189,10 @@ def stage_ranks(task: Task, columns: Columns) -> tuple[int, ...]:
 
 
 def probe_ranks(task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
-    """Return the first rank of each stage to probe.
+    """Return the ranks to probe: the first rank of each selected stage.
 
-    These are the first and last stage, those predicted to need the most memory and the most time, and a stage with
-    experts.
+    The stages are the first and the last one, those predicted to need the most memory and the most time, and a stage
+    with experts.
     """
     row = columns(task, candidate.as_dict())
     train, layout = inputs(task, row, costs)
@@ -215,7 +215,7 @@ def probe_ranks(task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ..
 
 
 def read_probe(task: Task, folder: str) -> RankMeasurement:
-    """Return the trial program's measurement of one rank. Raises NoMetrics."""
+    """Return the trial program's measurement of one rank. Raises NoMetrics if there is none."""
     data = read_metrics(folder)
     try:
         steps: list[dict[str, Any]] = data["steps"][task.spec.control.warmup_iters :]
@@ -246,17 +246,20 @@ def read_probe(task: Task, folder: str) -> RankMeasurement:
 
 
 MIN_MICROBATCHES = 4
-"""With fewer micro-batches, the fixed costs of a step would dominate its time."""
+"""Minimum number of micro-batches. With fewer, the fixed costs of a step would dominate its time."""
 
 MICROBATCHES_PER_STAGE = 2
-"""Micro-batches per stage that fill the pipeline, so that memory reaches its peak, in every schedule: 1F1B keeps 1 in
-flight per stage, interleaved fewer than 2, and DualPipe requires 2 (deepseek-ai/DualPipe `dualpipe.py`)."""
+"""Micro-batches per stage with which the pipeline fills and memory reaches its peak, in every schedule.
+
+1F1B has 1 in flight per stage, interleaved fewer than 2, and DualPipe requires 2 (deepseek-ai/DualPipe `dualpipe.py`).
+"""
 
 
 def shorter_batch(task: Task, candidate: Candidate, share: float) -> int | None:
-    """Return the smallest legal global batch of at least `share` of the task's; None if no smaller one is legal.
+    """Return the smallest legal global batch that is at least `share` of the task's. Returns None if no smaller one is
+    legal.
 
-    The number of micro-batches is a multiple of the number of stages, which interleaved schedules need
+    The number of micro-batches is a multiple of the number of stages, which interleaved schedules require
     (megatron-core `schedules.py`).
     """
     values = plain_values(task, candidate)
@@ -268,7 +271,7 @@ def shorter_batch(task: Task, candidate: Candidate, share: float) -> int | None:
 
 
 def check(train: TrainSpec) -> None:
-    """Raise SpecError for anything that the trial program cannot run with the installed layers."""
+    """Raise SpecError for anything in `train` that the trial program cannot run with the installed layers."""
     layers = train.implementation or (TRANSFORMER_ENGINE if installed("transformer_engine") else LOCAL)
     precisions = PRECISIONS + (EIGHT_BITS if layers == TRANSFORMER_ENGINE else ())
     requirements = {
@@ -302,7 +305,7 @@ def trial_runs(key: str, value: SettingValue, layers: str = LOCAL) -> bool:
 
 
 def installed(module: str, requirement: str = "") -> bool:
-    """Return whether a module is installed in a version that `requirement` allows. The module is not imported."""
+    """Return whether a module is installed in a version that satisfies `requirement`. The module is not imported."""
     try:
         return find_spec(module) is not None and not (requirement and _excluded(Requirement(requirement)))
     except (ImportError, ValueError):
@@ -312,19 +315,19 @@ def installed(module: str, requirement: str = "") -> bool:
 def _excluded(requirement: Requirement) -> bool:
     try:
         return bool(requirement.specifier) and version(requirement.name) not in requirement.specifier
-    except (PackageNotFoundError, InvalidVersion):  # a vendor's build
+    except (PackageNotFoundError, InvalidVersion):  # a vendor's build may have no valid version
         return False
 
 
 def release() -> str | None:
-    """Return the installed release of megatron-core, None if it is not installed."""
+    """Return the installed release of megatron-core, or None if it is not installed."""
     with suppress(PackageNotFoundError):
         return version(DISTRIBUTION)
     return None
 
 
 def as_installed(platform: Platform) -> Platform:
-    """Return `platform` with transformer-engine's layers if it imports and the spec names no implementation.
+    """Return `platform` with transformer-engine's layers, if it can be imported and the spec names no implementation.
 
     Otherwise the spec stays unchanged: the trial program runs megatron-core's own, unfused layers.
     """
@@ -337,7 +340,7 @@ def as_installed(platform: Platform) -> Platform:
 
 
 def installation_notes(platform: Platform) -> tuple[str, ...]:
-    """Return a note if transformer-engine does not import on a device that could use it."""
+    """Return a note if transformer-engine cannot be imported although the device could use it."""
     if not _chooses_layers(platform):
         return ()
     return (
@@ -349,7 +352,7 @@ def installation_notes(platform: Platform) -> tuple[str, ...]:
 
 
 def _chooses_layers(platform: Platform) -> bool:
-    """Return whether the spec leaves the layers open on a device that transformer-engine may support."""
+    """Return whether the spec leaves the choice of layers open, and the device may support transformer-engine."""
     train = platform.task.spec.train
     is_named = train.command is not None or train.implementation is not None
     return not is_named and platform.support.device_type not in (None, "cpu")
@@ -357,7 +360,9 @@ def _chooses_layers(platform: Platform) -> bool:
 
 @functools.cache
 def _imports(modules: tuple[str, ...]) -> bool:
-    """Return whether modules import after torch. They may crash in a driver, so another process imports them."""
+    """Return whether modules can be imported after torch. They may crash in a driver, so another process imports
+    them.
+    """
     try:
         code = f"import torch, {', '.join(modules)}"
         process = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, check=False)
@@ -369,7 +374,7 @@ def _imports(modules: tuple[str, ...]) -> bool:
 def job(
     platform: Platform, candidate: Candidate, folder: str, probe: Mapping[str, int] | None = None
 ) -> dict[str, object]:
-    """Return the job of the trial program as plain data; `probe` has the `rank` and the `device` of a probe."""
+    """Return the job of the trial program as plain data. For a probe, `probe` contains its `rank` and `device`."""
     task, support = platform.task, platform.support
     spec, train = task.spec, task.spec.train
     return {
@@ -408,6 +413,6 @@ def _settings(train: TrainSpec) -> dict[str, object]:
 
 
 def _threads(platform: Platform) -> int:
-    """Return the threads of each rank: the node's cores divided by its devices."""
+    """Return the number of threads of each rank: the node's cores divided by its devices."""
     group = platform.task.cluster.groups[0]
     return max(1, (len(platform.cores) or group.chip.devices_per_node) // group.devices_per_node)

@@ -20,7 +20,7 @@ _list = list_with(smi.read, ROCM_SMI, AMD_SMI)
 
 
 def _read(timeout_seconds: float) -> Listing:
-    """Return the devices with their readings. amd-smi prints readings with a separate command."""
+    """Return the devices with their telemetry. amd-smi prints telemetry with a separate command."""
     found = _list(timeout_seconds)
     if not found.rows or any(row.reading for row in found.rows):
         return found
@@ -32,7 +32,7 @@ def _is_own_torch(report: TorchReport) -> bool:
 
 
 class AmdDetector(DeviceDetector):
-    """Reads the links from rocm-smi's matrix, which has 0 on its diagonal."""
+    """A detector that reads the links from rocm-smi's matrix, which contains 0 on its diagonal."""
 
     def matrix(self) -> str:
         return re.sub(r"(?<=\s)0(?=\s)", "X", super().matrix())
@@ -49,7 +49,7 @@ DETECTOR = AmdDetector(
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     device_file="dev/kfd",
     pci_vendor=PCI_VENDOR,
-    pci_classes=("0x0380", "0x12"),  # without displays, as for other vendors
+    pci_classes=("0x0380", "0x12"),  # without VGA controllers (0x0300), as for other vendors
     trusts=_is_own_torch,
     topology=("rocm-smi", "--showtopotype"),
 )

@@ -6,13 +6,15 @@ from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_amd.discover import DETECTOR
 
 DRIVER_BYTES = 284 * 2**20
-"""In use on an idle MI300X and MI308X (gpustack/runtime, samples of its detector @88026d62)."""
+"""Memory in use on an idle MI300X and MI308X (gpustack/runtime, samples of its detector @88026d62)."""
 
 CONTEXT_BYTES = 1.5 * 2**30
-"""Estimated: HIP context and RCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured here."""
+"""Estimated memory of the HIP context and RCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not
+measured here."""
 
 SLACK = 0.02
-"""Estimated: ROCm's torch keeps torch's caching allocator, which adds 0.05% to 3% elsewhere."""
+"""Estimated: ROCm's torch uses torch's caching allocator, which reserves 0.05% to 3% more than it allocates on other
+chips."""
 
 
 def memory_of(group: NodeGroup, engine: str) -> PlainMemory:

@@ -9,7 +9,7 @@ from flagcore.domain.chip import Device
 from flagcore.vendorkit.rows import UNITS, Listing, Row, listing_of, parse_json, reading
 
 _NAME = re.compile(r"instinct|\bMI\d{2,3}|radeon (ai )?pro|radeon rx", re.IGNORECASE)
-"""Accelerators and discrete GPUs, but no graphics unit of a CPU, such as `Radeon 780M`."""
+"""Names of accelerators and discrete GPUs, but not of graphics units of a CPU, such as `Radeon 780M`."""
 _CARD = re.compile(r"card(\d+)")
 _UNITS = {**UNITS, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 """amd-smi divides by powers of two: 196592 MB of an MI300X are 206141652992 bytes."""
@@ -29,12 +29,12 @@ def read(text: str) -> Listing:
 
 
 def read_metrics(text: str) -> Mapping[int, Mapping[str, float]]:
-    """Return the readings of `amd-smi metric --json` by device."""
+    """Return the telemetry in the output of `amd-smi metric --json`, by device."""
     return {entry["gpu"]: _reading(entry) for entry in _list(parse_json(text)) if isinstance(entry.get("gpu"), int)}
 
 
 def with_metrics(listing: Listing, readings: Mapping[int, Mapping[str, float]]) -> Listing:
-    """Return `listing` with `readings`."""
+    """Return `listing` with the telemetry `readings` of each device."""
     rows = (replace(row, reading=readings.get(row.device.index, row.reading)) for row in listing.rows)
     return replace(listing, rows=tuple(rows))
 

@@ -4,7 +4,8 @@ from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
 from flagcore_ascend import smi
 
 PCI_VENDOR = 0x19E5
-"""gpustack/runtime gpustack_runtime/detector/ascend.py @88026d62. Huawei's display and network chips have it, too."""
+"""gpustack/runtime gpustack_runtime/detector/ascend.py @88026d62. Huawei's display and network chips have the same PCI
+vendor ID."""
 
 DETECTOR = DeviceDetector(
     vendor="ascend",

@@ -1,4 +1,6 @@
-"""Reads `npu-smi info`: a table with two lines per device, in the layouts of 23 to 26, and the list of processes."""
+"""Reads `npu-smi info`: a table with two lines per device, in the layouts of versions 23 to 26, and the list of
+processes.
+"""
 
 import re
 from collections.abc import Mapping
@@ -36,7 +38,7 @@ def read(text: str) -> Listing:
 
 
 def processes(text: str) -> Mapping[int, tuple[str, ...]]:
-    """Return the processes below the table by device, such as `4711 python3 (20.5 GiB)`."""
+    """Return the processes that are listed below the table, by device: texts such as `4711 python3 (20.5 GiB)`."""
     text = strip_controls(text)
     places = {match.groups(): place for place, match in enumerate(_DEVICE.finditer(text))}
     found: dict[int, tuple[str, ...]] = {}

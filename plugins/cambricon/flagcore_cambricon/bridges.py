@@ -19,19 +19,19 @@ intra-node-connectivity.md shows the same for two kinds of servers in `cnmon top
 each group behind a separate PCIe switch."""
 
 UPLINK_BYTES_PER_SECOND = 32e9
-"""Estimated: groups are connected by one PCIe 4.0 x16 uplink per switch, shared by its eight devices. The share that
+"""Estimated rate between groups: one PCIe 4.0 x16 uplink per switch, shared by its eight devices. The share that
 collectives reach is unpublished."""
 
 LATENCY_SECONDS = 10e-6
-"""Estimated: the core's value for PCIe."""
+"""Estimated latency between groups: the core's value for PCIe."""
 
 
 def x8_topology(group: NodeGroup, topo: str | None = None) -> Topology | None:
-    """Return the levels bridge group, node and, for several nodes, network; None for a node with one group, or without
-    a rate.
+    """Return the levels bridge group, node and, for several nodes, network. Returns None if a node is one group, or if
+    a rate is unknown.
 
-    `topo` is the output of `cnmon topo -m`, which shows the devices joined by MLU-Link (MLK); without it, groups have
-    eight devices.
+    `topo` is the output of `cnmon topo -m`, which shows the devices joined by MLU-Link (MLK). Without it, each group
+    has eight devices.
     """
     node, joined = group.devices_per_node, group_size(group, topo, "MLK", GROUP)
     if node <= joined:

@@ -8,7 +8,8 @@ from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
 from flagcore_cambricon import smi
 
 PCI_VENDOR = 0xCABC
-"""gpustack/runtime gpustack_runtime/detector; jklincn/cambricon-mlu-driver has the devices 0370, 0580 and 0590."""
+"""Source: gpustack/runtime gpustack_runtime/detector. jklincn/cambricon-mlu-driver lists the devices 0370, 0580 and
+0590."""
 
 DETECTOR = DeviceDetector(
     vendor="cambricon",

@@ -9,13 +9,15 @@ from flagcore_cambricon.bridges import x8_topology
 from flagcore_cambricon.discover import DETECTOR
 
 CONTEXT_BYTES = 1.0 * 2**30
-"""Estimated: context and CNCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured on an MLU.
+"""Estimated memory of the context and CNCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured on
+an MLU.
 
 An idle device shows 0 MiB in use (cnmon 5.10.13, MLU370-X8), so the driver reserves nothing.
 """
 
 SLACK = 0.02
-"""Estimated: torch_mlu's allocator is derived from torch's, which adds 0.05% to 3% on other chips."""
+"""Estimated: torch_mlu's allocator is derived from torch's, which reserves 0.05% to 3% more than it allocates on other
+chips."""
 
 
 def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
@@ -24,7 +26,7 @@ def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
 
 
 class CambriconPlugin(VendorPlugin):
-    """Knows the bridges of an MLU370-X8 node."""
+    """The plugin's hooks, with the topology of an MLU370-X8 node."""
 
     @hookimpl
     def flagcore_topology(self, group: NodeGroup) -> Topology | None:

@@ -41,7 +41,7 @@ def read(text: str) -> Listing:
 
 
 def _blocks(text: str) -> Iterator[Row | str]:
-    """Yield the devices of `cnmon info`, which has a block per card with indented sections."""
+    """Yield the devices in the output of `cnmon info`, which prints a block per card with indented sections."""
     for index, block in re.findall(r"^Card (\d+)[ \t]*\n((?:[ \t]+.*\n?)*)", text, re.MULTILINE):
         (name,) = search(r"Product Name\s*:\s*(MLU[\w.-]+)", block)
         used, total = (
@@ -69,7 +69,7 @@ def _blocks(text: str) -> Iterator[Row | str]:
 
 
 def _objects(text: str) -> Iterator[Row | str]:
-    """Yield the devices of the file that `cnmon info -j` writes."""
+    """Yield the devices in the JSON file that `cnmon info -j` writes."""
     try:
         cards = json.loads(text)["CnmonInfo"]
     except (ValueError, KeyError, TypeError):

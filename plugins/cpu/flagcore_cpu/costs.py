@@ -14,14 +14,14 @@ from flagcore_cpu.measure import ATTENTION
 from flagcore_cpu.rates import Rates
 
 LAUNCH = 2.8
-"""The host's time for a kernel of a layer over that of a tiny kernel alone: 6.5 and 2.3 microseconds on an AMD EPYC
-(Zen 4)."""
+"""Ratio of the host's time for a kernel of a layer to its time for a tiny kernel alone: 6.5 and 2.3 microseconds on an
+AMD EPYC (Zen 4)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """`flagcore.contracts.KernelCosts` from rates. Attention and element-wise kernels may be fast in formats in which
-    products are slow, so they have rates of their own.
+    """Kernel costs (`flagcore.contracts.KernelCosts`) from measured rates. Attention and element-wise kernels may be
+    fast in formats in which matrix products are slow, so they have separate rates.
     """
 
     products: Roofline
@@ -31,7 +31,9 @@ class MeasuredCosts:
 
     @classmethod
     def of(cls, chip: Chip, curve: Curve, rates: Rates) -> MeasuredCosts:
-        """Return the costs of `chip`, whose facts are from `rates`. `curve` has the shares at small sizes."""
+        """Return the costs of `chip`, whose facts are from `rates`. `curve` contains the shares of the rates at small
+        sizes.
+        """
         curve = replace(curve, launch_seconds=LAUNCH * rates.launch_s)
         roofline = Roofline(chip=chip, curve=curve)
         batch, heads, length, width = (np.array(float(each)) for each in ATTENTION)
@@ -49,7 +51,7 @@ class MeasuredCosts:
 
     @property
     def curve(self) -> Curve:
-        """The parameters of small sizes, for calibrations."""
+        """The curve for small sizes, which calibrations use."""
         return self.products.curve
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
@@ -80,22 +82,22 @@ class MeasuredCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCosts(Roofline):
-    """`flagcore.contracts.KernelCosts` of a server with kernels of its own, which compute all formats with the
-    multiply-adds of fp32.
+    """Kernel costs (`flagcore.contracts.KernelCosts`) of a server with its own kernels, which compute all formats with
+    fp32 multiply-adds.
     """
 
     @classmethod
     def of(cls, chip: Chip, curve: Curve) -> ServerCosts:
-        """Return the costs of `chip` for its server."""
+        """Return the costs of a server on `chip`."""
         fp32 = chip.dense_flops_per_second["fp32"]
         chip = replace(chip, dense_flops_per_second=dict.fromkeys(("fp32", "bf16", "fp16"), fp32))
         return cls(chip=chip, curve=curve)
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
-        """Return the time of reading the weights, and then of each row.
+        """Return the time of reading the weights plus the time of each row of the batch.
 
-        Rows of a batch do not hide behind reading: 4, 8 and 16 of them took 14, 24 and 38 ms of processor time, one 4
-        (50 million parameters in q8_0, one thread of an AMD EPYC, Zen 4).
+        The computation of rows does not overlap with reading the weights: 4, 8 and 16 rows took 14, 24 and 38 ms of
+        processor time, and one row 4 ms (50 million parameters in q8_0, one thread of an AMD EPYC, Zen 4).
         """
         rows = Roofline(chip=self.chip, curve=replace(self.curve, tile=1.0, memory_share=1e9))
         reading = k * n * (2.0 / (self._bandwidth() * self.curve.memory_share))

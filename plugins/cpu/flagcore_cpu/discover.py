@@ -1,4 +1,4 @@
-"""Devices of a CPU: one per usable core, with an equal share of the memory."""
+"""Finds the devices of a CPU: one per usable core, with an equal share of the memory."""
 
 import psutil
 

@@ -18,7 +18,7 @@ from flagcore_cpu.costs import MeasuredCosts, ServerCosts
 from flagcore_cpu.machine import Processor, this_machine
 
 CONTEXT_BYTES = 305 * 2**20
-"""A rank before its first tensor: Python, torch 2.13 and megatron-core 0.16.1 took 305 MiB of resident memory.
+"""Memory of a rank before its first tensor: 305 MiB resident with Python, torch 2.13 and megatron-core 0.16.1.
 
 Measured (ru_maxrss of one process, the constant of a fit over 10 layouts, AMD EPYC, 2 cores).
 """
@@ -26,19 +26,20 @@ Measured (ru_maxrss of one process, the constant of a fit over 10 layouts, AMD E
 
 SERVER_BYTES = {"llamacpp": 40 * 2**20}
 """The same for engines without torch: peak resident memory of the xllamacpp wheel's server minus the buffers in its
-log, 39 and 40 MiB (4 settings of a model of 50 million parameters; 22 and 30 with partly filled buffers)."""
+log. It was 39 and 40 MiB (4 settings of a model of 50 million parameters; 22 and 30 with partly filled buffers)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuMemory:
-    """`flagcore.contracts.MemoryModel` of one core's share of the memory. `context` is the memory of a process at its
-    start."""
+    """Memory model (`flagcore.contracts.MemoryModel`) of one core's share of the memory. `context` is the memory of a
+    process at its start.
+    """
 
     capacity: float | None
     context: float = CONTEXT_BYTES
 
     def capacity_bytes(self) -> float | None:
-        """Return the share, in bytes."""
+        """Return the memory that one core may use, in bytes."""
         return self.capacity
 
     def workspace_bytes(self) -> float:
@@ -46,24 +47,24 @@ class CpuMemory:
         return 0.0
 
     def reserved_bytes(self, allocated: FloatArray) -> FloatArray:
-        """Return `allocated`."""
+        """Return `allocated`, because there is no caching allocator."""
         return allocated
 
     def device_used_bytes(self, reserved: FloatArray) -> FloatArray:
-        """Return the resident memory of the rank's process."""
+        """Return the resident memory of the rank's process, in bytes."""
         return reserved + self.context
 
 
 def memory_of(group: NodeGroup, engine: str) -> CpuMemory:
     """Return the memory model of one device of `group`: its share of the machine's memory."""
     total = group.chip.memory_bytes
-    # less than a core's share if more ranks than cores share the machine
+    # smaller than a core's share of the memory if more ranks than cores share the machine
     share = total.value * min(1.0, group.chip.devices_per_node / group.devices_per_node) if total else None
     return CpuMemory(group.memory_bytes or share, SERVER_BYTES.get(engine, CONTEXT_BYTES))
 
 
 class CpuPlugin(VendorPlugin):
-    """Describes the processor of this machine."""
+    """The plugin's hooks, which describe the processor of this machine."""
 
     @hookimpl
     def flagcore_chips(self) -> Sequence[Chip]:
@@ -104,10 +105,10 @@ def _rates(processor: Processor | None, *, measure: bool) -> rates.Rates | None:
 
 
 class MachineReading:
-    """`flagcore.contracts.Telemetry` of the machine."""
+    """Telemetry (`flagcore.contracts.Telemetry`) of the whole machine."""
 
     def sample(self) -> Mapping[str, float]:
-        """Return the load of the machine since the last call, see `load.MachineLoad`."""
+        """Return the load of the machine since the last call (see `load.MachineLoad`)."""
         return load.of_this_machine().read()
 
     def use(self) -> DeviceUse:

@@ -1,4 +1,4 @@
-"""The load of this machine: its memory, and what other programs, the disk and swapping take from trials."""
+"""The load of this machine: memory in use, and how far other programs, the disk and swapping slow trials down."""
 
 import os
 import time
@@ -12,14 +12,14 @@ import psutil
 from flagcore.domain.chip import CORES, DISK_WAIT, MEMORY_IN_USE, OTHERS_CORES, SWAPPED
 
 FRESH_SECONDS = 0.5
-"""A reading is valid for this time, because each core is read as a device, and all have the same load."""
+"""Seconds for which a reading is reused: each core is read as a device, and all cores have the same load."""
 
 
 class MachineLoad:
-    """Means between two readings. Processes that this one started, directly or not, are its own.
+    """Mean load between two readings. Processes that this process started, directly or not, do not count as others.
 
-    Only cores that this process may use count. What others use is 0 while as many of them are idle, because trials are
-    not slowed down by it: in a container with a quota, the cores are those of the whole machine.
+    Only cores that this process may use count. The use by others is reported as 0 while as many cores are idle, because
+    it does not slow trials down then: in a container with a quota, all cores of the machine are visible.
     """
 
     def __init__(self) -> None:
@@ -28,8 +28,9 @@ class MachineLoad:
         self._own = dict[int, float]()
 
     def read(self) -> Mapping[str, float]:
-        """Return the memory in use in bytes, the load average of the last minute, and from the second call on the means
-        of the figures of `flagcore.domain.chip.disturbances`."""
+        """Return the memory in use in bytes and the load average of the last minute. From the second call on, also
+        return the mean figures that `flagcore.domain.chip.disturbances` reads.
+        """
         with self._lock:
             if time.monotonic() >= self._until:
                 self._reading = self._read()
@@ -60,7 +61,7 @@ class MachineLoad:
 
 
 def _allowed_cores() -> list[Any]:
-    """Return the times of the cores that this process may use."""
+    """Return the CPU times of the cores that this process may use."""
     times = psutil.cpu_times(percpu=True)
     if not hasattr(os, "sched_getaffinity"):
         return times
@@ -68,12 +69,12 @@ def _allowed_cores() -> list[Any]:
 
 
 def _own_seconds() -> dict[int, float]:
-    """Return the processor time of this process and of those below it, by id."""
+    """Return the processor time of this process and of its descendants, by process ID."""
     found, this = {}, psutil.Process()
     for process in (this, *this.children(recursive=True)):
         try:
             times = process.cpu_times()
-        except psutil.Error:  # it has ended
+        except psutil.Error:  # the process has ended
             continue
         found[process.pid] = times.user + times.system
     return found

@@ -12,20 +12,22 @@ from flagcore_cpu.discover import memory_bytes_per_device
 from flagcore_cpu.rates import Rates
 
 BOOST = 1.4
-"""Boost clock over the nominal clock that a virtual machine reports, as on an AMD EPYC 9004 (2.6 and 3.7 GHz)."""
+"""Ratio of the boost clock to the nominal clock that a virtual machine reports, as on an AMD EPYC 9004 (3.7 and 2.6
+GHz)."""
 
 USUAL_HERTZ = 2.5e9
-"""An assumed clock where the system reports none, as many ARM servers."""
+"""The clock that is assumed if the system reports none, as on many ARM servers."""
 
 ZEN_1, ZEN_4 = 23, 25
-"""Families of AMD. Models of the former up to `LAST_ZEN_1` have units of 128 bits, the latter of 256 bits."""
+"""AMD's processor families. Models of the first one up to `LAST_ZEN_1` have vector units of 128 bits, the second one of
+256 bits."""
 LAST_ZEN_1 = 0x2F
 
 PLAIN_LOOP = 0.5
-"""Operations a cycle of a format for which torch has no kernel, measured on an AMD EPYC of the first generation."""
+"""Operations per cycle in a format for which torch has no kernel, measured on an AMD EPYC of the first generation."""
 
 EMULATED = 0.9
-"""A format is emulated if it is slower than this share of fp32."""
+"""A format counts as emulated if its rate is below this share of the fp32 rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Processor:
     """A processor as reported by the operating system.
 
     `width` is the number of bits of its vector units if they are narrower than its instructions. `threads_per_core` is
-    above 1 if siblings share a core.
+    above 1 if hardware threads share a core.
     """
 
     model: str
@@ -45,7 +47,7 @@ class Processor:
 
     @classmethod
     def read(cls, root: Path = Path("/")) -> Processor | None:
-        """Return the first processor of /proc/cpuinfo, None if it lists no instructions."""
+        """Return the first processor of /proc/cpuinfo, or None if no instruction sets are listed."""
         try:
             blocks = (root / "proc/cpuinfo").read_text().strip().split("\n\n")
         except OSError:
@@ -67,14 +69,16 @@ class Processor:
 
     @property
     def identity(self) -> str:
-        """The model and its instructions."""
+        """A text that identifies the processor: its model and its instruction sets."""
         return " ".join([self.model, *sorted(self.flags)])
 
     def flops_per_cycle(self) -> dict[str, float]:
-        """Return the rates by precision: of torch's kernels, of which some need more than instructions for a format.
+        """Return the operations per cycle of torch's kernels by precision. Some kernels need more than the instructions
+        of a format.
 
         fp32 does 2 x lanes x multiply-add units. One AMX tile product is 16 x 16 x 32 multiply-adds in 16 cycles; a
-        dot-product instruction doubles fp32. bf16 without instructions is half of fp32, converted in AVX-512.
+        dot-product instruction doubles fp32. Without its own instructions, bf16 is converted in AVX-512 at half the
+        rate of fp32.
         """
         flags, fp32 = self.flags, 16.0 if self.flags & {"avx", "asimd"} else 8.0
         if {"avx2", "fma"} <= flags and self.width > 128:
@@ -131,7 +135,7 @@ def _with_flops(chip: Chip, flops: dict[str, Fact]) -> Chip:
 
 
 def _as_estimated(chip: Chip) -> Chip:
-    """Return `chip` with the figures of its file, which are another machine's, as estimates for this one."""
+    """Return `chip` with the figures of its file marked as estimates, because they were measured on another machine."""
 
     def estimated(fact: Fact) -> Fact:
         return replace(fact, source=Source(kind="estimated", detail=f"as on an AMD EPYC (Zen 4): {fact.source.detail}"))

@@ -20,7 +20,7 @@ from typing import Any
 now = time.process_time
 
 MAX_PROCESSES = 16
-"""So many processes saturate the memory, and more would need too much of it."""
+"""Maximum number of measuring processes. They saturate the memory bandwidth, and more would need too much memory."""
 
 SLOTS = {
     "launch": 0.05,
@@ -31,19 +31,19 @@ SLOTS = {
     "fp16": 0.15,
     "reduction": 0.5,
 }
-"""The part of the time for each kind of kernel, also the order."""
+"""Share of the time for each kind of kernel, in the order of measurement."""
 
 TOKENS_AND_SIDES = ((64, 256), (64, 512), (64, 1024), (256, 1024))
 """Tokens and width of linear layers, in ascending order, so that a slow format ends after a small one."""
 LAYERS = 2
-"""Number of layers with own weights, so that weights are not in a cache when they are used."""
+"""Number of layers with separate weights, so that weights are not in a cache when they are used."""
 
 ELEMENTS = (1 << 16, 1 << 22, (1 << 23) + (1 << 16))
 """Sizes of fp32 tensors: in a cache, in memory that the allocator reuses, and above the 32 MiB from which glibc returns
 memory to the system, so that each new tensor has new pages."""
 
 ATTENTION = (2, 8, 256, 64)
-"""Sequences, heads, length and width of a head."""
+"""Number of sequences, number of heads, sequence length, and width of a head."""
 REDUCED_BYTES = (1 << 10, 1 << 20, 1 << 23)
 CALLS = 200
 
@@ -51,7 +51,9 @@ Found = dict[str, Any]
 
 
 def fastest(call: Callable[[], object], end: float) -> float:
-    """Return the shortest processor time of `call` until the processor time `end`, of at least two calls after one."""
+    """Return the shortest processor time of `call`, which is repeated until the processor time `end`: once to warm up,
+    then at least twice.
+    """
     call()
     times: list[float] = []
     while len(times) < 2 or (now() < end and len(times) < 1000):
@@ -75,7 +77,7 @@ def launch(torch: Any, end: float) -> Found:
 
 
 def elementwise(torch: Any, end: float) -> Found:
-    """Measure a mix of kernels of training: a conversion to a new tensor, four kernels in place, and a copy."""
+    """Measure a mix of training kernels: a conversion to a new tensor, four kernels in place, and a copy."""
     rows, begin = [], now()
     tensors = [torch.ones(ELEMENTS[-1], dtype=each) for each in (torch.bfloat16, torch.float32, torch.float32)]
     for place, count in enumerate(ELEMENTS, 1):
@@ -111,7 +113,7 @@ def _dtype(torch: Any, precision: str) -> Any:
 
 
 def products(torch: Any, name: str, end: float) -> float:
-    """Measure the three products of a linear layer, and return the usual rate in FLOP/s."""
+    """Measure the three matrix products of a linear layer, and return their usual rate in FLOP/s."""
     dtype = _dtype(torch, name)
     rates: list[float] = []
     for place, (tokens, side) in enumerate(TOKENS_AND_SIDES):
@@ -134,7 +136,9 @@ def products(torch: Any, name: str, end: float) -> float:
 
 
 def reduction(torch: Any, number: int, store: str, end: float) -> Found:
-    """Measure all-reduces of two processes, in bytes and seconds: the processor time of both, as they take turns."""
+    """Measure all-reduces between two processes. Returns bytes and seconds: the processor time of both, as they take
+    turns.
+    """
     dist = torch.distributed
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo resolves the name of this host
     limit = timedelta(seconds=10)
@@ -146,7 +150,7 @@ def reduction(torch: Any, number: int, store: str, end: float) -> Found:
         until = begin + (end - begin) * place / len(REDUCED_BYTES)
         going = torch.ones(1)
         while going.item() and len(times) < 50:
-            torch.mm(work, work)  # ranks compute between reductions, so they do not wait for each other awake
+            torch.mm(work, work)  # ranks compute between reductions, so that no rank waits in a busy loop
             start = now()
             dist.all_reduce(data)
             times.append(2.0 * (now() - start))
@@ -157,12 +161,12 @@ def reduction(torch: Any, number: int, store: str, end: float) -> Found:
 
 
 def measured(torch: Any, number: int, processes: int, store: str, seconds: float) -> Found:
-    """Return what the process `number` measures."""
+    """Return the measurements of the process `number`."""
     found: Found = {"flops": {}}
     end = now()
     for name, share in SLOTS.items():
         end += seconds * share / sum(SLOTS.values())
-        with suppress(RuntimeError):  # torch lacks a kernel, or a network: the rest counts
+        with suppress(RuntimeError):  # torch lacks a kernel, or there is no network: use the other results
             if name == "reduction":
                 end = time.perf_counter() + seconds * share
                 found |= reduction(torch, number, store, end) if processes > 1 and number < 2 else {}
@@ -174,7 +178,7 @@ def measured(torch: Any, number: int, processes: int, store: str, seconds: float
 
 
 def middle(found: list[Any]) -> Any:
-    """Return the medians of equal structures of numbers."""
+    """Return the element-wise medians of several structures of numbers that have the same shape."""
     first = found[0]
     if isinstance(first, dict):
         return {key: middle([each[key] for each in found if key in each]) for key in first}
@@ -182,7 +186,7 @@ def middle(found: list[Any]) -> Any:
 
 
 def forked(processes: int, work: Callable[[int], Found]) -> Iterator[Found]:
-    """Run `work` in this many processes, and yield their results."""
+    """Run `work` in `processes` forked processes, and yield their results."""
     pipes = []
     for number in range(processes):
         receive, send = os.pipe()
@@ -203,7 +207,7 @@ def main(cores: int, seconds: float) -> None:
     import torch
 
     torch.set_num_threads(1)
-    attention(torch, 0.0)  # loads the kernels
+    attention(torch, 0.0)  # load the kernels before the measurement
     processes = min(cores, MAX_PROCESSES)
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         store = os.path.join(folder, "store")

@@ -22,12 +22,12 @@ from flagcore.vendorkit.machine import tool_output
 
 PROGRAM = "flagcore_cpu.measure"
 SECONDS = 1.6
-"""The duration of the measurement on a quiet machine, without the import of torch and of its kernels."""
+"""Seconds of the measurement on a quiet machine, without importing torch and loading its kernels."""
 TIMEOUT_SECONDS = 90.0
-"""The time limit of the program, whose import of torch may read half a gigabyte."""
+"""Time limit of the program in seconds. Its import of torch may read half a gigabyte."""
 
 MAX_RUNNING = 4
-"""Nothing is measured while more threads than this run per core. Chosen."""
+"""Maximum number of runnable threads per core. If there are more, nothing is measured. Chosen."""
 
 CHOOSING_VARIABLES = (
     "PYTHONPATH",
@@ -36,17 +36,17 @@ CHOOSING_VARIABLES = (
     "DNNL_MAX_CPU_ISA",
     "MKL_ENABLE_INSTRUCTIONS",
 )
-"""Variables on which torch's kernels depend: they choose its modules, or the instructions that it uses."""
+"""Environment variables on which torch's kernels depend. They select its modules, or the instructions that it uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What one core reaches while all are busy, in SI units.
+    """The rates that one core reaches while all cores are busy, in SI units.
 
-    `flops` are the rates of products of linear layers by precision: the mean of forward pass, input gradient and weight
-    gradient. `attention_s` are the seconds of `measure.ATTENTION` forward and backward by precision. `elementwise` are
-    bytes and seconds of a mix of kernels, `reduction` those of all-reduces between two processes, empty for one core.
-    `launch_s` is the time of a tiny kernel. `date` is ISO 8601.
+    `flops` are the rates of the matrix products of linear layers by precision: the mean of forward pass, input gradient
+    and weight gradient. `attention_s` are the seconds of `measure.ATTENTION` forward and backward by precision.
+    `elementwise` are bytes and seconds of a mix of kernels. `reduction` are bytes and seconds of all-reduces between
+    two processes; it is empty for one core. `launch_s` is the time of a tiny kernel. `date` is ISO 8601.
     """
 
     torch: str
@@ -68,16 +68,16 @@ class Rates:
 
     @property
     def how(self) -> str:
-        """How the rates were measured."""
+        """A text that states how the rates were measured."""
         return f"torch {self.torch} on this machine with all cores busy, {self.date[:10]}"
 
 
 _found: dict[Path, Rates | None] = {}
-"""The results in this process by file, None after a failed measurement."""
+"""Cache of this process: the rates by file, or None after a failed measurement."""
 
 
 def rates_here(processor: str, *, measure: bool) -> Rates | None:
-    """Return the rates of this machine, measured or stored; None without torch, or if the measurement fails.
+    """Return the rates of this machine, measured or stored. Returns None without torch, or if the measurement fails.
 
     `processor` identifies the processor and its instructions. Without `measure`, or on a machine with a high load, only
     stored rates are returned.
@@ -96,7 +96,7 @@ def rates_here(processor: str, *, measure: bool) -> Rates | None:
         / ("--".join(re.sub(r"[^\w.+]+", "-", word) for word in words) + ".json")
     )
     if file not in _found:
-        with suppress(OSError, ValueError, TypeError, SpecError):  # an unreadable file is measured again
+        with suppress(OSError, ValueError, TypeError, SpecError):  # if the file is unreadable, measure again
             _found[file] = read(read_regular(file))
     if file not in _found and measure and not _is_crowded():
         _found[file] = _measured(file, cores)
@@ -124,7 +124,7 @@ def _measured(file: Path, cores: int) -> Rates | None:
         rates = read(json.dumps({**found, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}))
     except (ValueError, TypeError, SpecError):
         return None
-    with suppress(OSError):  # a read-only home: the next command measures again
+    with suppress(OSError):  # if the folder is read-only, the next command measures again
         file.parent.mkdir(parents=True, exist_ok=True)
         replace(file, json.dumps(asdict(rates), indent=1) + "\n")
     return rates

@@ -9,7 +9,7 @@ from flagcore.vendorkit.rows import UNITS, Listing, Row, listing_of, parse_json,
 _NAME = re.compile(r"(BW\d*|[KZ]100(L|SM|_AI)?)\b")
 _CARD = re.compile(r"card(\d+)")
 _NO_COMMA = re.compile(r'(?<=[\w.)])""(?=\w)')
-"""Releases for DTK 26.04 omit the comma after a power value."""
+"""Matches the place of a missing comma: releases for DTK 26.04 omit the comma after a power value."""
 
 
 def is_dcu(name: str) -> bool:
@@ -56,7 +56,7 @@ def _cards(found: Mapping[str, object], driver: str) -> Iterator[Row | str]:
 
 
 def _uuid(unique: str) -> str:
-    """Return the name that HIP_VISIBLE_DEVICES accepts."""
+    """Return the UUID of a device in the form that HIP_VISIBLE_DEVICES accepts."""
     digits = unique.lower().removeprefix("0x")
     return f"GPU-{digits}" if re.fullmatch(r"[0-9a-f]{16}", digits) else unique
 

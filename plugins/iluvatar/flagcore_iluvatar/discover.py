@@ -11,7 +11,7 @@ from flagcore.vendorkit.machine import TorchReport, tool_output
 from flagcore_iluvatar import smi
 
 PCI_VENDOR = 0x1E3E
-"""gpustack/runtime gpustack_runtime/detector; 1e3e:0002 is a MR-V100 (ywh555hhh/llaisys notes)."""
+"""Source: gpustack/runtime gpustack_runtime/detector. The ID 1e3e:0002 is an MR-V100 (ywh555hhh/llaisys notes)."""
 
 
 def _is_own_torch(report: TorchReport) -> bool:

@@ -6,14 +6,16 @@ from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_iluvatar.discover import DETECTOR
 
 DRIVER_BYTES = 257 * 2**20
-"""In use on an idle device: ixsmi shows 64 to 116 MiB on BI-V150 and MR-V100, 257 MiB on BI-V100 (driver 3.1.0;
+"""Memory in use on an idle device: ixsmi shows 64 to 116 MiB on BI-V150 and MR-V100, 257 MiB on BI-V100 (driver 3.1.0;
 513 MiB with 3.0.1)."""
 
 CONTEXT_BYTES = 1.0 * 2**30
-"""Estimated: context and IXCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured here."""
+"""Estimated memory of the context and IXCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured
+here."""
 
 SLACK = 0.02
-"""Estimated: CoreX's torch has torch's caching allocator, which adds 0.05% to 3% on other chips."""
+"""Estimated: CoreX's torch uses torch's caching allocator, which reserves 0.05% to 3% more than it allocates on other
+chips."""
 
 
 def memory_of(group: NodeGroup, engine: str) -> PlainMemory:

@@ -1,5 +1,4 @@
-"""Reads the output of ixsmi. Columns of its table are found by the bars, because their widths differ between
-versions."""
+"""Reads the output of ixsmi. The bars of its table separate the columns, because widths differ between versions."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,7 @@ _OURS = re.compile(r"Iluvatar |(BI|MR)(-V)?\d")
 """Some releases omit the vendor, or write BI150 instead of BI-V150."""
 _NAME = re.compile(r"(\d+)\s+(\S.*)")
 _DEAD_WATTS = "65535"
-"""Power that a hung device reports: all 16 bits of a counter. Such a device also reports 0 C and 25 MHz."""
+"""Power that a hung device reports: a counter with all 16 bits set. Such a device also reports 0 C and 25 MHz."""
 
 
 def read(text: str) -> Listing:
@@ -44,7 +43,7 @@ def read(text: str) -> Listing:
 
 
 def uuids(text: str) -> Mapping[int, str]:
-    """Return the UUIDs of `ixsmi --query-gpu=index,uuid --format=csv,noheader`, by index."""
+    """Return the UUIDs in the output of `ixsmi --query-gpu=index,uuid --format=csv,noheader`, by index."""
     lines = re.finditer(r"^\s*(\d+),\s*([\w-]+)\s*$", strip_controls(text), re.MULTILINE)
     return {int(line[1]): line[2] for line in lines}
 

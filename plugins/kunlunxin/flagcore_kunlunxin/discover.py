@@ -5,7 +5,7 @@ from flagcore.vendorkit.machine import TorchReport
 from flagcore_kunlunxin import smi
 
 PCI_VENDOR = 0x1D22
-"""Baidu's ID. The PCI ID database lists the cards under it."""
+"""Baidu's PCI vendor ID. The PCI ID database lists the cards under it."""
 
 
 def _is_own_torch(report: TorchReport) -> bool:

@@ -6,13 +6,15 @@ from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_kunlunxin.discover import DETECTOR
 
 DRIVER_BYTES = 100 * 2**20
-"""In use on an idle P800 in a container (PaddlePaddle's guide to the P800); others show 0 to 4 MiB."""
+"""Memory in use on an idle P800 in a container (PaddlePaddle's guide to the P800). Other sources show 0 to 4 MiB."""
 
 CONTEXT_BYTES = 1.5 * 2**30
-"""Estimated: context and BKCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured here."""
+"""Estimated memory of the context and BKCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured
+here."""
 
 SLACK = 0.02
-"""Estimated: the vendor's torch keeps torch's caching allocator, which adds 0.05% to 3% elsewhere."""
+"""Estimated: the vendor's torch uses torch's caching allocator, which reserves 0.05% to 3% more than it allocates on
+other chips."""
 
 
 def memory_of(group: NodeGroup, engine: str) -> PlainMemory:

@@ -21,18 +21,18 @@ from flagcore.vendorkit.rows import (
 _TITLE = re.compile(r"\| XPU-SMI +Driver Version: (\S+)")
 _NAME = re.compile(r"(\d+) +([A-Z]\d{3}\S*( \S+)*?) +\S+")
 _PROCESS = re.compile(r"(?m)^ *\| +(\d+) +\S+ +\S+ +(\d+) +\S+ +(\S.*?) +(\d+)MiB *\| *$")
-"""Columns: device, two instance numbers, process, type, name and MiB."""
+"""A line of the list of processes: device, two instance numbers, process, type, name and MiB."""
 
 processes = partial(read_processes, pattern=_PROCESS)
 
 
 def is_xpu(name: str) -> bool:
-    """Return whether `name` is the name of a card, such as `P800 OAM`."""
+    """Return whether `name` is the name of a Kunlunxin card, such as `P800 OAM`."""
     return re.match(r"(Kunlunxin )?[PR]\d{3}", name) is not None
 
 
 def read(text: str) -> Listing:
-    """Return the devices of the table except virtual ones."""
+    """Return the devices in the table, without virtual devices."""
     text = strip_controls(text)
     title = _TITLE.search(text)
     if title is None:

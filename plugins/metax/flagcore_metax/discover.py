@@ -12,18 +12,22 @@ from flagcore_metax import smi
 NAME = re.compile(r"MetaX |MX[CNX]\d")
 DEVICE_FILE = "dev/mxcd"
 PCI_VENDOR = 0x9999
-"""From an lspci of a C500 node (9999:4001): wangzheng422/docker_env 2025.12.metax.mccl.perf.debug.md."""
+"""From the output of lspci on a C500 node (9999:4001): wangzheng422/docker_env 2025.12.metax.mccl.perf.debug.md."""
 TOOLS = ("mx-smi", "ht-smi")
-"""The management tool; rebranded machines have the second one."""
+"""The names of the management tool. Rebranded machines have the second one."""
 
 
 def topology(option: str = "-m") -> str:
-    """Return the matrix of links that the management tool prints for devices (-m), or also for adapters (-n)."""
+    """Return the matrix of links that the management tool prints: for devices (-m), or for devices and adapters
+    (-n).
+    """
     return next((text for tool in TOOLS if (text := tool_output(tool, "topo", option))), "")
 
 
 def adapters(root: Path = Path("/")) -> float | None:
-    """Return each device's share of this machine's network adapters in bytes per second; None if unknown."""
+    """Return each device's share of the rate of this machine's network adapters in bytes per second, or None if
+    unknown.
+    """
     text = topology("-n")
     matrix = read_matrix(text)
     return adapter_share(matrix, text, root) if matrix else None
@@ -38,7 +42,7 @@ def _uuids() -> Mapping[int, str]:
 
 
 class MetaxDetector(DeviceDetector):
-    """Runs the one of the two tools that is installed."""
+    """A detector that runs whichever of the two tools is installed."""
 
     def matrix(self) -> str:
         return topology("-n")

@@ -15,14 +15,16 @@ from flagcore_metax.islands import c500_topology, island_size
 from flagcore_metax.preflight import peer_memory_problem
 
 DRIVER_BYTES = 826 * 2**20
-"""In use on an idle device: mx-smi on C500 (drivers 3.4.4 and 3.8.30) shows 826 MiB, on C550 (driver
-2.5.014) 810 MiB, on N260 (driver 3.0.11) 666 MiB."""
+"""Memory in use on an idle device: mx-smi on C500 (drivers 3.4.4 and 3.8.30) shows 826 MiB, on C550 (driver 2.5.014)
+810 MiB, on N260 (driver 3.0.11) 666 MiB."""
 
 CONTEXT_BYTES = 1.0 * 2**30
-"""Estimated: context and MCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured on MetaX."""
+"""Estimated memory of the context and MCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured on
+MetaX."""
 
 SLACK = 0.02
-"""Estimated: MACA's torch has torch's caching allocator, which adds 0.05% to 3% on other chips."""
+"""Estimated: MACA's torch uses torch's caching allocator, which reserves 0.05% to 3% more than it allocates on other
+chips."""
 
 
 def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
@@ -31,7 +33,7 @@ def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
 
 
 class MetaxPlugin(VendorPlugin):
-    """Knows the islands of a C500 node and checks GPUDirect RDMA."""
+    """The plugin's hooks, with the topology of a C500 node and a check of GPUDirect RDMA."""
 
     @hookimpl
     def flagcore_health(self, chip: Chip) -> Sequence[str] | None:

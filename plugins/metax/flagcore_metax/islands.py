@@ -5,19 +5,20 @@ from flagcore.physics.collective_costs import NETWORK_COMPUTE_SHARE, NETWORK_EFF
 from flagcore.vendorkit.matrix import group_size
 
 ISLAND = 4
-"""The vendor's bridge joins two or four cards; `mx-smi topo -m` shows MX inside and NODE or SYS between. If this
-machine is not such a node, it is four, as in every published matrix.
+"""Devices of an island, if this machine is not a C500 node that shows it. The vendor's bridge joins two or four cards,
+and `mx-smi topo -m` shows MX within an island and NODE or SYS between islands. Every published matrix has islands of
+four.
 """
 
 BUS_BYTES_PER_SECOND = 65.1e9
 LATENCY_SECONDS = 10e-6
-"""All-reduce over all eight devices: bus bandwidth at 1 GiB, and the rest of its start-up of 14.6 us for two devices.
-MCCL 2.32 on C500, published in wangzheng422/docker_env 2025.12.metax.mccl.perf.debug.md 3.1. The rate of one island is
-unpublished; it is at least this.
+"""All-reduce over all eight devices: the bus bandwidth at 1 GiB, and the remaining part of the start-up, which is 14.6
+us for two devices. MCCL 2.32 on C500, published in wangzheng422/docker_env 2025.12.metax.mccl.perf.debug.md 3.1. The
+rate of one island is unpublished; it is at least this.
 """
 
 BETWEEN_NODES_SECONDS = 34e-6
-"""Additional start-up of an all-reduce over two nodes: 48.7 minus 14.6 us (same source, 5.3)."""
+"""Additional start-up of an all-reduce over two nodes: 48.7 minus 14.6 us (same source, section 5.3)."""
 
 
 def island_size(group: NodeGroup, topo: str | None) -> int:
@@ -28,11 +29,12 @@ def island_size(group: NodeGroup, topo: str | None) -> int:
 
 
 def c500_topology(group: NodeGroup, island: int = ISLAND, adapters: float | None = None) -> Topology | None:
-    """Return the levels island, node and, for several nodes, network; None if its rate is unknown.
+    """Return the levels island, node and, for several nodes, network. Returns None if the rate of the network is
+    unknown.
 
-    `adapters` is the share of this machine's adapters per device. It overrides published values of other machines, but
-    not the user's value. Rates within a node were reached by a collective, so they have no further efficiency. The
-    devices of an island share the link to the other island.
+    `adapters` is each device's share of the rate of this machine's adapters. It overrides published values of other
+    machines, but not the user's value. Rates within a node were measured with collectives, so no efficiency is applied
+    to them. The devices of an island share the link to the other island.
     """
     node, bus, latency = group.devices_per_node, BUS_BYTES_PER_SECOND, LATENCY_SECONDS
     inner = min(island, node)

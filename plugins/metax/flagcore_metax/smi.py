@@ -35,8 +35,8 @@ def is_metax(text: str) -> bool:
 def read(text: str) -> Listing:
     """Return the devices of mx-smi's table, in any of its layouts, or of `-L`, which has no memory.
 
-    Up to 2.2.4 a line starts with the GPU's number; since 2.2.9 with the board's number, followed by the GPU's. Devices
-    without memory, unavailable devices and truncated lines are left out.
+    In versions up to 2.2.4, a line starts with the GPU's number; since 2.2.9, it starts with the board's number and the
+    GPU's number. Devices without memory, unavailable devices and truncated lines are left out.
     """
     text = strip_controls(text)
     if not is_metax(text):

@@ -27,7 +27,7 @@ processes = partial(read_processes, pattern=_PROCESS)
 
 
 def read(text: str) -> Listing:
-    """Return the devices of the table except virtual ones."""
+    """Return the devices in the table, without virtual devices."""
     text = strip_controls(text)
     if TITLE not in text:
         return Listing()

@@ -10,8 +10,9 @@ from flagcore_nvidia import smi
 
 
 def _query(fields: tuple[str, ...], timeout_seconds: float) -> Listing:
-    """Return the devices with `fields`, or the devices of the table if nvidia-smi does not support one of the
-    fields."""
+    """Return the devices with `fields` from a CSV query, or the devices of the table if nvidia-smi does not support a
+    field.
+    """
     query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
     found = query_tool(lambda text: smi.read(text, fields), *query, timeout_seconds=timeout_seconds) or Listing()
     if found.rows or not found.left_out:
@@ -27,7 +28,7 @@ def _uses(timeout_seconds: float) -> dict[int, DeviceUse]:
 
     devices = run_query("gpu", smi.USE_FIELDS) or run_query(
         "gpu", smi.USE_FIELDS[:3]
-    )  # older drivers know no pending MIG mode
+    )  # older drivers do not report a pending MIG mode
     return smi.uses(devices, run_query("compute-apps", smi.PROCESS_FIELDS))
 
 
@@ -44,8 +45,8 @@ DETECTOR = DeviceDetector(
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     device_file="dev/nvidia[0-9]*",
     pci_vendor=0x10DE,
-    pci_classes=("0x0302", "0x12"),  # without displays: a desktop's GPU may be there for its screen alone
-    torch_attributes=("corex", "mlu", "musa", "npu"),  # a torch that has one is of another vendor
+    pci_classes=("0x0302", "0x12"),  # without VGA controllers: the GPU of a desktop may only drive its screen
+    torch_attributes=("corex", "mlu", "musa", "npu"),  # a torch with one of these is another vendor's build
     trusts=_is_own_torch,
     topology=("nvidia-smi", "topo", "-m"),
     uses=_uses,

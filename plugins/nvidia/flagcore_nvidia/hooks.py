@@ -6,22 +6,23 @@ from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_nvidia.discover import DETECTOR
 
 SLACK = 0.0075
-"""Reserved over allocated, minus one: median of 25 megatron-core jobs on an H200 (0.05% to 3%, once 12%)."""
+"""Reserved memory divided by allocated memory, minus one: median of 25 megatron-core jobs on an H200 (0.05% to 3%, once
+12%)."""
 
 CONTEXT_BYTES = 0.82 * 2**30
 """Memory in use as reported by the driver, minus reserved memory: median of the same 25 jobs (0.75 to 0.82 GiB), torch
 2.11, CUDA 13."""
 
 PAIR_BYTES, COLLECTIVE_BYTES = 342 * 2**20, 392 * 2**20
-"""NCCL's buffers at 2 ranks and at 4 and 8: ai-dynamo/aiconfigurator systems/*.yaml of aiconfigurator-core 0.12.0
-(PyPI), which calls them observed corrections."""
+"""Bytes of NCCL's buffers with 2 ranks, and with 4 and 8 ranks: ai-dynamo/aiconfigurator systems/*.yaml of
+aiconfigurator-core 0.12.0 (PyPI), which calls them observed corrections."""
 
 WORKSPACE_BYTES, SMALL_WORKSPACE_BYTES = 32 * 2**20, 2 * 2**22 + 8 * 2**14
 """Bytes that torch allocates for cuBLAS per handle and stream: on Hopper and Blackwell (compute capability 9 to 12),
 and on other chips (`parseChosenWorkspaceSize` of pytorch aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
 SMALL_WORKSPACE = ("A", "L", "T4", "V100", "RTX-3", "RTX-4")
-"""Prefixes of the names of chips that are neither."""
+"""Prefixes of the names of chips that are neither Hopper nor Blackwell."""
 
 
 def memory_of(group: NodeGroup, engine: str) -> PlainMemory:

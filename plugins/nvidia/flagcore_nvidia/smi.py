@@ -32,7 +32,8 @@ USE_FIELDS = ("index", "uuid", "compute_mode", "mig.mode.current", "mig.mode.pen
 PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 TITLE = "NVIDIA-SMI"
 PCI_VENDOR = "10DE"
-"""The last four digits of pci.device_id. Drivers of other vendors contain an nvidia-smi that lists their devices."""
+"""NVIDIA's vendor ID, the last four digits of pci.device_id. Drivers of other vendors contain an nvidia-smi that lists
+their devices."""
 INSTANCES = "is divided into instances (MIG), so a process cannot use all its memory"
 
 _NVIDIA = re.compile(
@@ -93,7 +94,7 @@ def _head(parts: list[str]) -> tuple[int, str, str] | None:
 def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row | str | None:
     index, name, bus = head
     memory = parse_memory(parts[1]) if len(parts) == 3 else None
-    shared = len(parts) == 3 and parts[1] in ("Not Supported", "N/A")  # where the chip shares the host's memory
+    shared = len(parts) == 3 and parts[1] in ("Not Supported", "N/A")  # the chip shares the host's memory
     if len(parts) != 3 or (memory is None and not shared):
         return None
     watts, limit = parse_power(parts[0])
@@ -118,7 +119,7 @@ def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row
 
 
 def is_nvidia(name: str) -> bool:
-    """Return whether `name` has the form of NVIDIA's driver."""
+    """Return whether `name` has the form of the device names that NVIDIA's driver reports."""
     return _NVIDIA.match(name) is not None
 
 
@@ -146,6 +147,6 @@ def uses(devices: str, processes: str) -> dict[int, DeviceUse]:
 
 
 def _pending(device: Mapping[str, str]) -> str:
-    """Return the pending changes of a GPU that its next reset applies; empty without changes."""
+    """Return the pending changes that the next reset of a GPU applies. The result is empty if there are none."""
     now, later = (device.get(f"mig.mode.{when}", "") for when in ("current", "pending"))
     return f"the next reset sets MIG to {later}" if now != later and later in ("Enabled", "Disabled") else ""

@@ -1,4 +1,4 @@
-"""The checks of the kit, by subject: one function per check. The name of a check is true for a valid plugin."""
+"""The checks of the kit, one function per check. The name of a check is a statement that is true for a valid plugin."""
 
 from types import ModuleType
 
@@ -25,4 +25,4 @@ def _checks(module: ModuleType) -> tuple[Check, ...]:
 MODULES = (module, chips, answers, costs, engines, environment, trials, detection, packaging)
 _ALL = [check for each in MODULES for check in _checks(each)]
 CHECKS: tuple[Check, ...] = tuple(sorted(_ALL, key=lambda check: check.__name__ not in (LOADS, SLOW)))
-"""The checks in order of execution: first those whose failure ends the others."""
+"""The checks in order of execution. Checks whose failure skips the others come first."""

@@ -1,4 +1,4 @@
-"""Answers of hooks: their types and values, and no answers for other vendors' chips."""
+"""Checks of the answers of hooks: types, values, and no answer for chips of other vendors."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ def foreign_chips_get_no_answer(plugin: Subject) -> Problems:
         try:
             answer = plugin.ask(hook, arguments)
         except SpecError:
-            raise  # of a file, which another check may have reported
+            raise  # an error in a file, which another check may have reported
         except Exception as error:
             yield f"{hook} raises {one_line(error)} for a chip of another vendor"
             continue
@@ -46,7 +46,7 @@ ARGUMENTS: Mapping[str, Callable[[Subject], Iterable[tuple[Any, ...]]]] = {
         ("check_task_is_valid", "pruning_rules_are_valid"), lambda plugin: [(task,) for task in plugin.tasks()]
     ),
 }
-"""The arguments of the hook in each check."""
+"""Maps each check to a function that returns the arguments of its calls."""
 
 
 def _made(name: str) -> Check:

@@ -1,4 +1,4 @@
-"""Chips: names, plausible figures in base units, and figures against what their sources and the transcripts state."""
+"""Checks of chips: names, plausible figures in base units, and agreement with their sources and the transcripts."""
 
 import math
 import re
@@ -91,7 +91,7 @@ def chip_files_match_chip_names(plugin: Subject) -> Problems:
 
 
 def _mappings(content: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every mapping of a file with its path, which ends in a dot; empty for the file."""
+    """Yield every mapping of a file with its path. A path ends in a dot; the path of the whole file is empty."""
     if isinstance(content, dict):
         yield path, content
     pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
@@ -118,9 +118,9 @@ HOST, PEAK = "host_bytes_per_second", "dense_flops_per_second."
 OPERATIONS_PER_BYTE = (0.5, 2000.0)
 """Operations per byte of memory traffic, from a CPU core to an accelerator with all matrix units."""
 FORMATS = (("fp64", "fp32"), ("fp32", "tf32"), ("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp8", "fp4"))
-"""Pairs of formats. The narrower one is never slower, because it moves fewer bytes."""
+"""Pairs of number formats. The narrower format is never slower, because it moves fewer bytes."""
 SPARSE = 3.8
-"""Half the bits give about twice the rate; four times means sparsity."""
+"""Maximum ratio of the rates of a pair: half the bits give about twice the rate, and four times means a sparse rate."""
 DENSE_PEAK = (
     "check both peaks, and give dense ones: half of what is published with structured sparsity; if the chip emulates a "
     "format, say so in notes"
@@ -223,7 +223,7 @@ def large_matmuls_reach_the_peak(chip: Chip, costs: KernelCosts) -> Problems:
 
 
 def _peak_problem(chip: Chip, name: str) -> str:
-    """Return why a 16-bit peak looks sparse; empty if it does not."""
+    """Return why a 16-bit peak looks like a sparse rate, or an empty text if it does not."""
     peaks, rate = chip.dense_flops_per_second, chip.memory_bandwidth_bytes_per_second
     peak = peaks[name].value
     if rate and USUAL_OPERATIONS_PER_BYTE * rate.value < peak <= OPERATIONS_PER_BYTE[1] * rate.value:
@@ -246,7 +246,7 @@ BOTH_WAYS = re.compile(r"both directions|two directions|bidirectional|per pair|a
 GIGABITS = re.compile(r"(?<![\d.])(?<!lanes of )(\d+(?:\.\d+)?) ?(?:Gb/s|Gbps|Gbit/s)")
 PER_NODE = re.compile(r"(?:a|per|each|every) (?:node|server|machine|host)\b|\u6bcf\u8282\u70b9|\u6bcf\u53f0", re.I)
 MEMORY_RATIOS = (0.98, 1.25)
-"""Memory of a chip over the memory in a transcript, which error correction reduces."""
+"""Range of a chip's memory divided by the memory in a transcript, which error correction reduces."""
 
 
 @check(
@@ -282,7 +282,7 @@ def rates_match_their_sources(plugin: Subject) -> Problems:
 
 
 def _unlike(fact: Fact, chip: Chip) -> str:
-    """Return how a rate differs from what its source states in gigabits; empty if it does not."""
+    """Return how a rate differs from the gigabits that its source states, or an empty text if it does not differ."""
     for number in map(float, GIGABITS.findall(fact.source.detail)):
         stated = number * 1e9 / 8
         if abs(fact.value / (8 * stated) - 1) < 0.01:

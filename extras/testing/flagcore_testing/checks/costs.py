@@ -1,4 +1,4 @@
-"""Memory models, kernel times, topologies and collectives, and their files."""
+"""Checks of memory models, kernel times, topologies and collectives, and of their files."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,7 +17,7 @@ from flagcore_testing.examples import group_of, task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
 MIN_BYTES = 2**20
-"""Minimum number of bytes; a smaller figure is in MiB or GiB."""
+"""Minimum number of bytes. A smaller figure is probably in MiB or GiB."""
 IDLE_SHARE = 0.25
 """Maximum share of a device's memory for context, libraries and collective buffers."""
 
@@ -149,7 +149,7 @@ def shipped_costs_belong_to_chips(plugin: Subject) -> Problems:
 
 
 def _folders(plugin: Subject) -> Iterable[tuple[str, set[str]]]:
-    """Return the folders of costs with the names of their files. Raises Skip without any."""
+    """Return the folders below `costs/` with the names of their files. Raises Skip if there are none."""
     folder = plugin.package_folder / "costs"
     if not folder.is_dir():
         raise Skip("the plugin has no folder costs")
@@ -183,7 +183,7 @@ def outer_levels_are_not_faster(plugin: Subject) -> Problems:
         if group.chip.link is None and topology is None:
             continue
         inner, *others = (topology or topology_of(group)).levels
-        for outer in others:  # one between may be slower: traffic to another node need not cross a host's bridge
+        for outer in others:  # a level between may be slower: traffic to another node need not cross a host's bridge
             if outer.bytes_per_second > 1.001 * inner.bytes_per_second:
                 yield (
                     f"{group.chip.name}, {group.nodes} x {group.devices_per_node}: level {outer.name} has "
@@ -201,7 +201,7 @@ def level_names_are_unique(plugin: Subject) -> Problems:
 
 
 USER_RATE = 1.25e9
-"""A network far slower than any default, as a user states it."""
+"""The rate of a network in bytes per second, as a user sets it. It is far below any default."""
 
 
 @check("take the rate of the network from group.chip.nic_bytes_per_second, which has the user's value")
@@ -222,7 +222,9 @@ def _costs(plugin: Subject) -> list[tuple[Chip, CollectiveCosts]]:
 
 
 def _curves(plugin: Subject) -> list[tuple[Chip, CollectiveTable, Curve, float]]:
-    """Return each measured curve with its best bytes per second. Raises Skip without usable ones."""
+    """Return each measured curve with its highest rate in bytes per second. Raises Skip if there are no usable
+    curves.
+    """
     _costs(plugin)
 
     def table(chip: Chip) -> CollectiveTable | None:

@@ -1,4 +1,4 @@
-"""Detection of devices: with the tool, without it, with a broken tool, and from transcripts. Fake tools are
+"""Checks of device detection: with the tool, without it, with a broken tool, and from transcripts. Fake tools are
 executables.
 """
 
@@ -16,7 +16,7 @@ from flagcore_testing.package import FOLDER, SOURCES, Transcript
 
 SECONDS = 15.0
 TOTAL_SECONDS = 30.0
-"""Time limit for all hanging tools of one command."""
+"""Time limit in seconds for all hanging tools of one command."""
 ENDLESS = "prints without end"
 BROKEN = {
     "crashes": "kill -SEGV $$",
@@ -151,7 +151,7 @@ def _foreign_transcripts(plugin: Subject) -> dict[str, str]:
 PIECES = 36
 """Number of truncated and garbled variants of all transcripts together; each transcript has at least six."""
 SLOW_SECONDS = 1.0
-"""If detection takes longer, fewer variants are tried."""
+"""If detection takes longer than these seconds, fewer variants are tried."""
 
 
 @check()
@@ -228,7 +228,7 @@ def transcript_names_match_one_chip(plugin: Subject) -> Problems:
 
 
 def _whole_transcripts(plugin: Subject) -> Iterator[tuple[Transcript, tuple[Device, ...], int]]:
-    """Yield each listing with its devices, those of this machine included, and the number of variants to try."""
+    """Yield each listing, its devices together with the devices of this machine, and the number of variants to try."""
     share = max(PIECES // len(plugin.listings), 6)
     own_devices = fakes.without_tools(plugin)
     for each in plugin.listings:

@@ -1,4 +1,4 @@
-"""Engines: support, rejected values, and knobs of the plugin."""
+"""Checks of what the plugin states about engines: support, rejected values, and knobs."""
 
 import re
 from contextlib import suppress
@@ -18,7 +18,7 @@ Supported = tuple[str, Chip, str, EngineSupport]
 
 
 def _supports(plugin: Subject) -> list[Supported]:
-    """Return the start of messages, the chip, the engine and the answer for each chip and engine."""
+    """Return, for each chip and engine: the prefix of messages, the chip, the engine and the answer."""
     plugin.implements("flagcore_engine_support")
     supports = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in plugin.pairs()]
     answers = [
@@ -44,7 +44,7 @@ def engine_support_is_complete(where: str, chip: Chip, engine: str, answer: Engi
 
 
 def _rules(plugin: Subject) -> list[tuple[str, Chip, str, ValueRule]]:
-    """Return the start of messages, the chip, the engine and the rule for each rule about values."""
+    """Return, for each rule about values: the prefix of messages, the chip, the engine and the rule."""
     plugin.implements("flagcore_pruning_rules")
     where, pairs = "flagcore_pruning_rules: {} on {}", plugin.pairs()
     rules = plugin.once(
@@ -107,7 +107,7 @@ def advice_on_tasks_is_complete(plugin: Subject) -> Problems:
 
 
 def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
-    """Return whether these values are valid for a knob, a key of the job or a setting of an engine."""
+    """Return whether `values` are valid for `key`: a knob, a key of the job or a setting of an engine."""
     where, _, name = key.rpartition(".")
     if key == "precision":
         return set(values) <= set(PRECISIONS)

@@ -1,4 +1,4 @@
-"""The environment of trials, and `environment.yaml`."""
+"""Checks of the environment of trials, and of `environment.yaml`."""
 
 import os
 from collections import Counter
@@ -76,7 +76,7 @@ def variables_do_not_depend_on_the_shell(plugin: Subject) -> Problems:
 
 
 def _accelerator(plugin: Subject, chip: Chip) -> tuple[str, ...]:
-    """Return the names of another plugin's vendor; empty if its devices are plain CPUs."""
+    """Return the names of the vendor of a chip of another plugin. The result is empty if the devices are plain CPUs."""
     is_cpu = plugin.others.engine_support(chip, "megatron").device_type == "cpu"
     return () if is_cpu else (chip.vendor.casefold(), plugin.others.owner(chip.name) or chip.vendor)
 

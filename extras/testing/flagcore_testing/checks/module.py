@@ -1,6 +1,6 @@
-"""The module of the plugin: loading, imports, reproducible answers, and side effects.
+"""Checks of the plugin's module: loading, imports, reproducible answers, and side effects.
 
-Side effects of its import and of its hooks are observed in a separate process.
+The side effects of its import and of its hooks are observed in a separate process.
 """
 
 import ast
@@ -91,11 +91,11 @@ def _imports(path: Path) -> Iterator[tuple[str, int]]:
 ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG", "LC_ALL")
 """Environment variables of the separate process."""
 IMPORT_SECONDS = 5.0
-"""Time limit of the import, without flagcore's own imports."""
+"""Time limit of the import in seconds, without flagcore's own imports."""
 SECONDS = 12.0
-"""Time limit of a hook; a command calls it once per chip."""
+"""Time limit of one call of a hook in seconds. A command calls each hook once per chip."""
 TOTAL_SECONDS = 45.0
-"""Time limit of all hooks together, with the start, in which flagcore is imported."""
+"""Time limit of the whole process in seconds: its start, which imports flagcore, and all hooks."""
 Record = dict[str, Any]
 
 
@@ -163,7 +163,7 @@ def hooks_write_no_files(plugin: Subject) -> Problems:
 
 
 def _import_record(plugin: Subject) -> list[Record]:
-    """Return the record of the import; empty if the import ended the process, which another check reports."""
+    """Return the record of the import. It is empty if the import ended the process, which another check reports."""
     return _records(plugin)[0][:1]
 
 

@@ -1,4 +1,4 @@
-"""The distribution: its metadata, and its files with quirks, maturity and placeholders."""
+"""Checks of the distribution: its metadata, its quirks and maturity, and remaining placeholders."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ FRAMEWORKS = {
     *("triton", "cupy", "vllm", "sglang", "megatron-core", "deepspeed", "transformer-engine", "flash-attn"),
     *("llama-cpp-python", "flagscale", "flag-gems", "mindspore", "paddlepaddle"),
 }
-"""Packages with builds of vendors, which a dependency would replace."""
+"""Packages of which vendors ship their own builds. A dependency on such a package would replace the vendor's build."""
 DATA = {".yaml", ".jsonl", ".py", ".typed"}
 
 
@@ -108,7 +108,7 @@ MARK = "TODO"
 
 
 def _entries(plugin: Subject) -> Iterator[tuple[Subject, str, Scope]]:
-    """Yield the location and the content of each entry that may be restricted to chips or engines."""
+    """Yield the location and the content of each entry of a file that may be restricted to chips or engines."""
     quirks = read_quirks(plugin.package)
     for section in fields(quirks):
         for place, each in enumerate(getattr(quirks, section.name)):
@@ -209,6 +209,6 @@ def _placeholders(plugin: Subject) -> Iterator[str]:
 
 
 def _folders_with(plugin: Subject, file: str, without: str = "\0") -> set[str]:
-    """Return the folders of costs with a file that does not contain the text `without`."""
+    """Return the folders below `costs/` that contain `file`, unless the file contains the text `without`."""
     files = plugin.package_folder.glob(f"costs/*/{file}")
     return {path.parent.name for path in files if without not in path.read_text("utf-8")}

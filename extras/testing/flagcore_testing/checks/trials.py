@@ -1,4 +1,4 @@
-"""Trials: telemetry, pruning rules, and patterns of log lines of failed trials."""
+"""Checks of what trials use: telemetry, pruning rules, and patterns of log lines of failed trials."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     SWAPPED: (0, 1e11),
     "throttled": (0, 1),
 }
-"""Range of each figure; names end in the unit. A name comes before its prefixes."""
+"""Range of each figure, by the end of its name, which is the unit. A longer name comes before its prefixes."""
 Sample = tuple[Device, Mapping[str, float]]
 
 
@@ -113,7 +113,7 @@ RuleWithCandidates = tuple[PruningRule, Space, Predictions]
 
 
 def _rules(plugin: Subject) -> list[RuleWithCandidates]:
-    """Return each rule with the candidates of its task."""
+    """Return each pruning rule with the candidates of the task for which the plugin returns it."""
     plugin.implements("flagcore_pruning_rules")
     return plugin.once("pruning rules", lambda: _rules_with_candidates(plugin))
 
@@ -180,7 +180,7 @@ def pruning_rules_judge_single_candidates(rule: PruningRule, space: Space, predi
 
 
 HEALTHY = files(__package__).joinpath("healthy.log").read_text("utf-8").splitlines()
-"""Lines of successful runs."""
+"""Log lines of successful runs, which no failure pattern may match."""
 
 
 @check("correct the pattern or the example, or put the narrower pattern first")

@@ -1,1 +1,1 @@
-"""A user's own launch command: parses its arguments for a release of Megatron-LM and turns it into a trial."""
+"""A user's own launch command: its arguments are parsed for a release of Megatron-LM and changed for a trial."""

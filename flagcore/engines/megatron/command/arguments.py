@@ -20,7 +20,7 @@ from packaging.version import InvalidVersion, Version
 Value: TypeAlias = "bool | int | float | str | list[Any] | None"
 
 FORK = "flagscale"
-"""The local version label of FlagScale's Megatron-LM: 0.15.0+flagscale."""
+"""The local version label of FlagScale's Megatron-LM, as in 0.15.0+flagscale."""
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 _COUNTS: Mapping[int | str, str] = {0: "no value", 1: "one value", "?": "one value", "+": "one or more values"}
 _CONVERSIONS = {"int": int, "float": float, "bool": bool}
@@ -31,26 +31,26 @@ class ArgumentSpec:
     """One argument of a release, with the parameters of `argparse.ArgumentParser.add_argument`."""
 
     flags: tuple[str, ...]
-    """Its spellings with dashes."""
+    """All spellings of the flag, with their leading dashes."""
     dest: str
     values: int | str = 1
     """Number of values: 0 (a switch), another number, or argparse's ?, + and *."""
     stores: Value = True
-    """What a switch stores."""
+    """The value that a switch stores."""
     const: Value = None
-    """What a flag without its optional value (?) stores."""
+    """The value that a flag stores if its optional value (?) is missing."""
     type: str = "str"
-    """int, float, str or bool; as in argparse, any text converts to a true bool."""
+    """The type of a value: int, float, str or bool. As in argparse, any text converts to a true bool."""
     choices: tuple[Value, ...] = ()
     default: Value = None
-    """None if there is no default or it is not a plain value."""
+    """The default; None if there is none, or if it is not a plain value."""
     appends: bool = False
-    """Whether a repeated flag adds to a list."""
+    """Whether a repeated flag appends to a list."""
     needs: str = ""
-    """The package that adds the argument; empty: none."""
+    """The package that defines the argument if it is installed; empty if none is needed."""
 
     def convert(self, text: str) -> Value:
-        """Return `text` as a value of this argument. Raises ValueError for an invalid value."""
+        """Return `text` converted to the type of this argument. Raises ValueError for an invalid value."""
         value: Value = _CONVERSIONS.get(self.type, str)(text)
         if self.choices and value not in self.choices:
             raise ValueError(text)
@@ -69,7 +69,7 @@ class Argument:
 
     @property
     def dest(self) -> str:
-        """The name of the parsed value."""
+        """The argparse destination: the name of the parsed value."""
         return self.spec.dest
 
     @property
@@ -101,7 +101,9 @@ class ArgumentTable:
     by_flag: Mapping[str, ArgumentSpec]
 
     def find(self, flag: str) -> ArgumentSpec | None:
-        """Return the argument with this flag, also if written as `--a-b=value` or `--a_b`; None if there is none."""
+        """Return the argument with this flag, also if written as `--a-b=value` or `--a_b`. Returns None if there is
+        none.
+        """
         flag = flag.partition("=")[0]
         return self.by_flag.get(flag) or self.by_flag.get(flag.replace("_", "-"))
 
@@ -132,9 +134,9 @@ class ArgumentTable:
         return arguments, problems
 
     def effective(self, words: Sequence[str]) -> dict[str, Value]:
-        """Return the values that argparse would store, by destination. The last value of a repeated flag counts.
+        """Return the values that argparse would store, by destination. If a flag is repeated, its last value is used.
 
-        Invalid values are skipped, see `parse`.
+        Invalid values are skipped; `parse` reports them.
         """
         values: dict[str, Value] = {}
         for argument in self.parse(words)[0]:
@@ -148,7 +150,7 @@ class ArgumentTable:
     def _split_flags(self, words: Sequence[str]) -> Iterator[tuple[int, str, tuple[str, ...], list[str]]]:
         """Yield the position of each flag, the flag, the value after its equals sign, and the values that follow.
 
-        For values without a flag the flag is empty.
+        The flag is empty for values that follow no flag.
         """
         position = 0
         while position < len(words):
@@ -162,7 +164,7 @@ class ArgumentTable:
             position = start + len(following)
 
     def _split_flag(self, word: str) -> tuple[str, str, str]:
-        """Split a word into flag, equals sign and value as argparse does; the flag of a plain value is empty."""
+        """Split a word into flag, equals sign and value as argparse does. The flag of a plain value is empty."""
         flag, equals, value = word.partition("=")
         if word in self.by_flag:
             return word, "", ""
@@ -186,15 +188,16 @@ class ArgumentTable:
 
 
 def _count(spec: ArgumentSpec, values: Sequence[str]) -> int | None:
-    """Return how many of `values` a flag takes, None if there are too few."""
+    """Return how many of `values` a flag consumes, or None if there are too few."""
     maximum = {"*": len(values), "+": len(values), "?": 1}.get(str(spec.values), spec.values)
     minimum = {"*": 0, "+": 1, "?": 0}.get(str(spec.values), spec.values)
     return min(int(maximum), len(values)) if len(values) >= int(minimum) else None
 
 
 def _wrong_count(flag: str, spec: ArgumentSpec, inline: Sequence[str]) -> ArgumentProblem:
-    """Return the problem of a flag with too few values, or of `--flag=value` for a flag that takes no or several
-    values.
+    """Return the problem of a flag with the wrong number of values.
+
+    The flag has too few values, or it is written as `--flag=value` although it requires none or several.
     """
     expected_count = _COUNTS.get(spec.values, f"{spec.values} values")
     fix = f"write {flag} {' '.join(map(str, spec.choices[:1])) or 'VALUE'}" if spec.values else f"write {flag}"
@@ -202,7 +205,7 @@ def _wrong_count(flag: str, spec: ArgumentSpec, inline: Sequence[str]) -> Argume
 
 
 def _stray_value(flag: str, spec: ArgumentSpec | None, value: str) -> ArgumentProblem:
-    """Return the problem of a value that no flag takes."""
+    """Return the problem of a value that does not belong to any flag."""
     problem, fix = "is a value without a flag", "remove it, or write its flag before it"
     if spec is not None:
         problem = f"follows {flag}, which takes {_COUNTS.get(spec.values, f'{spec.values} values')}"
@@ -228,7 +231,7 @@ def _invalid_values(argument: Argument) -> Iterator[ArgumentProblem]:
 def release_table(release: str | None) -> ArgumentTable:
     """Return the arguments of a release of Megatron-LM, such as 0.14.1, or of FlagScale's fork, 0.15.0+flagscale.
 
-    An unknown release has the table of the next older one. None and an invalid text mean the newest one.
+    For an unknown release, the table of the next older one is used; for None or an invalid text, the newest table.
     """
     try:
         requested = Version(release) if release else None
@@ -242,12 +245,12 @@ def release_table(release: str | None) -> ArgumentTable:
 
 
 def known_releases() -> tuple[str, ...]:
-    """Return the releases that have a table, in ascending order, without FlagScale's."""
+    """Return the releases that have a table, in ascending order. FlagScale's releases are not included."""
     return tuple(each for each in _data()["sources"] if each != FORK)
 
 
 def releases_with(flag: str) -> tuple[str, ...]:
-    """Return the releases whose tables have `flag`, FlagScale's last."""
+    """Return the releases whose tables contain `flag`. FlagScale's releases come last."""
     tables = (*(_table(each, "") for each in known_releases()), _table(_data()["base"][FORK], FORK))
     return tuple(table.release for table in tables if flag in table.by_flag)
 
@@ -269,7 +272,7 @@ def _table(release: str, fork: str) -> ArgumentTable:
 
 
 def argument_spec(row: Mapping[str, Any]) -> ArgumentSpec:
-    """Return the argument in a row of `releases.json`."""
+    """Return the argument that an entry of `releases.json` describes."""
     flags = tuple(row["flags"])
     first_flag = next((flag for flag in flags if flag.startswith("--")), flags[0])
     attributes = {

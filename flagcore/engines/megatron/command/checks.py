@@ -1,4 +1,4 @@
-"""Checks a user's command before the first trial, and lists its contradictions to the spec and its changes.
+"""Checks a user's command before the first trial, and lists where it contradicts the spec and what trials change in it.
 
 Also checks the installed release, and warns about settings and knobs that have no effect.
 """
@@ -37,13 +37,13 @@ from flagcore.i18n import N_, _
 
 KEY = "train.command"
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "moe_ffn_hidden_size")
-"""Fields of a model that are also arguments of Megatron-LM with the same name."""
+"""Fields of a model that have the same name as an argument of Megatron-LM."""
 PLACEHOLDER_VALUE = "???"
 """The placeholder for a value that the user must fill in."""
 PRECISIONS = {"": ("fp32",), "bf16": ("bf16",), "fp16": ("fp16",), "fp8": ("fp8", "mxfp8"), "fp4": ("nvfp4",)}
-"""The precisions of a spec for each precision argument of Megatron-LM; without one it is fp32."""
+"""The precisions in a spec for each precision argument of Megatron-LM. Without such an argument, it is fp32."""
 ENVIRONMENT_LOADERS = ("conda", "mamba", "micromamba", "module", "ml", "spack")
-"""Programs that change the environment; they are skipped when a script is read."""
+"""Programs that change the environment. They are skipped when a script is traced."""
 MAX_ARGUMENT_LENGTH = 60
 """Maximum number of characters of an argument in a message."""
 
@@ -132,7 +132,7 @@ def _content(file: Path) -> bytes:
 
 
 def command_warnings(spec: Spec) -> list[str]:
-    """Return a line for each argument that contradicts the spec, or the reason why the command cannot be read."""
+    """Return a line for each argument that contradicts the spec. If the command cannot be read, return the reason."""
     try:
         command = user_command(spec)
     except SpecError as error:
@@ -181,7 +181,9 @@ def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
-    """Return the changes of the user's command in trials, a line per reason, and the skipped commands of a script."""
+    """Return lines about how trials change the user's command: one per reason, and one for the skipped commands of a
+    script.
+    """
     task, values = platform.task, candidate.as_dict()
     command = user_command(task.spec, {**platform.environment, **environment(values)})
     if command is None and task.spec.train.command:
@@ -217,13 +219,17 @@ def _truncate(text: str) -> str:
 
 
 def check_release(spec: Spec) -> None:
-    """Raise SpecErrors with each value of a knob or setting that `train.engine_version` does not support."""
+    """Raise an error for each value of a knob or setting that the release in `train.engine_version` does not
+    support.
+    """
     if problems := release_problems(spec, spec.train.engine_version):
         raise SpecErrors(problems)
 
 
 def release_problems(spec: Spec, release: str | None) -> list[SpecError]:
-    """Return an error for each value of a knob or setting that `release` does not support; none without a release."""
+    """Return an error for each value of a knob or setting that `release` does not support. If `release` is None, return
+    none.
+    """
     if release is None:
         return []
     return [
@@ -234,7 +240,7 @@ def release_problems(spec: Spec, release: str | None) -> list[SpecError]:
 
 
 def _set_values(spec: Spec) -> Iterator[tuple[str, KnobValue | SettingValue]]:
-    """Yield the key and the value of each Megatron knob that the spec sets."""
+    """Yield the key in the spec and the value of each Megatron knob and setting that the spec sets."""
     sections = {"train.settings": spec.train.settings, "auto_tuner.baseline": spec.baseline or {}}
     for section, values in sections.items():
         yield from ((f"{section}.{name}", value) for name, value in values.items() if name in BY_NAME)
@@ -244,7 +250,7 @@ def _set_values(spec: Spec) -> Iterator[tuple[str, KnobValue | SettingValue]]:
 
 
 def release_problem(knob: Knob, value: KnobValue | SettingValue, release: str) -> tuple[str, str] | None:
-    """Return the problem and the fix for a value that a release does not support, None if it does."""
+    """Return the problem and the fix for a value that a release does not support. Returns None if it is supported."""
     spellings = [flag for flag in knob.flags if flag.sets(value)]
     if value is None or value == knob.neutral or not spellings:
         return None
@@ -261,18 +267,18 @@ def release_problem(knob: Knob, value: KnobValue | SettingValue, release: str) -
 
 
 SELECTIVE_SETTINGS = ("recompute_modules", "moe_recompute_level")
-"""Settings that only selective recompute uses."""
+"""Settings that only affect selective recompute."""
 
 RECOMPUTE_KNOBS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-"""Knobs that only apply with `use_recompute`."""
+"""Knobs that have an effect only with `use_recompute`."""
 
 MAX_VALUE_LENGTH = 80
 """Maximum number of characters of a value in a warning."""
 
 
 def spec_warnings(spec: Spec) -> list[str]:
-    """Return a line for each setting that has no effect on any candidate, one for an unknown release, and the warnings
-    about a user's command.
+    """Return a line for each setting that has no effect on any candidate and for an unknown release, and
+    `command_warnings`.
     """
     known = [Version(each) for each in known_releases()]
     releases = f">={known[0].major}.{known[0].minor},<{known[-1].major}.{known[-1].minor + 1}"
@@ -295,7 +301,7 @@ def _unused_settings(spec: Spec) -> list[str]:
 def job_warnings(
     task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
 ) -> list[str]:
-    """Return a line for each key of a job record that has no effect, and one for a split that was completed."""
+    """Return a line for each key of a job record that has no effect, and for a layer split that was completed."""
     lines, recompute_is_off = [], values.get("use_recompute") is False
     if values.get("recompute_granularity") != "selective" or recompute_is_off:
         fix = "add recompute_granularity: selective"

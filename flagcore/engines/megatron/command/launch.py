@@ -1,6 +1,6 @@
-"""Starts a candidate with a user's own command: as a trial without side effects, or as the job itself.
+"""Starts a candidate with a user's own command: as a trial without side effects, or as the real job.
 
-Also writes what `best.sh` runs for a spec without a command.
+If the spec has no command, this module also writes the launch that `best.sh` runs.
 """
 
 import json
@@ -42,16 +42,16 @@ from flagcore.engines.script import SHELLS
 from flagcore.errors import LaunchError
 
 ARGUMENTS_FILE = "arguments.json"
-"""The file in a trial's folder with its command and the differences from the user's command."""
+"""A file in a trial's folder that contains its command and the differences from the user's command."""
 
 
 def own_launch(
     platform: Platform, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None, *, for_real: bool
 ) -> Launch:
-    """Return how to start a candidate of these `values` with the user's own command, which may be a mixed job.
+    """Return how to start a candidate with these `values` by the user's own command, which may be a mixed job.
 
-    If the command is not Megatron-LM's, the flags replace `{flags}` or are appended. Raises SpecError for a script that
-    cannot be read, LaunchError if `arguments.json` cannot be written.
+    If the command does not start Megatron-LM, the flags replace `{flags}` or are appended. Raises SpecError for a
+    script that cannot be read, LaunchError if `arguments.json` cannot be written.
     """
     spec, train, knob_variables = platform.task.spec, platform.task.spec.train, environment(values)
     variables = {**platform.environment, **knob_variables}
@@ -79,7 +79,7 @@ def own_launch(
 def trial_command(
     task: Task, command: UserCommand, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None
 ) -> ChangedCommand:
-    """Return the user's command as a trial in `folder`: with a candidate's knobs and without side effects."""
+    """Return the user's command changed to a trial in `folder`: with a candidate's knobs and without side effects."""
     table, (words, dests) = argument_table(task.spec, command), _arguments(task.spec, command, values, mixed)
     with_knobs = set_arguments(command, table, dests, words)
     groups, run = task.cluster.groups, str(Path(folder).parent.parent)
@@ -92,7 +92,7 @@ def trial_command(
 
 
 def _hosts_of(task: Task, mixed: Mixed | None) -> tuple[str, ...]:
-    """Return the hosts of the node groups that a mixed job uses; empty if it uses all."""
+    """Return the hosts of the node groups that a mixed job uses. The result is empty if it uses all groups."""
     groups = task.cluster.groups
     if mixed is None or len(mixed.groups) == len(groups):
         return ()
@@ -104,7 +104,7 @@ def _hosts_of(task: Task, mixed: Mixed | None) -> tuple[str, ...]:
 def _arguments(
     spec: Spec, command: UserCommand, values: Mapping[str, KnobValue], mixed: Mixed | None = None
 ) -> tuple[list[str], set[str]]:
-    """Return a candidate's arguments, and the destinations of the arguments that they replace."""
+    """Return a candidate's arguments, and the argparse destinations of the user's arguments that they replace."""
     train = replace(spec.train, engine_version=release_of(spec, command))
     if mixed is not None:
         settings = {name: value for name, value in train.settings.items() if name not in hetero.NOT_PASSED}
@@ -123,7 +123,7 @@ def _arguments(
 
 
 def _launch(command: UserCommand, values: Mapping[str, KnobValue], folder: str, variables: Mapping[str, str]) -> Launch:
-    """Return the launch of a command. Variables that a script set take precedence over `variables`."""
+    """Return the launch of a command. Variables that the user's script sets take precedence over `variables`."""
     overrides = {
         name: value for name, value in sorted(command.environment.items()) if name in variables and not is_secret(name)
     }
@@ -175,9 +175,10 @@ exec "$@"\
 def rerun(
     spec: Spec, command: UserCommand, replaced: Iterable[Argument], values: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[str, ...] | None:
-    """Return a command that runs the script of `spec` with `values` in place of the arguments `replaced`.
+    """Return a command that runs the script of `spec`, but passes `values` instead of the arguments `replaced`.
 
-    `command` is the command that the script starts. Returns None if the script, read again, starts anything else.
+    `command` is the command that the script starts. Returns None if the script, when it is traced again, starts another
+    command.
     """
     words = spec.train.command or ()
     script = words[1:] if Path(words[0]).name in SHELLS else words
@@ -216,7 +217,7 @@ SAMPLE_ARGUMENTS = (
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--split", "99,1,0", "--eval-iters", "1"),
     *("--lr", "1e-4", "--train-iters", "100", "--log-interval", "1"),
 )
-"""Arguments that train on generated data."""
+"""Arguments for training on generated data."""
 PRECISION_FLAGS = {
     "bf16": ("--bf16",),
     "fp16": ("--fp16",),
@@ -228,9 +229,9 @@ PRECISION_FLAGS = {
 
 
 def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None) -> Launch:
-    """Return how to start `pretrain_gpt.py` by torchrun with the arguments of model, precision and candidate.
+    """Return how torchrun starts `pretrain_gpt.py` with the arguments of model, precision and candidate.
 
-    A mixed job starts FlagScale's program.
+    For a mixed job, it starts FlagScale's program.
     """
     spec, group = task.spec, task.cluster.groups[0]
     train, nodes = spec.train, sum(each.nodes for each in task.cluster.groups)
@@ -263,7 +264,7 @@ SWITCHES_OF_MODEL = (
     *("gated_linear_unit", "untie_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias"),
     "multi_latent_attention",
 )
-"""Fields of a model that are arguments of Megatron-LM."""
+"""Boolean fields of a model that are switches of Megatron-LM with the same name."""
 SPELLINGS = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}
 FIXED_ARGUMENTS = (
     *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
@@ -272,7 +273,7 @@ FIXED_ARGUMENTS = (
 
 
 def model_arguments(model: Model) -> list[str]:
-    """Return the arguments of a model: a decoder with RMSNorm, rotary embeddings and no biases."""
+    """Return Megatron-LM's arguments for a model: a decoder with RMSNorm, rotary embeddings and no biases."""
     is_latent, has_experts, dense = model.multi_latent_attention, model.num_moe_experts, model.moe_first_dense_layers
     names = [*SIZES_OF_MODEL, *(LATENT_SIZES if is_latent else ()), *(EXPERT_SIZES if has_experts else ())]
     switches = [name for name in SWITCHES_OF_MODEL if getattr(model, name)]

@@ -1,6 +1,6 @@
 """Changes the arguments of a user's command: for a trial of exactly N steps, or for the job with a candidate's knobs.
 
-Source of torchrun's options: torch 2.13 `distributed/run.py`.
+The options of torchrun are those of torch 2.13 `distributed/run.py`.
 """
 
 import re
@@ -13,15 +13,16 @@ from flagcore.engines.megatron.command.arguments import Argument, ArgumentTable
 from flagcore.engines.megatron.command.user_command import Option, UserCommand
 
 Effective: TypeAlias = "Mapping[str, Any]"
-"""The values of the user's arguments, by destination."""
+"""The values of the user's arguments, by argparse destination."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRule:
-    """Removes the arguments whose destinations match `dests`, and adds the words `adds`.
+    """A change of a command for a trial: it removes the arguments with destinations that match `dests`, and appends
+    `adds`.
 
-    `{steps}` and `{run}` in `adds` are the steps of a trial and the folder of the run. A rule applies if `when` returns
-    true, by default if the command has one of its arguments.
+    `{steps}` and `{run}` in `adds` are the number of steps of the trial and the folder of the run. A rule applies if
+    `when` returns true. By default it applies if the command contains one of its arguments.
     """
 
     dests: str
@@ -34,7 +35,7 @@ class TrialRule:
         return self.when(effective) if self.when else any(map(self.matches, effective))
 
     def matches(self, dest: str) -> bool:
-        """Return whether the rule removes a destination."""
+        """Return whether the rule removes the argument with this destination."""
         return re.fullmatch(self.dests, dest) is not None
 
 
@@ -113,7 +114,7 @@ RULES = (
         when=lambda effective: "data_cache_path" in effective or not effective.get("mock_data"),
     ),
 )
-"""The rules in the order of application. Arguments that a release does not support are not added."""
+"""All rules, in the order in which they are applied. Arguments that a release does not support are not added."""
 
 EQUIVALENT_ARGUMENTS = {
     "num_layers_per_virtual_pipeline_stage": (
@@ -122,11 +123,11 @@ EQUIVALENT_ARGUMENTS = {
     ),
     "recompute_granularity": ("recompute_activations", "checkpoint_activations"),
 }
-"""Arguments that are equivalent to a knob."""
+"""Arguments that set the same value as a knob under another name."""
 
 
 PORT_PLACEHOLDER = "{master_port}"
-"""Placeholder for the port that a launcher assigns to a trial."""
+"""Placeholder for the port that the launcher assigns to a trial."""
 RENDEZVOUS_OPTIONS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone")
 """torchrun's options for a dynamic rendezvous."""
 PROFILER = "nsys"
@@ -135,7 +136,7 @@ KNOB_REASON = "the candidate's value"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One changed argument: its words before and after the change, empty if absent, and the reason."""
+    """One changed argument: its words before and after the change (empty if it is absent), and the reason."""
 
     flag: str
     before: str
@@ -145,14 +146,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedCommand:
-    """A changed command, and its changes."""
+    """A user's command after the changes, and a list of the changes."""
 
     command: UserCommand
     changes: tuple[Change, ...] = ()
 
 
 def replaced_arguments(command: UserCommand, table: ArgumentTable, dests: Collection[str]) -> list[Argument]:
-    """Return the arguments of `command` for `dests`, and their equivalents."""
+    """Return the arguments of `command` that set `dests`, including equivalent arguments."""
     replaced_dests = {each for dest in dests for each in (dest, *EQUIVALENT_ARGUMENTS.get(dest, ()))}
     return [argument for argument in table.parse(command.arguments)[0] if argument.dest in replaced_dests]
 
@@ -189,7 +190,7 @@ def _added_words(rule: TrialRule, table: ArgumentTable, steps: int, run_folder: 
 def set_arguments(
     command: UserCommand, table: ArgumentTable, dests: Collection[str], words: Sequence[str], why: str = KNOB_REASON
 ) -> ChangedCommand:
-    """Return `command` without its arguments for `dests`, and with `words` at the end."""
+    """Return `command` with its arguments for `dests` removed and with `words` appended."""
     arguments = list(command.arguments)
     before: dict[str, str] = {}
     for argument in reversed(replaced_arguments(command, table, dests)):
@@ -210,7 +211,10 @@ def _changes(before: dict[str, str], after: dict[str, Argument], words: Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionRule:
-    """Replaces options of torchrun by `word`, or removes them if it is empty. `adds`: sets `word` if none is set."""
+    """Replaces the torchrun options `names` by `word`, or removes them if `word` is empty.
+
+    With `adds`, `word` is also set if none of the options is set.
+    """
 
     names: tuple[str, ...]
     word: str
@@ -223,9 +227,10 @@ def set_launch_options(
 ) -> ChangedCommand:
     """Return `command` with torchrun's options for a trial: number of processes, port, and logs in `folder`.
 
-    With `on_each_host` the launcher starts it on every host, and the first host is the master. Otherwise the user's
-    rendezvous options stay for several nodes. `devices` is the number of processes, or the placeholder of the number
-    that a host has; without `on_each_host`, the user's own number then stays.
+    With `on_each_host`, the launcher starts the command on every host, and the first host is the master. Otherwise the
+    user's rendezvous options are kept if there are several nodes. `devices` is the number of processes, or the
+    placeholder for the number of devices of a host. Without `on_each_host`, the user's own number is kept instead of a
+    placeholder.
     """
     options, changes = list(command.options), list[Change]()
     for rule in _option_rules(command, devices, nodes, folder, on_each_host) if command.launcher else ():

@@ -1,5 +1,7 @@
-"""Splits a user's own command, or the command in a user's script, into launcher, program and arguments, and finds
-the release of Megatron that it runs. Also converts knobs and settings to Megatron-LM's flags, and back.
+"""Splits a user's own command, or the command in a user's script, into launcher, program and arguments.
+
+Also finds the release of Megatron that the command runs, and converts knobs and settings to Megatron-LM's flags and
+back.
 """
 
 import os
@@ -36,10 +38,11 @@ _VERSION_QUERY = f"from importlib.metadata import version; print(version({DISTRI
 
 @lru_cache(maxsize=64)
 def find_release(directory: str, program: str | None, python: str | None, path: str | None = None) -> str | None:
-    """Return the release of Megatron-LM that a program imports, such as 0.14.0 or 0.15.0+flagscale, or None.
+    """Return the release of Megatron-LM that a program imports, such as 0.14.0 or 0.15.0+flagscale, or None if it is
+    unknown.
 
-    A source tree in the import folders takes precedence over the packages of the interpreter `python`. A tree between
-    two releases counts as the next release.
+    A source tree in the import folders takes precedence over the packages of the interpreter `python`. A source tree
+    between two releases counts as the later release.
     """
     for folder in import_folders(directory, program, path):
         if found := _tree_release(folder):
@@ -50,7 +53,7 @@ def find_release(directory: str, program: str | None, python: str | None, path: 
 def import_folders(directory: str, program: str | None, path: str | None = None) -> list[Path]:
     """Return the folders from which a program imports, in order, without site-packages.
 
-    They are the folder of the program, the folders of PYTHONPATH (`path`, by default this process's), and the parent
+    They are the folder of the program, the folders in PYTHONPATH (`path`, by default this process's), and the parent
     folders of the program, which Megatron-LM's examples add. Relative paths are relative to `directory`.
     """
     program_folder, *parents = Path(directory, program).resolve().parents if program else (Path(directory),)
@@ -59,7 +62,7 @@ def import_folders(directory: str, program: str | None, path: str | None = None)
 
 
 def _tree_release(folder: Path) -> str | None:
-    """Return the release of the source tree in `folder`, None if there is none."""
+    """Return the release of the Megatron-LM source tree in `folder`, or None if there is none."""
     package = folder / "megatron"
     try:
         numbers = dict(_VERSION_FIELD.findall(read_regular(package / "core" / "package_info.py")))
@@ -74,7 +77,7 @@ def _tree_release(folder: Path) -> str | None:
 
 
 def _installed_release(directory: str, python: str | None, path: str | None) -> str | None:
-    """Return the release that the interpreter `python` has installed, None if there is none."""
+    """Return the release of Megatron-LM that is installed for the interpreter `python`, or None if there is none."""
     try:
         if python in (None, sys.executable):
             return Version(version(DISTRIBUTION)).base_version
@@ -89,9 +92,9 @@ def _installed_release(directory: str, python: str | None, path: str | None) -> 
 
 
 PLACEHOLDER = "{flags}"
-"""A word of a command that the flags of a trial replace. Commands of Megatron-LM do not need it."""
+"""A word of a command that is replaced by the flags of a trial. Commands that start Megatron-LM do not need it."""
 MASTER_VARIABLES = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""Default variables of a traced script."""
+"""Default environment variables of a traced script."""
 WRAPPERS = {
     *("env", "nohup", "setsid", "nice", "numactl", "taskset", "stdbuf", "time", "timeout", "command", "exec"),
     *("srun", "mpirun", "mpiexec", "orterun", "sudo", "nsys", "singularity", "apptainer", "uv", "conda", "poetry"),
@@ -114,12 +117,12 @@ class Option:
 
     @property
     def lacks_value(self) -> bool:
-        """Whether its value is missing, for example because a script's variable is empty."""
+        """Whether the value is missing, for example because a variable of the script is empty."""
         return not self.value and self.name not in TORCHRUN_SWITCHES
 
     @property
     def value(self) -> str:
-        """Its value, empty for a switch."""
+        """The option's value; empty for a switch."""
         return self.words[1] if len(self.words) > 1 else self.words[0].partition("=")[2]
 
 
@@ -127,8 +130,8 @@ class Option:
 class UserCommand:
     """A user's command as `prefix launcher options program arguments`.
 
-    `launcher` is torchrun, `python -m torch.distributed.run` or empty. `environment` has the variables that a script
-    set, `skipped` the other commands of the script; `skipped` is None without a script.
+    `launcher` is torchrun, `python -m torch.distributed.run` or empty. `environment` contains the variables that a
+    script set. `skipped` are the other commands of the script, or None if there is no script.
     """
 
     prefix: tuple[str, ...] = ()
@@ -142,13 +145,13 @@ class UserCommand:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The whole command."""
+        """All words of the command."""
         options = [word for option in self.options for word in option.words]
         return (*self.prefix, *self.launcher, *options, *self.program, *self.arguments)
 
     @property
     def file(self) -> str | None:
-        """The program's file; None for a module."""
+        """The file of the program, or None if the program is a module."""
         return next((word for word in reversed(self.program) if word.endswith(".py")), None)
 
     def option(self, *names: str) -> Option | None:
@@ -157,13 +160,13 @@ class UserCommand:
 
     @property
     def is_megatron(self) -> bool:
-        """Whether the program is one of Megatron-LM's, by its name or by its arguments."""
+        """Whether the program is one of Megatron-LM's programs, judged by its name or its arguments."""
         has_known_name = PROGRAM.fullmatch(Path(self.program[-1]).name) if self.program else None
         return bool(has_known_name) or len(TRAINING_FLAGS & {word.partition("=")[0] for word in self.arguments}) > 1
 
 
 def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> UserCommand | None:
-    """Return the parts of `train.command`; None without a command, or if it starts no Megatron-LM program.
+    """Return the parts of `train.command`. Returns None if there is no command, or if it starts no Megatron-LM program.
 
     A script is traced with `variables`, the spec's variables and a master address in its environment. Raises SpecError
     for a script that cannot be read.
@@ -174,7 +177,9 @@ def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> User
 
 
 def read_command(words: Sequence[str], directory: str | None, variables: Mapping[str, str]) -> UserCommand | None:
-    """Return the parts of a command in `directory`, see `user_command`. Raises SpecError."""
+    """Return the parts of a command in `directory` like `user_command`. Raises SpecError for a script that cannot be
+    read.
+    """
     master_variables = {name: value for name, value in MASTER_VARIABLES.items() if name not in os.environ}
     trace_variables = {**master_variables, **variables}
     command = _parse_command(tuple(words), directory, tuple(sorted(trace_variables.items())))
@@ -184,7 +189,7 @@ def read_command(words: Sequence[str], directory: str | None, variables: Mapping
 
 
 def readable_command(spec: Spec, variables: Mapping[str, str] | None = None) -> UserCommand | None:
-    """Return `user_command`, None for a script that cannot be read."""
+    """Return `user_command`, or None for a script that cannot be read."""
     try:
         return user_command(spec, variables)
     except SpecError:
@@ -197,14 +202,14 @@ def release_of(spec: Spec, command: UserCommand) -> str | None:
 
 
 def detected_release(command: UserCommand, envs: Mapping[str, str]) -> str | None:
-    """Return the release of Megatron-LM that the program of a command imports with the variables `envs`."""
+    """Return the release of Megatron-LM that a command's program imports if the environment variables are `envs`."""
     variables = {**envs, **command.environment}
     interpreter = _interpreter(command, variables.get("PATH"))
     return find_release(command.directory, command.file, interpreter, variables.get("PYTHONPATH"))
 
 
 def argument_table(spec: Spec, command: UserCommand) -> ArgumentTable:
-    """Return the arguments of the release that a command runs; of the newest release if it is unknown."""
+    """Return the arguments of the release that a command runs, or of the newest release if that release is unknown."""
     return release_table(release_of(spec, command))
 
 
@@ -212,7 +217,7 @@ def argument_table(spec: Spec, command: UserCommand) -> ArgumentTable:
 def _parse_command(
     command: tuple[str, ...], directory: str | None, variables: tuple[tuple[str, str], ...]
 ) -> UserCommand | SpecError | None:
-    """Return the result or the error of `user_command`; cached, so that a script is read once."""
+    """Return the result or the error of `user_command`. It is cached, so that a script is traced only once."""
     parsed = parse(command, directory or ".")
     if parsed is None and is_script(command, directory):
         try:
@@ -223,7 +228,7 @@ def _parse_command(
 
 
 def _parse_script(command: tuple[str, ...], directory: str | None, variables: Mapping[str, str]) -> UserCommand:
-    """Return the only training command that a script starts. Raises SpecError for none or several."""
+    """Return the only training command that a script starts. Raises SpecError if there is none or several."""
     records, failure = trace_script(command, directory, variables)
     launches = {
         (each.words, each.directory): launch
@@ -243,7 +248,9 @@ def _parse_script(command: tuple[str, ...], directory: str | None, variables: Ma
 
 
 def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] | None = None) -> UserCommand | None:
-    """Return the parts of a command that starts a Python program, by torchrun or directly; None for other commands."""
+    """Return the parts of a command that starts a Python program, with torchrun or directly. Returns None for other
+    commands.
+    """
     shell_words = 4 if is_shell_prefix(words) else 0
     for index, word in enumerate(words[shell_words:], start=shell_words):
         name = Path(word).name
@@ -262,7 +269,7 @@ def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] |
 
 
 def is_shell_prefix(words: Sequence[str]) -> bool:
-    """Return whether a command is `bash -c '...; exec "$@"' NAME` and further words, which it executes."""
+    """Return whether a command is `bash -c '...; exec "$@"' NAME` followed by the words that it executes."""
     return len(words) > 4 and Path(words[0]).name in SHELLS and words[1] == "-c" and words[2].endswith('exec "$@"')
 
 
@@ -293,7 +300,8 @@ def _parse_torchrun(launcher: tuple[str, ...], words: Sequence[str]) -> UserComm
     if index >= len(words):
         return None
     program, index = [words[index]], index + 1
-    while PYTHON.fullmatch(Path(program[-1]).name) or program[-1].startswith("-"):  # --no-python python -u program.py
+    # Skips `python -u` in `--no-python python -u program.py`.
+    while PYTHON.fullmatch(Path(program[-1]).name) or program[-1].startswith("-"):
         if index >= len(words):
             return None
         program.append(words[index])
@@ -320,7 +328,9 @@ def _options(words: Sequence[str]) -> Iterator[Option]:
 
 
 def _interpreter(command: UserCommand, path: str | None) -> str | None:
-    """Return the interpreter of a command, or the one in the folder of its torchrun; None for flagcore's own."""
+    """Return the interpreter of a command, or else the one in the folder of its torchrun. Returns None for flagcore's
+    own.
+    """
     interpreters = [word for word in (*command.launcher, *command.program) if PYTHON.fullmatch(Path(word).name)]
     file = shutil.which((*interpreters, *command.launcher, "")[0], path=path)
     if file is None or Path(file).parent == Path(sys.executable).parent:
@@ -334,14 +344,13 @@ SETTINGS_BY_FLAG = {
     for flag in (*knob.flags, Flag(name="" if knob.flags else knob.name.replace("_", "-")))
     if flag.name
 }
-"""Each setting by its flag, with the value that the flag sets if it takes none.
+"""Each setting by its flag, with the value that the flag sets if the flag has no value of its own.
 
-Settings without a Megatron flag have their name as a flag, which a user's own program may take.
-"""
+If a setting has no Megatron flag, its name is used as the flag, which a user's own program may accept."""
 
 
 def settings_of_command(spec: Spec) -> dict[str, SettingValue]:
-    """Return the settings that the flags of `train.command` set. The last value of a repeated flag counts."""
+    """Return the settings that the flags of `train.command` set. If a flag is repeated, its last value is used."""
     return dict(_parse_settings(tuple(_program_arguments(spec))))
 
 
@@ -357,7 +366,7 @@ def _parse_settings(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
 
 
 def implementation_of_command(spec: Spec) -> str | None:
-    """Return the `--transformer-impl` of `train.command`, None if it has no valid one."""
+    """Return the value of `--transformer-impl` in `train.command`, or None if it is missing or invalid."""
     for flag, values in _parse_flags(_program_arguments(spec)):
         if flag == "transformer-impl":
             return values[0] if values[:1] in (["local"], ["transformer_engine"]) else None
@@ -415,22 +424,26 @@ def expand_command(
 
 
 def _setting_flags(spec: Spec) -> list[str]:
-    """Return the flags of the spec's settings that the user's command lacks or that override those in it."""
+    """Return the flags of the spec's settings that the user's command does not contain, or whose values they
+    override.
+    """
     command_settings = {} if readable_command(spec) else settings_of_command(spec)
     settings = dict(spec.train.settings)
     if settings.get("moe_recompute_level"):
         settings["recompute_modules"] = ",".join(sorted(recompute_modules(settings)))
     if {**command_settings, **settings}.get("moe_token_dispatcher_type") == "flex":
-        settings.setdefault("moe_flex_dispatcher_backend", "deepep")  # before 0.16 Megatron has no default
+        settings.setdefault("moe_flex_dispatcher_backend", "deepep")  # Megatron has no default before 0.16
     release = spec.train.engine_version
     flags = [BY_NAME[key].arguments(value, release) for key, value in settings.items() if key not in command_settings]
     if settings.get("use_megatron_fsdp") and "--data-parallel-sharding-strategy" not in _program_arguments(spec):
-        flags.append(("--data-parallel-sharding-strategy", "optim_grads_params"))  # before 0.18 the default is no_shard
+        flags.append(("--data-parallel-sharding-strategy", "optim_grads_params"))  # the default is no_shard before 0.18
     return [word for each in flags for word in each]
 
 
 def environment(candidate: Mapping[str, KnobValue]) -> dict[str, str]:
-    """Return the knobs as environment variables (`FLAGCORE_MICRO_BATCH_SIZE=4`); switches are 1 or 0, None is empty."""
+    """Return the knobs as environment variables (`FLAGCORE_MICRO_BATCH_SIZE=4`): 1 or 0 for switches, empty for
+    None.
+    """
     return {f"FLAGCORE_{knob.upper()}": _variable_text(value) for knob, value in candidate.items()}
 
 

@@ -1,1 +1,1 @@
-"""Convert Megatron's arguments to the sections of a spec."""
+"""Converts Megatron's arguments to the sections of a spec."""

@@ -1,5 +1,7 @@
-"""Megatron's arguments by name, from a command or another tool's file: a baseline, options of the job, and the shape of
-the model with Megatron's defaults.
+"""Megatron's arguments by name, from a command or another tool's file, and the sections of a spec that follow from
+them.
+
+The sections are a baseline, the options of the job, and the shape of the model with Megatron's defaults.
 """
 
 import ast
@@ -14,10 +16,11 @@ from flagcore.spec.importing import Notes
 
 
 class Flags:
-    """Arguments by name, which is the last part of the key with underscores; the last of several equal names counts.
+    """Arguments by name. The name is the last part of the key, with underscores; of several equal names, the last is
+    used.
 
-    `entries` are full keys and values. Nulls and empty mappings count as missing. `usual_key` is the key of a missing
-    argument, with `{name}` or `{flag}`.
+    `entries` are full keys and values. Nulls and empty mappings count as missing. `usual_key` is the key to report for
+    a missing argument; it contains `{name}` or `{flag}`.
     """
 
     def __init__(self, source: Notes, entries: Iterable[tuple[str, Any]], usual_key: str = "--{flag}") -> None:
@@ -31,7 +34,7 @@ class Flags:
             self._arguments[name] = (key, value)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a flag, `default` if it is missing."""
+        """Return the value of a flag, or `default` if it is missing."""
         return self._arguments.get(name, ("", default))[1]
 
     def has(self, name: str) -> bool:
@@ -43,12 +46,12 @@ class Flags:
         return list(self._arguments)
 
     def key(self, name: str) -> str:
-        """Return the full key of a flag; for a missing flag, its usual key."""
+        """Return the full key of a flag, or `usual_key` for a missing flag."""
         usual_key = self._usual_key.format(name=name, flag=name.replace("_", "-"))
         return self._arguments.get(name, (usual_key, None))[0]
 
     def note(self, name: str, text: str, at: str = "") -> None:
-        """Add a note on a flag."""
+        """Add an import note about a flag."""
         self.source.note(self.key(name), text, at)
 
 
@@ -61,14 +64,14 @@ SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
 )
-"""Parallel sizes in the order of a baseline."""
+"""The parallel sizes, in the order in which a baseline lists them."""
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
 def baseline_of(flags: Flags, has_experts: bool, *, on_meshes: bool = False) -> dict[str, Any]:
-    """Return the knobs in Megatron's arguments as a baseline; missing knobs are off or 1.
+    """Return the knobs in Megatron's arguments as a baseline. Missing knobs are off or 1.
 
-    With `on_meshes`, the sizes are not those of the job.
+    With `on_meshes`, the sizes are those of meshes, not of the whole job.
     """
     baseline = {key: value for key in SIZES if (value := flags.get(key)) not in (None, 0)}
     if per_stage := _layers_of_virtual_stages(flags, baseline.get("pipeline_model_parallel_size", 1)):
@@ -92,7 +95,9 @@ def baseline_of(flags: Flags, has_experts: bool, *, on_meshes: bool = False) -> 
 
 
 def _layers_of_virtual_stages(flags: Flags, stages: object) -> int:
-    """Return the layers of a virtual stage if Megatron's arguments have the number of virtual stages; else 0."""
+    """Return the number of layers per virtual stage if Megatron's arguments give the number of virtual stages; else
+    0.
+    """
     virtual, layers = flags.get("num_virtual_stages_per_pipeline_rank"), flags.get("num_layers")
     if type(virtual) is not int or type(layers) is not int or type(stages) is not int or virtual < 1 or stages < 1:
         return 0
@@ -100,8 +105,10 @@ def _layers_of_virtual_stages(flags: Flags, stages: object) -> int:
 
 
 def _recompute(flags: Flags) -> dict[str, Any]:
-    """Return the knobs of recompute. Block recompute of 0 layers is off. `recompute_activations` is selective, as in
-    Megatron-LM core_v0.15 `validate_args` (training/arguments.py).
+    """Return the knobs of recompute.
+
+    Block recompute of 0 layers is off. `recompute_activations` means selective, as in Megatron-LM core_v0.15
+    `validate_args` (training/arguments.py).
     """
     knobs = {name: value for name in RECOMPUTE if (value := flags.get(name)) is not None}
     if flags.get("recompute_activations"):
@@ -118,12 +125,12 @@ def _recompute(flags: Flags) -> dict[str, Any]:
 
 
 def baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
-    """Return why the sizes of a job do not fit its devices, batch or layers; empty if they fit."""
+    """Return why the sizes of a job do not fit its devices, batch or layers. The text is empty if they fit."""
     tensor, stages, context = (baseline.get(key, 1) for key in SIZES[:3])
     shape = (model["num_layers"], model["num_attention_heads"])
     numbers = (tensor, stages, context, baseline["micro_batch_size"], train["global_batch_size"], *shape)
     if not all(type(each) is int and each > 0 for each in numbers):
-        return ""  # the rules of the spec report it
+        return ""  # the rules of the spec report such values
     if devices % (tensor * stages * context):
         return f"TP {tensor} x PP {stages} x CP {context} does not divide {devices} devices"
     if model["num_attention_heads"] % tensor:
@@ -148,14 +155,15 @@ NOT_PREDICTED = {
     "moe_fb_overlap": "experts communicate between the products",
     "rampup_batch_size": "all steps have the full batch",
 }
-"""Parts of the names of flags that predictions leave out, and what they assume instead."""
+"""Parts of the names of flags that predictions ignore, and what predictions assume instead."""
 
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 
 
 def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
-    """Return the keys of `train` that a spec needs in addition to the command. With `on_meshes`, each mesh
-    has its own recompute.
+    """Return the keys of `train` that a spec needs in addition to the command.
+
+    With `on_meshes`, each mesh has its own recompute.
     """
     result: dict[str, Any] = {"precision": _precision(flags)}
     has_flash, backend = flags.get("use_flash_attn", flags.get("use_flash_attention")), flags.get("attention_backend")
@@ -170,7 +178,7 @@ def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
         of_mesh = on_meshes and name.endswith("_per_stage_micro_batch")
         if why := next((why for part, why in NOT_PREDICTED.items() if part in name and not of_mesh), ""):
             flags.note(name, f"not in the predictions: {why}", "train")
-    settings: dict[str, Any] = {name: 0.1 for name in _DROPOUTS if not flags.has(name)}  # Megatron's default
+    settings: dict[str, Any] = {name: 0.1 for name in _DROPOUTS if not flags.has(name)}  # 0.1 is Megatron's default
     if flags.get("peft_type") is not None:
         settings["trainable"] = "adapters"
     if settings:
@@ -195,21 +203,21 @@ def _precision(flags: Flags) -> str:
 
 MODEL_FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "qk_layernorm", "mtp_num_layers")
 EXPERT_FLAGS = ("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
-"""Flags of a model that are keys of a spec as well, and those of experts."""
+"""Flags of a model with experts that are keys of a spec as well."""
 LATENT_SIZES = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-"""Default sizes of MLA (`MLATransformerConfig` of megatron-core 0.16)."""
+"""Default sizes of multi-head latent attention (MLA), from `MLATransformerConfig` of megatron-core 0.16."""
 OTHER_LAYERS = (
     *("experimental_attention_variant", "linear_", "attention_output_gate", "hybrid_", "is_hybrid", "mamba_", "rwkv"),
     *("window_", "use_mimo", "mimo_", "vision_", "patch_dim", "patch_size", "img_", "use_engram", "engram_"),
     "enable_hyper_connections",
 )
-"""Prefixes of flags for layers other than attention and feed-forward networks."""
+"""Prefixes of the flags that configure layers other than attention and feed-forward networks."""
 MAX_PATTERN = 10_000
-"""Maximum text length, list length and factor in an expression for a pattern of layers."""
+"""Maximum text length, list length and factor in an expression that describes a pattern of layers."""
 
 
 def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
-    """Return the section `model`. Raises SpecError for a missing size or an unsupported pattern of layers."""
+    """Return the section `model` of a spec. Raises SpecError for a missing size or an unsupported pattern of layers."""
     section: dict[str, Any] = {key: value for key in MODEL_FLAGS if (value := flags.get(key)) is not None}
     problems = []
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
@@ -230,7 +238,7 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
 
 
 def _attention(flags: Flags) -> dict[str, Any]:
-    """Return the query groups, the QKV biases, and the sizes of latent attention."""
+    """Return the number of query groups, the QKV biases, and the sizes of latent attention."""
     section: dict[str, Any] = {}
     groups, is_grouped = flags.get("num_query_groups"), flags.get("group_query_attention")
     is_latent = bool(flags.get("multi_latent_attention"))
@@ -257,7 +265,7 @@ def _attention(flags: Flags) -> dict[str, Any]:
 
 
 def _note_other_layers(flags: Flags) -> None:
-    """Note layers of the model that flagcore's shapes cannot describe."""
+    """Add notes about layers of the model that flagcore cannot describe."""
     enabled = [name for name in flags.names() if flags.get(name) not in (False, 0)]
     texts = ((("freeze_",), "training all weights"), (OTHER_LAYERS, "a plain decoder with attention"))
     for prefixes, model in texts:
@@ -266,7 +274,7 @@ def _note_other_layers(flags: Flags) -> None:
 
 
 def _width(flags: Flags, hidden: int, gated: bool) -> Any:
-    """Return the width of the feed-forward network; the default is that of FlagScale's Megatron."""
+    """Return the width of the feed-forward network. If it is missing, the default of FlagScale's Megatron is used."""
     width_given, multiple, factor = (
         flags.get(key) for key in ("ffn_hidden_size", "multiple_of", "hidden_dim_multiplier")
     )
@@ -307,14 +315,17 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
 
 
 def _dense_layers(frequency: object, layers: int) -> int | None:
-    """Return the number of dense layers before the MoE layers, None for another pattern."""
+    """Return the number of dense layers before the MoE layers. Returns None for any other pattern."""
     pattern = _pattern(frequency, layers)
     dense = pattern.index(1) if 1 in pattern else len(pattern)
     return dense if pattern == [0] * dense + [1] * (layers - dense) and dense < layers else None
 
 
 def _pattern(frequency: object, layers: int) -> list[Any]:
-    """Return 1 for each MoE layer and 0 for others, as Megatron's `moe_freq_type` does; empty if it is invalid."""
+    """Return a list with 1 for each MoE layer and 0 for each other layer, like Megatron's `moe_freq_type`.
+
+    It is empty if `frequency` is invalid.
+    """
     value: Any = frequency
     if isinstance(frequency, str) and len(frequency) <= MAX_PATTERN:
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError):

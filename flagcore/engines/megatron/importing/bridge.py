@@ -1,6 +1,6 @@
 """Imports recipes of Megatron-Bridge as specs, with a note on each key that is dropped or changed.
 
-Megatron-Bridge is github.com/NVIDIA-NeMo/Megatron-Bridge; the format is that of `ConfigContainer.to_yaml` and of the
+Megatron-Bridge is github.com/NVIDIA-NeMo/Megatron-Bridge. The format is the output of `ConfigContainer.to_yaml` and the
 `run_config.yaml` in its checkpoints, as of commit 067f987d (2026-08-22) and release 0.3.1.
 """
 
@@ -27,7 +27,7 @@ from flagcore.spec.importing import Notes, commented_yaml
 from flagcore.spec.plain_data import parse_yaml, plain, read_text, spec_error
 
 SECTIONS = {"model": "model", "train.seq_length": "dataset", "train": "train", "auto_tuner.baseline": "model"}
-"""Sections of a config by those of a spec."""
+"""The sections of a Megatron-Bridge config, by the sections of a spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +53,17 @@ class ImportedRecipe:
 
 
 class Bridge:
-    """Imports configs of Megatron-Bridge."""
+    """Imports configs of Megatron-Bridge as specs."""
 
     name, title, has_trees = "bridge", "Megatron-Bridge", False
 
     def read_tree(
         self, directory: Path, name: str, overrides: Sequence[str] = (), chips: Callable[[], Sequence[Chip]] = tuple
     ) -> ImportedRecipe:
-        """Return the config in the file or checkpoint `name`, or else that of the recipe `name` of the installed
-        package, with `overrides` such as `train.global_batch_size=512`. Raises SpecError, UsageError.
+        """Return the imported config of a file, a checkpoint or a recipe.
+
+        `name` is a file or a checkpoint, or else a recipe of the installed package. `overrides` change the config, such
+        as `train.global_batch_size=512`. Raises SpecError, UsageError.
         """
         config, file, added = read_recipe(directory / name, name, overrides)
         data, notes = translate(config, file, name, chips, added)
@@ -77,7 +79,8 @@ import sys
 from megatron.bridge import recipes
 getattr(recipes, sys.argv[1])().to_yaml(sys.argv[2])
 """
-"""Writes the config of a recipe to a file. It runs as a process, because the package imports torch."""
+"""A program that writes the config of a recipe to a file. It runs in its own process, because the package imports
+torch."""
 TIMEOUT_SECONDS = 600.0
 _TARGETS = ("_target_", "_call_", "_args_", "_name_")
 
@@ -87,7 +90,7 @@ def _items(loader: yaml.SafeLoader, node: yaml.MappingNode) -> list[Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads sets as lists."""
+    """A YAML loader that reads sets as lists."""
 
 
 _Loader.add_constructor("tag:yaml.org,2002:set", _items)
@@ -95,11 +98,10 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def read_recipe(path: Path, name: str, overrides: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:
-    """Return the config at `path`, or else of the recipe `name`, as plain values, its file for messages, and the keys
-    of overrides `a.b=c` that the config does not have.
+    """Return a config as plain values, its file for messages, and the keys of overrides that the config does not have.
 
-    A directory is a checkpoint, or contains the checkpoints of iterations. An override is `a.b=c`, or a YAML file of
-    changes. Raises SpecError, UsageError.
+    The config is at `path`, or else that of the recipe `name`. A directory is a checkpoint, or contains the checkpoints
+    of iterations. An override is `a.b=c`, or a YAML file of changes. Raises SpecError, UsageError.
     """
     if path.is_dir():
         found = [path / RUN_CONFIG, *sorted(path.glob(f"iter_*/{RUN_CONFIG}"), reverse=True)]
@@ -118,7 +120,9 @@ def read_recipe(path: Path, name: str, overrides: Sequence[str]) -> tuple[dict[s
 
 
 def _config_of_recipe(name: str) -> dict[str, Any]:
-    """Return the config that the function `name` of the installed package creates. Raises UsageError, SpecError."""
+    """Return the config that the recipe function `name` of the installed package creates. Raises UsageError,
+    SpecError.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.yaml")
         command = [sys.executable, "-c", PROGRAM, name, str(file)]
@@ -136,7 +140,7 @@ def _config_of_recipe(name: str) -> dict[str, Any]:
 
 
 def _read(path: Path, file: str) -> dict[str, Any]:
-    """Return the mapping in a file of YAML 1.1, as PyYAML writes it, also with sets. Raises SpecError."""
+    """Return the mapping in a YAML 1.1 file, as PyYAML writes it, possibly with sets. Raises SpecError."""
     text = read_text(path, file=file, key="file")
     try:
         data = plain(yaml.load(text, _Loader), file=file)
@@ -153,7 +157,7 @@ def _sections(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with the names of enums, types and functions in place of their targets."""
+    """Return a value in which enums, types and functions are replaced by their names."""
     if isinstance(value, Mapping):
         name = value.get("_name_") or (value.get("_target_") if value.get("_call_") is False else None)
         if isinstance(name, str):
@@ -173,8 +177,10 @@ def _merge(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def _override(config: dict[str, Any], override: str, file: str) -> bool:
-    """Set a value as the command line of Megatron-Bridge does: a.b=c, +a.b=c, ++a.b=c or ~a.b. Return whether the key
-    is new. Raises SpecError.
+    """Change a value as Megatron-Bridge's command line does (a.b=c, +a.b=c, ++a.b=c or ~a.b), and return whether it is
+    new.
+
+    Raises SpecError for an invalid override.
     """
     key, equals, text = override.partition("=")
     removes, key = key.startswith("~"), key.lstrip("+~")
@@ -204,12 +210,12 @@ USED_SECTIONS = (
     "comm_overlap",
     "peft",
 )
-"""Sections with keys that a spec needs; later ones take precedence for settings."""
+"""Sections with keys that a spec needs. If several contain a setting, the last one takes precedence."""
 SETTING_SECTIONS = ("model", "optimizer", "ddp", "mixed_precision", "comm_overlap")
 DEVICES_PER_NODE = 8
 VIRTUAL, VIRTUAL_LAYERS = "virtual_pipeline_model_parallel_size", SIZES[4]
 ATTENTION = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
-"""megatron-core 0.16's `AttnBackend`, which YAML has by its number."""
+"""The attention backends of megatron-core 0.16 (`AttnBackend`) by their numbers in YAML."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8", "float8_e4m3fn": "fp8"}
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 MODEL_KEYS = (
@@ -221,7 +227,7 @@ MODEL_KEYS = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "sequence_parallel", *SIZES[:4]),
     *("bf16", "fp16", "seq_length"),
 )
-"""Keys of `model` that are also flags of Megatron-LM with this meaning."""
+"""Keys of `model` that are also flags of Megatron-LM with the same meaning."""
 _IN_NAME = re.compile(r"_(\d+)gpu_([a-z]+\d+\w*?)(?=_|$)")
 _SETTING_NAMES = frozenset(setting.name for setting in SETTINGS) - {"pipeline_schedule", LAYOUT, "fp8_recipe"}
 
@@ -233,9 +239,10 @@ def translate(
     chips: Callable[[], Sequence[Chip]],
     added: Collection[str] = (),
 ) -> tuple[dict[str, Any], tuple[ImportNote, ...]]:
-    """Return the data of a spec for a config, and notes. The recipe's `name` may say the number and kind of devices.
+    """Return the data of a spec for a config, and notes.
 
-    Raises SpecError, also for keys in `added`, those of overrides that the config does not have, without a use.
+    The recipe's `name` may contain the number and kind of devices. `added` are the keys of overrides that the config
+    does not have. Raises SpecError, also for keys in `added` that have no use.
     """
     notes = Notes(file)
     sections = {key: value for key in USED_SECTIONS if isinstance(value := config.get(key), Mapping)}
@@ -280,7 +287,7 @@ def translate(
 
 
 def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """Return the config as flags of Megatron-LM, by the keys of the config."""
+    """Return the config as flags of Megatron-LM with their keys in the config."""
     model, train, ddp = (sections.get(key, {}) for key in ("model", "train", "ddp"))
     values = {f"model.{key}": model.get(key) for key in MODEL_KEYS}
     backend = model.get("attention_backend")
@@ -306,7 +313,9 @@ def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]
 
 
 def _precision(mixed: object) -> dict[str, Any]:
-    """Return the flags for `mixed_precision`, which takes precedence over `model`: a config, or the name of one."""
+    """Return the flags for `mixed_precision`: a config, or the name of one. They take precedence over the ones in
+    `model`.
+    """
     if isinstance(mixed, Mapping):
         fields = {key: mixed.get(key) for key in ("bf16", "fp16", "fp8")}
         fields["fp8_recipe"] = mixed.get("fp8_recipe") if mixed.get("fp8") else None
@@ -323,7 +332,7 @@ def _precision(mixed: object) -> dict[str, Any]:
 
 
 def _vocabulary(flags: Flags, model: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Any:
-    """Return the size of the vocabulary: that of the model or, without one, that of the tokenizer."""
+    """Return the vocabulary size of the model or, if it is missing, of the tokenizer."""
     size = model.get("vocab_size") or tokenizer.get("vocab_size")
     if size is None:
         flags.source.report("model.vocab_size", "is missing", fix="add it as an override: model.vocab_size=128256")
@@ -336,7 +345,7 @@ def _settings(
     baseline: Mapping[str, Any],
     used: dict[str, set[str]],
 ) -> dict[str, Any]:
-    """Return the settings of megatron-core that have an effect; adds their keys to `used`."""
+    """Return the settings of megatron-core that have an effect, and add their keys to `used`."""
     found: dict[str, Any] = {}
     for section in SETTING_SECTIONS:
         for key, value in sections.get(section, {}).items():
@@ -368,7 +377,9 @@ def _settings(
 
 
 def _layout(value: object) -> str:
-    """Return a layout of stages as Megatron's text; a list has a list of layers for each stage."""
+    """Return a layout of stages as Megatron's text. If `value` is a list, it contains a list of layers for each
+    stage.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -380,10 +391,13 @@ def _layout(value: object) -> str:
 def _cluster(
     name: str, baseline: Mapping[str, Any], notes: Notes, chips: Callable[[], Sequence[Chip]]
 ) -> tuple[dict[str, Any], int]:
-    """Return the section `cluster` and its devices: those in the name of the recipe, or the fewest that can run it."""
+    """Return the section `cluster` and its number of devices: from the recipe's name, or else the fewest that can run
+    it.
+    """
     match = _IN_NAME.search(name)
     sizes = (baseline.get(key) for key in SIZES[:4])
-    tensor, stages, context, experts = (size if type(size) is int else 1 for size in sizes)  # others: an error later
+    # An error is reported later for sizes of other types.
+    tensor, stages, context, experts = (size if type(size) is int else 1 for size in sizes)
     if match:
         devices, kind = int(match[1]), normalize_name(match[2])
         like = [chip for chip in chips() if chip.matches_name(match[2]) or normalize_name(chip.name).startswith(kind)]
@@ -406,8 +420,9 @@ def _note_others(
     notes: Notes,
     added: Collection[str],
 ) -> None:
-    """Note the sections and the keys that a spec does not have. Null, false and empty values are not listed. Report
-    those in `added`: most are misspelt.
+    """Add notes about the sections and keys that a spec does not have, except null, false and empty values.
+
+    Report an error for unused keys in `added`, because most of them are misspelt.
     """
     taken = {"train": {"micro_batch_size", "global_batch_size", "train_iters"}, "dataset": {"seq_length"}}
     taken |= {"ddp": {"use_distributed_optimizer", "grad_reduce_in_fp32"}, "tokenizer": {"vocab_size"}}

@@ -17,19 +17,19 @@ from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import load_json
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-"""The sizes of the published vocabularies of tokenizers (openai/gpt2 vocab.json, meta-llama/Llama-2-7b config.json)."""
+"""Published vocabulary sizes of tokenizers (openai/gpt2 vocab.json, meta-llama/Llama-2-7b config.json)."""
 
 SHAPE = {
     **{key: key for key in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")},
     "num_experts": "num_moe_experts",
 }
-"""Arguments of the model's shape, and their keys in a spec."""
+"""Arguments that describe the model's shape, and their keys in a spec."""
 
 
 def spec_of_command(
     command: Sequence[str], directory: Path, model: str | None
 ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Return the data of a spec for a command and notes, see `Workload.read_command`. Raises SpecError."""
+    """Return the data of a spec for a command and notes, as `Workload.read_command` requires. Raises SpecError."""
     user_command = read_command(command, str(directory), {})
     if user_command is None:
         problem, fix = "starts no Megatron-LM program", "give `torchrun ... pretrain_gpt.py ...` or a script with it"
@@ -59,7 +59,7 @@ def spec_of_command(
 
 
 def _flags(command: UserCommand, notes: Notes) -> Flags:
-    """Return the arguments of a command by name. The last of several equal ones counts, as in argparse."""
+    """Return the arguments of a command by name. If an argument is repeated, its last value is used, as in argparse."""
     arguments, problems = release_table(detected_release(command, {})).parse(command.arguments)
     for problem in problems:
         notes.note(problem.flag or problem.value, f"{problem.problem}: not in the predictions", "train.command")
@@ -91,7 +91,9 @@ def _global_batch(flags: Flags, baseline: dict[str, Any], devices: int) -> Any:
 
 
 def _compare_shapes(flags: Flags, section: dict[str, Any]) -> None:
-    """Report the sizes of the command that the given model does not have: its predictions would be of another job."""
+    """Report an error for sizes in the command that differ from the given model: predictions would be of another
+    job.
+    """
     for name, key in SHAPE.items():
         value = flags.get(name)
         if isinstance(value, int) and value != section.get(key):
@@ -101,7 +103,9 @@ def _compare_shapes(flags: Flags, section: dict[str, Any]) -> None:
 
 
 def _vocabulary(flags: Flags, directory: Path) -> int | None:
-    """Return the size of the vocabulary from the command or the tokenizer's files; None with an error if unknown."""
+    """Return the vocabulary size from the command or the tokenizer's files. If it is unknown, report an error and
+    return None.
+    """
     for name in ("vocab_size", "padded_vocab_size"):
         if isinstance(size := flags.get(name), int):
             return size
@@ -116,7 +120,7 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
             if size:
                 flags.note("vocab_size", f"{size}, from {path}", "model.vocab_size")
                 return size
-    tokenizer = str(flags.get("tokenizer_type", "GPT2BPETokenizer"))  # the default of pretrain_gpt.py
+    tokenizer = str(flags.get("tokenizer_type", "GPT2BPETokenizer"))  # GPT2BPETokenizer is pretrain_gpt.py's default
     if size := VOCABULARIES.get(tokenizer):
         flags.note("vocab_size", f"{size}, the usual vocabulary of {tokenizer}", "model.vocab_size")
         return size
@@ -126,7 +130,7 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
 
 
 def _size_in(path: Path, keys: Sequence[str]) -> int:
-    """Return the number, or the number of entries, at `keys` of a JSON file; 0 if there is none."""
+    """Return the number at `keys` of a JSON file, or the number of entries there; 0 if there is none."""
     try:
         value = load_json(path.read_text(encoding="utf-8"))
         for key in keys:

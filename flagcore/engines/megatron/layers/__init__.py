@@ -1,1 +1,1 @@
-"""The split of layers over pipeline stages."""
+"""The splits of a model's layers over pipeline stages."""

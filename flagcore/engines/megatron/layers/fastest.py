@@ -1,4 +1,4 @@
-"""Derives the split of layers over pipeline stages that minimizes the time of the slowest stage and fits memory."""
+"""Derives the splits of layers over pipeline stages that minimize the time of the slowest stage and fit in memory."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from flagcore.engines.training.time.pipeline import shape_seconds
 from flagcore.engines.training.time.step import DEPENDS_ON, Blocks
 
 FEW = 4.0
-"""Micro-batches per stage from which on the filling of the pipeline is not worth a slower stage."""
+"""With at least this many micro-batches per stage, filling the pipeline faster is not worth a slower stage."""
 SHORT = 8
-"""Maximum number of stages of which layers are moved."""
+"""Maximum number of stages of a pipeline whose layers are moved so that it fills faster."""
 GAIN = 0.01
-"""Minimum share of the step by which a move must shorten it, because passes count as a third forward."""
+"""Minimum share of a step that a move must save, because passes are assumed to be one third forward."""
 
 
 def split_layers(
     train: Training, layout: Layout, chosen: BoolArray, costs: Costs, blocks: Blocks
 ) -> tuple[Training, Layout]:
-    """Return the `chosen` candidates with the splits that minimize the time of their slowest stages, regardless of
-    memory.
+    """Return the inputs, in which the `chosen` candidates have the splits with the fastest slowest stage.
 
-    Candidates for which the even split is as fast keep it. `costs` are the costs in a run, `blocks` the blocks of all
-    candidates.
+    Memory is ignored. Candidates for which the even split is as fast keep it. `costs` are the costs in a run, `blocks`
+    the blocks of all candidates.
     """
     rows = np.flatnonzero(chosen & (layout.pipeline > 1))
     if not rows.size:
@@ -71,7 +70,7 @@ def _even(train: Training, layout: Layout, found: LayerSplit) -> BoolArray:
 
 
 def _few_microbatches(train: Training, layout: Layout) -> BoolArray:
-    """Return for which candidates the time to fill the pipeline counts: 1F1B with few stages and micro-batches."""
+    """Return for which candidates the time to fill the pipeline matters: 1F1B with few stages and few micro-batches."""
     is_short = (layout.microbatches < FEW * layout.pipeline) & (layout.pipeline <= SHORT) & (layout.pipeline > 1.0)
     return np.asarray(is_short & (layout.virtual == 1.0) & (train.options.schedule is None))
 
@@ -79,10 +78,10 @@ def _few_microbatches(train: Training, layout: Layout) -> BoolArray:
 def fill_sooner(
     train: Training, layout: Layout, paces: Paces, split: LayerSplit, most: FloatArray | None = None
 ) -> None:
-    """Move single layers of splits on several kinds of chips in place, while a move shortens a step with few
-    micro-batches, in which a slower stage may fill the pipeline sooner.
+    """Improve splits on several kinds of chips, in place, for steps with few micro-batches.
 
-    `most` are the limits of `best_splits`.
+    A single layer is moved while this shortens the step: a slower stage may fill the pipeline sooner. `most` are the
+    limits of `best_splits`.
     """
     if not paces.starts:
         return
@@ -92,7 +91,7 @@ def fill_sooner(
         moving = rows[layout.pipeline[rows] == length]
         place, unit, leading = np.arange(length), np.eye(length), split.leading[moving, :length]
         moves = np.stack([unit[taker] - unit[giver] for taker, giver in permutations(range(length), 2)])
-        # leading layers are the first of the model: a stage before such a layer has no others
+        # Leading layers are the first ones of the model, so a stage before such a layer has no other layers.
         least = np.maximum(leading, place < length - 1)
         limits = np.where(np.pad(leading[:, 1:], ((0, 0), (0, 1))) > 0, leading, np.inf)
         if most is not None:
@@ -121,8 +120,10 @@ def fill_sooner(
 
 
 def _step_seconds(layers: FloatArray, times: FloatArray, microbatches: FloatArray) -> FloatArray:
-    """Return the seconds of 1F1B without messages for each move and candidate; `layers` are (moves, candidates,
-    stages), `times` the seconds of a micro-batch as (candidates, stages, layers).
+    """Return the seconds of 1F1B without messages for each move and candidate.
+
+    `layers` has the shape (moves, candidates, stages). `times` are the seconds of a micro-batch, of shape (candidates,
+    stages, layers).
     """
     length = layers.shape[2]
     counts = np.clip(layers, 0.0, times.shape[2] - 1.0).astype(np.int64)
@@ -133,7 +134,7 @@ def _step_seconds(layers: FloatArray, times: FloatArray, microbatches: FloatArra
 
 
 def layouts(train: Training, layout: Layout) -> list[str]:
-    """Return the layouts of candidates in Megatron's grammar; empty for candidates without a derived split."""
+    """Return each candidate's layout in Megatron's grammar. It is empty for candidates without a derived split."""
     found, splits = [], train.options.splits
     for row, number in enumerate(layout.split.astype(np.int64).tolist()):
         if splits is None or not number:
@@ -149,8 +150,9 @@ def layouts(train: Training, layout: Layout) -> list[str]:
 
 
 def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Training, FloatArray]:
-    """Return the inputs with further splits, and the number of each candidate's split. The final norm follows the last
-    layer, or is at the loss.
+    """Return the inputs with further splits, and the number of each candidate's split.
+
+    The final norm is on the stage of the last layer, or on the stage with the loss.
     """
     before, model = train.options.splits, train.model
     columns = [layout.pipeline, layout.virtual, *split.layers.T, *split.leading.T, split.early.astype(np.float64)]
@@ -175,7 +177,7 @@ def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Tra
 
 
 def _chunks(layers: FloatArray, leading: FloatArray, length: int, virtual: int, *, early: bool) -> list[int]:
-    """Return the layers of each virtual stage, in model order, of a split over `length` devices."""
+    """Return the number of layers of each virtual stage, in model order, for a split over `length` devices."""
     held, dense = (each[:length].astype(np.int64).tolist() for each in (layers, leading))
     return chunk_layers(held, dense, virtual, early=early)
 
@@ -183,8 +185,9 @@ def _chunks(layers: FloatArray, leading: FloatArray, length: int, virtual: int, 
 def fit_splits(
     train: Training, layout: Layout, chosen: BoolArray, share: FloatArray, costs: Costs, blocks: Blocks
 ) -> tuple[Training, Layout, BoolArray]:
-    """Return the `chosen` candidates, with new splits for those that do not fit, and the indices of the new splits. A
-    new split fits and minimizes the time of the slowest stage. `share` is the memory in use relative to the capacity.
+    """Return the inputs with new splits for the `chosen` candidates that do not fit, and which candidates were changed.
+
+    A new split fits and minimizes the time of the slowest stage. `share` is the memory in use relative to the capacity.
     """
     rows = np.flatnonzero(chosen & (layout.pipeline > 1) & (share > 1.0))
     changed = np.zeros(chosen.shape, dtype=np.bool_)
@@ -205,11 +208,12 @@ def fit_splits(
 
 
 def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
-    """Return which candidates may have room for all layers: if the stages of a node group had the room of the last one,
-    which stores the fewest micro-batches. The last stage of all counts apart, with as little as it may have.
+    """Return which candidates may have room for all layers.
 
-    A dense layer may move up to `virtual - 1` other layers to virtual stages with fewer micro-batches in flight.
-    Pipelines with virtual stages and leading layers on every device always may.
+    This is an upper bound: the stages of a node group are assumed to have the room of the group's last stage, which
+    stores the fewest micro-batches. The last stage of the pipeline is counted separately, with as little as it may
+    have. A dense layer may move up to `virtual - 1` other layers to virtual stages with fewer micro-batches in flight.
+    The result is always true for pipelines with virtual stages and leading layers on every device.
     """
     leading, has_experts = leading_layers(train), train.model.num_moe_experts is not None
     total, last = train.model.num_layers - leading, layout.pipeline - 1.0
@@ -235,19 +239,19 @@ def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
 
 
 def _best_fitting(train: Training, layout: Layout, costs: Costs, paces: Paces) -> LayerSplit:
-    """Return the best splits for which memory suffices.
+    """Return the best splits that fit in memory.
 
     If the last virtual stage of the stage with multi-token prediction has no layer, the final norm is on the stage
-    before it. These splits are searched separately, and their memory is computed only for candidates that they would
-    make faster if memory sufficed.
+    before it. These splits are searched separately. Their memory is computed only for candidates that they would make
+    faster if memory sufficed.
     """
     most, depths = _layer_limits(train, layout, costs), train.model.mtp_num_layers
-    if not depths:  # the final norm is always on the last stage
+    if not depths:  # without depths, the final norm is always on the last stage
         found = best_splits(train, layout, paces, most)
     else:
         found = _splits_with_mtp(train, layout, costs, paces, most)
-    # Memory is computed last, because it takes most of the time: `bound` is the split's time without limits on the
-    # stages that change, and few candidates would gain by it.
+    # Memory is computed last, because it takes most of the time. `bound` is the time of a split without memory limits
+    # on the stages that change; only few candidates would be faster with it.
     may_be_early = train.options.early_mtp and not costs.further
     for early, is_empty in list(product((False, True)[: 1 + may_be_early], (False, True)))[1:] if depths else ():
         bound = _splits_with_mtp(train, layout, None, paces, most, early=early, is_empty=is_empty)
@@ -277,10 +281,10 @@ def _splits_with_mtp(
     early: bool = False,
     is_empty: bool = False,
 ) -> LayerSplit:
-    """Return the best splits with multi-token prediction on the last stage or, with `early`, on the one before.
+    """Return the best splits with multi-token prediction on the last stage or, with `early`, on the stage before it.
 
     With `is_empty`, the last virtual stage of that stage has no layer. Without `costs`, the stages that change have no
-    limits.
+    memory limits.
     """
     mtp, empty = layout.pipeline - 1.0 - early, _layers_beside_empty_stage(train, layout, early=early)
     at_least: FloatArray | float = empty[:, 0] + 1.0
@@ -293,8 +297,10 @@ def _splits_with_mtp(
 
 
 def _layers_beside_empty_stage(train: Training, layout: Layout, *, early: bool) -> FloatArray:
-    """Return the maximum number of layers of the stage with multi-token prediction if its last virtual stage has none,
-    for each number of leading dense layers among them: (candidates, leading layers).
+    """Return the maximum number of layers of the stage with multi-token prediction if its last virtual stage has no
+    layer.
+
+    The shape is (candidates, leading layers): there is a maximum for each number of leading dense layers on this stage.
     """
     kinds, virtual = np.arange(leading_layers(train) + 1.0), layout.virtual[:, None]
     if not early:
@@ -305,8 +311,9 @@ def _layers_beside_empty_stage(train: Training, layout: Layout, *, early: bool) 
 def _limits_with_mtp(
     train: Training, layout: Layout, costs: Costs | None, most: FloatArray, norm: FloatArray, mtp: FloatArray
 ) -> FloatArray:
-    """Return `most` with the limits of the stages that `norm` and multi-token prediction change; without
-    `costs`, these stages have no limits.
+    """Return `most` with new limits for the stages that change if the final norm and multi-token prediction move.
+
+    They move to the stages `norm` and `mtp`. Without `costs`, the changed stages have no limits.
     """
     place = np.arange(most.shape[2])
     changed = (place >= np.minimum(mtp, layout.pipeline - 2.0)[:, None]) | (place == norm[:, None])
@@ -324,8 +331,9 @@ def _limits(
     norm: FloatArray | None = None,
     mtp: FloatArray | None = None,
 ) -> FloatArray:
-    """Return the maximum numbers of layers where `wanted`, else 0: (candidates, leading layers, stages). The final norm
-    and multi-token prediction are on the stages `norm` and `mtp`, by default on the last one.
+    """Return the maximum numbers of layers where `wanted`, else 0: (candidates, leading layers, stages).
+
+    The final norm and multi-token prediction are on the stages `norm` and `mtp`, by default on the last one.
     """
     last, most = layout.pipeline - 1.0, np.zeros(wanted.shape)
     rows, leading, stage = np.nonzero(wanted)
@@ -335,7 +343,7 @@ def _limits(
 
 
 def _possible(train: Training, layout: Layout) -> BoolArray:
-    """Return which numbers of leading layers each stage may have, as (candidates, leading layers, stages)."""
+    """Return which numbers of leading layers are possible on each stage, as (candidates, leading layers, stages)."""
     first, place = leading_layers(train), np.arange(layout.pipeline.max())
     kinds = np.arange(first + 1)[:, None]
     found: BoolArray = np.where(kinds == 0, (place > 0) | (first == 0), kinds + place <= first)
@@ -343,11 +351,11 @@ def _possible(train: Training, layout: Layout) -> BoolArray:
 
 
 def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
-    """Return the maximum number of layers that fits the memory of each stage, for each number of leading dense layers
-    among them: (candidates, leading layers, stages).
+    """Return the maximum number of layers that fits in the memory of each stage: (candidates, leading layers, stages).
 
-    Between the first and the last stage of equal chips, later stages without leading layers need less memory. If the
-    second stage may have as many layers as the second-to-last, so may all stages between them.
+    There is a maximum for each number of leading dense layers on the stage. Between the first and the last stage of
+    equal chips, later stages without leading layers need less memory. If the second stage may have as many layers as
+    the second-to-last, so may all stages between them.
     """
     possible, last = _possible(train, layout), layout.pipeline - 1.0
     place, kinds = np.arange(possible.shape[2]), np.arange(possible.shape[1])[:, None]
@@ -367,8 +375,10 @@ def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """The free bytes of one stage of each candidate: stage `place`, with `leading` dense layers before its others.
-    `norm` is the stage with the final norm, `mtp` the one with multi-token prediction.
+    """The free memory of one stage of each candidate.
+
+    It is stage `place`, on which `leading` dense layers come first. `norm` is the stage with the final norm, `mtp` the
+    stage with multi-token prediction.
     """
 
     train: Training
@@ -380,8 +390,9 @@ class _Room:
     mtp: FloatArray
 
     def bytes(self, rows: IntArray, *layers: FloatArray) -> list[FloatArray]:
-        """Return the free bytes of the stages of some rows for each number of layers; negative if the layers do not
-        fit, very many if the capacity is unknown.
+        """Return the free bytes of the stages of the candidates `rows` for each number of layers.
+
+        They are negative if the layers do not fit, and very large if the capacity is unknown.
         """
         layout, place = self.layout[rows], self.place[rows].astype(np.float64)
         norm, mtp = self.norm[rows], self.mtp[rows]
@@ -390,7 +401,9 @@ class _Room:
         return [np.nan_to_num(each.capacity, nan=1e30) - each.used for each in found]
 
     def limits(self) -> FloatArray:
-        """Return the maximum number of layers that fits; if the minimum of a stage does not fit, a smaller number."""
+        """Return the maximum number of layers that fits. If a stage's minimum number does not fit, return a smaller
+        number.
+        """
         total, index = self.train.model.num_layers, np.arange(self.place.size)
         may_end_empty = (self.place == self.layout.pipeline - 1.0) | (self.place == self.mtp)
         fits = np.maximum(self.leading, self.layout.virtual - may_end_empty) - 1.0
@@ -404,8 +417,11 @@ class _Room:
     def largest(
         self, fits: FloatArray, fails: FloatArray, guess: FloatArray | None = None, layer: FloatArray | float = np.inf
     ) -> FloatArray:
-        """Return the maximum number of layers that fits, between `low`, which fits, and `high`, which does not. More
-        layers never need less memory; `layer` is the approximate need of one layer.
+        """Return the maximum number of layers that fits. It is at least `fits`, which fits, and less than `fails`,
+        which does not.
+
+        The search relies on the fact that more layers never need less memory. `layer` is the approximate memory of one
+        layer.
         """
         fits, fails, steps = fits.copy(), fails.copy(), np.broadcast_to(layer, fits.shape)
         count = np.floor((fits + fails) / 2.0) if guess is None else guess

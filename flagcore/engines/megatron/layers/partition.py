@@ -1,9 +1,9 @@
 """Finds the best split of layers over the stages of a pipeline, on one or several kinds of chips.
 
 Layers of one kind are equal, so a split is the number of layers of each device, over all its virtual stages. A split is
-best if no move of one layer to another stage shortens the slowest stage. The search starts from an even split and moves
-one layer at a time. The ends (the first stages and the last) are moved one by one, the stages between together: those
-on one kind of chips have equal numbers of layers as far as their limits allow.
+best if moving any layer to another stage does not make the slowest stage faster. The search starts from an even split
+and moves one layer at a time. The ends (the first stages and the last one) are handled one by one. The stages between
+them are handled together: those on one kind of chip have equal numbers of layers as far as their limits allow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Tra
 from flagcore.engines.training.time.step import Blocks, Pace
 
 EQUAL = 1.0 + 1e-9
-"""Two times are equal if their ratio is at least this."""
+"""Two times count as equal if their ratio is at most this."""
 
 MAX_LEADING = 4
 """Maximum number of leading dense layers for which all placements on the first stages are tried."""
@@ -30,9 +30,9 @@ MAX_LEADING = 4
 class LayerSplit(ArrayRecord):
     """The best split of each candidate.
 
-    `seconds` is the time of the slowest stage, inf if no split is possible. `layers` and `leading` are the layers of
-    each stage and the leading dense ones among them: (candidates, stages). With `early`, multi-token prediction is on
-    the stage before the last.
+    `seconds` is the time of the slowest stage, inf if no split is possible. `layers` is the number of layers of each
+    stage, `leading` the number of leading dense layers among them: (candidates, stages). `early` is whether multi-token
+    prediction is on the stage before the last.
     """
 
     seconds: FloatArray
@@ -43,11 +43,11 @@ class LayerSplit(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Fronts:
-    """The placement of the leading dense layers: their number on each of the first stages, and on the last one.
+    """A placement of the leading dense layers: the number on each of the first stages (`dense`), and on the `last` one.
 
-    A virtual stage before a dense layer holds no layer with experts. With `early`, multi-token prediction is on the
-    stage before the loss, and the last virtual stage, which has the loss, has no layer. With `between`, the stage with
-    multi-token prediction lies between the first stages and the last one; otherwise it is one of the first stages.
+    A virtual stage before a dense layer has no layer with experts. With `early`, multi-token prediction is on the stage
+    before the loss, and the last virtual stage, which computes the loss, has no layer. With `between`, the stage with
+    multi-token prediction is between the first stages and the last one; otherwise it is one of the first stages.
     """
 
     dense: tuple[int, ...]
@@ -57,19 +57,21 @@ class Fronts:
 
     @classmethod
     def every(cls, leading: int, *, early: bool) -> list[Fronts]:
-        """Return all ways to place `leading` layers; with `early`, also those with early multi-token prediction."""
+        """Return all placements of `leading` layers. With `early`, also return those with early multi-token
+        prediction.
+        """
         found = list(cls.all(leading))
         between = [replace(each, early=True, between=True) for each in found if not each.last]
         return [*found, *between, *(replace(each, early=True) for each in found)] if early else found
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """The leading layers of the first stages, the stage between, and the last one."""
+        """Numbers of leading layers on the first stages, on the stage between (if any), and on the last one."""
         return (*self.dense, *[0] * self.between, self.last)
 
     @property
     def places(self) -> list[int]:
-        """The columns of these stages in an array of the ends of splits."""
+        """Columns of these stages in an array of the ends of splits."""
         return [*range(len(self.dense)), *[-2] * self.between, -1]
 
     @classmethod
@@ -86,15 +88,15 @@ class Fronts:
                     yield cls(dense, leading - sum(dense))
 
     def fit(self, pipeline: FloatArray) -> BoolArray:
-        """Return which pipelines allow this placement."""
+        """Return which lengths of pipelines allow this placement."""
         before = pipeline - 1.0 - self.between
         return before == len(self.dense) if self.last or self.early > self.between else before >= len(self.dense)
 
     def least(self, virtual: FloatArray) -> list[FloatArray]:
-        """Return the minimum number of layers of these stages: one on each virtual stage, except the last one of the
-        model and, with early multi-token prediction, the one before it.
+        """Return the minimum number of layers of each of these stages.
 
-        If all devices have leading layers, each may have them on several virtual stages.
+        Each virtual stage has at least one layer, except the last one of the model and, with early multi-token
+        prediction, the one before it. If all devices have leading layers, each may have them on several virtual stages.
         """
         rounds = np.minimum(min(self.leading), np.maximum(virtual - 1.0, 1.0))
         found, on = [], np.ones(virtual.shape, dtype=np.bool_)
@@ -107,7 +109,7 @@ class Fronts:
         return found
 
     def most(self, virtual: FloatArray) -> list[FloatArray]:
-        """Return the maximum number of layers of these stages."""
+        """Return the maximum number of layers of each of these stages."""
         full = len(self.dense) - (self.last == 0)
         any_number = np.full_like(virtual, np.inf)
         limits = [np.where(virtual > 1, np.inf, float(count)) for count in self.dense[:full]]
@@ -128,7 +130,7 @@ def leading_layers(train: Training) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Paces(ArrayRecord):
-    """The pace of each node group, and the first stages of the groups after the first."""
+    """The pace of each node group. `starts` are the first stages of the groups after the first one."""
 
     groups: tuple[Pace, ...]
     starts: tuple[FloatArray, ...]
@@ -154,9 +156,10 @@ class Paces(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Middles(ArrayRecord):
-    """The stages from `low` to before `high`, between the first ones and the last, on one node group: their number, the
-    maximum of their layers and, with limits, `limited`: the limits, the cumulative sums of the sorted limits, and the
-    number of stages above each limit.
+    """The stages on one node group that are between the first stages and the last: from `low` to before `high`.
+
+    `count` is their number, `room` the maximum of their total layers. With limits, `limited` contains the limits of all
+    stages, the cumulative sums of the sorted limits, and the number of stages at or above each limit.
     """
 
     low: FloatArray
@@ -167,7 +170,9 @@ class Middles(ArrayRecord):
 
     @classmethod
     def of(cls, low: FloatArray, high: FloatArray, limits: FloatArray | None) -> Middles:
-        """`limits` are the maximum numbers of layers of each stage of a pipeline: (candidates, stages)."""
+        """Return these stages. `limits` are the maximum numbers of layers of each stage of a pipeline: (candidates,
+        stages).
+        """
         count = high - low
         if limits is None:
             return cls(low, high, count, np.where(count > 0, np.inf, 0.0))
@@ -180,7 +185,9 @@ class Middles(ArrayRecord):
         return cls(low, high, count, np.where(there, limits, 0.0).sum(axis=1), limited)
 
     def level(self, layers: FloatArray) -> FloatArray:
-        """Return the layers of the largest of these stages if they have `layers` in total; inf if impossible."""
+        """Return the number of layers of the largest of these stages if they have `layers` in total; inf if that is
+        impossible.
+        """
         if self.limited:
             _, below, others = self.limited
             each = (layers[:, None] - below) / np.maximum(others, 1.0)
@@ -190,8 +197,10 @@ class Middles(ArrayRecord):
         return np.where(layers > self.room, np.inf, level)
 
     def spread(self, layers: FloatArray, longest: int) -> FloatArray:
-        """Return `layers` over these stages, as (candidates, stages): equal numbers as far as limits allow. If they do
-        not divide, the first of these stages have one layer fewer, because they store the most micro-batches.
+        """Return `layers` distributed over these stages: (candidates, stages).
+
+        The numbers are equal as far as the limits allow. If the layers do not divide evenly, the first of these stages
+        have one layer fewer, because they store the most micro-batches.
         """
         place, level = np.arange(longest), self.level(layers)[:, None]
         there = (place >= self.low[:, None]) & (place < self.high[:, None])
@@ -214,14 +223,14 @@ def best_splits(
     """Return the best split of each candidate.
 
     `most` is the maximum number of layers of each stage, for each number of leading layers on it: (candidates, leading
-    layers, stages). `least` is the minimum of the stage with multi-token prediction, which is the last one or, with
-    `early`, the one before.
+    layers, stages). `least` is the minimum number of layers of the stage with multi-token prediction, which is the last
+    stage or, with `early`, the one before it.
     """
     size, leading = layout.pipeline.size, leading_layers(train)
     layers, dense = np.zeros((2, size, int(layout.pipeline.max())))
     found = LayerSplit(np.full(size, np.inf), layers, dense, np.full(size, early))
     possible, at_least = np.ones(size, dtype=np.bool_), np.broadcast_to(least, found.seconds.shape)
-    if early:  # Megatron does not add the gradients of two copies of the embedding on the first device
+    if early:  # Megatron does not sum the gradients of two copies of the embedding on the first device
         possible &= (layout.pipeline > 2) | (layout.virtual == 1)
     if most is not None:
         later = np.arange(most.shape[2]) >= layout.pipeline[:, None] - 1.0 - early
@@ -231,7 +240,7 @@ def best_splits(
             continue
         rows = np.flatnonzero(possible & fronts.fit(layout.pipeline))
         if number and not early and most is None:
-            # without virtual stages, a first stage with other layers has all leading layers
+            # Without virtual stages, a first stage that also has other layers must have all leading layers.
             apart = (dense[rows, 0] < leading) | (layers[rows, 0] <= leading)
             rows = rows[(layout.virtual[rows] > 1) | apart]
         if not rows.size:
@@ -252,9 +261,10 @@ def _search(
     most: FloatArray | None,
     mtp: FloatArray,
 ) -> LayerSplit:
-    """Return the best split of each candidate with the leading layers of `fronts`.
+    """Return the best split of each candidate in which the leading layers are placed as in `fronts`.
 
-    `most` are the limits of `best_splits`, `mtp` is the minimum of the stage with multi-token prediction.
+    `most` are the limits of `best_splits`, `mtp` is the minimum number of layers of the stage with multi-token
+    prediction.
     """
     virtual, last, row = layout.virtual, layout.pipeline - 1.0, np.arange(layout.pipeline.size)
     places = [place + np.where(place < 0, layout.pipeline, 0.0) for place in fronts.places]
@@ -283,7 +293,8 @@ def _start(
 ) -> tuple[FloatArray, BoolArray]:
     """Return an even split, or another one within the limits, and which candidates have a split.
 
-    Rows are the ends, then the stages between of each node group; `counts` are the numbers of the latter.
+    The rows of the split are the ends, then the stages between on each node group. `counts` are the numbers of these
+    stages.
     """
     ends = len(least) - len(counts)
     number = np.stack([*np.ones_like(least[:ends]), *counts])
@@ -308,14 +319,13 @@ def _move_layers(
     bounds: tuple[FloatArray, FloatArray],
     possible: BoolArray,
 ) -> FloatArray:
-    """Move single layers in place while this makes the slowest stage faster. Return its seconds, inf if there is no
-    split.
+    """Move single layers in place while this makes the slowest stage faster, and return the slowest stage's seconds.
 
-    The rows of `paces`, `layers` and `bounds`, their minimum and maximum, are the ends, then the stages between of each
-    node group.
+    The seconds are inf if there is no split. The rows of `paces`, `layers` and `bounds` (minimum and maximum) are the
+    ends, then the stages between on each node group.
     """
     slowest, moving = np.full(possible.shape, np.inf), np.flatnonzero(possible)
-    # Most candidates have a split: then the arrays are used as they are, because indexing copies them.
+    # If all candidates have a split, as is usual, the arrays are not indexed, because that would copy them.
     goes, (now_held, (least, limits)) = moving, (layers, bounds)
     if moving.size < possible.size:
         now_held, least, limits = layers[:, moving], least[:, moving], limits[:, moving]
@@ -338,14 +348,16 @@ def _move_layers(
 
 
 def _some(paces: Sequence[Pace], rows: IntArray) -> list[Pace]:
-    """Return the paces of some candidates; stages on one node group share a pace."""
+    """Return the paces of the candidates `rows`. Stages on one node group share a pace."""
     found = {id(each): each[rows] for each in paces}
     return [found[id(each)] for each in paces]
 
 
 def _seconds(fronts: Fronts, paces: Sequence[Pace], middles: Sequence[Middles], layers: FloatArray) -> FloatArray:
-    """Return the seconds of each of the ends, and of the slowest stage between on each node group; -inf if there are no
-    such stages. If times are unknown, stages with equal numbers of layers count as equally fast.
+    """Return the seconds of each of the ends, and of the slowest stage between them on each node group.
+
+    They are -inf if there are no such stages. If times are unknown, stages with equal numbers of layers count as
+    equally fast.
     """
     last, found = len(fronts.leading) - 1, []
     for place, (pace, leading) in enumerate(zip(paces, fronts.leading, strict=False)):

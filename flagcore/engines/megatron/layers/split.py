@@ -1,4 +1,4 @@
-"""Splits of layers over pipeline stages, from a task's settings and the knob columns of candidates."""
+"""Splits of layers over pipeline stages, computed from a task's settings and the knob columns of candidates."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ PP, LAYERS_PER_VIRTUAL = "pipeline_model_parallel_size", "num_layers_per_virtual
 TP, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
 STAGE_SETTINGS = ("recompute_num_layers_per_stage", "offload_stages", "offload_modules")
 SPLIT, BALANCED = "layer_split", 1
-"""The knob of the split, and the code of its value `balanced`, which is derived for each candidate."""
+"""The knob of the split, and the code of its value `balanced`, for which a split is derived for each candidate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """The layers of a model and the settings for their split.
+    """The number of a model's layers, and the settings that determine their split.
 
-    `layout_layers` are the layers of each stage of a layout. `counted` is the number of layers in an even split, where
-    embedding and loss may count as one layer each. `last_stages` is the number of the layout's last stages that must be
-    on the last device: those from multi-token prediction on.
+    `counted` is the number of layers in an even split, where embedding and loss may count as one layer each.
+    `layout_layers` are the layers of each stage of a layout. `last_stages` is the number of the layout's last stages
+    that must be on the last device: all stages from multi-token prediction on.
 
     A derived split has at least one layer on each virtual stage but the last.
     """
@@ -40,7 +40,7 @@ class Split:
 
     @classmethod
     def from_task(cls, task: Task) -> Split:
-        """Read the settings of `task`. Raises SpecError for an invalid layout."""
+        """Return the split that the settings of `task` describe. Raises SpecError for an invalid layout."""
         model, settings = task.spec.model, settings_in_force(task.spec)
         layout = settings.get(LAYOUT)
         stages = parse_layout(str(layout), model.num_layers, model.mtp_num_layers) if layout else ()
@@ -56,7 +56,7 @@ class Split:
         )
 
     def virtual(self, c: Columns) -> IntArray:
-        """Return the number of virtual stages of a device, rounded down; 1 where stages are not interleaved."""
+        """Return the number of virtual stages per device, rounded down; 1 if stages are not interleaved."""
         if self.layout_layers:
             return np.maximum(len(self.layout_layers) // c[PP], 1)
         stage, per_virtual = self.counted // c[PP], c[LAYERS_PER_VIRTUAL]
@@ -67,7 +67,7 @@ class Split:
         return np.where(number > 0, number, from_each)
 
     def ends(self, c: Columns) -> tuple[IntArray, IntArray]:
-        """Return the layers of the first and of the last stage, 0 where they are not set."""
+        """Return the numbers of layers of the first and of the last stage; 0 if they are not set."""
         zeros = np.zeros_like(c[PP])
         first, last = c.get(FIRST, zeros), c.get(LAST, zeros)
         return np.where(first > 0, first, self.first), np.where(last > 0, last, self.last)
@@ -78,7 +78,9 @@ class Split:
         return np.where(knob > 0, knob, self.expert_tensor or c[TP])
 
     def uneven(self, c: Columns) -> BoolArray:
-        """Return whether the pipeline stages have no even split of the layers, or one would be empty."""
+        """Return which candidates have no even split of the layers over the pipeline stages, or only one with an empty
+        stage.
+        """
         if self.layout_layers:
             broken: BoolArray = (len(self.layout_layers) % c[PP] != 0) | (c[PP] < self.last_stages)
             return broken
@@ -89,7 +91,7 @@ class Split:
         return np.where(balanced(c), self.layers < c[PP] - 1, ~complete | empty)
 
     def ragged(self, c: Columns) -> BoolArray:
-        """Return whether the layers of a device do not divide over its virtual stages."""
+        """Return for which candidates the layers of a device cannot be divided evenly over its virtual stages."""
         number, per_virtual = c.get(VIRTUAL_STAGES, np.zeros_like(c[PP])), c[LAYERS_PER_VIRTUAL]
         if self.layout_layers:
             contradicts = (number > 0) & (number * c[PP] != len(self.layout_layers))
@@ -102,7 +104,7 @@ class Split:
         return np.where(balanced(c), self.layers < c[PP] * self.virtual(c) - 1, broken)
 
     def stage_layers(self, c: Columns) -> IntArray:
-        """Return the layers of the largest pipeline stage."""
+        """Return the number of layers of the largest pipeline stage."""
         if self.layout_layers:
             return max(self.layout_layers) * self.virtual(c)
         first, last = self.ends(c)
@@ -118,14 +120,17 @@ class Split:
         return [chunk] if self.counted == self.layers else [chunk, np.maximum(chunk - 1, 0)]
 
     def _middle(self, c: Columns) -> tuple[IntArray, IntArray]:
-        """Return the layers of a stage without an explicit number, and the number of such stages."""
+        """Return the number of layers of a stage without an explicit number, and the number of such stages."""
         first, last = self.ends(c)
         stages = c[PP] - (first > 0) - (last > 0)
         return np.where(stages > 0, (self.counted - first - last) // np.maximum(stages, 1), 0), stages
 
 
 def with_derived_split(task: Task, columns: Columns) -> tuple[Task, Columns] | None:
-    """Return a task without settings of its layers and its candidates with a derived split; None if they have it."""
+    """Return the task without settings of its layers, and the candidates with a derived split.
+
+    Returns None if they already have it.
+    """
     train = task.spec.train
     settings = {name: value for name, value in train.settings.items() if name not in (LAYOUT, FIRST, LAST)}
     if len(settings) == len(train.settings) and balanced(columns).all():
@@ -135,17 +140,17 @@ def with_derived_split(task: Task, columns: Columns) -> tuple[Task, Columns] | N
 
 
 def balanced(c: Columns) -> BoolArray:
-    """Return which rows have a derived split."""
+    """Return which candidates have a derived split."""
     zeros = np.zeros_like(c[PP])
     is_derived: BoolArray = (c.get(SPLIT, zeros) == BALANCED) & (c[PP] > 1) | (c.get(MESHES, zeros) > 0)
     return is_derived
 
 
 def derived(task: Task) -> bool:
-    """Return whether splits can be derived.
+    """Return whether splits can be derived for a task.
 
-    This needs an engine release with layouts, the engine's own schedule, and no setting that fixes the split or applies
-    to single stages.
+    This requires an engine release with layouts, the engine's own schedule, and no setting that fixes the split or
+    applies to single stages.
     """
     settings = settings_in_force(task.spec)
     is_set = any(settings.get(key) for key in (LAYOUT, EMBEDDING, LOSS, FIRST, LAST, *STAGE_SETTINGS))

@@ -1,4 +1,4 @@
-"""How layers are assigned to pipeline stages: Megatron's layout texts, and the layouts of published runs."""
+"""Layouts of pipeline stages: Megatron's layout texts, and the layouts of published runs."""
 
 import re
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ _FIX = "write e.g. Et*4|(t*4|)*14tL: E, then every t, then L, with a | between s
 
 @lru_cache(maxsize=1024)
 def parse_layout(text: str, num_layers: int, mtp_num_layers: int) -> tuple[StageLayers, ...]:
-    """Return the layers of each (virtual) stage, in order of the model. Raises SpecError.
+    """Return the contents of each (virtual) stage in model order. Raises SpecError for an invalid text.
 
-    The grammar and the rules are megatron-core 0.16's (`pipeline_parallel_layer_layout.py`): E embedding, t
+    The grammar and the rules are those of megatron-core 0.16 (`pipeline_parallel_layer_layout.py`): E embedding, t
     layer, m multi-token prediction, L loss; `|` ends a stage, `x*n` repeats a letter and `(...)*n` a part.
     """
     letters = text.replace(",", "").replace(" ", "")
@@ -50,7 +50,7 @@ def parse_layout(text: str, num_layers: int, mtp_num_layers: int) -> tuple[Stage
 
 
 def layout_text(chunks: Sequence[int], mtp_num_layers: int, *, early: bool = False) -> str:
-    """Return the layout of (virtual) stages with these numbers of layers, in model order, in its short form.
+    """Return the layout text of (virtual) stages with these numbers of layers in model order, in its short form.
 
     With `early`, multi-token prediction is on the stage before the loss.
     """
@@ -64,12 +64,12 @@ def layout_text(chunks: Sequence[int], mtp_num_layers: int, *, early: bool = Fal
 
 
 def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool = False) -> list[int]:
-    """Return the layers of each virtual stage, in order of the model, from those of each device.
+    """Return the number of layers of each virtual stage, in model order, from the numbers of each device.
 
-    `leading` are the dense layers that come first in the model. Each virtual stage of a device has as many layers as
-    the next one, or one more. The virtual stages of the last device have as many layers as in an even split; the very
-    last one, which also has the loss, has the remaining layers. With `early` multi-token prediction, which is on the
-    stage before, it has none.
+    `leading` are the numbers of dense layers that come first in the model. Each virtual stage of a device has as many
+    layers as the next one, or one more. The virtual stages of the last device have as many layers as in an even split,
+    except the very last one, which also has the loss: it has the remaining layers. With `early`, it has no layers, and
+    multi-token prediction is on the stage before it.
     """
     largest, last = -(-sum(layers) // (len(layers) * virtual)), len(layers) - 1
     dense = max((device for device, count in enumerate(leading) if count), default=0)
@@ -101,7 +101,7 @@ def _wraps_around(layers: Sequence[int], leading: Sequence[int], virtual: int, *
 
 
 def _wrapped(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool) -> list[int]:
-    """Return the layers of each virtual stage, with leading layers on as many of them as possible."""
+    """Return the number of layers of each virtual stage if leading layers are on as many of them as possible."""
     left, order = [*leading], 0
     while order < len(layers) * (virtual - 1) + (not early) and left[order % len(layers)]:
         left[order % len(layers)] -= 1
@@ -127,7 +127,7 @@ def _spread(count: int, parts: int) -> list[int]:
 
 
 def _filled(count: int, parts: int, largest: int) -> list[int]:
-    """Return parts of 1 to `largest` layers; the last part has the remainder."""
+    """Return `parts` numbers from 1 to `largest` that add up to `count`; the last one is the remainder."""
     sizes: list[int] = []
     for later in reversed(range(parts - 1)):
         sizes.append(min(largest, count - sum(sizes) - later))
@@ -137,11 +137,11 @@ def _filled(count: int, parts: int, largest: int) -> list[int]:
 def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
     """Return the settings with which a published run assigned its layers to `stages` (virtual) stages.
 
-    They are the first possible ones of these: an even split; embedding and loss count as one layer each; the loss
-    counts as a layer; every stage has the same number of layers, rounded up, and the missing ones are taken from the
-    last stage, then from the first. All are options of Megatron-LM. Published recipes use them in this order: Llama
-    405B and Qwen3-235B use the second, DeepSeek-V3 the last. The result is empty, which Megatron refuses, if there are
-    fewer layers than stages between the first and the last.
+    Three options of Megatron-LM are tried, and the first one that is possible is returned: an even split; embedding and
+    loss count as one layer each; only the loss counts as a layer. Otherwise every stage has the same number of layers,
+    rounded up, and the missing ones are taken from the last stage, then from the first. Published recipes use them in
+    this order: Llama 405B and Qwen3-235B use the second, DeepSeek-V3 the last. The result is empty, which Megatron
+    refuses, if there are fewer layers than stages between the first and the last.
     """
     layers = model.num_layers
     if layers % stages == 0:
@@ -157,8 +157,9 @@ def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
 
 
 def even_split(layers: int, stages: int) -> list[int]:
-    """Return the layers of each stage: equal numbers, rounded up. The missing ones are taken from the last stage, then
-    from the first.
+    """Return the number of layers of each stage: equal numbers, rounded up.
+
+    The missing layers are taken from the last stage, then from the first.
     """
     largest = -(-layers // stages)
     missing = largest * stages - layers

@@ -1,1 +1,1 @@
-"""Clusters with several kinds of chips: the sizes and layers of each node group."""
+"""Clusters with several kinds of chips: the parallel sizes and the layers of each node group."""

@@ -1,4 +1,4 @@
-"""FlagScale's arguments for one job on several kinds of chips: meshes, the layers of stages, and device types.
+"""FlagScale's arguments for one job on several kinds of chips: meshes, layers of stages, and device types.
 
 Source: FlagScale 16a2dd5, `flagscale/train/arguments.py`, `train/hetero` and `runner/runner_train.py`.
 """
@@ -28,9 +28,9 @@ EXPERT_SIZES = "--expert-tensor-parallel-size-per-process-mesh"
 SHARED_EMBEDDING = "--use-partial-reduce-for-shared-embedding"
 OF_STAGES = tuple(f"--{name.replace('_', '-')}-per-stage-micro-batch" for name in RECOMPUTE_KNOBS[1:])
 REPLACED = (ENABLE, MESH_FLAG, LAYERS, TYPES, *OF_STAGES)
-"""Arguments of the user's command that a candidate replaces."""
+"""Arguments of the user's command that a candidate's arguments replace."""
 OF_MESHES = (SIZES["tp"], SIZES["cp"], SIZES["ep"])
-"""Knobs whose arguments FlagScale replaces by those of the rank's mesh."""
+"""Knobs whose arguments FlagScale replaces by the values of the rank's mesh."""
 PROGRAM = "flagscale/train/train_gpt.py"
 NOT_PASSED = (*OF_MESHES, EXPERT_TENSOR, LAYOUT, FIRST, LAST)
 METHODS = {"uniform": 0, "block": 1}
@@ -38,7 +38,9 @@ METHODS = {"uniform": 0, "block": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """A mesh: its node group, its TP, CP, EP, DP and PP, and the codes of its recompute knobs, empty for the job's."""
+    """A mesh: its node group, its TP, CP, EP, DP and PP, and the codes of its recompute knobs (empty: the job's
+    recompute).
+    """
 
     group: int
     sizes: tuple[int, ...]
@@ -47,7 +49,7 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed:
-    """A candidate of a mixed job: the arguments that its knobs do not have, and the node groups that it uses."""
+    """A candidate as a mixed job: the arguments (`words`) that do not follow from its knobs, and its node groups."""
 
     words: tuple[str, ...]
     stages: int
@@ -55,13 +57,13 @@ class Mixed:
 
 
 def runs_meshes(spec: Spec) -> bool:
-    """Return whether trials of a spec can run meshes: its command starts FlagScale with meshes."""
+    """Return whether trials of a spec can run meshes, because its command starts FlagScale with meshes."""
     command = readable_command(spec)
     return command is not None and ENABLE in command.arguments
 
 
 def mixed_job(platform: Platform, candidate: Candidate) -> Mixed | None:
-    """Return a candidate as a mixed job of FlagScale; None if the command starts none. Raises LaunchError."""
+    """Return a candidate as a mixed job of FlagScale, or None if the command does not start one. Raises LaunchError."""
     command = readable_command(platform.task.spec)
     if command is None or ENABLE not in command.arguments:
         return None
@@ -69,7 +71,7 @@ def mixed_job(platform: Platform, candidate: Candidate) -> Mixed | None:
 
 
 def mixed(platform: Platform, values: Mapping[str, KnobValue], arguments: Sequence[str] = ()) -> Mixed:
-    """Return a candidate as a mixed job. `arguments` are those of the user's command. Raises LaunchError."""
+    """Return a candidate as a mixed job. `arguments` are the arguments of the user's command. Raises LaunchError."""
     task = platform.task
     meshes = _meshes(task, values)
     stages = sum(mesh.sizes[4] for mesh in meshes)
@@ -89,7 +91,7 @@ def mixed(platform: Platform, values: Mapping[str, KnobValue], arguments: Sequen
 
 
 def _meshes(task: Task, values: Mapping[str, KnobValue]) -> list[Mesh]:
-    """Return the meshes of a candidate; with equal sizes on all chips, one for each node group."""
+    """Return the meshes of a candidate. If it lists none, each node group is a mesh of the candidate's sizes."""
     if not values.get(MESHES):
         sizes = {name: _whole(values.get(knob)) for name, knob in SIZES.items()}
         if len(task.cluster.groups) == 1:
@@ -113,7 +115,7 @@ def _meshes(task: Task, values: Mapping[str, KnobValue]) -> list[Mesh]:
 
 
 def _layers(platform: Platform, values: Mapping[str, KnobValue], stages: int) -> list[int]:
-    """Return the layers of each stage."""
+    """Return the number of layers of each stage."""
     task = platform.task
     model, layout = task.spec.model, task.spec.train.settings.get(LAYOUT)
     if layout:
@@ -123,7 +125,7 @@ def _layers(platform: Platform, values: Mapping[str, KnobValue], stages: int) ->
 
 
 def _recompute(task: Task, values: Mapping[str, KnobValue], meshes: Sequence[Mesh]) -> Iterator[str]:
-    """Yield the arguments of recompute of meshes; candidates without meshes have those of their knobs."""
+    """Yield the recompute arguments for meshes. For candidates without meshes, they follow from the knobs."""
     codes = [mesh.recompute for mesh in meshes]
     none, selective = RECOMPUTE_CODES[""], RECOMPUTE_CODES["selective"]
     if all(code in ((), none) for code in codes):
@@ -152,7 +154,7 @@ def _whole(value: KnobValue) -> int:
 
 
 def _values(arguments: Sequence[str], flag: str) -> list[str]:
-    """Return the values of a flag."""
+    """Return the values that follow a flag in `arguments`."""
     if flag not in arguments:
         return []
     rest = arguments[arguments.index(flag) + 1 :]

@@ -1,14 +1,14 @@
-"""Meshes: the stages of a pipeline on one kind of chip, with parallel sizes and recompute of their own.
+"""Meshes: the stages of a pipeline on one kind of chip, with their own parallel sizes and recompute.
 
 The knob `meshes` lists the meshes of a candidate in the order of the pipeline, such as `CHIP tp2 dp16 + OTHER tp4 dp8
-full`. Each has the name of a node group, sizes (1 if they are missing), and optionally its recompute. The other knobs
-of sizes and recompute are neutral then. All meshes process the same samples at once: `micro_batch_size` is that of the
-first mesh.
+full`. Each mesh consists of the name of a node group, sizes (1 if they are missing), and optionally its recompute. The
+other knobs of sizes and recompute are then neutral. All meshes process the same samples at once: `micro_batch_size`
+applies to the first mesh.
 
 With ` | ` between the meshes, the data is split instead of the layers: each mesh has whole replicas, such as `CHIP tp2
-dp16 x6 | OTHER tp2 dp8 mbs1 x4`. `mbs` is the micro-batch size of a mesh (`micro_batch_size` if it is missing), `x` the
+dp16 x6 | OTHER tp2 dp8 mbs1 x4`. `mbs` is the micro-batch size of a mesh (by default `micro_batch_size`), `x` the
 number of micro-batches of each replica (by default the same for all replicas). The replicas of each group process their
-micro-batches without the others, and all reduce their gradients together.
+micro-batches independently of the others, and all replicas reduce their gradients together.
 """
 
 from __future__ import annotations
@@ -51,28 +51,30 @@ SIZES = {
 }
 _SIZE, _BLOCK = re.compile(r"(tp|cp|ep|dp|pp|mbs|x)([1-9]\d{0,6})"), re.compile(r"block([1-9]\d{0,4})")
 PIPELINE, REPLICAS = " + ", " | "
-"""Separators of meshes: of the parts of a pipeline, and of replicas."""
+"""Separators between meshes that are parts of a pipeline, and between meshes of replicas."""
 RECOMPUTE_KNOBS = ("use_recompute", "recompute_granularity", "recompute_method", "recompute_num_layers")
 RECOMPUTE_CODES = {"": (0, 0, 0, 0), "selective": (1, 1, 0, 0), "full": (1, 2, 1, 1)}
-"""Codes of the recompute knobs; `full` recomputes each layer, `blockN` the first N layers of a stage."""
+"""Codes of the recompute knobs for the recompute of a mesh; `full` recomputes each layer.
+
+`blockN`, which recomputes the first N layers of a stage, has codes that depend on N."""
 OWN = (*SIZES.values(), *RECOMPUTE_KNOBS)
-"""Knobs that each mesh sets for itself."""
+"""Knobs whose values each mesh sets for itself."""
 MBS, SP, SPLIT = "micro_batch_size", "sequence_parallel", "layer_split"
 MICROBATCHES, ALL_REPLICAS = "microbatches", "replicas"
-"""Columns of a mesh with replicas: the micro-batches of each of them, and the replicas of all meshes."""
+"""Columns of a mesh with replicas: the micro-batches of each replica, and the number of replicas of all meshes."""
 _OF_REPLICAS = {"mbs": MBS, "x": MICROBATCHES}
 DP, TP, PP = (SIZES[name] for name in ("dp", "tp", "pp"))
 
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The listed meshes, numbered from 1 as in the column of the knob.
+    """The listed texts of meshes, numbered from 1 as in the column of the knob.
 
     `groups` are the node groups in the order of the pipeline, -1 for none: (texts + 1, meshes). `codes` are the codes
-    of the knobs in `OWN`, in the same shape. `lengths` is the number of stages of a pipeline.
+    of the knobs in `OWN`, in the same shape. `lengths` is the number of stages of each pipeline.
 
-    `splits_data` is whether each mesh has whole replicas. Then `codes` also has the micro-batch size of each mesh and
-    its micro-batches per replica, 0 where the text does not say.
+    `splits_data` is whether each mesh of a text has whole replicas. Then `codes` also has the micro-batch size of each
+    mesh and its micro-batches per replica; they are 0 if the text does not set them.
     """
 
     texts: tuple[str, ...]
@@ -90,13 +92,14 @@ class Meshes:
         return _meshes(texts, task.cluster.names)
 
     def number(self, code: IntArray) -> IntArray:
-        """Return how many meshes each candidate has."""
+        """Return the number of meshes of each candidate."""
         number: IntArray = (self.groups[code] >= 0).sum(axis=1)
         return number
 
     def columns(self, columns: Columns, mesh: int) -> Columns:
-        """Return the columns of candidates on their mesh number `mesh`, with the pipeline size of all meshes. Knobs
-        without a column are left out.
+        """Return the candidates' columns on their mesh with the index `mesh`, with the pipeline size of all meshes.
+
+        Knobs without a column are omitted.
         """
         code = columns[MESHES]
         own, apart = {knob: values[code, mesh] for knob, values in self.codes.items()}, self.splits_data[code]
@@ -110,7 +113,7 @@ class Meshes:
         return {name: own.get(name, column) for name, column in columns.items()}
 
     def of_replicas(self, columns: Columns, number: int, batch: int) -> list[Columns]:
-        """Return the columns of each mesh of candidates that split the data over `number` meshes."""
+        """Return the candidates' columns on each mesh, for candidates that split the data over `number` meshes."""
         counts = self.microbatches(columns, batch)
         replicas = self.codes[DP][columns[MESHES]][:, :number].sum(axis=1)
         return [
@@ -119,10 +122,10 @@ class Meshes:
         ]
 
     def microbatches(self, columns: Columns, batch: int) -> IntArray:
-        """Return the micro-batches of a replica on each mesh, for candidates that split the data: (rows, meshes).
+        """Return the micro-batches per replica on each mesh, for candidates that split the data: (candidates, meshes).
 
-        If the text of the meshes has no `x`, all replicas have the same number: the batch over the samples that all
-        replicas process at once, rounded down.
+        If the text of the meshes has no `x`, all replicas have the same number: the batch divided by the samples that
+        all replicas process at once, rounded down.
         """
         code = columns[MESHES]
         there, counts = self.groups[code] >= 0, self.codes[MICROBATCHES][code]
@@ -131,19 +134,22 @@ class Meshes:
         return np.where(counts > 0, counts, even) * there
 
     def sizes(self, columns: Columns) -> IntArray:
-        """Return the micro-batch sizes of the meshes of candidates that split the data: (rows, meshes)."""
+        """Return the micro-batch size of each mesh, for candidates that split the data: (candidates, meshes)."""
         own = self.codes[MBS][columns[MESHES]]
         return np.where(own > 0, own, columns[MBS][:, None])
 
 
 def recompute_codes(word: str) -> tuple[int, ...]:
-    """Return the codes of the recompute knobs for the word of a mesh; empty for another word."""
+    """Return the codes of the recompute knobs for the recompute `word` of a mesh. They are empty for any other word."""
     block = _BLOCK.fullmatch(word)
     return (1, 2, 2, int(block[1])) if block else RECOMPUTE_CODES.get(word, ())
 
 
 def mesh_text(name: str, sizes: Mapping[str, int], recompute: str = "", replicas: str = "") -> str:
-    """Return the text of one mesh; `sizes` has the keys of `SIZES`, `replicas` the micro-batches of its replicas."""
+    """Return the text of one mesh.
+
+    The keys of `sizes` are those of `SIZES`. `replicas` is the text for the replicas' micro-batches.
+    """
     shown = (f"{key}{sizes[key]}" for key in SIZES if sizes[key] > 1)
     return " ".join([name, *shown, *filter(None, [recompute, replicas])])
 
@@ -195,7 +201,9 @@ def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, i
 
 
 def encoded(task: Task, value: object) -> IntArray:
-    """Return the column of one candidate. Raises SpecError if the space does not list its meshes."""
+    """Return the column of the knob for one candidate. Raises SpecError if the space does not list the candidate's
+    meshes.
+    """
     texts = Meshes.from_task(task).texts
     if value is not None and value not in texts:
         raise SpecError(key=MESHES, value=value, problem="is not in auto_tuner.space", fix="list it there")
@@ -203,8 +211,10 @@ def encoded(task: Task, value: object) -> IntArray:
 
 
 def by_kinds(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntArray, list[tuple[Columns, Costs]]]]:
-    """Group rows by the node groups of their meshes. Yield the rows, and their columns with the costs of these groups,
-    in the order of the pipeline; for rows that split the data, the columns and costs of each mesh.
+    """Group candidates by the node groups of their meshes, and yield each group's rows, columns and costs.
+
+    Candidates that split the layers have one item of columns and costs, in the order of the pipeline. Candidates that
+    split the data have an item for each mesh.
     """
     code = columns.get(MESHES)
     if code is None or not code.any():
@@ -225,7 +235,7 @@ def by_kinds(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntAr
 
 
 def splits(task: Task, columns: Columns) -> dict[str, BoolArray]:
-    """Return which rows split layers, and which split the data over the node groups."""
+    """Return which candidates split the layers, and which split the data over the node groups."""
     code, table = columns.get(MESHES), Meshes.from_task(task)
     if code is None:
         return {}
@@ -235,7 +245,7 @@ def splits(task: Task, columns: Columns) -> dict[str, BoolArray]:
 
 
 def groups_of_row(task: Task, columns: Columns) -> list[int]:
-    """Return the node groups of the first row in the order of its pipeline."""
+    """Return the node groups of the first candidate in the order of its pipeline."""
     code = columns.get(MESHES)
     if code is None or not code[0]:
         return list(range(len(task.cluster.groups)))
@@ -243,7 +253,7 @@ def groups_of_row(task: Task, columns: Columns) -> list[int]:
 
 
 def stage_devices(task: Task, columns: Columns) -> list[int]:
-    """Return the number of devices of each pipeline stage of the first row."""
+    """Return the number of devices of each pipeline stage of the first candidate."""
     code, stages = columns.get(MESHES), int(columns[PP][0])
     if ALL_REPLICAS in columns:
         return [int(columns[SIZES["tp"]][0] * columns[SIZES["cp"]][0] * columns[ALL_REPLICAS][0])] * stages
@@ -257,7 +267,9 @@ def stage_devices(task: Task, columns: Columns) -> list[int]:
 
 
 def _ordered(cluster: Cluster, costs: Costs, groups: Sequence[int]) -> Costs:
-    """Return the costs of the node groups `groups`, in this order; of all node groups if it is empty."""
+    """Return the costs of the node groups `groups`, in this order. If `groups` is empty, return those of all node
+    groups.
+    """
     if not groups:
         return costs
     first, *others = (replace(costs.groups[group], further={}, between=None) for group in groups)
@@ -266,14 +278,14 @@ def _ordered(cluster: Cluster, costs: Costs, groups: Sequence[int]) -> Costs:
 
 
 AFTER_REPLICAS = ("dp_comm_exposed_s", "optimizer_s")
-"""Parts of a step after all replicas have finished their micro-batches."""
+"""Parts of a step that begin when all replicas have finished their micro-batches."""
 
 
 def together(parts: Sequence[Predictions], stages: Sequence[IntArray]) -> Predictions:
-    """Return the predictions of rows whose replicas are on several node groups, from those of each group.
+    """Return the predictions of candidates with replicas on several node groups, from the predictions for each group.
 
     All replicas wait for the slowest one, then reduce their gradients together. The stages are numbered over all
-    groups; `stages` are their numbers.
+    groups; `stages` are the numbers of stages of each group.
     """
     after = {name: np.maximum.reduce([part.time_s[name] for part in parts]) for name in AFTER_REPLICAS}
     own = [part.step_time_s - sum(part.time_s[name] for name in AFTER_REPLICAS) for part in parts]
@@ -303,7 +315,9 @@ def together(parts: Sequence[Predictions], stages: Sequence[IntArray]) -> Predic
 def with_stage(
     task: Task, columns: Columns, stages: IntArray, costs: Costs
 ) -> Iterator[tuple[IntArray, Columns, Costs]]:
-    """Group rows by node groups; rows that split the data have the mesh of the given stage of each row."""
+    """Group candidates by node groups. Candidates that split the data get the columns of the mesh with their given
+    stage.
+    """
     for rows, meshes in by_kinds(task, columns, costs):
         for number, (own, group_costs) in enumerate(meshes):
             here = np.flatnonzero(stages[rows] // own[PP] == number) if len(meshes) > 1 else np.arange(rows.size)
@@ -311,8 +325,10 @@ def with_stage(
 
 
 def on_rank(task: Task, row: Columns, costs: Costs, rank: int) -> tuple[Columns, Costs, int]:
-    """Return the columns and the costs of the mesh of a global rank of one row that splits the data, and the first rank
-    of its stage in Megatron's order; otherwise those of the row, and `rank`. The ranks of a replica are consecutive.
+    """Return the columns and costs of the mesh of a global rank, and the first rank of its stage in Megatron's order.
+
+    `row` is one candidate. If it does not split the data, return its own columns and costs, and `rank`. The ranks of a
+    replica are consecutive.
     """
     ((_, meshes),) = by_kinds(task, row, costs)
     before = 0

@@ -1,4 +1,4 @@
-"""The legal sizes of one node group, with the time and the memory of a layer."""
+"""The legal parallel sizes on one node group, with the time and the memory of a layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,12 +41,13 @@ MAX_SAMPLES = 64
 
 @dataclass(frozen=True, slots=True)
 class MeshOptions(ArrayRecord):
-    """Ways to use one node group, as arrays: sizes, and figures of a stage with `base` layers.
+    """The options for one node group, as arrays: parallel sizes, and the time and memory of a stage with `base` layers.
 
-    `seconds` is the time of a micro-batch, `layer` that of a further layer, `first` and `last` those of the embedding
-    and of the head. `used` is the memory of the stage with one micro-batch in flight, relative to the capacity, as are
-    `weights` and `activations` of a further layer; `last_layer` is that of the last stage. `step` is the time of
-    gradients and optimizer.
+    Times are in seconds. `seconds` is the time of a micro-batch, `layer` the time of one more layer, `first` and `last`
+    the times of the embedding and the head, `step` the time of gradients and optimizer.
+
+    Memory is relative to the capacity. `used` is the memory of the stage with one micro-batch in flight. `weights` and
+    `activations` are the memory of one more layer, `last_layer` the memory of one more layer on the last stage.
     """
 
     tp: IntArray
@@ -71,27 +72,29 @@ class MeshOptions(ArrayRecord):
     context: IntArray
 
     def text(self, row: int, name: str, words: Sequence[str]) -> str:
-        """Return the text of one row as a mesh on the node group `name`; `words` are those of `recompute_words`."""
+        """Return the option `row` as the text of a mesh on the node group `name`. `words` are those of
+        `recompute_words`.
+        """
         sizes = {"tp": self.tp, "ep": self.ep, "dp": self.dp, "pp": self.pp, "cp": self.context}
         return mesh_text(name, {key: int(each[row]) for key, each in sizes.items()}, words[int(self.recompute[row])])
 
     def room(self, in_flight: FloatArray, ends: FloatArray) -> FloatArray:
-        """Return the maximum number of layers of a stage; `ends` is the memory of embedding or head."""
+        """Return the maximum number of layers of a stage that fits. `ends` is the memory of embedding or head."""
         per_layer = self.weights + self.activations * in_flight
         free = 1.0 - self.used - ends - self.base * self.activations * (in_flight - 1.0)
         return np.floor(self.base + free / np.maximum(per_layer, 1e-12))
 
     def room_last(self) -> FloatArray:
-        """Return the maximum number of layers of the last stage, which has one micro-batch in flight."""
+        """Return the maximum number of layers that fits on the last stage, which has one micro-batch in flight."""
         return np.floor(self.base + (1.0 - self.used - self.used_last) / np.maximum(self.last_layer, 1e-12))
 
     def fits(self, seconds: FloatArray) -> FloatArray:
-        """Return the maximum number of layers of a stage that takes at most `seconds` for a micro-batch."""
+        """Return the maximum number of layers with which a stage takes at most `seconds` for a micro-batch."""
         return np.maximum(np.floor(self.base + (seconds - self.seconds) / self.layer + 1e-9), 0.0)
 
 
 def recompute_words(task: Task) -> list[str]:
-    """Return the recompute options in the space: none, selective, full, and the first 1, 2, 4, ... layers."""
+    """Return the kinds of recompute in the space: none, selective, full, and the first 1, 2, 4, ... layers."""
     words = [*RECOMPUTE_CODES, *(f"block{2**power}" for power in range(6) if 2**power < task.spec.model.num_layers)]
     if task.spec.train.attention == "flash":
         words.remove("selective")
@@ -100,7 +103,7 @@ def recompute_words(task: Task) -> list[str]:
 
 
 def _has(task: Task, knob: str, code: int) -> bool:
-    """Return whether the space lists a value of a recompute knob; the code 0 means that the knob does not apply."""
+    """Return whether the space lists a value of a recompute knob. The code 0 means that the knob does not apply."""
     listed = task.spec.space.get(knob, AUTO)
     if isinstance(listed, str) or (not code and knob != RECOMPUTE_KNOBS[0]):
         return True
@@ -108,13 +111,16 @@ def _has(task: Task, knob: str, code: int) -> bool:
 
 
 def _largest(task: Task, switch: str) -> int:
-    """Return 1 if the space lists true for a switch, else 0."""
+    """Return 1 if the space lists `true` for a switch, else 0."""
     listed = task.spec.space.get(switch, AUTO)
     return int(isinstance(listed, str) or True in listed)
 
 
 def _step_seconds(train: Training, layout: Layout, costs: Costs, stage: Stage, seconds: FloatArray) -> FloatArray:
-    """Return the seconds of a stage for gradients and optimizer; a third of its passes is forward."""
+    """Return the seconds of a stage for gradients and optimizer.
+
+    `seconds` is the stage's time of a micro-batch; a third of it is assumed to be forward.
+    """
     params = split_parameters(stage_parameters(train, layout, stage))
     forward, backward = Seconds.from_compute(seconds / 3.0), Seconds.from_compute(seconds * 2.0 / 3.0)
     time = StageTime(forward, backward, np.zeros_like(seconds))
@@ -123,14 +129,14 @@ def _step_seconds(train: Training, layout: Layout, costs: Costs, stage: Stage, s
 
 
 def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
-    """Return the figures of all legal sizes of one node group."""
+    """Return the options for one node group, with all legal sizes."""
     train, columns = training(task), mesh_columns(task, group)
     layout = replace(layout_of(task, columns), pipeline=np.full(columns[PP].shape, 4.0))
     run = costs_in_run(costs)
     pace = Pace.from_blocks(train, layout, run, Blocks.from_layout(train, layout, run))
     base = np.maximum(layout.block, 1.0) + 1.0
     one, two = np.ones_like(base), np.full_like(base, 2.0)
-    # the layers and the micro-batches in flight of stages between, of the first and of the last stage
+    # (stage, layers, micro-batches in flight) of stages between the ends, of the first and of the last stage
     places = [(1, base, one), (1, base + 1.0, one), (1, base + 1.0, two), (0, base, one), (3, base, one)]
     stages = [
         replace(stage_of(train, layout, np.full_like(base, place), layers), in_flight=in_flight)
@@ -164,14 +170,15 @@ def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
 
 
 def share_sizes(batch: int) -> list[int]:
-    """Return the micro-batch sizes of a share of a batch: the batch's divisors, and powers of two."""
+    """Return the micro-batch sizes to try for a share of a batch: the batch's divisors, and powers of two."""
     return sorted({*divisors(batch), *(2**power for power in range(batch.bit_length()))})
 
 
 def mesh_columns(task: Task, group: int, *, has_share: bool = False) -> dict[str, IntArray]:
-    """Return the columns of all legal sizes of one node group; `word` is the number of the way to recompute.
+    """Return the columns of all legal sizes on one node group. `word` is the index of the kind of recompute.
 
-    With `has_share`, the node group processes a share of the batch, so its samples at once need not divide the batch.
+    With `has_share`, the node group processes a share of the batch, so the samples that it processes at once need not
+    divide the batch.
     """
     nodes, batch, space = task.cluster.groups[group], task.spec.train.global_batch_size, task.spec.space
     words, experts = recompute_words(task), task.spec.model.num_moe_experts

@@ -1,13 +1,13 @@
 """Plans the meshes of a mixed cluster: the combinations that may be the fastest.
 
-The time and the memory of a layer are known for the sizes of each node group, so a combination is scored without its
-prediction: with the shortest time of the slowest stage for which the stages have room for all layers. The best
-combinations by score become candidates, which are predicted exactly.
+The time and the memory of a layer are known for the sizes of each node group, so a combination is scored without
+predicting it: the score is based on the shortest time of the slowest stage for which the stages have room for all
+layers. The combinations with the best scores become candidates, which are predicted exactly.
 
-Also plans data splits: whole replicas on each kind of chips, with shares of the batch. A replica takes
-`start + x * pace` seconds for x micro-batches. The shares minimize the slowest replica: for each combination of sizes,
-the time with real numbers of micro-batches is a lower bound; whole numbers near it are tried for the combinations with
-the lowest bounds.
+Also plans data splits: whole replicas on each kind of chip, with shares of the batch. A replica takes `start + x *
+pace` seconds for x micro-batches. The shares minimize the time of the slowest replica. For each combination of sizes,
+the time with real numbers of micro-batches is a lower bound. For the combinations with the lowest bounds, whole numbers
+near the real ones are tried.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,27 +50,28 @@ from flagcore.engines.training.memory.training import memory_in_use
 from flagcore.engines.training.time.step import costs_in_run, step_time
 
 PLANNED = 256
-"""Number of meshes that become candidates; each order of the node groups has an equal share besides."""
+"""Number of meshes that become candidates. In addition, each order of the node groups has an equal share."""
 NEAR = 1.5
-"""Combinations are dropped if their score, or a lower bound of it, exceeds the best score by this factor."""
+"""A combination is dropped if its score, or a lower bound of the score, exceeds the best score by this factor."""
 MAX_SIZES = 16
-"""Maximum number of sizes of a node group with as many stages, with and without EP: the fastest, and those
-with most room."""
+"""Maximum number of options of a node group with equal numbers of stages, with and without EP.
+
+Both the fastest options and those with the most room are kept."""
 MAX_SCORED = 4096
-"""Maximum number of combinations that are scored, of some groups and one batch."""
+"""Maximum number of combinations that are scored, for one set of node groups and one batch."""
 EQUAL = ("tp", "dp", "ep", "recompute")
-"""What is equal on all meshes of a trial."""
+"""Sizes and recompute that must be equal on all meshes of a trial."""
 LARGE = 64
-"""Node groups with more devices are planned alone with the sizes of their meshes only."""
+"""For node groups with more devices, candidates on this group alone only have the sizes of its meshes."""
 STEPS = 24
-"""Halvings of the interval of the slowest stage's time."""
+"""Number of times that the interval of the slowest stage's time is halved."""
 
 
 def with_meshes(platform: Platform, *, plan: bool = True) -> Platform:
-    """Return `platform` with the meshes that may be the fastest in its space, unless the spec lists them.
+    """Return `platform` with the meshes that may be the fastest added to its space, unless the spec lists meshes.
 
-    Trials have the meshes that they can run: of equal sizes, in another order than the spec, or without some groups.
-    Raises SpecError for meshes in the spec that trials cannot run.
+    If the meshes are for trials, only those are added that trials can run: with equal sizes, in another order than the
+    spec, or without some groups. Raises SpecError for meshes in the spec that trials cannot run.
     """
     task = platform.task
     if len(task.cluster.groups) == 1:
@@ -89,17 +90,18 @@ def with_meshes(platform: Platform, *, plan: bool = True) -> Platform:
 
 
 def _with_space(task: Task, values: Mapping[str, str | tuple[KnobValue, ...]]) -> Task:
-    """Return the task with these values of knobs for which the spec has none."""
+    """Return the task with these values of knobs, unless the spec lists values for them."""
     space = {**values, **{knob: listed for knob, listed in task.spec.space.items() if listed != AUTO}}
     return replace(task, spec=replace(task.spec, space=space))
 
 
 def values_alone(task: Task, group: int | None = None) -> dict[str, str | tuple[KnobValue, ...]]:
-    """Return the sizes and the recompute of the listed meshes, optionally of those of one node group alone; empty for a
-    node group that is not `LARGE`, whose whole space is searched.
+    """Return the sizes and the recompute of the listed meshes, as values for candidates without meshes.
 
-    Candidates without meshes need no others: their sizes are also those of meshes. PP and DP are left out, because
-    virtual stages, which meshes cannot have, favour longer pipelines.
+    With `group`, only meshes on this node group alone are used; the result is empty unless the group is `LARGE`,
+    because the whole space of smaller groups is searched. Candidates without meshes need no other values: their sizes
+    are also sizes of meshes. PP and DP are omitted, because virtual stages, which meshes cannot have, favour longer
+    pipelines.
     """
     if group is not None and task.cluster.groups[group].devices <= LARGE:
         return {}
@@ -117,7 +119,9 @@ def values_alone(task: Task, group: int | None = None) -> dict[str, str | tuple[
 
 
 def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
-    """Return the meshes that may be the fastest, the best by score first; without `plan`, those of trials."""
+    """Return the meshes that may be the fastest, sorted by score. Without `plan`, only return meshes that trials can
+    run.
+    """
     names, words = task.cluster.names, recompute_words(task)
     groups = [replace(each, further={}, between=None) for each in costs.groups]
     options = [mesh_options(task, each, number) for number, each in enumerate(groups)]
@@ -134,7 +138,7 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
             crossed = dict(zip(subset, of_set, strict=True))
             for order, limit in limits.items():
                 if not plan and order == (*range(len(names)),):
-                    continue  # the sizes of candidates without meshes
+                    continue  # candidates without meshes have these sizes
                 seconds, chosen = _best(task, [crossed[group] for group in order], limit)
                 for place, score in enumerate(seconds.tolist()):
                     meshes = zip(order, chosen, strict=True)
@@ -148,14 +152,14 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
 
 
 def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float, int, int]]:
-    """Yield each context-parallel size and number of samples per micro-batch of all replicas, after a lower bound of
-    the seconds of a step.
+    """Yield a lower bound of a step's seconds, a context-parallel size, and the samples per micro-batch of all
+    replicas.
     """
     layers, batch = task.spec.model.num_layers, task.spec.train.global_batch_size
     keys = {key for each in options for key in zip(each.context.tolist(), each.samples.tolist(), strict=True)}
     for context, samples in keys:
-        # As if every group had its fastest option, without embedding, head, filling and optimizer: no combination with
-        # this key is faster, so the keys with the lowest bounds come first and set the limit for the others.
+        # The bound assumes the fastest option of every group, and no embedding, head, filling and optimizer. So no
+        # combination with this key is faster. The keys with the lowest bounds come first and limit the others.
         rates = [(each.pp / each.layer)[(each.context == context) & (each.samples == samples)] for each in options]
         rate = sum(float(each.max(initial=0.0)) for each in rates)
         yield batch / samples * layers / max(rate, 1e-30), context, samples
@@ -164,11 +168,11 @@ def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float
 def _crossed(
     task: Task, options: Sequence[MeshOptions], limit: float, equal: Sequence[str], alike: Sequence[str]
 ) -> list[MeshOptions]:
-    """Return the combinations of options with the lowest bounds of a step up to `limit`, in any order of the groups:
-    the option of each group.
+    """Return the combinations of options whose lower bound of a step's seconds is at most `limit`.
 
-    The groups are crossed one after the other. A bound of some groups has the best of each group that follows: its
-    highest rate, its smallest number of stages, and its largest room. All meshes have the same figures `alike`.
+    The order of the groups does not matter; the result has the options of each group. The groups are combined one after
+    the other. The bound of an incomplete combination assumes the best of each group that follows: its highest rate, its
+    smallest number of stages, and its largest room. All meshes of a combination have the same fields `alike`.
     """
     layers, microbatches = float(task.spec.model.num_layers), _microbatches(task, options)
     useful = [_useful(each, layers, limit / microbatches, equal=equal) for each in options]
@@ -187,7 +191,7 @@ def _crossed(
         bound = (microbatches - 1.0 + stages) * layers / rate + step
         same = [getattr(each, name)[option] == getattr(useful[0], name)[rows[0, place]] for name in alike if number]
         kept = np.flatnonzero(np.logical_and.reduce([bound <= limit, stages <= layers, room >= layers, *same]))
-        if kept.size > MAX_SCORED:  # bounds the memory of the next crossing
+        if kept.size > MAX_SCORED:  # limits the memory for adding the next group
             kept = kept[np.argpartition(bound[kept], MAX_SCORED)[:MAX_SCORED]]
         rows = np.concatenate((rows[:, place[kept]], option[None, kept]))
         sums, step = sums[:, kept], step[kept]
@@ -201,7 +205,7 @@ def _microbatches(task: Task, options: Sequence[MeshOptions]) -> float:
 
 
 def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[FloatArray, list[MeshOptions]]:
-    """Return the lowest scores of combinations up to `limit`, and the option of each mesh, in the order of the
+    """Return the best scores of combinations, at most `limit`, and the options of each mesh in the order of the
     pipeline.
     """
     legal = np.flatnonzero(_legal(options, shares_weights=tied(task)))
@@ -215,8 +219,10 @@ def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[Flo
 
 
 def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Sequence[str]) -> MeshOptions:
-    """Return the options that no other one with as many stages and the same `equal` figures beats in time and memory,
-    and whose stages can have a layer within `seconds`.
+    """Return the options that no other option beats in both time and memory.
+
+    Options are only compared if they have as many stages and the same fields `equal`. Their stages must be able to have
+    a layer within `seconds`.
     """
     ones = np.ones(options.pp.size)
     most = np.minimum(options.fits(seconds * ones), layers)
@@ -229,7 +235,7 @@ def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Seque
         beats &= values[:, None] == values
     for values in less:
         beats &= values[:, None] <= values + 1e-12
-    beats &= ~(beats.T & (np.arange(ones.size)[:, None] >= np.arange(ones.size)))  # of equal options, the first
+    beats &= ~(beats.T & (np.arange(ones.size)[:, None] >= np.arange(ones.size)))  # keeps the first of equal options
     kept = np.flatnonzero(~beats.any(axis=0) & (room[0] >= 1.0))
     useful = options[kept]
     alike = 2 * useful.pp + (useful.ep > 1)
@@ -237,7 +243,9 @@ def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Seque
 
 
 def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
-    """Return which options are among the `MAX_SIZES` lowest by a figure of those with the same number `alike`."""
+    """Return which options are among the `MAX_SIZES` lowest by `figure`, compared with options of the same number
+    `alike`.
+    """
     order = np.lexsort((figure, alike))
     place = np.empty_like(order)
     place[order] = np.arange(order.size) - np.searchsorted(alike[order], alike[order])
@@ -245,7 +253,7 @@ def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
 
 
 def _legal(chosen: Sequence[MeshOptions], *, shares_weights: bool) -> BoolArray:
-    """Return which combinations keep the rules between meshes."""
+    """Return which combinations satisfy the rules between meshes."""
     tensor, data, expert = (np.stack([getattr(each, name) for each in chosen]) for name in ("tp", "dp", "ep"))
     legal: BoolArray = (expert > 1).all(axis=0) | (expert == 1).all(axis=0)
     if shares_weights:
@@ -254,13 +262,15 @@ def _legal(chosen: Sequence[MeshOptions], *, shares_weights: bool) -> BoolArray:
 
 
 def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -> FloatArray:
-    """Return the seconds of a step: those of the slowest stage of all micro-batches, the filling of the pipeline, and
-    the longest step of gradients and optimizer.
+    """Return the estimated seconds of a step.
+
+    They are the sum of the slowest stage's time for all micro-batches, the filling of the pipeline, and the longest
+    step of gradients and optimizer.
     """
     kinds = [kind for number in range(len(parts)) for kind in _kinds(parts, number, microbatches)]
 
     def held(seconds: FloatArray) -> list[FloatArray]:
-        """Return the layers of one stage of each kind within `seconds`."""
+        """Return how many layers one stage of each kind can have within `seconds`."""
         return [np.minimum(of.fits(seconds - extra), room) for of, _, room, extra in kinds]
 
     def enough(seconds: FloatArray) -> BoolArray:
@@ -285,10 +295,10 @@ def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -
 def _kinds(
     parts: Sequence[MeshOptions], number: int, microbatches: float
 ) -> Iterator[tuple[MeshOptions, FloatArray, FloatArray, FloatArray]]:
-    """Yield the first stage, the last one, and the stages between, as far as they are on mesh `number`: the mesh, the
-    number of such stages, the maximum number of layers of each, and the seconds of embedding and head.
+    """Yield the kinds of stages on mesh `number`: the first stage, the last one, and the stages between.
 
-    The stages between count with the mean of the first and of the last of them.
+    Each item has the mesh, the number of such stages, the maximum number of layers of each, and the seconds of
+    embedding and head. The maximum for the stages between is the mean of the first and the last of them.
     """
     options, zeros = parts[number], np.zeros(parts[0].pp.shape)
     stages, after = options.pp.astype(np.float64), zeros + sum(part.pp for part in parts[number + 1 :])
@@ -305,19 +315,20 @@ def _kinds(
 
 
 PLANNED_REPLICAS = 64
-"""Number of data splits that become candidates."""
+"""Maximum number of data splits that become candidates."""
 SOLVED = 1024
 """Maximum number of combinations of sizes for which whole numbers of micro-batches are tried."""
 NEARBY = {2: 64, 3: 8}
-"""How far from the real numbers of micro-batches whole ones are tried, by the number of kinds; otherwise 2."""
+"""Maximum distance between tried whole numbers of micro-batches and the real numbers, by the number of kinds (else
+2)."""
 
 CP, EP = SIZES["cp"], SIZES["ep"]
 Rows = Mapping[str, Any]
-"""Columns of the sizes of a node group, and figures of its replicas."""
+"""Columns of options for the replicas of a node group: sizes, and times of the replicas."""
 
 
 def planned_replicas(task: Task, costs: Costs) -> tuple[str, ...]:
-    """Return the data splits that may be the fastest, the best first."""
+    """Return the data splits that may be the fastest, sorted by their estimated time."""
     if task.spec.model.mtp_num_layers or costs.between is None:
         return ()
     names, words, batch = task.cluster.names, recompute_words(task), task.spec.train.global_batch_size
@@ -345,15 +356,16 @@ def planned_replicas(task: Task, costs: Costs) -> tuple[str, ...]:
 
 
 def _replica_text(name: str, rows: Rows, place: int, words: Sequence[str], usual: int, count: int) -> str:
-    """Return a mesh; it has its micro-batch size unless that is the `usual` one, the candidate's."""
+    """Return the text of a mesh with replicas. The micro-batch size is only included if it differs from `usual`."""
     sizes = {key: int(rows[knob][place]) for key, knob in SIZES.items()}
     own = "" if rows[MBS][place] == usual else f"mbs{int(rows[MBS][place])} "
     return mesh_text(name, sizes, words[int(rows["word"][place])], f"{own}x{count}")
 
 
 def _replicas_columns(task: Task, group: int) -> dict[str, IntArray]:
-    """Return the columns of all legal sizes of the replicas of one node group, and a number for those that replicas of
-    other groups must have too.
+    """Return the columns of all legal sizes for the replicas of one node group.
+
+    The column `shape` combines the sizes that the replicas of other groups must have, too.
     """
     columns = mesh_columns(task, group, has_share=True)
     columns[SPLIT] = np.zeros_like(columns[SPLIT])
@@ -367,8 +379,9 @@ SOLVE = ("samples", "start", "pace")
 
 
 def _crossed_replicas(task: Task, costs: Costs, columns: Mapping[int, Mapping[str, IntArray]]) -> list[Rows]:
-    """Return the combinations of sizes that fit, for each micro-batch size of each node group the fastest: the rows of
-    each group, with the seconds of its replicas.
+    """Return the combinations of sizes that fit: the options of each group, with the seconds of its replicas.
+
+    For each micro-batch size of each node group, only the fastest option is used.
     """
     shapes = reduce(np.intersect1d, [each["shape"] for each in columns.values()])
     devices = sum(task.cluster.groups[group].devices for group in columns)
@@ -388,8 +401,10 @@ def _crossed_replicas(task: Task, costs: Costs, columns: Mapping[int, Mapping[st
 
 
 def _replica_figures(task: Task, costs: Costs, rows: Mapping[str, IntArray]) -> Rows:
-    """Return rows with the seconds of their replicas: `start` for a step (inf if they do not fit), `pace` for each
-    micro-batch, which is of `samples` samples of all of them, and `after` them.
+    """Return `rows` with the seconds of the replicas.
+
+    `start` is the fixed time of a step (inf if the replicas do not fit), `pace` the time of each micro-batch, and
+    `after` the time after all micro-batches. A micro-batch has `samples` samples over all replicas of the group.
     """
     run, samples = costs_in_run(costs), rows[MBS] * rows[DP]
     count = np.maximum(rows[PP], task.spec.train.global_batch_size // samples)
@@ -403,7 +418,7 @@ def _replica_figures(task: Task, costs: Costs, rows: Mapping[str, IntArray]) -> 
 
 
 def _fastest_replicas(rows: Rows, places: IntArray) -> list[int]:
-    """Return the fastest of `places` that fit for each micro-batch size."""
+    """Return the fastest option in `places` that fits, for each micro-batch size."""
     best: dict[int, int] = {}
     for place in places[np.argsort(rows["pace"][places], kind="stable")].tolist():
         if np.isfinite(rows["start"][place] + rows["pace"][place]):
@@ -412,17 +427,19 @@ def _fastest_replicas(rows: Rows, places: IntArray) -> list[int]:
 
 
 def _level(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int) -> FloatArray:
-    """Return the seconds in which all kinds together process the batch, with real numbers of micro-batches."""
+    """Return the seconds in which all kinds together process the batch, if the numbers of micro-batches were real
+    numbers.
+    """
     rate = samples / pace
     level: FloatArray = (batch + (rate * start).sum(axis=1)) / rate.sum(axis=1)
     return level
 
 
 def shares(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int) -> tuple[IntArray, FloatArray]:
-    """Return the numbers of micro-batches that minimize the time of the slowest replica, and this time (inf if
-    there are none).
+    """Return the numbers of micro-batches that minimize the time of the slowest replica, and this time.
 
-    All arguments and the numbers are (rows, kinds). A micro-batch of all replicas of a kind has `samples` samples.
+    The time is inf if no numbers are possible. The arguments and the numbers have the shape (rows, kinds). A
+    micro-batch of all replicas of a kind has `samples` samples.
     """
     kinds = samples.shape[1]
     order = np.argsort(-samples, axis=1, kind="stable")

@@ -1,10 +1,10 @@
-"""Rules and merges of candidates with meshes: Megatron's rules on each mesh, and the rules between meshes.
+"""Rules and merges for candidates with meshes: Megatron's rules on each mesh, and the rules between meshes.
 
 Source of the rules between meshes: FlagScale da4935e, `flagscale/train/arguments.py` (`pre_validate_args`), and for the
-experts the description of its pull request 395. Source of the rules of replicas: FlagScale v0.3 (5c75bb7),
-`megatron/megatron/core/parallel_state.py`, `initialize_model_parallel_hetero_dp` has one TP and PP for all kinds, no
-virtual stages, CP or EP; megatron-core 0.16 `parallel_state.py` has one TP, CP and PP, and refuses EP in the order of
-ranks in which those of a replica are consecutive.
+experts the description of its pull request 395. Sources of the rules of replicas: in FlagScale v0.3 (5c75bb7),
+`megatron/megatron/core/parallel_state.py`, `initialize_model_parallel_hetero_dp` requires one TP and PP for all kinds,
+and no virtual stages, CP or EP. megatron-core 0.16 `parallel_state.py` requires one TP, CP and PP, and refuses EP if
+the ranks of a replica are consecutive.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +20,15 @@ from flagcore.engines.megatron.space.rules import DIST_OPT
 
 DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
 WHOLE_CLUSTER = ("world_size", "stages_in_one_group", "expert_world_size", "virtual_needs_pipeline")
-"""Rules of the plain sizes that do not apply to a mesh."""
+"""Rules about sizes on the whole cluster, which do not apply to a single mesh."""
 OF_BATCH = "global_batch_size"
-"""A rule that does not apply to replicas, which have shares of the batch."""
+"""A rule that does not apply to replicas, because they have shares of the batch."""
 
 
 def with_meshes(task: Task, rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules of a task whose candidates may have meshes; `rules` are those without."""
+    """Return the rules of a task whose candidates may have meshes. `rules` are the rules for candidates without
+    meshes.
+    """
     if len(task.cluster.groups) == 1:
         return tuple(rules)
     table = Meshes.from_task(task)
@@ -34,7 +36,7 @@ def with_meshes(task: Task, rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def _on_each_mesh(table: Meshes, rule: Rule) -> Rule:
-    """Return a rule that, with meshes, applies to each of them."""
+    """Return a rule that applies to each mesh of candidates with meshes."""
 
     def broken(columns: Columns) -> BoolArray:
         result, code = rule.broken(columns), columns[MESHES]
@@ -55,7 +57,7 @@ def _on_each_mesh(table: Meshes, rule: Rule) -> Rule:
 
 
 def _of_texts(task: Task, table: Meshes) -> Iterator[Rule]:
-    """Yield the rules that depend on the texts of the meshes alone."""
+    """Yield the rules that depend only on the texts of the meshes."""
     model, there, apart = task.spec.model, table.groups >= 0, table.splits_data
     size = {knob: np.where(there, values, 1) for knob, values in table.codes.items()}
     last = np.maximum(there.sum(axis=1) - 1, 0)
@@ -161,7 +163,9 @@ def _of_knobs(task: Task, table: Meshes) -> Iterator[Rule]:
 
 
 def merges_with_meshes(task: Task, merges: Sequence[Merge]) -> tuple[Merge, ...]:
-    """Return the merges of a task whose candidates may have meshes; `merges` are those without."""
+    """Return the merges of a task whose candidates may have meshes. `merges` are the merges for candidates without
+    meshes.
+    """
     if len(task.cluster.groups) == 1:
         return tuple(merges)
     table = Meshes.from_task(task)
@@ -172,7 +176,7 @@ def merges_with_meshes(task: Task, merges: Sequence[Merge]) -> tuple[Merge, ...]
     useless[MBS] = sets_samples
 
     def on_meshes(name: str, knob: str, rows: BoolArray | np.bool_, value: int) -> Merge:
-        """Return a merge that sets a knob of candidates with meshes of some rows of the table."""
+        """Return a merge that sets a knob to `value` for candidates whose meshes are among `rows` of the table."""
         rows = np.broadcast_to(rows, size.shape)
         return Merge(
             name=name,

@@ -1,4 +1,4 @@
-"""Meshes in trials: flagcore's trial program runs those of equal sizes on the hosts of their groups."""
+"""Meshes in trials: flagcore's trial program runs meshes of equal sizes on the hosts of their node groups."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,24 +25,27 @@ from flagcore.engines.megatron.space.knobs import columns as row_of
 from flagcore.errors import SpecError
 
 EQUAL = "mesh_equal_sizes"
-"""The rule about the sizes of the meshes of a trial. Source: megatron-core 0.16 `parallel_state.py`,
-`initialize_model_parallel` takes one TP, CP, EP and PP for all ranks, and derives DP; `TransformerConfig` has one
-recompute for all stages."""
+"""The rule that the meshes of a trial have equal sizes.
+
+Source: megatron-core 0.16 `parallel_state.py`, `initialize_model_parallel` accepts one TP, CP, EP and PP for all ranks,
+and derives DP; `TransformerConfig` has one recompute for all stages."""
 
 
 def runs_meshes(spec: Spec) -> bool:
-    """Return whether trials can run meshes: the trial program starts on the hosts of each group."""
+    """Return whether trials can run meshes, because the trial program starts on the hosts of each group."""
     return spec.train.command is None and spec.on_each_host
 
 
 OF_DATA = "replicas_release"
-"""The rule about the engines of a data split. Source: FlagScale v0.3 (5c75bb7) has `--hetero-mode dp`
-(`megatron/megatron/arguments.py`), da4935e has no such argument; Megatron-LM's `pretrain_gpt.py` (0.16) has one
-micro-batch size and number of micro-batches for all replicas (`num_microbatches_calculator.py`)."""
+"""The rule about the engines that can run a data split.
+
+Source: FlagScale v0.3 (5c75bb7) has `--hetero-mode dp` (`megatron/megatron/arguments.py`), da4935e has no such
+argument. Megatron-LM's `pretrain_gpt.py` (0.16) has one micro-batch size and number of micro-batches for all replicas
+(`num_microbatches_calculator.py`)."""
 
 
 def require_runnable(task: Task) -> None:
-    """Raise SpecError for listed meshes that trials cannot run."""
+    """Raise SpecError if the spec lists meshes that trials cannot run."""
     listed = task.spec.space.get(MESHES, AUTO)
     table = Meshes.from_task(task)
     for number, text in enumerate(table.texts if not isinstance(listed, str) else (), start=1):
@@ -60,13 +63,14 @@ def require_runnable(task: Task) -> None:
 
 
 def data_problem() -> str:
-    """Return why only flagcore's trial program can run a data split, as the problem in an error."""
+    """Return the problem in an error: why only flagcore's trial program can run a data split."""
     return f"splits the data, which Megatron-LM and FlagScale after 0.3 cannot run ({OF_DATA})"
 
 
 def shares(task: Task, candidate: Candidate) -> list[dict[str, Any]]:
-    """Return the replicas of each mesh of a candidate that splits the data, as the trial program's `Share`; empty for
-    others.
+    """Return the replicas of each mesh of a candidate that splits the data, as the trial program's `Share`.
+
+    The list is empty for other candidates.
     """
     table, row = Meshes.from_task(task), row_of(task, candidate.as_dict())
     code, found = int(row[MESHES][0]) if MESHES in row else 0, []
@@ -80,7 +84,7 @@ def shares(task: Task, candidate: Candidate) -> list[dict[str, Any]]:
 
 
 def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
-    """Return the values of a candidate; in the trial program, the sizes of its equal meshes are those of all stages."""
+    """Return the values of a candidate. If the trial program runs meshes, their equal sizes replace the meshes."""
     values = candidate.as_dict()
     if not runs_meshes(task.spec):
         return values
@@ -97,7 +101,7 @@ def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
 
 
 def on_groups(task: Task, candidate: Candidate) -> Task:
-    """Return the task on the node groups of a candidate, in the order of its meshes."""
+    """Return the task with only the node groups of a candidate, in the order of its meshes."""
     if len(task.cluster.groups) == 1:
         return task
     order = groups_of_row(task, row_of(task, candidate.as_dict()))
@@ -113,21 +117,26 @@ def hosts_of(task: Task, candidate: Candidate) -> tuple[str, ...]:
 
 
 def devices_of(task: Task, candidate: Candidate) -> dict[int, int]:
-    """Return the device of each rank, numbered over all nodes in the order of the node groups; empty for one group."""
+    """Return the device of each rank. Devices are numbered over all nodes in the order of the node groups.
+
+    The result is empty if there is only one group.
+    """
     if len(task.cluster.groups) == 1:
         return {}
     return dict(enumerate(_in_order(task, candidate, [group.devices for group in task.cluster.groups])))
 
 
 def _in_order(task: Task, candidate: Candidate, counts: Sequence[int]) -> list[int]:
-    """Return the indices of `counts` things of each node group in the order of the candidate's meshes."""
+    """Return the indices of all nodes or devices, sorted by the candidate's meshes. `counts` are their numbers per
+    group.
+    """
     ends = list(accumulate(counts))
     order = groups_of_row(task, {MESHES: encoded(task, candidate.as_dict().get(MESHES))})
     return [index for group in order for index in range(ends[group] - counts[group], ends[group])]
 
 
 def as_asked(task: Task, candidate: Candidate, effective: Mapping[str, object]) -> dict[str, object]:
-    """Return the effective values of a trial without those that its meshes ask for."""
+    """Return the effective values of a trial, except those that follow from the candidate's meshes."""
     if candidate.as_dict().get(MESHES) is None:
         return dict(effective)
     plain = plain_values(task, candidate)

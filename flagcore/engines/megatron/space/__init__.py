@@ -1,1 +1,1 @@
-"""The knobs and settings of Megatron, their rules, and what production and published runs use."""
+"""The knobs and settings of Megatron, their rules, and the values in production and in published runs."""

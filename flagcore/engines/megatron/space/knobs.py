@@ -1,6 +1,6 @@
-"""The knobs of Megatron training, one row each, and the columns of a candidate.
+"""The knobs of Megatron training, one table entry each, and the columns of a candidate.
 
-Specs and job records use these names. They are those of Megatron-core, except for knobs without a flag, which only
+Specs and job records use these names. They are the names in Megatron-core, except for knobs without a flag, which only
 flagcore has.
 """
 
@@ -20,17 +20,17 @@ from flagcore.errors import SpecError
 SELECTIVE, FULL = 1, 2
 UNIFORM, BLOCK = 1, 2
 MAX_DEVICES, MAX_LAYERS = 1_000_000, 10_000
-"""Upper limits of knob values."""
+"""Upper limits of knob values: the number of devices and of layers."""
 
 
 def _knob(name: str, label: str, help: str, *, has_flag: bool = True, **changes: Any) -> Knob:
-    """Return a knob whose flag is its name with hyphens."""
+    """Return a knob whose flag is the knob's name with hyphens."""
     flags = (Flag(name=name.replace("_", "-")),) if has_flag else ()
     return Knob(name=name, label=label, help=help, flags=flags, **changes)
 
 
 def _parallel_size(name: str, label: str, help: str, **changes: Any) -> Knob:
-    """Return a knob that is a parallel size; `auto` is every divisor of the number of devices."""
+    """Return a knob for a parallel size. Its `auto` values are all divisors of the number of devices."""
     row = {
         "neutral": 1,
         "maximum": MAX_DEVICES,
@@ -47,7 +47,7 @@ def _switch(name: str, label: str, help: str, **changes: Any) -> Knob:
 
 
 def _recompute_choice(name: str, label: str, help: str, words: tuple[str, ...]) -> Knob:
-    """Return a knob of `use_recompute` whose value is one of `words`."""
+    """Return a knob that applies with `use_recompute`. Its value is one of `words`."""
     return _knob(name, label, help, part_of="use_recompute", kind="word", words=words, auto=lambda task: words)
 
 
@@ -133,7 +133,7 @@ SPACE_KNOBS = (
         auto_help="every number of layers",
     ),
 )
-"""The knobs of a space in the order of enumeration; knobs that share rules are adjacent, so rules apply early."""
+"""The knobs of a space, in the order of enumeration. Knobs that share rules are adjacent, so that rules apply early."""
 
 KNOBS = (
     *SPACE_KNOBS,
@@ -153,7 +153,7 @@ BY_NAME: Mapping[str, Knob] = {knob.name: knob for knob in KNOBS}
 
 
 def axes(task: Task) -> tuple[Axis, ...]:
-    """Return the axes of the space; a knob that is missing in the space is `auto`."""
+    """Return the axes of the space. A knob that is missing in the space is `auto`."""
     plain = tuple(knob.axis(task.listed_values(knob, AUTO)) for knob in SPACE_KNOBS)
     listed = task.listed_values(meshes.KNOB, AUTO)
     if len(task.cluster.groups) == 1:
@@ -164,16 +164,17 @@ def axes(task: Task) -> tuple[Axis, ...]:
 
 
 def candidate_columns(values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Return columns of one row from knob values; missing knobs are neutral. Raises SpecError for an invalid value.
+    """Encode one candidate's knob values as one-row columns. Missing knobs are neutral. Raises SpecError for an invalid
+    value.
 
-    The knobs that only job records have are 0 where they are missing. Meshes depend on the task and are left out.
+    Knobs that only job records have are 0 if they are missing. Meshes are omitted, because they depend on the task.
     """
     knobs = [knob for knob in KNOBS if knob is not meshes.KNOB and (knob.searchable or "record" in knob.scope)]
     return {knob.name: _column(knob, values.get(knob.name, knob.neutral)) for knob in knobs}
 
 
 def columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Return columns of one row; a missing data-parallel size is derived from the number of devices."""
+    """Encode one candidate as one-row columns. A missing data-parallel size is derived from the number of devices."""
     row = candidate_columns(values)
     if len(task.cluster.groups) > 1:
         row[meshes.MESHES] = meshes.encoded(task, values.get(meshes.MESHES))
@@ -189,7 +190,7 @@ def columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
 
 
 def _require_no_meshes(key: str, value: KnobValue) -> None:
-    """Raise SpecError for meshes on one node group."""
+    """Raise SpecError if meshes are set although there is only one node group."""
     if value is not None:
         problem, fix = "needs a cluster of several groups", "remove it, or list cluster.groups"
         raise SpecError(key=key, value=value, problem=problem, fix=fix)

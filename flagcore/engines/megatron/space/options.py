@@ -19,24 +19,25 @@ Settings = Mapping[str, SettingValue]
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TRIAL, COMMAND = "trial", "command"
 MTP_LAYOUTS_SINCE, EARLY_MTP_SINCE = ">=0.14", ">=0.16"
-"""Releases whose layouts may have multi-token prediction at all, and on a stage before the loss (megatron-core's
-`pipeline_parallel_layer_layout.py`)."""
+"""Releases whose layouts may contain multi-token prediction: at all, and on a stage before the loss.
+
+Source: megatron-core's `pipeline_parallel_layer_layout.py`."""
 DEFAULTS: Mapping[str, Settings] = {
     TRIAL: {"moe_token_dispatcher_type": "alltoall", "cp_comm_type": "all_gather"},
     COMMAND: {"moe_token_dispatcher_type": "allgather"},
 }
-"""Defaults that differ between flagcore's own trial program and Megatron-LM."""
+"""Default settings that differ between flagcore's own trial program and Megatron-LM."""
 
 
 def runs(train: TrainSpec) -> str:
-    """Return which program a job is predicted for: `trial` (flagcore's own) or `command` (Megatron-LM)."""
+    """Return the program that a job is predicted for: `trial` (flagcore's own) or `command` (Megatron-LM)."""
     return TRIAL if train.command is None and train.implementation in (None, "local") else COMMAND
 
 
 def settings_in_force(spec: Spec) -> Settings:
-    """Return all settings of a job. Precedence, lowest first: defaults, assumed, the user's command, the spec.
+    """Return all settings of a job. Later sources take precedence: defaults, assumed, the user's command, the spec.
 
-    Raises SpecError where the spec contradicts a command whose arguments cannot be changed.
+    Raises SpecError if the spec contradicts a command whose arguments cannot be changed.
     """
     train, command = spec.train, settings_of_command(spec)
     for key, value in () if readable_command(spec) else command.items():
@@ -66,13 +67,13 @@ WIDTHS = {
     "exp_avg_bytes": "exp_avg_dtype",
     "exp_avg_sq_bytes": "exp_avg_sq_dtype",
 }
-"""Options, and the settings from which they are taken."""
+"""Options in bytes per element, and the settings from which they are derived."""
 
 
 def options(task: Task) -> Options:
     """Return the options of a task.
 
-    Raises SpecError for settings that exclude each other, NotModelled for a schedule without a model.
+    Raises SpecError for settings that exclude each other, NotModelled for a schedule that cannot be predicted.
     """
     train, settings = task.spec.train, settings_in_force(task.spec)
     check(task, settings)
@@ -101,7 +102,7 @@ def options(task: Task) -> Options:
 
 
 def release(spec: Spec) -> str | None:
-    """Return the release of Megatron that runs a job, None if it is unknown."""
+    """Return the release of Megatron that runs a job, or None if it is unknown."""
     command = readable_command(spec)
     return release_of(spec, command) if command else spec.train.engine_version
 
@@ -113,12 +114,12 @@ def takes_layouts(spec: Spec) -> bool:
 
 
 def takes_early_mtp(spec: Spec) -> bool:
-    """Return whether a layout may have multi-token prediction on a stage before the loss."""
+    """Return whether a layout may place multi-token prediction on a stage before the loss."""
     return spec.model.mtp_num_layers > 0 and in_versions(EARLY_MTP_SINCE, release(spec))
 
 
 def precision(train: TrainSpec, settings: Settings) -> str:
-    """Return the precision of matrix products: the job's, or FP8 where settings enable it on top of 16 bits."""
+    """Return the precision of matrix products: the job's, or FP8 if settings enable it in a 16-bit job."""
     if train.precision not in ("bf16", "fp16") or not settings.get("fp8_format"):
         return train.precision
     return "mxfp8" if settings.get("fp8_recipe") == "mxfp8" else "fp8"
@@ -176,7 +177,9 @@ def _refused(key: str, settings: Settings, problem: str) -> SpecError:
 
 
 def schedule(name: SettingValue) -> str | None:
-    """Return the canonical name of a pipeline schedule, None for the engine's default. Raises NotModelled."""
+    """Return the canonical name of a pipeline schedule, or None for the engine's default. Raises NotModelled for
+    another one.
+    """
     canonical = re.sub(r"^zb-?(?=[hv12])", "zb-", str(name or "1f1b").lower().replace("_", "-"))
     if canonical in ("1f1b", "interleaved", "1f1b-i", "interleaved-1f1b"):
         return None
@@ -187,12 +190,12 @@ def schedule(name: SettingValue) -> str | None:
 
 
 def numbers(text: SettingValue) -> tuple[int, ...]:
-    """Return the numbers of a comma-separated list."""
+    """Return the numbers in a comma-separated list."""
     return tuple(int(part) for part in str(text).split(",")) if text is not None else ()
 
 
 def _grad_bytes(precision: str, settings: Settings) -> int:
-    """Return the bytes of one gradient: by default 4 with bf16 weights, otherwise the width of the weights.
+    """Return the bytes of one gradient element: by default 4 with bf16 weights, otherwise the same as a weight.
 
     Source: Megatron-LM `arguments.py`, which enables fp32 accumulation for bf16 by default.
     """
@@ -203,9 +206,9 @@ def _grad_bytes(precision: str, settings: Settings) -> int:
 
 
 def _imbalance(settings: Settings) -> float:
-    """Return the load of the busiest expert rank over the mean.
+    """Return the load of the busiest expert rank, relative to the mean.
 
-    A capacity factor limits the load; with padding to capacity the load equals it.
+    A capacity factor limits the load. With padding to the capacity, the load equals the factor.
     """
     load, capacity = float(settings.get("moe_expert_imbalance") or 1.0), settings.get("moe_expert_capacity_factor")
     if not capacity:

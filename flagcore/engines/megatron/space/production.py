@@ -1,9 +1,9 @@
-"""Production defaults from published recipes, for plans and for job records that omit settings, and how published runs
-were configured.
+"""Production defaults from published recipes, and the settings of published runs.
 
-Sources: "General Performance Tips" and "Fine-grained Recomputation" in Megatron-LM's `core/transformer/moe/README.md`;
-Megatron-Bridge's recipes (`comm_overlap.py`, `mixed_precision.py`);
-`best_practice/DeepSeekV3` of yanring/Megatron-MoE-ModelZoo; the report of DeepSeek-V3 (arXiv 2412.19437, 3.2.3).
+The defaults are used in plans and for job records that omit settings. Sources: "General Performance Tips" and
+"Fine-grained Recomputation" in Megatron-LM's `core/transformer/moe/README.md`; Megatron-Bridge's recipes
+(`comm_overlap.py`, `mixed_precision.py`); `best_practice/DeepSeekV3` of yanring/Megatron-MoE-ModelZoo; the report of
+DeepSeek-V3 (arXiv 2412.19437, 3.2.3).
 """
 
 import re
@@ -37,7 +37,7 @@ def overlaps(
 ) -> dict[str, SettingValue]:
     """Return the settings that overlap communication with compute, and those of the experts' matrix products.
 
-    `sharded` means with the distributed optimizer.
+    `sharded` is whether the distributed optimizer is used.
     """
     precision, dense = task.spec.train.precision, task.spec.model.num_moe_experts is None
     overlap_reduce = bool(settings.get("overlap_grad_reduce", sharded))
@@ -47,7 +47,7 @@ def overlaps(
     return {
         "overlap_grad_reduce": overlap_reduce,
         "overlap_param_gather": overlap_reduce and sharded,
-        "grad_reduce_in_bf16": narrow_gradients,  # most such runs would not fit otherwise
+        "grad_reduce_in_bf16": narrow_gradients,  # most of these 8-bit runs would not fit otherwise
         "fp8_param_gather": narrow_gradients and precision != "nvfp4",
         "moe_grouped_gemm": kind != "local",
         "tp_comm_overlap": flash and sharded and sequence_parallel and dense,
@@ -57,8 +57,8 @@ def overlaps(
 def as_in_production(platform: Platform) -> Platform:
     """Return `platform` with its vendor's implementation and the settings of recipes, unless the spec names a program.
 
-    A setting is skipped if the spec sets or compares it, if the chip or the release does not support it, or if it
-    contradicts another one.
+    A setting is skipped if the spec sets it or compares its values, if the chip or the release does not support it, or
+    if it contradicts another setting.
     """
     task, kind = platform.task, platform.support.implementation
     train, spec = task.spec.train, task.spec
@@ -78,7 +78,7 @@ def as_in_production(platform: Platform) -> Platform:
 
 
 def assumed(task: Task, candidate: Candidate) -> dict[str, SettingValue]:
-    """Return the assumed settings of a plan that are legal with a candidate and have an effect."""
+    """Return the assumed settings of a plan that are legal for a candidate and affect it."""
     values, settings = candidate.as_dict(), task.spec.train.assumed
     unused = {key for key in settings for need in BY_NAME[key].requires if values[need.knob] not in need.one_of}
     columns, legal = candidate_columns(values), {key: settings[key] for key in settings if key not in unused}
@@ -89,7 +89,9 @@ def assumed(task: Task, candidate: Candidate) -> dict[str, SettingValue]:
 
 
 def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
-    """Return the settings of recipes. Mixtures of experts recompute the modules that are cheap but store much."""
+    """Return the settings of published recipes. Mixtures of experts recompute the modules that are cheap but store
+    much.
+    """
     model, settings = task.spec.model, task.spec.train.settings
     recipe = overlaps(task, kind, settings, sharded=True, sequence_parallel=True)
     recipe["cross_entropy_loss_fusion"] = True
@@ -97,7 +99,7 @@ def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
         return {**recipe, "moe_grouped_gemm": False}
     modules = "layernorm,moe_act" + (",mla_up_proj" if model.multi_latent_attention else "")
     if task.spec.train.precision == "fp8":
-        recipe["fp8_recipe"] = "blockwise"  # delayed scaling, the default, excludes such recompute
+        recipe["fp8_recipe"] = "blockwise"  # the default, delayed scaling, cannot be combined with such recompute
     return {**recipe, "moe_token_dispatcher_type": "flex", EXPERT_OVERLAP: True, "recompute_modules": modules}
 
 
@@ -107,7 +109,7 @@ def _refuses(rules: Sequence[ValueRule], knob: str, value: SettingValue) -> bool
 
 
 def _with(task: Task, train: TrainSpec, key: str, value: SettingValue) -> TrainSpec:
-    """Return a job with one more assumed setting. Raises SpecError if it contradicts the others."""
+    """Return a job with one more assumed setting. Raises SpecError if the setting contradicts the others."""
     extended = replace(train, assumed={**train.assumed, key: value})
     check(task, settings_in_force(replace(task.spec, work=extended)))
     return extended
@@ -130,10 +132,11 @@ def published(
 
     Raises SpecError for an invalid layout of stages.
     """
-    adapters = re.search(r"\b(lora|peft)\b", task.spec.model.name, re.IGNORECASE)  # nothing else identifies them
+    adapters = re.search(r"\b(lora|peft)\b", task.spec.model.name, re.IGNORECASE)  # only the name reveals adapters
     noted = read_notes(f"{notes}; {adapters[0] if adapters else ''}")
     train, values = task.spec.train, dict(values)
-    if "pipeline_schedule" in noted:  # papers on schedules (arXiv 2104.04473, 2401.10241), whose memory confirms it
+    # Papers on schedules (arXiv 2104.04473, 2401.10241) used unfused attention, as their memory confirms.
+    if "pipeline_schedule" in noted:
         train = replace(train, attention="unfused")
         noted = {"overlap_p2p_comm": False, **noted}
         task = replace(task, spec=replace(task.spec, work=train))
@@ -161,7 +164,7 @@ def _defaults(
         **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
         "moe_token_dispatcher_type": "alltoall",
         "cp_comm_type": "p2p",
-        "attention_dropout": 0.0 if flash else 0.1,  # Megatron-LM's default, as when models had dropout
+        "attention_dropout": 0.0 if flash else 0.1,  # Megatron-LM's default: older models had dropout
         "hidden_dropout": 0.0 if flash else 0.1,
     }
 
@@ -176,7 +179,7 @@ _OFF_PATTERN = r"[- _]*(?:off|disabled)\b"
 
 @lru_cache(maxsize=4096)
 def read_notes(notes: str) -> Mapping[str, SettingValue]:
-    """Return the settings in `notes`. `name = value` takes precedence over phrases, and the first mention counts."""
+    """Return the settings in `notes`. `name = value` takes precedence over phrases, and the first mention is used."""
     settings: dict[str, SettingValue] = {}
     remaining = notes[:10_000]
     for pattern in (_LAYOUT_PATTERN, _PAIR_PATTERN):
@@ -208,7 +211,7 @@ def _tables() -> dict[str, Any]:
 
 @cache
 def _switch_patterns() -> list[re.Pattern[str]]:
-    """Return patterns that match the names of switches, the longest names first."""
+    """Return patterns that match the names of switches, in descending order of their length."""
     switches = [knob.name for knob in SETTINGS if knob.kind == "flag"]
     aliases = [name for name, key in _tables()["names"].items() if key in switches]
     return [
@@ -237,7 +240,9 @@ def _parse_pair(name: str, text: str) -> Mapping[str, SettingValue]:
 
 
 def _settings_of_phrase(phrase_settings: Mapping[str, SettingValue], match: re.Match[str]) -> dict[str, SettingValue]:
-    """Return the settings of a phrase. `{1}` is the text of the match's first group; an invalid value is skipped."""
+    """Return the settings that a phrase stands for. `{1}` is replaced by the match's first group; invalid values are
+    skipped.
+    """
     settings: dict[str, SettingValue] = {}
     for key, value in phrase_settings.items():
         if value != "{1}":

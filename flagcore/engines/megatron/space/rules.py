@@ -1,4 +1,4 @@
-"""Megatron's rules, and the candidates that it treats as equal.
+"""Megatron's rules for legal candidates, and merges of candidates that it treats as equal.
 
 Sources: megatron-core 0.16 `parallel_state.py`, `transformer_config.py`, `num_microbatches_calculator.py`,
 `pipeline_parallel/schedules.py`, `multi_token_prediction.py`; Megatron-LM core_v0.16 `arguments.py`.
@@ -28,7 +28,7 @@ METHOD, RECOMPUTE_LAYERS = "recompute_method", "recompute_num_layers"
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
-    """Return the legality rules of training `task` with Megatron."""
+    """Return the legality rules for training `task` with Megatron."""
     groups = (_batch_rules, _width_rules, _length_rules, _node_group_rules, _pipeline_rules, _expert_rules)
     return tuple(rule for group in (*groups, _recompute_rules, _full_recompute_rules) for rule in group(task))
 
@@ -125,7 +125,9 @@ def _length_rules(task: Task) -> Sequence[Rule]:
 
 
 def _node_group_rules(task: Task) -> Sequence[Rule]:
-    """Return a rule for clusters with several chips: all devices of a pipeline stage belong to one node group."""
+    """Return a rule for clusters with several kinds of chips: all devices of a pipeline stage must be in one node
+    group.
+    """
     cluster = task.cluster
     if len(cluster.groups) == 1:
         return ()
@@ -268,7 +270,9 @@ def _full_recompute_rules(task: Task) -> Sequence[Rule]:
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return the merges of values that Megatron treats as equal: knobs without effect, equivalent schedules."""
+    """Return the merges of values that Megatron treats as equal: of knobs without effect, and of equivalent
+    schedules.
+    """
     split, is_dense, can_derive = Split.from_task(task), task.spec.model.num_moe_experts is None, derived(task)
     settings = settings_in_force(task.spec)
     sharded = task.spec.train.command is not None and any(settings.get(name) for name in DIST_OPT_SETTINGS)
@@ -338,12 +342,12 @@ def _recompute_merges(split: Split) -> Sequence[Merge]:
 
 
 def recomputes(c: Columns, granularity: int) -> BoolArray:
-    """Return which rows recompute with a granularity, `SELECTIVE` or `FULL`."""
+    """Return which candidates recompute with a granularity, `SELECTIVE` or `FULL`."""
     result: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == granularity)
     return result
 
 
 def _leaves_remainder(number: IntArray, totals: Sequence[IntArray]) -> BoolArray:
-    """Return whether `number` does not divide one of `totals`."""
+    """Return for which candidates `number` does not divide one of `totals`."""
     has_remainder: BoolArray = np.logical_or.reduce([each % np.maximum(number, 1) != 0 for each in totals])
     return has_remainder

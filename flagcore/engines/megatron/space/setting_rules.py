@@ -1,4 +1,4 @@
-"""Megatron's rules about settings. Each rule has the name of its setting.
+"""Megatron's rules about settings. Each rule is named after its setting.
 
 Sources: megatron-core 0.16 `transformer_config.py`, `distrib_optimizer.py`; Megatron-LM core_v0.16 `arguments.py`.
 """
@@ -31,12 +31,14 @@ EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
 def setting_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of the enabled settings, without the assumed ones: those only apply where they are legal."""
+    """Return the rules of the enabled settings, except assumed settings, which are only used for candidates that allow
+    them.
+    """
     return tuple(rule for rule in settings_with_rules(task) if rule.name not in task.spec.train.assumed)
 
 
 def settings_with_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of all enabled settings."""
+    """Return the rules of all enabled settings, including assumed ones."""
     settings, split = settings_in_force(task.spec), Split.from_task(task)
     sharded, depths = bool(settings.get("use_megatron_fsdp")), task.spec.model.mtp_num_layers
     per_stage, offloaded = numbers(settings.get(STAGE_RECOMPUTE)), numbers(settings.get("offload_stages"))
@@ -83,7 +85,7 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _requirement_rules(task: Task, settings: Settings) -> Iterator[Rule]:
-    """Yield a rule that every candidate breaks for each setting whose required setting is off."""
+    """Yield a rule that rejects every candidate, for each setting that requires another setting that is off."""
     requirements = {
         "overlap_param_gather": ("overlap_grad_reduce", settings.get("overlap_grad_reduce")),
         "moe_flex_dispatcher_backend": (
@@ -103,11 +105,11 @@ def _every_row(c: Columns) -> BoolArray:
 
 
 def _schedule_rule(setting: SettingValue, split: Split, batch: int) -> Rule:
-    """Return the rule for the virtual stages of a schedule: interleaved needs them, 1F1B allows any number, all others
-    have a fixed number.
+    """Return the rule about the virtual stages of a schedule.
 
-    DualPipe and DualPipeV need two micro-batches per stage, DualPipe even numbers of stages and of micro-batches
-    (source: its repository).
+    Interleaved schedules require virtual stages, 1F1B allows any number, and all others have a fixed number. DualPipe
+    and DualPipeV need two micro-batches per stage, DualPipe even numbers of stages and of micro-batches (source: its
+    repository).
     """
     name = schedule(setting)
     min_virtual = 2 if name is None and str(setting or "1f1b").lower() != "1f1b" else 1

@@ -1,4 +1,4 @@
-"""The settings of Megatron training: knobs with one value for all candidates of a run."""
+"""The settings of Megatron training: knobs that have one value for all candidates of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,16 +10,16 @@ from flagcore.domain.spec import SettingValue, Task
 LAYER_LIMITS: dict[str, Any] = {"minimum": 0, "maximum": 10_000}
 SHARE_LIMITS: dict[str, Any] = {"minimum": 0, "maximum": 1}
 NOT_FLAGSCALE = "!=0.15.0+flagscale"
-"""Version specifier of flags that FlagScale's fork of 0.15 lacks."""
+"""Version specifier of flags that are missing in FlagScale's fork of 0.15."""
 NUMBER_FORMATS = ("fp32", "bf16", "fp16", "fp8")
 
 
 def _setting(
     name: str, kind: Kind, help: str, flag: str | None = None, since: str = "", compare: bool = False, **changes: Any
 ) -> Knob:
-    """Return a setting. Its flag is its name with hyphens by default; an empty `flag` means that it has none.
+    """Return a setting. By default, its flag is its name with hyphens; an empty `flag` means that it has none.
 
-    `since` is the first release with the flag; `others` are alternative flags. With `compare`, a space may list values.
+    `since` is the first release with the flag, `others` are alternative flags. With `compare`, a space may list values.
     """
     spelled = name.replace("_", "-") if flag is None else flag
     default_flags = (Flag(name=spelled, versions=f">={since}" if since else ""),) if spelled else ()
@@ -46,7 +46,7 @@ def _choice(name: str, help: str, words: tuple[str, ...], compare: bool = False,
 
 
 def _default_or(*values: KnobValue) -> Callable[[Task], Sequence[KnobValue]]:
-    """Return the `auto` of a setting: the engine's default, and `values`."""
+    """Return the function for the `auto` values of a setting: the engine's default, and `values`."""
     return lambda task: (None, *values)
 
 
@@ -287,16 +287,17 @@ MODULES_BY_LEVEL: Mapping[str, frozenset[str]] = {
     "medium": frozenset({"moe_act", "router", "moe_fc1", "shared_experts"}),
     "full": frozenset({"moe"}),
 }
-"""Modules that each level of `moe_recompute_level` recomputes. Megatron-core has no modules `router` and `moe_fc1`."""
+"""The modules that each level of `moe_recompute_level` recomputes. Megatron-core has no modules `router` and
+`moe_fc1`."""
 
 
 def recompute_modules(settings: Mapping[str, SettingValue]) -> frozenset[str]:
-    """Return the modules that selective recompute recomputes: the named ones and those of `moe_recompute_level`."""
+    """Return the modules that selective recompute recomputes: the listed modules and those of `moe_recompute_level`."""
     level = str(settings.get("moe_recompute_level") or "")
     modules = settings.get("recompute_modules") or ("" if level else "core_attn")
     return words(modules) | MODULES_BY_LEVEL.get(level, frozenset())
 
 
 def words(text: SettingValue) -> frozenset[str]:
-    """Return the words of a comma-separated list."""
+    """Return the words in a comma-separated list."""
     return frozenset(str(text).split(",")) if text else frozenset()

@@ -1,8 +1,8 @@
-"""Entry point: `python -m flagcore.engines.megatron.trial JOB.json`.
+"""Entry point of the trial program: `python -m flagcore.engines.megatron.trial JOB.json`.
 
 It forks the job's ranks, or the single rank of a probe. Ranks on a CPU are forked after the imports. Ranks on an
-accelerator import in parallel, because they have enough cores. Exit codes: 0 success, 2 invalid configuration, 3 out of
-memory, 1 other errors, 128 + signal if a signal ended it.
+accelerator import in parallel after the fork, because they have enough cores. Exit codes: 0 success, 2 invalid
+configuration, 3 out of memory, 1 other errors, 128 + signal if a signal ended it.
 """
 
 import importlib
@@ -26,9 +26,9 @@ INVALID = 2
 
 
 def report(error: BaseException) -> int:
-    """Write the failure to stderr, its kind first and its traceback after it, and return the exit code.
+    """Write a failure to stderr, first its kind and then its traceback, and return the exit code.
 
-    A JobError has no traceback: it is not a failure of this program.
+    A JobError has no traceback, because it is not a failure of this program.
     """
     code = classify(error)
     first_line = _first_line(error)
@@ -45,8 +45,9 @@ def report(error: BaseException) -> int:
 def classify(error: BaseException) -> int:
     """Return the exit code for a failure: out of memory, an invalid configuration, or anything else.
 
-    A configuration is invalid if a check of this program, Megatron or transformer-engine refuses it. Some checks run
-    only in the first step (schedules, token dispatch), so the module that raised the error counts, not the time.
+    A configuration is invalid if a check of this program, Megatron or transformer-engine refuses it. Some checks only
+    run in the first step (schedules, token dispatch), so the failure is classified by the module that raised it, not by
+    time.
     """
     if ran_out_of_memory(error):
         return OUT_OF_MEMORY
@@ -60,7 +61,7 @@ def classify(error: BaseException) -> int:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the error in one line; an assertion without a message is its source line."""
+    """Return the error in one line. For an assertion without a message, return its source line."""
     lines = str(error).strip().splitlines()
     line = lines[0] if lines else type(error).__name__
     if isinstance(error, AssertionError) and (not lines or line.startswith("when instantiating")):
@@ -76,7 +77,7 @@ def _raised_in(trace: TracebackType | None) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the job named on the command line and return the exit code."""
+    """Run the job in the file `arguments[0]` and return the exit code."""
     try:
         job = read_job(arguments).started()
     except JobError as error:
@@ -95,9 +96,10 @@ def main(arguments: list[str]) -> int:
 
 
 def ready(arguments: list[str]) -> None:
-    """Import the modules that the job named on the command line needs, without running it.
+    """Import the modules that the job in the file `arguments[0]` needs, without running it.
 
-    Raises RuntimeError if a module initializes the device, which a fork of this process could not use then.
+    Raises RuntimeError if a module initializes the device, because then a fork of this process could not use the
+    device.
     """
     job = read_job(arguments)
     prepare(job)
@@ -107,7 +109,7 @@ def ready(arguments: list[str]) -> None:
 
 
 def read_job(arguments: list[str]) -> Job:
-    """Return the job named on the command line. Raises JobError."""
+    """Return the job in the file `arguments[0]`. Raises JobError if it is invalid."""
     if len(arguments) != 1:
         raise JobError("usage: python -m flagcore.engines.megatron.trial JOB.json")
     path = Path(arguments[0])
@@ -119,22 +121,22 @@ def read_job(arguments: list[str]) -> Job:
 
 
 def clear_output(folder: Path) -> None:
-    """Create the output folder and remove results of an earlier run."""
+    """Create the output folder, and remove the results of an earlier run from it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("steps.jsonl", "metrics.json"):
         (folder / name).unlink(missing_ok=True)
 
 
 def prepare(job: Job) -> None:
-    """Set the variables that libraries read when they are imported."""
-    warnings.filterwarnings("ignore")  # megatron warns about each optional library that is absent
+    """Set the environment variables that libraries read when they are imported."""
+    warnings.filterwarnings("ignore")  # megatron warns about each missing optional library
     os.environ["OMP_NUM_THREADS"] = str(job.device.threads_per_rank)
     if job.device.type == "cpu":
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled helpers need a C++ compiler and tens of seconds
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling helpers needs a C++ compiler and tens of seconds
 
 
 def import_rank(job: Job) -> float:
-    """Import torch, the modules that register the device, and the program of a rank; return the seconds."""
+    """Import torch, the modules that register the device, and the rank's program. Return the seconds that this took."""
     start = time.perf_counter()
     for name in ("torch", *job.device.preload, "flagcore.engines.megatron.trial.rank"):
         importlib.import_module(name)
@@ -142,7 +144,7 @@ def import_rank(job: Job) -> float:
 
 
 def run_forked_rank(job: Job, import_s: float, number: int, listener: socket.socket | None) -> int:
-    """Run rank `number` and return its exit code. Failures are reported on stderr."""
+    """Run the rank with the index `number` and return its exit code. Failures are reported on stderr."""
     try:
         import_s += import_rank(job)
         from flagcore.engines.megatron.trial.rank import probe_rank, run_rank
@@ -160,4 +162,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a failed rank must not wait for collectives that never complete
+    os._exit(code)  # at a normal exit, a failed rank would wait for collectives that never complete

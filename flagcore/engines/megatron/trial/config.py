@@ -1,6 +1,6 @@
 """Builds Megatron-core's configurations of model, gradient buffers and optimizer from the job, for any release.
 
-Also prepares transformer-engine before a model is built with its layers.
+Also prepares transformer-engine before a model with its layers is built.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def accepted_arguments(function: Callable[..., Any], **values: Any) -> dict[str, Any]:
-    """Return the `values` that `function` accepts; the others belong to later releases."""
+    """Return the `values` that `function` accepts as arguments. The others belong to later releases."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in values.items() if name in parameters}
 
@@ -31,7 +31,7 @@ def accepted_arguments(function: Callable[..., Any], **values: Any) -> dict[str,
 def build_config(kind: type[T], values: Mapping[str, Any]) -> T:
     """Build a configuration of megatron-core. Raises JobError for a setting that this release does not support.
 
-    An unsupported field is skipped if its value is off.
+    An unsupported field is ignored if its value is off.
     """
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name, value in values.items():
@@ -43,10 +43,11 @@ def build_config(kind: type[T], values: Mapping[str, Any]) -> T:
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _STATE_DTYPES = {**_DTYPES, "fp8": torch.uint8}
 _EIGHT_BITS = {"fp8": "delayed", "mxfp8": "mxfp8"}
-"""Precisions with 8-bit matrix products, and the default recipe of their scales. Weights and activations between layers
-are bf16. Only transformer-engine supports them."""
+"""Precisions with 8-bit matrix products, with the default recipe of their scales.
+
+Weights and activations between layers are bf16. Only transformer-engine supports these precisions."""
 _BLOCK_RECIPES = ("mxfp8", "blockwise")
-"""Recipes with a scale for each small block: gradients do not need a format with a wider range."""
+"""Recipes with one scale for each small block, so gradients do not need a format with a wider range."""
 _MODEL_FIELDS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("qk_layernorm", "add_qkv_bias", "gated_linear_unit"),
@@ -63,7 +64,7 @@ _FUSIONS = (
     *("gradient_accumulation_fusion", "apply_rope_fusion", "persist_layer_norm"),
 )
 _STATE_FIELDS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-_FIRST_LOSS_SCALE = 2.0**12  # the default of 2**32 skips the first fp16 steps, which a trial measures
+_FIRST_LOSS_SCALE = 2.0**12  # with the default of 2**32, the first fp16 steps, which a trial measures, would be skipped
 
 
 def transformer_config(job: Job) -> Any:
@@ -77,13 +78,13 @@ def transformer_config(job: Job) -> Any:
         **_eight_bit_values(job),
         **_message_values(job),
         "mtp_num_layers": model.mtp_num_layers or None,
-        "mtp_loss_scaling_factor": 0.1,  # Megatron-LM's default, which 0.12 lacks
+        "mtp_loss_scaling_factor": 0.1,  # Megatron-LM's default; 0.12 has none
         "normalization": "RMSNorm",
         "activation_func": torch.nn.functional.silu if model.gated_linear_unit else torch.nn.functional.gelu,
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        # Megatron's initialization marks the split of each weight; `set_initial_weights` sets the values.
+        # Megatron's initialization records how each weight is split; `set_initial_weights` sets the values.
         "perform_initialization": True,
         "init_method": _keep_weight,
         "output_layer_init_method": _keep_weight,
@@ -127,7 +128,7 @@ def optimizer_config(job: Job, config: Any) -> Any:
     candidate = job.candidate
     values = {
         "optimizer": "adam",
-        "lr": 0.0,  # until training sets it
+        "lr": 0.0,  # training sets it later
         "weight_decay": 0.01,
         "clip_grad": 1.0,
         "bf16": config.bf16,
@@ -138,22 +139,22 @@ def optimizer_config(job: Job, config: Any) -> Any:
         "use_precision_aware_optimizer": candidate.use_precision_aware_optimizer,
     }
     values |= {name: _STATE_DTYPES[kind] for name in _STATE_FIELDS if (kind := getattr(candidate, name)) is not None}
-    # from 0.14 on, also a field of the optimizer
+    # From 0.14 on, this is also a field of the optimizer's configuration.
     values |= accepted_arguments(OptimizerConfig, overlap_param_gather=candidate.overlap_param_gather)
     return build_config(OptimizerConfig, values)
 
 
 def _fusions(job: Job) -> dict[str, bool]:
-    """Return the fusions: Megatron-LM's defaults with transformer-engine, none without.
+    """Return the enabled fusions: Megatron-LM's defaults with transformer-engine, none without it.
 
-    Without transformer-engine they need further libraries, which not every device has.
+    Without transformer-engine, the fusions need further libraries, which are not available on every device.
     """
     if not job.transformer_engine:
         return dict.fromkeys(_FUSIONS, False)
     return dict.fromkeys(_FUSIONS, True) | {
-        "bias_activation_fusion": job.model.gated_linear_unit,  # gelu needs a bias
-        "apply_rope_fusion": not job.model.multi_latent_attention,  # only implemented for YaRN
-        "gradient_accumulation_fusion": layers._grad_accum_fusion_available,  # by APEX
+        "bias_activation_fusion": job.model.gated_linear_unit,  # the fused gelu requires a bias
+        "apply_rope_fusion": not job.model.multi_latent_attention,  # with latent attention, it requires YaRN
+        "gradient_accumulation_fusion": layers._grad_accum_fusion_available,  # true if APEX is installed
     }
 
 
@@ -165,7 +166,9 @@ def _eight_bit_values(job: Job) -> dict[str, Any]:
 
 
 def _message_values(job: Job) -> dict[str, Any]:
-    """Return how pipeline stages exchange messages: only the interleaved schedule can overlap them with compute."""
+    """Return the settings for messages between pipeline stages. Only the interleaved schedule can overlap them with
+    compute.
+    """
     interleaved = job.virtual_stages is not None
     overlapped = interleaved and job.candidate.overlap_p2p_comm
     if interleaved and not overlapped and job.candidate.pipeline_model_parallel_size == 2:
@@ -176,8 +179,8 @@ def _message_values(job: Job) -> dict[str, Any]:
         "deallocate_pipeline_outputs": True,
     }
     if job.device.type == "cpu":
-        values["batch_p2p_sync"] = False  # a device synchronisation after each pipeline transfer
-        # Under the interleaved schedule gloo may still send outputs; freeing them would corrupt losses silently.
+        values["batch_p2p_sync"] = False  # avoids a device synchronisation after each pipeline transfer
+        # Under the interleaved schedule gloo may still be sending outputs; freeing them would silently corrupt losses.
         values["deallocate_pipeline_outputs"] = not interleaved
     return values
 
@@ -188,14 +191,14 @@ def _expert_values(job: Job) -> dict[str, Any]:
     return {
         "num_moe_experts": model.num_moe_experts,
         "moe_router_topk": model.moe_router_topk,
-        "moe_router_pre_softmax": model.moe_router_topk == 1,  # Megatron requires it for a single choice
+        "moe_router_pre_softmax": model.moe_router_topk == 1,  # Megatron requires it for one expert per token
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         "moe_layer_freq": [0] * dense_layers + [1] * (model.num_layers - dense_layers),
         "moe_token_dispatcher_type": job.candidate.moe_token_dispatcher_type,
         "moe_grouped_gemm": job.candidate.moe_grouped_gemm,
         "moe_router_force_load_balancing": job.train.balanced_routing,
-        "moe_router_load_balancing_type": "none",  # an auxiliary loss depends on the split into micro-batches
+        "moe_router_load_balancing_type": "none",  # an auxiliary loss would depend on the split into micro-batches
         "moe_aux_loss_coeff": 0.0,
     }
 
@@ -204,7 +207,7 @@ def _latent_attention_values(job: Job) -> dict[str, Any]:
     model = job.model
     values = {"q_lora_rank": model.q_lora_rank, "multi_latent_attention": True, "rope_type": "rope"}
     for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
-        if getattr(model, name) is not None:  # else Megatron's default
+        if getattr(model, name) is not None:  # otherwise Megatron's default applies
             values[name] = getattr(model, name)
     return values
 
@@ -214,7 +217,7 @@ def _keep_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def check_layers(job: Job) -> None:
-    """Raise JobError if the job needs transformer-engine and it does not work on the job's device."""
+    """Raise JobError if the job requires transformer-engine and it does not work on the job's device."""
     precision = job.train.precision
     if not job.transformer_engine and precision in _EIGHT_BITS:
         raise JobError(f"train.precision = {precision} needs transformer-engine, which does not import here; use bf16")
@@ -234,7 +237,7 @@ def start_buffers(job: Job) -> None:
     base = importlib.import_module("transformer_engine.pytorch.module").base
     candidate, is_8_bit = job.candidate, job.train.precision in _EIGHT_BITS
     rows = job.train.seq_length * candidate.micro_batch_size // candidate.context_parallel_size
-    if hasattr(base, "UserBufferQuantizationMode"):  # 2.7 and later
+    if hasattr(base, "UserBufferQuantizationMode"):  # transformer-engine 2.7 and later
         modes = base.UserBufferQuantizationMode
         products: dict[str, Any] = {"quantization_modes": [modes.FP8 if is_8_bit else modes.NONE]}
     else:

@@ -1,14 +1,14 @@
-"""The device of one rank: selection, synchronization, time (seconds), memory (bytes), and a speed test.
+"""The device of one rank: selecting it, synchronizing with it, its time (seconds) and memory (bytes), and a speed test.
 
 On an accelerator the memory comes from torch's allocator and the driver. On a CPU `device_used_bytes` is the rank's
-peak resident memory, and `peak_allocated_bytes` is the growth of anonymous memory since its process groups were
-created; there is no reserved memory. The clock of a rank on a CPU is the time of its main thread, without waits for
+peak resident memory, and `peak_allocated_bytes` is the peak growth of anonymous memory since its process groups were
+created. There is no reserved memory. The clock of a rank on a CPU is the time of its main thread, without waits for
 other ranks.
 
 Also replaces a missing GPU in trials on a CPU, and missing ranks in probes of a single rank. Megatron-core hard-codes
-the device "cuda" in many functions. The rank's process replaces a few functions of torch and Megatron; a comment gives
-the reason for each. The replacements are plain functions and not a torch function mode, because a mode is off during
-the backward pass, in which recomputation runs forward code.
+the device "cuda" in many functions. So the rank's process replaces a few functions of torch and Megatron; a comment
+gives the reason for each. The replacements are plain functions. A torch function mode would be off during the backward
+pass, in which recompute runs forward code.
 """
 
 import ctypes
@@ -32,17 +32,18 @@ from flagcore.engines.megatron.trial.job import Job
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _EXACT_THRESHOLD, _FAST_THRESHOLD = 64 << 10, 32 << 20
-"""Sizes from which the C library maps each block separately (mallopt(3)). Such blocks are returned to the system
-when they are freed, so resident memory is exact; smaller blocks are reused, which is faster. `_FAST_THRESHOLD` is
-the library's maximum."""
+"""Sizes in bytes from which the C library maps each block separately (mallopt(3)).
+
+Such blocks are returned to the system when they are freed, so resident memory is exact. Smaller blocks are reused,
+which is faster. `_FAST_THRESHOLD` is the library's maximum."""
 
 
 class Cpu:
-    """The host itself."""
+    """The host's CPU as the device of a rank."""
 
     device = torch.device("cpu")
     needs_memory_step = True
-    """Whether an additional, untimed step measures the peaks (`training.memory_step`)."""
+    """Whether the peaks are measured in an additional, untimed step (`training.memory_step`)."""
 
     def __init__(self) -> None:
         _set_mmap_threshold(_EXACT_THRESHOLD)
@@ -50,43 +51,43 @@ class Cpu:
         self.set_baseline()
 
     def synchronize(self) -> None:
-        """Do nothing: a CPU has no work in the background."""
+        """Do nothing, because a CPU does not work in the background."""
 
     def clock(self) -> float:
         """Return the seconds of this rank's own work so far."""
         return time.thread_time()
 
     def set_baseline(self) -> None:
-        """Exclude the memory allocated so far (process groups) from the measurements."""
+        """Exclude the memory that is allocated so far, such as that of process groups, from the measurements."""
         self.start_peak()
         self._baseline = _status_bytes("VmRSS") - _status_bytes("RssFile")
 
     def reset_after_build(self) -> None:
-        """Do nothing: on a CPU the peak occurs in training, not while the model is built."""
+        """Do nothing, because on a CPU the peak is in training, not while the model is built."""
 
     def allocated_bytes(self) -> int:
-        """Return the anonymous memory above the baseline, after freed blocks are returned to the system."""
+        """Return the bytes of anonymous memory above the baseline, after freed blocks are returned to the system."""
         with suppress(AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         return max(0, _status_bytes("VmRSS") - _status_bytes("RssFile") - self._baseline)
 
     def start_peak(self) -> None:
-        """Reset the system's peak of resident memory, if the process has the permission."""
+        """Reset the system's peak of resident memory, if the process has the permission to do so."""
         self._peak = max(self._peak, _status_bytes("VmHWM"))
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def peak_bytes(self) -> int:
-        """Return the peak of anonymous memory above the baseline."""
+        """Return the peak bytes of anonymous memory above the baseline."""
         return max(0, _status_bytes("VmHWM") - _status_bytes("RssFile") - self._baseline)
 
     def end_memory_measurement(self, peak: int) -> None:
-        """Store `peak` as the peak of the run, and end the measurement of memory."""
+        """Store `peak` as the peak of the run, and stop measuring memory."""
         self._peak_allocated = peak
         _set_mmap_threshold(_FAST_THRESHOLD)
 
     def memory(self) -> dict[str, int | None]:
-        """Return the peaks so far, by their names in the metrics."""
+        """Return the peaks so far in bytes, by their names in the metrics."""
         used = max(self._peak, _status_bytes("VmHWM"))
         return _memory(self._peak_allocated, None, used)
 
@@ -107,15 +108,15 @@ class Accelerator:
         self._module.synchronize()
 
     def clock(self) -> float:
-        """Return the host's clock after the device has finished: it works only for this rank."""
+        """Return the host's clock after the device has finished its work. The device works only for this rank."""
         self._module.synchronize()
         return time.perf_counter()
 
     def set_baseline(self) -> None:
-        """Do nothing: the allocator counts only tensors."""
+        """Do nothing, because the allocator only counts tensors."""
 
     def reset_after_build(self) -> None:
-        """Return cached blocks to the driver and restart the peaks."""
+        """Return cached blocks to the driver, and restart the measurement of peaks."""
         self._module.empty_cache()
         self._module.reset_peak_memory_stats()
 
@@ -133,7 +134,9 @@ class Accelerator:
         self._peak_allocated = max(self._peak_allocated, peak)
 
     def memory(self) -> dict[str, int | None]:
-        """Return the allocator's peaks, and the memory that all processes use now according to the driver."""
+        """Return the allocator's peaks, and the memory that all processes currently use according to the driver, in
+        bytes.
+        """
         free, total = self._module.mem_get_info()
         peak = max(self._peak_allocated, self.peak_bytes())
         return _memory(peak, self._module.max_memory_reserved(), total - free)
@@ -143,7 +146,7 @@ RankDevice: TypeAlias = Cpu | Accelerator
 
 
 def open_device(kind: str, rank: int) -> RankDevice:
-    """Return this rank's device; `kind` is its type in torch."""
+    """Return this rank's device. `kind` is its type in torch."""
     return Cpu() if kind == "cpu" else Accelerator(kind, rank)
 
 
@@ -152,7 +155,7 @@ def _memory(allocated: int, reserved: int | None, used: int) -> dict[str, int | 
 
 
 def _set_mmap_threshold(size: int) -> None:
-    """Set the size from which the C library maps blocks separately, if it has mallopt."""
+    """Set the size from which the C library maps blocks separately, if the library has mallopt."""
     with suppress(AttributeError):
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, size)
@@ -168,21 +171,21 @@ def _status_bytes(field: str) -> int:
 
 SIZE, PRODUCTS, ROUNDS = {"cpu": 256}, 8, 4
 ACCELERATOR_SIZE = 4096
-"""Rows and columns of the product; the test takes about 30 ms on a core or an accelerator."""
+"""Rows and columns of the speed test's matrix product. The test takes about 30 ms on a core or an accelerator."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def speed_test(job: Job, rank_device: RankDevice) -> float | None:
-    """Return the wall time of `PRODUCTS` matrix products in the fastest of `ROUNDS` rounds, None if they do not fit.
+    """Return the seconds of `PRODUCTS` matrix products in the fastest of `ROUNDS` rounds, or None if they do not fit.
 
-    All ranks start together, so devices that share power, cooling or cores also do so here. Call it after the steps and
-    after `memory()`: it changes the peaks.
+    All ranks start together, so devices that share power, cooling or cores do so in the test, too. Call it after the
+    steps and after `memory()`, because it changes the peaks.
     """
     size = SIZE.get(job.device.type, ACCELERATOR_SIZE)
     dtype = torch.float32 if job.device.type == "cpu" else _DTYPES[job.train.precision]
     is_ready = False
-    with suppress(RuntimeError):  # out of memory must not fail a trial that has finished
+    with suppress(RuntimeError):  # running out of memory here must not fail a finished trial
         factor = torch.ones(size, size, dtype=dtype, device=rank_device.device)
         product = torch.empty_like(factor)
         torch.mm(factor, factor, out=product)
@@ -203,12 +206,12 @@ _CPU = torch.device("cpu")
 
 
 def map_cuda_to_cpu() -> None:
-    """Map "cuda" to the CPU in this process. Call it once per rank, before Megatron builds anything."""
+    """Map the device "cuda" to the CPU in this process. Call it once per rank, before Megatron builds anything."""
     # Schedules, optimizers and gradient clipping create small tensors with device="cuda"; rotary embeddings under
     # context parallelism create one in pinned memory.
     torch.tensor = _on_cpu(torch.tensor)
     torch.zeros = _on_cpu(torch.zeros)
-    # Passed as `device=` in about seventy calls.
+    # About seventy calls pass it as `device=`.
     torch.cuda.current_device = lambda: _CPU
     # Stages that exchange the shapes of their messages wait for the device.
     torch.cuda.synchronize = lambda *args: None
@@ -228,7 +231,7 @@ def map_cuda_to_cpu() -> None:
 
 
 class _Stream:
-    """A stream without asynchronous work."""
+    """A replacement for a CUDA stream, without asynchronous work."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -257,7 +260,7 @@ def _cuda_type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _splits_to_numpy(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Convert the split sizes to host arrays at the right point, which the original does with a side stream."""
+    """Convert the split sizes to host arrays at the right `point`. The original does this with a side stream."""
     if point == dispatcher.cuda_dtoh_point and not dispatcher.drop_and_pad:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             value = getattr(dispatcher, name)
@@ -267,27 +270,31 @@ def _splits_to_numpy(dispatcher: Any, point: str, tokens_per_expert: Any = None)
 
 
 MAX_ACTIVATION, MAX_GRADIENT = 1.0, 1e-4
-"""Maximum values in generated messages, small enough that losses and norms are finite and fp16 does not overflow."""
+"""Maximum absolute values in generated messages: losses and norms stay finite, and fp16 does not overflow."""
 
 
 def init_fake_world(kind: str, rank: int, world_size: int) -> None:
-    """Initialize this process as `rank` of `world_size` ranks without the others; `kind` is torch's device type."""
+    """Initialize this process as `rank` of `world_size` ranks without starting the others. `kind` is torch's device
+    type.
+    """
     known = dist.Backend.backend_capability.get("fake", [])
-    backend = "fake" if kind in known else f"cpu:fake,{kind}:fake"  # devices that an import registers
+    backend = "fake" if kind in known else f"cpu:fake,{kind}:fake"  # for devices that are registered by an import
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
     # The other ranks send nothing; each function below documents its replacement.
     dist.all_to_all_single = _all_to_all
-    for module in (mappings, layers, param_and_grad_buffer):  # they import the functions under other names
+    for module in (mappings, layers, param_and_grad_buffer):  # these modules import the functions under other names
         module.dist_all_gather_func = _all_gather
         module.dist_reduce_scatter_func = _reduce_scatter
-    # A class from 0.14 on, functions of the module in earlier releases.
+    # From 0.14 on these are methods of a class, in earlier releases functions of the module.
     owner = getattr(p2p_communication, "P2PCommunicator", p2p_communication)
     owner._communicate = _with_messages(owner._communicate)
 
 
 def _all_gather(output: torch.Tensor, input: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Receive copies of this rank's input. Weights that are gathered in place stay unchanged: the buffer already has
-    the weights of the other ranks.
+    """Receive copies of this rank's input in place of the other ranks' inputs.
+
+    Weights that are gathered in place stay unchanged, because the buffer already contains the weights of the other
+    ranks.
     """
     if output.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
         with torch.no_grad():
@@ -298,7 +305,7 @@ def _all_gather(output: torch.Tensor, input: torch.Tensor, group: Any = None, as
 def _reduce_scatter(
     output: torch.Tensor, input: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Receive this rank's part of its own values."""
+    """Receive this rank's part of its own values instead of a sum over ranks."""
     with torch.no_grad():
         output.view(-1).copy_(input.reshape(dist.get_world_size(group), -1)[dist.get_rank(group)])
     return _CompletedRequest() if async_op else None
@@ -312,7 +319,7 @@ def _all_to_all(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Receive repeated copies of this rank's own rows; a rank that sends nothing receives random numbers."""
+    """Receive repeated copies of this rank's own rows. A rank that sends nothing receives random numbers."""
     row_count = input.size(0)
     with torch.no_grad():
         if not row_count:
@@ -331,8 +338,9 @@ class _CompletedRequest:
 
 
 def _with_messages(communicate: Any) -> Any:
-    """Fill received messages with small random numbers. Uninitialized memory may have NaN, for which a router sends
-    every token to the same experts.
+    """Wrap `communicate` so that received messages are small random numbers.
+
+    Uninitialized memory may contain NaN, and then a router sends every token to the same experts.
     """
 
     @functools.wraps(communicate)

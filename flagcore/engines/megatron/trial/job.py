@@ -1,6 +1,6 @@
 """The job file of a trial: the model, the candidate and the type of device. This module does not import torch.
 
-Sizes are counts; null, or 0 in an optional size, means "off" or "the default".
+Sizes are numbers of elements. null, or 0 in an optional size, means "off" or "the default".
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from flagcore.engines.training.layout import StageLayers
 T = TypeVar("T")
 
 _MIN_MICROBATCHES = 4
-"""Minimum number of micro-batches of a probe, because the first ones take longer."""
+"""Minimum number of micro-batches of a probe. The first micro-batches take longer."""
 
 
 class JobError(ValueError):
-    """The job cannot be run; the message is one line."""
+    """The job cannot be run. The message has one line."""
 
 
 @dataclass(frozen=True)
 class Train:
-    """Inputs that all candidates share: the work of one step and the number of steps.
+    """The part of a job that all candidates share: the work of one step and the number of steps.
 
     `balanced_routing` assigns tokens to experts evenly at random, because an untrained router prefers a few experts.
     `implementation` is `local` for megatron-core's layers, or `transformer_engine`.
@@ -86,7 +86,7 @@ class Candidate:
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are recomputed; if `use_recompute` is not set, a granularity decides."""
+        """Whether activations are recomputed. If `use_recompute` is not set, they are if a granularity is set."""
         return self.recompute_granularity is not None if self.use_recompute is None else self.use_recompute
 
 
@@ -105,7 +105,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Probe:
-    """A single rank that runs on one device without the other ranks."""
+    """A single rank that runs alone on one device, without the other ranks."""
 
     rank: int
     device: int = 0
@@ -113,8 +113,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class Share:
-    """The replicas of one kind of hosts, if the data is split unevenly: how many they are, the micro-batches of each,
-    and what differs from the candidate.
+    """The replicas of one kind of hosts, if the data is split unevenly.
+
+    `replicas` is their number, `microbatches` the number of micro-batches of each. `values` are the values that differ
+    from the candidate.
     """
 
     replicas: int
@@ -124,8 +126,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Replica:
-    """One replica of an uneven data split: its first sample in a step, its micro-batches, and the weight of its mean
-    loss. All weights add up to the number of replicas, over which Megatron takes the mean of the gradients.
+    """One replica of an uneven data split.
+
+    `first_sample` is its first sample in a step, `microbatches` its number of micro-batches, and `weight` the weight of
+    its mean loss. All weights add up to the number of replicas, because Megatron takes the mean of the gradients over
+    replicas.
     """
 
     first_sample: int
@@ -137,8 +142,9 @@ class Replica:
 class Job:
     """One trial, or the probe of one of its ranks.
 
-    With `shares` the ranks of a replica are consecutive, and `replica` is that of this rank. A trial that runs for
-    `end_after_s` seconds, until `ends_at` of `time.monotonic`, ends with fewer steps; None: never.
+    With `shares`, the ranks of a replica are consecutive, and `replica` is the replica of this rank. A trial ends
+    `end_after_s` seconds after its start, with fewer steps; this time is `ends_at` on the clock `time.monotonic`. None
+    means that there is no limit.
     """
 
     model: Model
@@ -154,11 +160,11 @@ class Job:
     ends_at: float | None = None
 
     def started(self) -> Job:
-        """Return the job of a program that starts now."""
+        """Return the job with its end time, for a program that starts now."""
         return dataclasses.replace(self, ends_at=self.end_after_s and time.monotonic() + self.end_after_s)
 
     def on_replica(self, number: int) -> Job:
-        """Return the job of the ranks of data-parallel replica `number`."""
+        """Return the job for the ranks of data-parallel replica `number`."""
         first_sample = 0
         for share in self.shares:
             candidate = dataclasses.replace(self.candidate, **share.values)
@@ -182,7 +188,7 @@ class Job:
 
     @property
     def transformer_engine(self) -> bool:
-        """Whether the layers are those of transformer-engine."""
+        """Whether the layers are transformer-engine's."""
         return self.train.implementation == "transformer_engine"
 
     @property
@@ -192,7 +198,7 @@ class Job:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of each data-parallel replica, or of this one, in one step."""
+        """Number of micro-batches of each data-parallel replica, or of this one, in one step."""
         if self.replica:
             return self.replica.microbatches
         return self.train.global_batch_size // (self.candidate.micro_batch_size * self.candidate.data_parallel_size)
@@ -209,13 +215,13 @@ class Job:
 
     @property
     def stage_layers(self) -> tuple[StageLayers, ...]:
-        """The layers of each (virtual) stage in a layout, empty without one."""
+        """The contents of each (virtual) stage in a layout; empty if there is no layout."""
         layout = self.candidate.pipeline_model_parallel_layout
         return parse_layout(layout, self.model.num_layers, self.model.mtp_num_layers) if layout else ()
 
     @property
     def virtual_stages(self) -> int | None:
-        """Model chunks on each pipeline stage, None if the schedule is not interleaved."""
+        """Number of model chunks on each pipeline stage, or None if the schedule is not interleaved."""
         if layout := self.stage_layers:
             chunks = len(layout) // self.candidate.pipeline_model_parallel_size
             return chunks if chunks > 1 else None
@@ -230,7 +236,7 @@ class Job:
 
 
 def parse_job(data: Any) -> Job:
-    """Return the job of decoded JSON. Raises JobError if a key is unknown or missing; Megatron checks the values."""
+    """Return the job in decoded JSON. Raises JobError if a key is unknown or missing; Megatron checks the values."""
     try:
         return Job(
             model=_build(Model, data["model"]),
@@ -248,7 +254,7 @@ def parse_job(data: Any) -> Job:
 
 
 def _build(kind: type[T], data: dict[str, Any]) -> T:
-    """Build the dataclass `kind`. Null, or 0 in an optional size, means its default."""
+    """Build an instance of the dataclass `kind`. null, or 0 in an optional size, means the field's default."""
     optional = {field.name for field in dataclasses.fields(kind) if field.default is None}  # type: ignore[arg-type]
     values = {
         name: tuple(value) if isinstance(value, list) else value

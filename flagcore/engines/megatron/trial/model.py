@@ -1,10 +1,10 @@
-"""Builds Megatron-core's model, data-parallel wrapper and optimizer of a job.
+"""Builds Megatron-core's model, data-parallel wrapper and optimizer for a job.
 
-The layers are those of transformer-engine or of megatron-core. Megatron-core's layers run on every device, because two
-torch modules replace those that need further libraries.
+The layers are transformer-engine's or megatron-core's. Megatron-core's layers run on every device, because two torch
+modules replace those that need further libraries.
 
 Initial weights do not depend on the layout, so every layout has the same losses. The seed of each weight is derived
-from its global name; every rank draws the whole weight and keeps its own part.
+from its global name. Every rank draws the whole weight and keeps its own part.
 """
 
 import functools
@@ -64,7 +64,7 @@ def build(job: Job, device: torch.device) -> BuiltModel:
             start_buffers(job)
     else:
         patch_without_transformer_engine()
-        initialize_rng_tracker(inference_rng_tracker=True)  # without dropout, ranks need no separate random states
+        initialize_rng_tracker(inference_rng_tracker=True)  # without dropout, all ranks can share one random state
     config = transformer_config(job)
     stages = range(job.virtual_stages) if job.virtual_stages else (None,)
     chunks = [_build_chunk(job, config, stage, device) for stage in stages]
@@ -80,7 +80,9 @@ def build(job: Job, device: torch.device) -> BuiltModel:
 
 
 def _set_overlap_functions(config: Any, job: Job, chunks: list[Any]) -> None:
-    """Set the schedules' functions that start collectives of gradients and weights, as Megatron-LM's training loop."""
+    """Set the functions with which schedules start collectives of gradients and weights, like Megatron-LM's training
+    loop.
+    """
 
     def of_chunks(name: str) -> Any:
         functions = [getattr(chunk, name) for chunk in chunks]
@@ -94,7 +96,7 @@ def _set_overlap_functions(config: Any, job: Job, chunks: list[Any]) -> None:
 
 def _build_chunk(job: Job, config: Any, vp_stage: int | None, device: torch.device) -> Any:
     if vp_stage is not None:
-        groups.set_virtual_pipeline_model_parallel_rank(vp_stage)  # 0.12 has no argument for it
+        groups.set_virtual_pipeline_model_parallel_rank(vp_stage)  # 0.12 has no argument for the virtual stage
     stage_argument, is_te = accepted_arguments(groups.is_pipeline_last_stage, vp_stage=vp_stage), job.transformer_engine
     model = GPTModel(
         config,
@@ -113,16 +115,16 @@ def _build_chunk(job: Job, config: Any, vp_stage: int | None, device: torch.devi
     return Float16Module(config, model) if config.bf16 or config.fp16 else model
 
 
-_LIMIT = 0.02 * math.sqrt(3.0)  # of a uniform distribution with standard deviation 0.02, which is faster than a normal
+_LIMIT = 0.02 * math.sqrt(3.0)  # limit of a uniform distribution with std 0.02; drawing it is faster than a normal one
 _EXPERT_PATTERN = re.compile(r"\.local_experts\.(\d+)\.|\.weight(\d+)$")
 
 
 def set_initial_weights(chunk: torch.nn.Module, config: Any, seed: int) -> None:
-    """Set the parameters of one model chunk that is not yet wrapped for mixed precision or data parallelism."""
+    """Set the initial weights of one model chunk, before it is wrapped for mixed precision or data parallelism."""
     layers = _layer_names(chunk)
     is_tied = bool(chunk.share_embeddings_and_output_weights)
     for name, weight in chunk.named_parameters():
-        if weight.dim() == 1:  # normalisation
+        if weight.dim() == 1:  # weight of a norm
             weight.data.fill_(1.0)
             continue
         generator = torch.Generator(device=weight.device)
@@ -131,7 +133,7 @@ def set_initial_weights(chunk: torch.nn.Module, config: Any, seed: int) -> None:
 
 
 def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
-    """Return a name with the global layer number for the module path of each layer in this chunk."""
+    """Return a name with the global layer number for each layer in this chunk, by the layer's module path."""
     return {
         path: f"layer{module.layer_number}"
         for path, module in chunk.named_modules()
@@ -156,7 +158,7 @@ def _global_name(name: str, layers: dict[str, str], config: Any, is_tied: bool) 
 
 
 def _own_part(name: str, weight: torch.Tensor, config: Any, generator: torch.Generator) -> torch.Tensor:
-    """Draw a whole weight and return this rank's part of it."""
+    """Draw the whole weight and return this rank's part of it."""
     if _EXPERT_PATTERN.search(name):
         size, rank = groups.get_expert_tensor_parallel_world_size(), groups.get_expert_tensor_parallel_rank()
     else:
@@ -179,7 +181,7 @@ _HAS_SHARED_KEYS = "enable_gqa" in (_attention.__doc__ or "")  # torch 2.5 and l
 
 
 class Norm(torch.nn.RMSNorm):  # type: ignore[misc]  # torch is not followed
-    """RMS norm with the attribute for sequence parallelism, which Megatron's wrapper lacks."""
+    """RMS norm with the attribute for sequence parallelism, which is missing in Megatron's wrapper."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -187,9 +189,9 @@ class Norm(torch.nn.RMSNorm):  # type: ignore[misc]  # torch is not followed
 
 
 class CoreAttention(torch.nn.Module):  # type: ignore[misc]
-    """Causal attention by torch's scaled_dot_product_attention.
+    """Causal attention with torch's scaled_dot_product_attention.
 
-    Under context parallelism rank r of n holds the chunks r and 2n-1-r of the sequence's 2n chunks. Keys and values are
+    Under context parallelism, rank r of n has the chunks r and 2n-1-r of the sequence's 2n chunks. Keys and values are
     gathered from all ranks, and their gradients are scattered back; queries stay local.
     """
 
@@ -217,10 +219,10 @@ class CoreAttention(torch.nn.Module):  # type: ignore[misc]
 
 
 def _can_share_keys(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Return whether a fused kernel supports keys and values that query heads share.
+    """Return whether a fused kernel can be used with keys and values that several query heads share.
 
-    It needs no mask, and 16 bits on an accelerator. Without a fused kernel torch stores all scores, which costs more
-    than repeated keys.
+    It requires that there is no mask, and 16 bits on an accelerator. Without a fused kernel torch stores all scores,
+    which costs more than repeated keys.
     """
     return _HAS_SHARED_KEYS and mask is None and (query.device.type == "cpu" or query.element_size() == 2)
 
@@ -246,7 +248,7 @@ def block_spec(config: Any, vp_stage: int | None, *, transformer_engine: bool = 
 
 
 def mtp_spec(config: Any, vp_stage: int | None, *, transformer_engine: bool = False) -> Any:
-    """Return the specification of this stage's multi-token prediction layers, None without any."""
+    """Return the specification of this stage's multi-token prediction layers, or None if it has none."""
     if config.mtp_num_layers is None:
         return None
     stage_argument = accepted_arguments(get_gpt_mtp_block_spec, vp_stage=vp_stage)
@@ -261,7 +263,7 @@ def mtp_spec(config: Any, vp_stage: int | None, *, transformer_engine: bool = Fa
 
 
 def _last_layer(config: Any, *, transformer_engine: bool) -> ModuleSpec:
-    """Return the specification of the model's last layer, even if it is on another stage."""
+    """Return the specification of the model's last layer, even if that layer is on another stage."""
     is_moe = config.num_moe_experts is not None and config.moe_layer_freq[-1]
     values = {
         "num_experts": config.num_moe_experts if is_moe else None,
@@ -277,9 +279,9 @@ def _last_layer(config: Any, *, transformer_engine: bool) -> ModuleSpec:
 def patch_without_transformer_engine() -> None:
     """Patch parts of megatron-core that assume that transformer-engine is installed.
 
-    The expert router reads a name that only a successful import binds. A recomputed norm reads fp8 state unless its
-    argument is None, but the default is False. Latent attention compares layer classes with transformer-engine's, which
-    are None. The distributed optimizer of 0.12 raises an error if there are no fp8 weights.
+    The expert router reads a name that is only defined after a successful import. A recomputed norm reads fp8 state
+    unless its argument is None, but the default is False. Latent attention compares layer classes with
+    transformer-engine's, which are None. The distributed optimizer of 0.12 raises an error if there are no fp8 weights.
     """
     if random.HAVE_TE:
         return

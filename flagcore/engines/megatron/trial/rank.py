@@ -1,10 +1,10 @@
-"""Runs one rank: it joins the others, builds its part of the model, trains, and reports through rank 0.
+"""Runs one rank: it joins the other ranks, builds its part of the model, trains, and reports through rank 0.
 
 The files of a trial are `steps.jsonl`, written while it runs, and `metrics.json`, written at its end.
 
 A probe runs one rank of a larger job in one process, without the other ranks. Collectives take no time and messages
-arrive immediately, so the times are the rank's own. Only as many micro-batches run as fill the pipeline: memory has
-reached its peak, and further micro-batches take the same time.
+arrive immediately, so the times are the rank's own. It only runs as many micro-batches as fill the pipeline: then
+memory has reached its peak, and further micro-batches take the same time.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from flagcore.engines.megatron.trial.training import (
     train,
 )
 
-_TIMEOUT = timedelta(minutes=10)  # a collective that waits longer has failed
+_TIMEOUT = timedelta(minutes=10)  # if a collective takes longer, it has failed
 _SCHEMA_VERSION = 1
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: float) -> None:
-    """Run the job as rank `number`.
+    """Run the job as the rank with the index `number`.
 
-    `listener` is the socket of the rendezvous, which the parent opened on the first host. `import_s`, the seconds of
-    the imports, is written to the metrics.
+    `listener` is the socket of the rendezvous, which the parent process opened on the first host. `import_s`, the
+    seconds of the imports, is written to the metrics.
     """
     rank_device, built, startup = start_rank(job, number, lambda: _join(job, number, listener))
     job = job.on_replica(groups.get_data_parallel_rank())
@@ -65,14 +65,14 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
     report = _report(job, built, steps, rank_device, cpu_time_s)
     if number == 0:
         _write_metrics(job.output, {**report, "startup_s": {"import": import_s, **startup}})
-    dist.barrier()  # rank 0 may serve the rendezvous, so all ranks wait until it has written the metrics
+    dist.barrier()  # rank 0 may serve the rendezvous, so all ranks wait here until it has written the metrics
     dist.destroy_process_group()
 
 
 def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDevice, BuiltModel, dict[str, float]]:
     """Open the device of rank `number`, join the other ranks, and build this rank's part of the model.
 
-    The returned dictionary has the seconds of joining (`groups`) and of building (`build`).
+    The returned dictionary contains the seconds of joining (`groups`) and of building (`build`).
     """
     check_layers(job)
     torch.set_num_threads(job.device.threads_per_rank)
@@ -96,7 +96,7 @@ def _join(job: Job, number: int, listener: socket.socket | None) -> None:
         assert listener
         host, port = listener.getsockname()
     if job.device.backend == "gloo":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by default it resolves the host name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by default gloo resolves the host name
     store = dist.TCPStore(
         host,
         port,
@@ -126,9 +126,9 @@ def _make_groups(job: Job) -> None:
 
 
 def _embedding_ranks(job: Job, ranks: list[int]) -> list[int]:
-    """Return the ranks of a pipeline that share the embedding, as Megatron-LM's `pretrain_gpt.py`.
+    """Return the ranks of a pipeline that share the embedding, as in Megatron-LM's `pretrain_gpt.py`.
 
-    They are the first one, that with multi-token prediction, and the last one if its head is tied.
+    They are the first rank, the rank with multi-token prediction, and the last rank if its head is tied.
     """
     stages, tied = job.stage_layers, not job.model.untie_embeddings_and_output_weights
     mtp = [place % len(ranks) for place, stage in enumerate(stages) if stage.mtp] or [-1]
@@ -138,7 +138,7 @@ def _embedding_ranks(job: Job, ranks: list[int]) -> list[int]:
 def _report(
     job: Job, built: BuiltModel, steps: list[Step], rank_device: RankDevice, cpu_time_s: float
 ) -> dict[str, Any]:
-    """Gather the measurements of all ranks; every rank returns the same report."""
+    """Gather the measurements of all ranks. Every rank returns the same report."""
     own_report = {
         "rank": dist.get_rank(),
         "parameters": _local_parameters(built),
@@ -209,8 +209,8 @@ def _timed_step(
 ) -> dict[str, float]:
     """Run one step and return the seconds of the rank's own work.
 
-    `schedule_s` is the time of the micro-batches that ran; `once_s` is the time to clear gradients and to finish them
-    after the last micro-batch. `compute_s` is forward and backward of a step with all micro-batches.
+    `schedule_s` is the time of the micro-batches that ran. `once_s` is the time to clear gradients and to finish them
+    after the last micro-batch. `compute_s` is the time of forward and backward for a step with all micro-batches.
     """
     clock = rank_device.clock
     finish.seconds = 0.0
@@ -266,10 +266,10 @@ def _local_parameters(built: BuiltModel) -> int:
 
 
 def _distinct_parameters(built: BuiltModel) -> int:
-    """Return this rank's share of the model's parameters, in which each parameter counts once.
+    """Return this rank's share of the model's parameters, so that over all ranks each parameter is counted once.
 
-    The sum over all ranks is the size of the model with the padded vocabulary. The first rank with a replica counts a
-    parameter, the first pipeline stage a tied embedding.
+    The sum over all ranks is the size of the model with the padded vocabulary. Replicas are counted on the first rank
+    that has one, a tied embedding on the first pipeline stage.
     """
     first_dense = groups.get_data_parallel_rank(with_context_parallel=True) == 0
     first_expert = groups.get_expert_data_parallel_rank() == 0
@@ -287,7 +287,7 @@ def _local_layers(built: BuiltModel) -> int:
     """Return the number of transformer layers on this rank, over all its model chunks."""
     count = 0
     for chunk in built.chunks:
-        while not hasattr(chunk, "decoder"):  # unwrap
+        while not hasattr(chunk, "decoder"):  # unwraps mixed precision and data parallelism
             chunk = chunk.module
         count += len(chunk.decoder.layers)
     return count
@@ -303,7 +303,7 @@ _SIZE_NAMES = ("tensor_model", "pipeline_model", "context", "expert_model", "exp
 
 
 def _effective(job: Job, built: BuiltModel, layers_per_stage: list[int]) -> dict[str, Any]:
-    """Return the knobs that Megatron's objects use, by the candidate's names."""
+    """Return the knob values that Megatron's objects use, by the candidate's names."""
     config, ddp_config = built.config, built.chunks[0].ddp_config
     replicas = groups.get_data_parallel_world_size()
     samples = job.train.global_batch_size // (job.num_microbatches * replicas)
@@ -330,7 +330,7 @@ def _effective(job: Job, built: BuiltModel, layers_per_stage: list[int]) -> dict
 
 
 def _versions(job: Job) -> dict[str, str]:
-    """Return the versions of the software that the trial runs."""
+    """Return the versions of the software in the trial."""
     extra = {"transformer-engine": version("transformer-engine")} if job.transformer_engine else {}
     return {
         "torch": str(torch.__version__),

@@ -1,4 +1,4 @@
-"""The training loop with times between barriers, on generated tokens.
+"""The training loop on generated tokens, with times between barriers.
 
 The global batch of a step depends only on the seed and the step, so it is the same in every layout.
 """
@@ -23,17 +23,19 @@ from flagcore.engines.megatron.trial.job import Job
 from flagcore.engines.megatron.trial.model import BuiltModel
 
 LEARNING_RATE = 1e-3
-"""The learning rate from the second step on. It is 0 in the first step, so that memory is measured with initial
-weights: after one step on a single batch a router would send most tokens to a few experts."""
+"""The learning rate from the second step on.
+
+It is 0 in the first step, so that memory is measured with initial weights: after one step on a single batch, a router
+would send most tokens to a few experts."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One training step on this rank, in seconds of wall time.
+    """One training step on this rank. Times are wall times in seconds.
 
     `step_time_s` is the time between two barriers of all ranks, so it is the time of the slowest rank. The `own` times
-    are those of `RankDevice.clock`, on a CPU without waits for other ranks. `loss` is the mean over the global batch,
-    None if it is not finite. `grad_norm` is None if fp16 overflowed.
+    are measured with `RankDevice.clock`, on a CPU without waits for other ranks. `loss` is the mean over the global
+    batch, or None if it is not finite. `grad_norm` is None if fp16 overflowed.
     """
 
     step: int
@@ -47,9 +49,9 @@ class Step:
 
 
 def train(job: Job, built: BuiltModel, rank_device: RankDevice) -> Iterator[Step]:
-    """Run `train_iters` steps and yield each at its end. All ranks must call this together.
+    """Run `train_iters` steps and yield each step when it ends. All ranks must call this together.
 
-    There are fewer steps, at least MIN_STEPS, if they would not end at `job.ends_at`.
+    If the steps would not end before `job.ends_at`, there are fewer of them, but at least MIN_STEPS.
     """
     number, planned, times = 0, job.train.train_iters, list[float]()
     while number < planned:
@@ -84,14 +86,14 @@ def train(job: Job, built: BuiltModel, rank_device: RankDevice) -> Iterator[Step
 
 
 def _steps_in_time(job: Job, times: list[float], planned: int) -> int:
-    """Return how many of the `planned` steps end before `job.ends_at`, from the `times` of the finished ones."""
+    """Return how many of the `planned` steps end before `job.ends_at`, judged by the `times` of the finished steps."""
     if job.ends_at is None or len(times) < MIN_STEPS:
         return planned
     return steps_in_time(times, planned, job.ends_at - time.monotonic())
 
 
 def memory_step(job: Job, built: BuiltModel, rank_device: RankDevice, batches: list[Batch]) -> tuple[int, int]:
-    """Run an additional step to measure memory; return the peaks of forward and backward, and of the optimizer."""
+    """Run an additional step to measure memory. Return the peaks of forward and backward, and of the optimizer."""
     rank_device.start_peak()
     clear_gradients(built)
     forward_backward(job, built, batches)
@@ -106,14 +108,14 @@ def memory_step(job: Job, built: BuiltModel, rank_device: RankDevice, batches: l
 
 
 def clear_gradients(built: BuiltModel) -> None:
-    """Reset gradients before a step."""
+    """Set gradients to zero before a step."""
     for chunk in built.chunks:
         chunk.zero_grad_buffer()
     built.optimizer.zero_grad()
 
 
 def forward_backward(job: Job, built: BuiltModel, batches: list[Batch]) -> list[dict[str, torch.Tensor]]:
-    """Run Megatron's schedule over `batches`; return the losses, which only the last pipeline stage has."""
+    """Run Megatron's schedule over `batches`. Return the losses, which only exist on the last pipeline stage."""
     losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, weight=job.replica.weight if job.replica else 1.0),
         data_iterator=_for_schedule([iter(batches) for _ in built.chunks]),
@@ -127,14 +129,14 @@ def forward_backward(job: Job, built: BuiltModel, batches: list[Batch]) -> list[
 
 
 def _synchronize(rank_device: RankDevice) -> float:
-    """Wait for the device and for all ranks; return the time."""
+    """Wait for the device and for all ranks, and return the current time."""
     rank_device.synchronize()
     dist.barrier()
     return time.perf_counter()
 
 
 def _for_schedule(items: list[Any]) -> Any:
-    """Return `items` for the interleaved schedule, the only item for other schedules."""
+    """Return `items` for the interleaved schedule; for other schedules, return the only item."""
     return items if groups.get_virtual_pipeline_model_parallel_world_size() else items[0]
 
 
@@ -146,16 +148,19 @@ def _forward_step(batches: Iterator[Batch], model: Any, *, weight: float) -> tup
 def _loss(token_losses: torch.Tensor, weight: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the weighted mean loss over this rank's tokens of one micro-batch, and the mean as `loss`.
 
-    The schedule multiplies it by the context-parallel size and divides it by the replica's number of micro-batches, in
-    place, hence the clone.
+    The schedule multiplies the loss by the context-parallel size and divides it by the replica's number of
+    micro-batches in place, so the reported mean is a clone.
     """
     loss = token_losses.float().mean()
     return weight * loss / groups.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
 
 
 def _agree(job: Job, losses: list[dict[str, torch.Tensor]], planned: int, device: torch.device) -> tuple[float, int]:
-    """Return the mean loss of the global batch, which only the last pipeline stage computed, and the number of steps
-    that rank 0 plans; both on all ranks."""
+    """Return the mean loss of the global batch, and the number of steps that rank 0 plans. All ranks get the same
+    values.
+
+    Only the last pipeline stage computed the loss.
+    """
     total, samples = torch.zeros(3, device=device), job.candidate.micro_batch_size if job.replica else 1
     for loss in losses:
         total[0] += loss["loss"] * samples
@@ -179,7 +184,7 @@ class Batch:
 
 
 def microbatches(job: Job, step: int, device: torch.device, count: int) -> list[Batch]:
-    """Return this rank's first `count` micro-batches of one step on its device."""
+    """Return this rank's first `count` micro-batches of one step, on its device."""
     size = job.candidate.micro_batch_size
     replicas, replica = groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()
     batches = []
@@ -193,7 +198,7 @@ def microbatches(job: Job, step: int, device: torch.device, count: int) -> list[
 
 
 def _token_row(job: Job, step: int, row: int) -> torch.Tensor:
-    """Return one sequence of seq_length + 1 tokens. Small tokens are more frequent, so the loss can decrease."""
+    """Return one sequence of seq_length + 1 tokens. Small token ids are more frequent, so the loss can decrease."""
     number = step * job.train.global_batch_size + row
     generator = torch.Generator().manual_seed(((job.train.seed << 32) + number) % 2**63)
     share = torch.rand(job.train.seq_length + 1, generator=generator) ** 3
