@@ -105,7 +105,7 @@ def start_script(
 
 
 def _front(router: Router, instances: Sequence[Instance], hosts: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the command of the router in front of instances."""
+    """Return the command that starts the router in front of `instances`."""
     places = zip(instances, _places_of(instances, hosts), strict=True)
     return router.instance([(each.kind, *place) for each, place in places]).at_port(FRONT_PORT).argv
 

@@ -195,7 +195,7 @@ def _instance(
     named_hosts = dict(enumerate(task.spec.cluster.hosts))
     devices = platform.devices_of(named_hosts.get(first_host, f"node {first_host}") if task.spec.on_each_host else "")
     environment |= device_variables(platform.support, devices[placement.first : placement.first + placement.width])
-    neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # the engine chooses these values
+    neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # values that the engine uses if nothing is set
     set_values = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
     argv, other_argvs, hosts = instance.argv, list[tuple[str, ...]](), len(placement.hosts)
     if hosts > 1:

@@ -194,7 +194,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv += ["--cache-ram", "0"]
     if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity", "lv"}:
         argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
-    if values.get(SPECULATION) is None and SPECULATION in spec.space:  # only other candidates use the draft model
+    if values.get(SPECULATION) is None and SPECULATION in spec.space:  # the draft model is for other candidates
         other_args = {name: value for name, value in other_args.items() if not name.startswith("spec-")}
     argv += [word for name, value in other_args.items() for word in _flag(name, value)]
     return Instance(argv=tuple(argv), environment={"OMP_WAIT_POLICY": "passive"})

@@ -70,7 +70,7 @@ async def send_request(
                     break
                 now = time.perf_counter()
                 if b"[DONE]" in data:
-                    await asyncio.sleep(0)  # first read other answers that arrived at the same time
+                    await asyncio.sleep(0)  # let other answers that arrived now be read first
                 stream.feed(data, now)
         finally:
             monitor.end()

@@ -49,7 +49,7 @@ class Window:
     error: float
 
     def counted(self, answers: Sequence[Answer]) -> tuple[Answer, ...]:
-        """Return the answers that count."""
+        """Return the answers to the requests that were sent in the window."""
         return tuple(answer for answer in answers if self.begin_s <= answer.start_s < self.end_s)
 
 
@@ -64,7 +64,7 @@ class SteadyState:
         self._next = float(MIN_COUNTED)
 
     def most(self, load: Load) -> int:
-        """Return the maximum number of requests of `load`."""
+        """Return the maximum number of requests of `load`, which may not become precise."""
         fewest = self.enough
         fitting = MAX_TOKENS // (load.input_len + load.prefix_len)
         return max(fewest, min(MAX_RATIO * fewest, fitting))
@@ -95,7 +95,8 @@ class SteadyState:
         """Return the steady state before `end_s`; None if the ramp takes half of the requests or more."""
         sent = sorted((answer for answer in answers if answer.start_s < end_s), key=lambda answer: answer.start_s)
         ramps = [_ramp(_known(sent, name)) for name in ("ttft_s", "e2e_s")]
-        counted = sent[max(self._concurrency or 0, *(ramp or 0 for ramp in ramps)) :]  # the first wave finds free slots
+        # The first wave does not count either, because it finds free slots.
+        counted = sent[max(self._concurrency or 0, *(ramp or 0 for ramp in ramps)) :]
         if None in ramps or 2 * len(counted) < max(4 * BATCHES, len(sent)):
             return None
         names = {name.partition(".")[0].replace("itl_s", "tpot_s") for name in self._asked if "_s." in name}

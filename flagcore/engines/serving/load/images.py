@@ -71,7 +71,7 @@ def size_of_file(path: str) -> tuple[int, int]:
     position = 2
     while data.startswith(b"\xff\xd8") and position + 9 <= len(data) and data[position] == 0xFF:
         marker, length = data[position + 1], int.from_bytes(data[position + 2 : position + 4], "big")
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # a start of frame (ITU T.81, table B.1)
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # a start-of-frame marker (ITU T.81, table B.1)
             height, width = struct.unpack(">2H", data[position + 5 : position + 9])
             return width, height
         position += 2 + length
@@ -124,7 +124,7 @@ def _png(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
     """Encode an RGB image as PNG (W3C PNG specification, third edition). Rows store differences to the row above."""
     height, width, _ = pixels.shape
     flat = pixels.reshape(height, -1)
-    rows = np.full((height, 1 + flat.shape[1]), 2, dtype=np.uint8)  # filter 2: up
+    rows = np.full((height, 1 + flat.shape[1]), 2, dtype=np.uint8)  # PNG filter type 2: up
     rows[0, 1:] = flat[0]
     rows[1:, 1:] = flat[1:] - flat[:-1]
 

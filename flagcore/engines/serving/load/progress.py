@@ -92,7 +92,7 @@ class LimitCheck:
         self._slower: Counter[tuple[str, str]] = Counter()
 
     def exceeded(self, answer: Answer) -> bool:
-        """Add an answer, and return whether a limit is certain to be exceeded."""
+        """Add an answer, and return whether some limit is now certain to be exceeded."""
         for name in {name for name, _ in self._limits}:
             self._sums[name] += getattr(answer, name) or 0.0
         for figure, limit in self._limits.items():

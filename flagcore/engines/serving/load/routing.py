@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 PREFILL, DECODE = "prefill", "decode"
-"""Kinds of servers."""
+"""Kinds of servers that only prefill or only decode."""
 NIXL, P2P, FOLDER, BOOTSTRAP = "nixl", "p2p", "folder", "bootstrap"
 """How the decode server finds the cache of a prompt. NIXL: the answer of the prefill server says where it is. P2P: the
 request's id contains the addresses of both servers. FOLDER: files are named by the prompt. BOOTSTRAP: both servers get
@@ -45,7 +45,7 @@ MAX_PIECES = 1 << 18
 
 
 class Prefixes:
-    """Chooses one of `count` instances by the prefixes of the prompts that they got.
+    """Chooses one of `count` instances for each prompt, by the prefixes of the prompts that each got before.
 
     A prompt is a sequence of pieces; the identity of a piece includes all pieces before it.
     """

@@ -51,7 +51,7 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
             values[knob] = info[name] is value_if_true
     if isinstance(is_whole := info.get("mm_enable_dp_encoder"), bool):
         values["mm_encoder_tp_mode"] = "data" if is_whole else "weights"
-    if values.get("speculation") == "EAGLE":  # also reported for NEXTN
+    if values.get("speculation") == "EAGLE":  # ambiguous: SGLang also reports it for NEXTN
         del values["speculation"]
     is_ngram = info.get("speculative_algorithm") == "NGRAM"
     drafted = info.get("speculative_num_draft_tokens" if is_ngram else "speculative_num_steps")

@@ -148,10 +148,7 @@ def chunk_sizes(task: Task, columns: Columns) -> IntArray:
 
 
 def memory_share(task: Task, columns: Columns) -> FloatArray:
-    """Return SGLang's default share of memory for weights and cache; NaN if the memory is unknown.
-
-    The rest is SGLang's reserve for activations and graphs.
-    """
+    """Return SGLang's default share of memory for weights and cache, without its reserve; NaN if it is unknown."""
     tensor = columns[TP] * columns[DP]
     mib = Hardware.of(task).memory_bytes / 2**20
     graph = np.where(columns[EAGER] == 1, 0, memory_defaults(task, tensor)[1])

@@ -102,7 +102,7 @@ def run(job: Job, folder: Path, began: float | None = None) -> None:
 
 @contextlib.contextmanager
 def running_servers(job: Job, reports: ServerReports, folder: Path, deadline: float) -> Iterator[Sequence[Served]]:
-    """Yield the servers when all are healthy; afterwards stop those that run on this machine."""
+    """Start the servers and yield them when all are healthy; afterwards stop those that run on this machine."""
     patterns = (*reports.failures, *job.patterns)
     if job.hosts:
         yield connect(job, folder, patterns, reports.health, deadline)
@@ -124,7 +124,10 @@ def running_servers(job: Job, reports: ServerReports, folder: Path, deadline: fl
 
 @contextlib.contextmanager
 def running_router(job: Job, servers: Sequence[Served], folder: Path, deadline: float) -> Iterator[Sequence[Server]]:
-    """Yield the router in front of the servers when it is healthy; nothing if flagcore's own client sends the load."""
+    """Start the router in front of the servers and yield it when it is healthy; afterwards stop it.
+
+    If flagcore's own client sends the load, there is no router, and the tuple is empty.
+    """
     if job.router is None:
         yield ()
         return

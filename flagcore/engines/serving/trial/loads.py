@@ -181,7 +181,7 @@ class LoadRunner:
             return tried[value]
 
         highest_load(
-            lambda value: run(value) or run(value),  # again: disturbances can only raise latencies
+            lambda value: run(value) or run(value),  # try twice: disturbances can only raise latencies
             self.job.start,
             minimum=1.0 if is_concurrency else MIN_RATE,
             maximum=maximum,
@@ -199,7 +199,7 @@ class LoadRunner:
         return [points[value] for value in sorted(points)]
 
     def _warm_up(self, most: int = MAX_WARM_UP) -> None:
-        """Send the warm-up with at most `most` requests, or with few if the servers refuse so many at once.
+        """Send the warm-up with at most `most` requests, or a smaller one if the servers refuse so many at once.
 
         Raises TrialFailure.
         """
@@ -263,7 +263,7 @@ class LoadRunner:
         figures = {**result.figures, **shares(self.reports, start, counters(self.reports, self.servers))}
         if local:
             figures["engine_cpu_s"] = sum(server.cpu_seconds() for server in local) - cpu_start_s
-        else:  # remote servers may also run on this host, and are not others
+        else:  # unknown, because remote servers may also run on this host
             figures.pop("others_cores", None)
         if self.job.slo:
             figures["goodput_requests_per_s"] = goodput(result, self.job.slo)

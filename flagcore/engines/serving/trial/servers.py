@@ -81,7 +81,7 @@ class Served(ABC):
         try:
             connection.connect()
             timer = threading.Timer(end - time.monotonic(), _shut_down, (connection.sock,))
-            timer.start()  # the timeout of the socket itself starts anew with each byte
+            timer.start()  # because the socket's own timeout starts anew with each byte
             try:
                 connection.request("GET", path, headers={"Connection": "close"})
                 answer = connection.getresponse()
@@ -131,7 +131,7 @@ class Server(Served):
         try:
             with self.log.open("wb") as log:
                 if instance.cores:
-                    os.sched_setaffinity(0, instance.cores)  # the child inherits it
+                    os.sched_setaffinity(0, instance.cores)  # the new process inherits this
                 self._process = subprocess.Popen(
                     instance.argv,
                     stdin=subprocess.DEVNULL,

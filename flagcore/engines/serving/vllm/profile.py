@@ -79,7 +79,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if count(values, EP) > 1:
         argv.append(f"--{PROGRAM.expert_switch}")
     others = PROGRAM.parse(task.spec).others
-    if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # only other candidates use the draft model
+    if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # the draft model is for other candidates
         others = {name: value for name, value in others.items() if not name.startswith(DRAFT_FLAGS)}
     argv += as_words(others, has_negation=True)
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -298,7 +298,7 @@ def _model_rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: (c[SPECULATION] > 0) & (c[DRAFTED] == 0),
         ),
         *rules.speculation_rules(task, PROGRAM, own.NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
-        Rule(  # 0.32: `config/vllm.py`
+        Rule(  # source: vLLM 0.32 `config/vllm.py`
             name="asynchronous_drafts",
             knobs=(ASYNC, SPECULATION),
             message=f"{ASYNC} must not be on with {SPECULATION} = ngram or suffix, which draft on the host",
