@@ -19,7 +19,7 @@ from flagcore.i18n import N_, _, ngettext
 from flagcore.i18n.width import columns, left
 from flagcore.report.formats import NAMES, shown, size_text
 
-Stage: TypeAlias = "tuple[str | None, str, int]"
+Stage: TypeAlias = tuple[str | None, str, int]
 """A stage of the search space: None for a total, else the rule that removed candidates (empty: no rule); its name, and
 the number of candidates.
 """

@@ -92,7 +92,7 @@ class Collapsed:
     blocks: Sequence[Block]
 
 
-Block: TypeAlias = "Text | Facts | Code | Table | Chart | Collapsed"
+Block: TypeAlias = Text | Facts | Code | Table | Chart | Collapsed
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,6 @@ jinja2, data of charts so that it cannot close its script element. A content sec
 all other scripts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64encode

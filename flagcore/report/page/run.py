@@ -37,7 +37,7 @@ WHOLE_PATH = r"(?<![\w.~-])(?:{})(?![\w-]|\.\w)"
 """Paths that are not a part of another name."""
 
 Record: TypeAlias = Mapping[str, Any]
-Figures: TypeAlias = "tuple[float, float, float]"
+Figures: TypeAlias = tuple[float, float, float]
 """The objective of a configuration: its median or prediction, its lowest and its highest value."""
 
 

@@ -109,7 +109,7 @@ def on_groups(task: Task, candidate: Candidate) -> Task:
 
 
 def hosts_of(task: Task, candidate: Candidate) -> tuple[str, ...]:
-    """Return the hosts of a candidate in the order of its meshes."""
+    """Return the hosts on which a candidate runs, in the order of its meshes."""
     cluster = task.spec.cluster
     if not cluster.groups:
         return cluster.hosts[: cluster.nodes]

@@ -4,8 +4,6 @@ Lengths and arrivals are equal in every repeat and for every candidate. Prompts 
 does not have them in its prefix cache from an earlier repeat.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

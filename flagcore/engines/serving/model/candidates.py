@@ -47,7 +47,7 @@ FIGURE_NAMES = (
     *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS),
 )
 
-Key: TypeAlias = "tuple[int, tuple[Lane, ...], bytes]"
+Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
 """Everything that determines the simulation of a kind of instance: the number of instances, lanes and costs."""
 
 

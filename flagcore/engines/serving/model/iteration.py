@@ -4,8 +4,6 @@ Matrix products, small kernels and messages depend only on the number of tokens,
 times over a grid of token counts. Attention adds a time per cached token that is read and per query-key pair.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Predicts memory, latencies and rates of servers for columns of candidates."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import fields, replace
 from typing import TypeVar

@@ -5,8 +5,6 @@ Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook, ru
 0.4.0 to 0.5.15 and `srt/arg_groups/` of 0.5.16 to 0.5.23.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ Sources: vllm 0.32 `engine/arg_utils.py`, `config/cache.py`, `config/scheduler.p
 versions vllm-project/vllm #17073 (batch sizes depend on memory), #38284 (0.21: graphs within the memory share, 0.92).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np
