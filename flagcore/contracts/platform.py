@@ -393,7 +393,7 @@ class Plugins(Protocol):
 
 
 class RunningLaunch(Protocol):
-    """A started launch."""
+    """A launch that was started, and may still be running."""
 
     def poll(self) -> Exit | None:
         """Return the exit of the launch, or None if it is still running."""

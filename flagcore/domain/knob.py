@@ -167,7 +167,7 @@ class Knob:
     flags: tuple[Flag, ...] = ()
     """The engine's flags for the knob, in order of preference. Empty if there are none."""
     passes_neutral: bool = False
-    """Whether the flag is also passed for the neutral value."""
+    """Whether the command line also contains the flag if the value is neutral."""
     aliases: tuple[str, ...] = ()
     """Other names that specs and job records use."""
     negated_knob: str = ""
