@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-Values: TypeAlias = "Mapping[str, Any]"
+Values: TypeAlias = Mapping[str, Any]
 """Knob values by name in FlagScale's format: switches are True or False, knobs without effect are None."""
 
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"

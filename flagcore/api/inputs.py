@@ -43,7 +43,7 @@ from flagcore.tuner.calibration import Calibrations
 from flagcore.tuner.problem import rows_by_time, sizes_fixed_at_one
 from flagcore.tuner.store.directory import write
 
-SpecLike: TypeAlias = "Path | str | Mapping[str, Any]"
+SpecLike: TypeAlias = Path | str | Mapping[str, Any]
 """A spec: its file, or its content as data. Relative paths in data are relative to the working directory."""
 
 DEVICE_KNOBS = ("instances", "tensor_model_parallel_size", "pipeline_model_parallel_size")

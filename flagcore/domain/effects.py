@@ -5,8 +5,6 @@ predictions. A combination of values of the compared settings is called a varian
 and merges for each variant. They are combined into rules and merges that depend on the compared settings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -193,10 +191,10 @@ MAX_COMBINATIONS = 4096
 """The maximum number of variants of a task."""
 
 T = TypeVar("T")
-_RulesOf: TypeAlias = "Callable[[Task], tuple[Rule, ...]]"
-_MergesOf: TypeAlias = "Callable[[Task], tuple[Merge, ...]]"
-_Values: TypeAlias = "tuple[KnobValue, ...]"
-_Cases: TypeAlias = "Mapping[_Values, T | None]"
+_RulesOf: TypeAlias = Callable[[Task], tuple[Rule, ...]]
+_MergesOf: TypeAlias = Callable[[Task], tuple[Merge, ...]]
+_Values: TypeAlias = tuple[KnobValue, ...]
+_Cases: TypeAlias = Mapping[_Values, T | None]
 
 
 @dataclass(frozen=True, slots=True)

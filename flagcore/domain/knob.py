@@ -274,7 +274,7 @@ class Knob:
         )
 
 
-Knobs: TypeAlias = "Mapping[str, Knob]"
+Knobs: TypeAlias = Mapping[str, Knob]
 """The knobs of a task by name."""
 
 

@@ -227,7 +227,7 @@ class Labels:
     memory_line: str = ""
 
 
-Components: TypeAlias = "Mapping[str, Mapping[str, FloatArray]]"
+Components: TypeAlias = Mapping[str, Mapping[str, FloatArray]]
 """Figures by model component and figure name. Each figure is an array with one element per candidate."""
 
 

@@ -31,10 +31,10 @@ class Candidate:
         return " ".join(f"{name}={value}" for name, value in self.items)
 
 
-IntArray: TypeAlias = "NDArray[np.int64]"
-FloatArray: TypeAlias = "NDArray[np.float64]"
-BoolArray: TypeAlias = "NDArray[np.bool_]"
-Columns: TypeAlias = "Mapping[str, IntArray]"
+IntArray: TypeAlias = NDArray[np.int64]
+FloatArray: TypeAlias = NDArray[np.float64]
+BoolArray: TypeAlias = NDArray[np.bool_]
+Columns: TypeAlias = Mapping[str, IntArray]
 """Candidates as arrays: one integer array per knob, with one element per candidate. Integers are stored as they are,
 None and False as 0, True as 1, and a word as its position in `Axis.words`."""
 

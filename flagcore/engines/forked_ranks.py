@@ -101,7 +101,7 @@ def _run_rank(number: int, work: Work, listener: socket.socket | None, output: B
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before prctl could register it
+        if os.getppid() != parent:  # the parent died before prctl took effect
             os._exit(1)
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -165,8 +165,8 @@ def _exit_code(rank: _Rank, kernel_ran_out_of_memory: bool) -> int:
 
 
 def _out_of_memory_kills() -> int:
-    """Return how many processes the kernel has killed since boot because memory ran out; 0 if the kernel does not
-    report it.
+    """Return how many processes the kernel has killed since boot because memory ran out, or 0 if it does not report
+    it.
     """
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():

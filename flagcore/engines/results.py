@@ -13,7 +13,7 @@ METRICS = "metrics.json"
 
 
 class NoMetrics(FlagError):
-    """A trial ended without metrics."""
+    """Raised if a trial ended without metrics."""
 
 
 def read_metrics(folder: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Finds the commands that a shell script starts.
+"""Finds the external commands that a shell script starts.
 
-bash runs the script; `trace.bash` records and skips external commands.
+bash runs the script, and `trace.bash` records and skips the commands.
 """
 
 import fcntl
@@ -26,9 +26,7 @@ IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A command that a script would run: its words, its working directory, and the environment variables that the
-    script set.
-    """
+    """A command that a script would run: its words, its folder, and the environment variables that the script set."""
 
     words: tuple[str, ...]
     directory: str

@@ -1,7 +1,5 @@
 """Widths and numbers of weights of attention, for any engine."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flagcore.domain.model import Model
@@ -24,9 +22,7 @@ def attended(model: Model) -> int:
 
 
 def latent_widths(model: Model) -> tuple[int, int, int]:
-    """Return the widths of latent attention: compressed queries (0: not compressed), compressed keys with values,
-    rotary keys.
-    """
+    """Return the widths of latent attention: compressed queries (0: not compressed), keys with values, and rotary."""
     return model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
 
 

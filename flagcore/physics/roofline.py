@@ -1,7 +1,5 @@
 """Kernel times from a chip's peak rates and the shares of these rates that kernels reach."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Loads engines, launchers, strategies, importers and watchers, one object per entry point."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches

@@ -81,7 +81,7 @@ def rule(convert: Callable[[Any, Context], object]) -> AfterValidator:
     If `convert` raises a SpecError, its key is relative to the value, unless the error names a file.
     """
 
-    def validate(value: object, info: ValidationInfo[Any]) -> object:
+    def validate(value: object, info: "ValidationInfo[Any]") -> object:
         try:
             return convert(value, info.context)
         except SpecError as error:

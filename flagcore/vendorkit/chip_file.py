@@ -133,9 +133,7 @@ class CurveFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowed:
-    """The effect of a lower clock in long measurements: times much longer than `after_us` are too long by the share
-    `by`.
-    """
+    """A lower clock in long measurements. Times much longer than `after_us` are too long by the share `by`."""
 
     after_us: NotNegative
     by: NotNegative
@@ -201,9 +199,9 @@ def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
 
 
 def serving_costs(package: str, chip: Chip) -> KernelCosts | None:
-    """Return a roofline with the curve that `package` ships for `chip` in serving engines, or else `kernel_costs`.
+    """Return the kernel times for `chip` in serving engines: a roofline with the shipped curve, or else `kernel_costs`.
 
-    Raises SpecError for an invalid file.
+    `package` ships the curve. Raises SpecError for an invalid file.
     """
     curve = _curve(package, f"costs/{chip.name.casefold()}/serving.yaml")
     return Roofline(chip=chip, curve=curve) if curve else kernel_costs(package, chip)

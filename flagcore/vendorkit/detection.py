@@ -97,7 +97,7 @@ class DeviceDetector:
     vendor_variables: tuple[str, ...] = ()
     """Variables that select a vendor. The first one that is set applies."""
     own_variables: tuple[str, ...] = ()
-    """Prefixes of the names of variables that only this vendor's software reads."""
+    """Prefixes of variables that only this vendor's software reads."""
     device_file: str
     pci_vendor: int
     pci_classes: tuple[str, ...] = machine.ACCELERATORS
@@ -141,10 +141,9 @@ class DeviceDetector:
         return ()
 
     def vendor_of(self, environment: Mapping[str, str]) -> str | None:
-        """Return the vendor that a job's `environment` selects, or this vendor if it contains variables of its own
-        software.
+        """Return the vendor that the variables in a job's `environment` select.
 
-        Returns None if neither is the case.
+        Returns this vendor if none is selected but a variable of its own software is set, or None.
         """
         selected = next((environment[name] for name in self.vendor_variables if environment.get(name)), None)
         if selected is not None:
@@ -183,9 +182,7 @@ class DeviceDetector:
         return report.devices if report is not None and self.trusts(report) else ()
 
     def problems(self, root: Path = Path("/")) -> tuple[str, ...]:
-        """Return sentences about why this installation's torch cannot use the vendor's devices, and about slow links of
-        devices.
-        """
+        """Return why this installation's torch cannot use the vendor's devices, and sentences about slow links."""
         return (*self._torch_problems(), *machine.narrow_links(self.pci_vendor, root, self.pci_classes))
 
     def _torch_problems(self) -> tuple[str, ...]:
@@ -232,7 +229,7 @@ class DeviceDetector:
 
 FRESH_SECONDS = 0.9
 DESCRIPTIONS_SECONDS = 60.0
-"""Seconds for which UUIDs, addresses and links of devices are cached."""
+"""Seconds for which UUIDs, PCI addresses and links of devices are cached."""
 
 
 class Shared(Generic[T]):

@@ -128,7 +128,7 @@ def read_variables(package: str) -> tuple[Variable, ...]:
 def environment(
     package: str, chip: Chip, engine: str, engine_version: str | None, task: Task | None, kind: str
 ) -> dict[str, str]:
-    """Return the variables to set for trials of `task`. If `task` is None, it is any task on one node."""
+    """Return the variables to set for trials of `task`. None stands for any task on one node."""
     variables = applicable(read_variables(package), chip, engine, engine_version, kind)
     return {each.name: each.value for each in variables if each.value and each.applies_to(task)}
 
@@ -216,7 +216,7 @@ class RefusedValues(engine.RefusedValues, Quirk):
 
 @dataclass(frozen=True, kw_only=True)
 class ForcedSetting(engine.ForcedSetting, Quirk):
-    """A setting that must have one value."""
+    """A setting that must have a certain value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,14 +234,14 @@ class Warmup(Quirk):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(FailurePattern, Quirk):
-    """A log line that explains why a trial failed, with one `example` of it."""
+    """A pattern of a log line that explains why a trial failed, with an `example` of such a line."""
 
     example: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Note(Quirk):
-    """A sentence for users."""
+    """A sentence for users that no other entry can express."""
 
     note: str
 
@@ -266,7 +266,7 @@ def read_quirks(package: str) -> Quirks:
 
 
 EVIDENCE = {"run_on_hardware": ("software", "date"), "checked_on_transcripts": ("tool",), "from_documents": ()}
-"""The sections of a `maturity.yaml`. Their claims require these keys in addition to `what`, `chips` and `files`."""
+"""The sections of a `maturity.yaml`, and the keys that their entries require besides `what`, `chips` and `files`."""
 
 
 @cache

@@ -183,7 +183,7 @@ def _number_hint(problem: str, value: object) -> str:
 
 
 Kind = Literal["train", "serve"]
-"""The kind of an engine."""
+"""The kind of an engine: for training or for serving."""
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -201,9 +201,9 @@ def _range(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """The engines, kinds of engines, chips and engine releases of an entry. An empty field means all.
+    """The engines, kinds of engines, chips and engine releases to which an entry applies. An empty field means all.
 
-    `versions` is a range such as ">=0.11,<0.13". In a file, `engine` is also valid for `engines`.
+    `versions` is a range such as ">=0.11,<0.13". In a file, `engine` may be written instead of `engines`.
     """
 
     engines: Annotated[
@@ -229,5 +229,5 @@ S = TypeVar("S", bound=Scope)
 def applicable(
     entries: Iterable[S], chip: Chip, engine: str, engine_version: str | None = None, kind: str = ""
 ) -> tuple[S, ...]:
-    """Return the entries that apply to an engine on a chip."""
+    """Return the entries that apply to an engine on a chip, in their order."""
     return tuple(each for each in entries if each.includes(chip, engine, engine_version, kind))

@@ -29,8 +29,9 @@ MAX_BYTES = 2 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The output of a command with undecodable bytes replaced, and its exit status (None if it exceeded the time
-    limit).
+    """The output of a command, with undecodable bytes replaced, and its exit status.
+
+    The status is None if the command exceeded the time limit.
     """
 
     text: str
@@ -99,8 +100,7 @@ def query_tool(read: Callable[[str], Listing], *argv: str, timeout_seconds: floa
 def visible(
     devices: tuple[Device, ...], *variables: str, environment: Mapping[str, str] | None = None
 ) -> tuple[Device, ...]:
-    """Return the devices that processes with `environment` (None: this shell's) can use, with their names in the
-    processes.
+    """Return the devices that processes with `environment` (None: this shell's) can use, with their names there.
 
     `variables` are environment variables such as `X_VISIBLE_DEVICES`. Their values are names of devices (by default
     their indices) or prefixes of UUIDs, separated by commas. The first variable that is set is used. As in the drivers,
@@ -190,7 +190,7 @@ def other_vendor_selected(vendor: str, variables: Sequence[str]) -> bool:
 
 
 def pci_ids(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
-    """Return the PCI device ids ("0x4001") of a vendor's accelerators, in the order of their addresses."""
+    """Return the PCI device ids ("0x4001") of a vendor's accelerators, sorted by their PCI addresses."""
     return tuple(_text(folder / "device") for folder in _pci_devices(vendor_id, root, kinds))
 
 

@@ -13,7 +13,7 @@ NEAR = ("PIX", "PXB")
 """Names of links to an adapter that do not cross the CPU."""
 
 _DEVICE = re.compile(r"(?!NIC)[A-Z]{3}(\d+)")
-"""Devices have names of three letters and a number; adapters are NIC0 or have their own names."""
+"""Matches the name of a device: three letters and a number. Adapters are named NIC0 or have their own names."""
 
 _AFFINITY = re.compile(r"(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
 """Matches the columns after the devices and adapters."""
@@ -145,10 +145,10 @@ def with_own_adapters(group: NodeGroup, text: str | None, root: Path = Path("/")
 
 
 def group_size(group: NodeGroup, text: str | None, link: str, usual: int) -> int:
-    """Return the number of devices that `link` joins on a node, from `text` (`topo -m` of such a node), or else
-    `usual`.
+    """Return the number of devices of a node that `link` joins, or `usual` if it is unknown.
 
-    The groups must have equal sizes and consecutive devices, and the node must have as many devices as in `group`.
+    `text` is the output of `topo -m` on such a node. The groups must have equal sizes and consecutive devices, and the
+    node must have as many devices as in `group`.
     """
     matrix = read_matrix(text or "")
     if matrix is None or len(matrix.devices) != group.devices_per_node:

@@ -1,4 +1,4 @@
-"""The hooks of a vendor's plugin, answered from the YAML files of its package and from its management tool."""
+"""The hooks of a vendor plugin, implemented with the YAML files of its package and the vendor's management tool."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

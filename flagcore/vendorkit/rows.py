@@ -148,7 +148,7 @@ def listing_of(rows: Iterable[Row | str]) -> Listing:
 
 
 def _unique(listing: Listing) -> Listing:
-    """Return the rows whose index is unique, sorted by index."""
+    """Return only the rows whose index occurs once, sorted by index."""
     count = Counter(row.device.index for row in listing.rows)
     rows = sorted((row for row in listing.rows if count[row.device.index] == 1), key=lambda row: row.device.index)
     duplicates = (f"several devices have the index {index}" for index, many in sorted(count.items()) if many > 1)
@@ -179,8 +179,8 @@ def parse_memory(cell: str) -> tuple[float, float] | None:
 
 
 def parse_power(cell: str) -> tuple[str | None, str | None]:
-    """Return the used power and its limit in a cell such as `P0 70W / 700W` or `61 / 450 W`, or None for missing
-    values.
+    """Return the used power and its limit in a cell such as `P0 70W / 700W` or `61 / 450 W`; None for a missing
+    value.
     """
     pair = _POWER.search(cell)
     return (pair[1], pair[2]) if pair else (search(r"(\d+(?:\.\d+)?) ?W\b", cell)[0], None)
@@ -195,10 +195,10 @@ def reading(
     percent: str | None = None,
     megahertz: str | None = None,
 ) -> dict[str, float]:
-    """Return the telemetry of a device in bytes, watts, degrees Celsius, fractions and hertz, without non-numeric
-    values.
+    """Return the telemetry of a device in bytes, watts, degrees Celsius, fractions and hertz.
 
-    Drivers report 65535, all bits of a 16-bit field, for a sensor that they cannot read.
+    Values that are not numbers are omitted. Drivers report 65535, all bits of a 16-bit field, for a sensor that they
+    cannot read.
     """
     words = {
         "power_watts": (watts, 1),

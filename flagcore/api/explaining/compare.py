@@ -1,7 +1,5 @@
 """Compares two candidates: knobs, predicted and measured figures, and the reasons for the gap between them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence

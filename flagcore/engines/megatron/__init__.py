@@ -1,6 +1,6 @@
 """Megatron: its knobs, their rules, its flags and its metrics.
 
-The adapter is imported when it is first needed: a trial process, which needs only `trial`, starts sooner without it.
+The adapter is imported only when it is used. A trial process, which only needs `trial`, starts sooner without it.
 """
 
 TYPE_CHECKING = False

@@ -135,11 +135,11 @@ class Megatron(contracts.Workload):
         return {**neutral, **dict.fromkeys(auto, AUTO), **full}
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
-        """Return the row of the candidate with the smallest TP x PP that fits, or else of the one that needs the least
-        memory.
+        """Return the row of the candidate with the smallest TP x PP that fits.
 
-        A candidate with an even split is preferred. Ties prefer, in this order: no recompute, a smaller EP, no
-        distributed optimizer, TP over PP, and sequence parallelism.
+        If no candidate fits, return the row of the one that needs the least memory. Candidates with an even split come
+        first. Ties prefer, in this order: no recompute, a smaller EP, no distributed optimizer, TP over PP, and
+        sequence parallelism.
         """
         needed = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
         width = columns[TP] * columns[PP]
@@ -173,8 +173,7 @@ def _ordered_at_least(columns: Columns, other: Columns, order: Mapping[str, int]
 
 
 def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
-    """Return whether `less` recomputes at most as much as `more`: nothing, the same, or fewer layers by block
-    recompute.
+    """Return whether `less` recomputes at most as much as `more`: nothing, the same, or fewer layers by block.
 
     Selective and full recompute have no order: full recompute of some layers keeps the attention scores of the others.
     """

@@ -340,16 +340,16 @@ LABELS = Labels(
         "activation={activation_mb:.2f} MB, total={total_mb:.2f} MB"
     ),
 )
-"""`memory_line` has the format of Megatron-LM's own memory report."""
+"""Names of the parts of a prediction in tables. `memory_line` has the format of Megatron-LM's own memory report."""
 
 _EXPERTS = ("experts", "shared_experts", "router")
 
 
 def model_parts(task: Task) -> tuple[ModelPart, ...]:
-    """Return the number of weights of each part of the model, such as one layer of a kind, and the number of such
-    parts.
+    """Return the parts of the model, with the number of weights of each and how often it occurs.
 
-    The vocabulary is padded. A norm belongs to the attention or FFN that follows it, the final norm to the output head.
+    A part is a layer of one kind, for example. The vocabulary is padded. A norm belongs to the attention or FFN that
+    follows it, the final norm to the output head.
     """
     train, model = training(task), task.spec.model
     unsplit_task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, settings={})))
@@ -400,10 +400,10 @@ def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue
 
 
 def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:
-    """Return the passes of the first candidate's pipelines: one, or one for each kind of chip that has its own
-    replicas.
+    """Return the passes of the first candidate's pipelines.
 
-    The list is empty if they are unknown.
+    There is one pipeline, or one for each kind of chip that has its own replicas. The list is empty if their times are
+    unknown.
     """
     row = {knob: values[:1] for knob, values in columns.items()}
     order, found = groups_of_row(task, row), []

@@ -92,7 +92,7 @@ def log_files(folder: str) -> list[Path]:
 
 
 def read_logs(files: Iterable[Path]) -> MegatronLog:
-    """Read the log files of a run, line by line; invalid bytes and missing files are ignored."""
+    """Return the metrics in the log files of a run. Invalid bytes and missing files are ignored."""
     log = MegatronLog()
     for file in files:
         read_on(file, 0, log, unfinished=True)
@@ -195,7 +195,7 @@ INVALID_JSON = (KeyError, TypeError, ValueError, AttributeError, OverflowError, 
 
 
 def progress(task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
-    """Return a function that returns the seconds of each step that a running trial has finished."""
+    """Return a function that returns the seconds of each step that a running trial has finished so far."""
     if task.spec.train.command is not None:
         return CommandProgress(folder)
     return partial(program_progress, folder)
@@ -209,7 +209,7 @@ def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False
 
 
 def program_progress(folder: str) -> tuple[float, ...]:
-    """Return the seconds of the steps that the trial program has finished."""
+    """Return the seconds of the steps that flagcore's trial program has finished so far."""
     return tuple(step["step_time_s"] for step in _steps(Path(folder, STEPS)))
 
 
@@ -340,8 +340,9 @@ def _max_over_ranks(ranks: Sequence[Mapping[str, Any]], metric: str) -> int | No
 
 
 def _program_values(candidate: Candidate, effective: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values with which the trial program ran, except settings that the candidate leaves to the
-    engine.
+    """Yield the names and values with which the trial program ran.
+
+    Settings that the candidate leaves to the engine are omitted.
     """
     candidate_values = candidate.as_dict()
     for name, value in effective.items():

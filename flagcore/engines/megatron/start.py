@@ -126,7 +126,7 @@ def ready_to_probe(spec: Spec) -> None:
 
 
 def _require_in_megatron(key: str, value: SettingValue) -> None:
-    """Raise SpecError for a setting that no release of Megatron supports."""
+    """Raise SpecError if no release of Megatron supports the setting."""
     if _only_predicted(key, value):
         problem = "is only predicted by `flag estimate`: megatron-core 0.16 does not support it in a trial"
         raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="remove it")
@@ -360,8 +360,8 @@ def _chooses_layers(platform: Platform) -> bool:
 
 @functools.cache
 def _imports(modules: tuple[str, ...]) -> bool:
-    """Return whether modules can be imported after torch. They may crash in a driver, so another process imports
-    them.
+    """Return whether modules can be imported after torch. A separate process imports them, because a driver may crash
+    it.
     """
     try:
         code = f"import torch, {', '.join(modules)}"

@@ -17,16 +17,15 @@ from torch.nn import functional
 from flagcore.engines.microbench import Job
 
 SAMPLE_SECONDS = 1e-3
-"""The minimum duration of a sample of calls, so that the overhead of the timer is negligible."""
+"""Minimum duration of a sample of calls. With it, the overhead of the timer is negligible."""
 
 MAX_SAMPLES, MIN_SAMPLES = 25, 3
 
 TIME_QUANTILE = 0.1
-"""Quantile of the samples that is reported as the time of a call. It is low, because disturbances only make calls
-slower."""
+"""Quantile of the samples that is the time of a call. It is low, because disturbances only make calls slower."""
 
 MAX_QUEUED_CALLS = 200
-"""The maximum number of calls by which the host may be ahead of an accelerator."""
+"""Maximum number of launched calls that an accelerator has not yet executed."""
 
 
 @dataclass(frozen=True)
@@ -194,9 +193,7 @@ def measured(bench: Bench, items: list[Item], seconds: float, *, alone: bool = T
 
 
 def _expected_seconds(items: list[Item], timings: dict[int, Timing], index: int) -> float:
-    """Return the estimated seconds of an item: those of the nearest measured item, scaled up if this item has more
-    work.
-    """
+    """Return the estimated seconds of an item, from the nearest measured item, scaled up if this item has more work."""
     if not timings:
         return 0.0
     nearest = min(timings, key=lambda other: abs(other - index))
@@ -209,7 +206,7 @@ def record(timing: Timing) -> Row:
 
 
 def is_supported(bench: Bench, make: Callable[[], Callable[[], object]]) -> bool:
-    """Return whether the device supports the call that `make` returns."""
+    """Return whether the device supports the call that `make` creates."""
     try:
         make()()
         bench.synchronize()
@@ -237,7 +234,7 @@ def gemms(bench: Bench, job: Job, precision: str) -> list[Item]:
 
 
 def product(device: torch.device, m: float, n: float, k: float, precision: str) -> Callable[[], object]:
-    """Return a call of C[m,n] = A[m,k] B[k,n], laid out as in the forward pass of a linear layer."""
+    """Return a call of the matrix product C[m,n] = A[m,k] B[k,n], laid out as in the forward pass of a linear layer."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     if precision == "fp8":
         left, right = (noise(device, "fp32", int(rows), int(k)).to(torch.float8_e4m3fn) for rows in (m, n))
@@ -310,7 +307,7 @@ def memory(bench: Bench, job: Job, precision: str) -> list[Item]:
 
 
 def elementwise(device: torch.device, name: str, count: int, precision: str) -> Callable[[], object]:
-    """Return a call of a kernel of `ELEMENTWISE_KERNELS` over `count` elements."""
+    """Return a call of the kernel `name` in `ELEMENTWISE_KERNELS` over `count` elements."""
     first, second = (noise(device, precision, count) for _ in range(2))
     result = torch.empty_like(first)
     fp32 = torch.zeros(count if name in ("cast", "accumulate") else 1, device=device)

@@ -241,7 +241,7 @@ class Engine(EngineProfile, Workload):
         return with_measured_acceptance(task, trials)
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        """Return the patterns of the trial program, which reads the engine's log itself."""
+        """Return the patterns for the output of the trial program, which itself reads the engine's log."""
         return PATTERNS
 
 
@@ -261,7 +261,8 @@ def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) 
     serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
     if runs.memory_flag and _weights_share(task, values) > CROWDED_SHARE:
         serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
-    kinds = values.get(PREFILL_DECODE)  # the space must contain this value, which `auto` may not
+    # The space must contain the value of PREFILL_DECODE, which is possibly not among those of `auto`.
+    kinds = values.get(PREFILL_DECODE)
     space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else task.spec.space
     return replace(task, spec=replace(task.spec, work=serve, space=space)), values
 

@@ -1,1 +1,1 @@
-"""Memory, time, parallel layout and pipeline schedules of transformers in training, for any training engine."""
+"""Memory, step time, parallel layouts and pipeline schedules of transformer training, for any training engine."""

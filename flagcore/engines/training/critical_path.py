@@ -7,8 +7,6 @@ the backward for the gradients of activations, W the backward for the gradients 
 the shape (stages, candidates).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -181,10 +179,10 @@ def _end_of_passes(
 
 
 def _pass_rounds(pass_: FloatArray, latency: FloatArray, count: FloatArray) -> FloatArray:
-    """Return the seconds of `count` passes on the slowest stage so far or, after one round, on the slowest of all
-    stages.
+    """Return the seconds of `count` passes on the slowest path.
 
-    With latency, paths with as many rounds over all stages as possible are considered, too.
+    Either all passes are on the slowest stage so far, or one round goes over all stages and the other passes are on the
+    slowest of all stages. With latency, paths with as many rounds over all stages as possible are considered, too.
     """
     p, slowest = len(pass_), _running(np.maximum, pass_)
     round_ = pass_.sum(axis=0) + p * latency
@@ -198,7 +196,7 @@ def _pass_rounds(pass_: FloatArray, latency: FloatArray, count: FloatArray) -> F
 def _longest_path(
     front: FloatArray, first: FloatArray, back: FloatArray, last: FloatArray, steps: FloatArray, middle: FloatArray
 ) -> FloatArray:
-    """Return the longest path over all stages; `middle` is ignored on stages with less than one of `steps`."""
+    """Return the longest path over all stages. A stage without steady state, with `steps` below 1, ignores `middle`."""
     path = front + middle
     path += back
     short = steps < 1.0

@@ -31,7 +31,9 @@ class ArrayRecord:
         return type(self)(**{name: _rows(getattr(self, name), rows) for name in self.__dataclass_fields__})
 
     def take(self: R, rows: IntArray, axis: int) -> R:
-        """Return the elements `rows` of each field. `numpy.ndarray.take` is several times faster than an index."""
+        """Return the elements `rows` of each field along `axis`. `numpy.ndarray.take` is several times faster than an
+        index.
+        """
         return self[rows]
 
     def or_else(self: R, other: R, rows: BoolArray) -> R:
@@ -49,10 +51,10 @@ def _rows(values: Any, rows: slice | IntArray) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """The contents of one (virtual) stage: its numbers of layers and of multi-token prediction (MTP) depths, and its
-    ends.
+    """The contents of one (virtual) stage: its layers, its multi-token prediction (MTP) depths, and its ends.
 
-    `embedding` and `loss` are 1 if the stage has the embedding or the output head, else 0.
+    `layers` and `mtp` are numbers. `embedding` and `loss` are 1 if the stage has the embedding or the output head, else
+    0.
     """
 
     embedding: int = 0
@@ -219,8 +221,10 @@ class Layout(ArrayRecord):
     here: tuple[FloatArray, ...] = ()
 
     def distinct(self, names: Sequence[str]) -> tuple[IntArray, IntArray]:
-        """Return the row of the first candidate with each distinct combination of the named fields, and each
-        candidate's index.
+        """Return the distinct combinations of the named fields, like the function `distinct`.
+
+        The first array is the row of the first candidate with each combination, the second the index of each
+        candidate's combination.
         """
         return distinct([getattr(self, name) for name in names])
 
@@ -243,8 +247,8 @@ class Layout(ArrayRecord):
 
     @property
     def pairing(self) -> FloatArray:
-        """Return how layers of two micro-batches overlap: 0 not at all, 1 without a pipeline, 2 in an interleaved
-        pipeline.
+        """Return how layers of two micro-batches overlap: 0 not at all, 1 without a pipeline, 2 if it is
+        interleaved.
         """
         recomputes, kinds = (self.uniform > 0) | (self.block > 0), np.where(self.virtual > 1.0, 2.0, 0.0)
         return np.where((self.expert == 1.0) | recomputes, 0.0, np.where(self.pipeline > 1.0, kinds, 1.0))
@@ -257,16 +261,17 @@ class Layout(ArrayRecord):
     def expert_replicas(self) -> FloatArray:
         """Return the number of ranks that reduce the gradients of the same experts.
 
-        Without expert parallelism experts are reduced like all other weights, for any tensor split (megatron-core 0.16
-        `transformer/moe/experts.py`).
+        Without expert parallelism, the gradients of experts are reduced like those of other weights, even if experts
+        are split by tensor parallelism (megatron-core 0.16 `transformer/moe/experts.py`).
         """
         dense = self.data * self.context
         group: FloatArray = dense * self.tensor / (self.expert * self.expert_tensor)
         return np.where(self.expert > 1.0, group, dense).clip(min=1.0)
 
     def communicators(self) -> FloatArray:
-        """Return the number of communicators of a rank: one of all ranks, and one of each parallel group with several
-        ranks.
+        """Return the number of communicators of a rank.
+
+        There is one of all ranks, and one of each parallel group with several ranks.
         """
         shards = self.data * self.context
         experts = np.where(self.expert > 1.0, self.expert_replicas(), 1.0)
@@ -289,7 +294,10 @@ class Mesh(ArrayRecord):
 
 
 def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
-    """Return the row of each first distinct combination of integer columns, and the index of each row's combination."""
+    """Return the distinct combinations of integer columns.
+
+    The first array is the first row with each combination, the second the index of each row's combination.
+    """
     key = np.zeros(columns[0].shape, dtype=np.int64)
     for column in columns:
         values = column.astype(np.int64)
@@ -302,9 +310,9 @@ def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
 
 
 def pick(indices: IntArray, values: Sequence[T]) -> T:
-    """Return `values[indices[i]][i]` for each candidate i, for arrays or records of arrays.
+    """Return `values[indices[i]][i]` for each candidate i. The values are arrays or records of arrays.
 
-    It is faster than `numpy.choose` and has no limit on the number of arrays.
+    It is faster than `numpy.choose` and does not limit the number of arrays.
     """
     return _picked(indices * indices.size + np.arange(indices.size), values)
 
@@ -325,11 +333,11 @@ def _picked(places: IntArray, values: Sequence[T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The node group of each stage: `starts` are the first stages of all groups but the first, `layouts` each group's
-    layout.
+    """The node group of each stage, and the layout on each group.
 
-    Each has one array or record of candidates per group. With equal sizes, stage i of p has the ranks i W/p to (i+1)
-    W/p of W. The caller guarantees that no stage spans two groups.
+    `starts` are the first stages of all groups but the first. `starts` and `layouts` have one array or record of
+    candidates per group. With equal sizes, stage i of p has the ranks i W/p to (i+1) W/p of W. The caller guarantees
+    that no stage spans two groups.
     """
 
     starts: tuple[FloatArray, ...]
@@ -352,7 +360,7 @@ class Placement:
         return number
 
     def pick(self, index: FloatArray, values: Sequence[T]) -> T:
-        """Return, for each candidate, the value of the node group of its stage `index`; `values` has one entry per
+        """Return the value for the node group of stage `index`, for each candidate. `values` has one entry per
         group.
         """
         return values[0] if len(values) == 1 else pick(self.group(index), values)

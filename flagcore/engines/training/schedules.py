@@ -10,8 +10,6 @@ with coefficients from the published orders for p of 3 to 12. The symbols are th
 of these schedules are the maxima for m from 2p to 4p, for even stages / uneven ends / stages that all differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -75,8 +73,8 @@ _HELD: dict[str, Callable[[FloatArray, FloatArray], FloatArray]] = {
     "dualpipe": lambda later, pipeline: pipeline + 1.0,
     "dualpipev": lambda later, pipeline: pipeline + 0.5,
 }
-"""Number of micro-batches that a stage holds, from the number of later stages and of all stages. In other schedules, a
-stage holds one for each later stage and one of its own."""
+"""Functions from the number of later stages and the number of all stages to the micro-batches that a stage holds. In
+other schedules, a stage holds one for each later stage and one of its own."""
 
 
 def deferred(
@@ -194,11 +192,10 @@ def v_half(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def v_min(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of V-Min (arXiv 2405.15362), which needs a third of the memory: it is fully busy only if F = B =
-    W.
+    """Return the time of V-Min (arXiv 2405.15362), which needs a third of the memory.
 
-    p / 3 micro-batches take at least the time of the forward or backward passes of all devices. Two devices have memory
-    for slightly more. Deviation: 4.5 / 8 / 11.5%.
+    Its devices are fully busy only if F = B = W. p / 3 micro-batches take at least the time of the forward or backward
+    passes of all devices. Two devices have memory for slightly more. Deviation: 4.5 / 8 / 11.5%.
     """
     forward, backward, weight, latency = _with_sends(times)
     p = len(forward)
@@ -234,7 +231,7 @@ def dualpipe(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def dualpipe_v(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of DualPipeV, which folds DualPipe so that parameters are not replicated, for m >= 2p.
+    """Return the time of DualPipeV for m >= 2p. It folds DualPipe so that parameters are not replicated.
 
     Deviation: 1.5 / 4.5 / 4%.
     """
@@ -298,8 +295,7 @@ def _fill_and_drain(
 
 
 def _pairs(times: StageTimes, *, mirrored: bool) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Return times of each device: an overlapped forward and backward, their sum, W, B + W, and the latency of a
-    message.
+    """Return five times of each device: F and B overlapped, their sum, W, B + W, and the latency of a message.
 
     With `mirrored` a device does half of its work for stage r and half for stage p - 1 - r.
     """

@@ -3,8 +3,6 @@
 Parameters are by component. A test compares their numbers with modules that megatron-core 0.16 builds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -86,9 +84,7 @@ def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Se
 
 
 def _turns(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
-    """Return the indices of the first and the second stage, and of each stage whose contents differ from the previous
-    one.
-    """
+    """Return the indices of the first and the second stage, and of each stage that differs from the previous one."""
     end, number = layout.pipeline - 1.0, layout.split.astype(np.int64)
     even = [np.zeros_like(end), np.minimum(end, 1.0)]
     if model.num_moe_experts is not None and model.moe_first_dense_layers:
@@ -167,7 +163,9 @@ def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, opti
 
 
 def placed(model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]) -> tuple[Layout, Options]:
-    """Return the inputs with one explicit layout, `stages`, for all candidates that have as many (virtual) stages."""
+    """Return the layout and the options if candidates with as many (virtual) stages have the explicit layout
+    `stages`.
+    """
     table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in stages], dtype=np.float64)
     before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
     leading = np.clip(model.moe_first_dense_layers - before, 0.0, table[:, 2])
@@ -215,19 +213,20 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
 
 
 def layers_before_last(model: Model, layout: Layout) -> FloatArray:
-    """Return the maximum number of layers on the last device's virtual stages except the very last one: as in an even
-    split.
+    """Return the maximum number of layers on the last device's virtual stages, except the very last one.
+
+    These virtual stages have as many layers as in an even split.
     """
     even = np.ceil(model.num_layers / (layout.pipeline * layout.virtual))
     return even * (layout.virtual - 1.0)
 
 
 def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flight: FloatArray) -> FloatArray:
-    """Return the micro-batches in flight, in units of a whole stage, if virtual stages differ in their numbers of
-    layers.
+    """Return the micro-batches in flight if virtual stages differ in their numbers of layers.
 
-    A device runs `pipeline` micro-batches through its first virtual stage, then through the next one. The first virtual
-    stages have one layer more. On the last device, each virtual stage but the last has the layers of an even split.
+    The unit is a whole stage. A device runs `pipeline` micro-batches through its first virtual stage, then through the
+    next one. The first virtual stages have one layer more. On the last device, each virtual stage but the last has the
+    layers of an even split.
     """
     size, virtual, layers = layout.pipeline, layout.virtual, part.layers
     rounds = np.floor(flight / size)
@@ -295,7 +294,7 @@ Parts = dict[str, FloatArray]
 """Values by component: one array each, with one element per candidate."""
 
 VOCAB_MULTIPLE = 128
-"""The default of Megatron-LM's `make_vocab_size_divisible_by`."""
+"""Default of Megatron-LM's argument `make_vocab_size_divisible_by`."""
 
 EXPERT_PARTS = ("experts",)
 """Components whose weights are replicated only over the expert-data-parallel group."""

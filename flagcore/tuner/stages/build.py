@@ -164,7 +164,7 @@ def _is_unmet(knob: str, neutral: int, requirement: Requirement, axis: Axis | No
 CHUNK = 1 << 15
 MAX_ROWS = 20_000_000
 
-_RowFunction: TypeAlias = "Callable[[IntArray], NDArray[Any]]"
+_RowFunction: TypeAlias = Callable[[IntArray], NDArray[Any]]
 """A function that takes row numbers and returns one value per row."""
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, cast
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-Value: TypeAlias = "bool | int | float | str | list[Any] | None"
+Value: TypeAlias = bool | int | float | str | list[Any] | None
 
 FORK = "flagscale"
 """The local version label of FlagScale's Megatron-LM, as in 0.15.0+flagscale."""
@@ -59,7 +59,9 @@ class ArgumentSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """One argument of a command: the words from `position` up to `end` (exclusive), with its unconverted `values`."""
+    """One argument of a command. Its words are those from `position` up to `end` (exclusive); `values` are not
+    converted.
+    """
 
     flag: str
     spec: ArgumentSpec
@@ -85,7 +87,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentProblem:
-    """An argument that argparse refuses. `flag` is empty for a value without a flag."""
+    """An argument that argparse refuses. `flag` is empty if a value follows no flag."""
 
     flag: str
     value: str

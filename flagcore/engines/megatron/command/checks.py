@@ -49,7 +49,7 @@ MAX_ARGUMENT_LENGTH = 60
 
 
 def check_command(spec: Spec) -> None:
-    """Raise SpecError with all problems that would make every trial of the user's command fail."""
+    """Raise SpecError that lists all problems that would make every trial of the user's command fail."""
     command = user_command(spec)
     problems = list(_problems(spec, command)) if command else []
     if problems:
@@ -181,8 +181,9 @@ def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
-    """Return lines about how trials change the user's command: one per reason, and one for the skipped commands of a
-    script.
+    """Return lines about how trials change the user's command: one per reason, and one for skipped commands.
+
+    Skipped commands are the commands of a script that trials do not run.
     """
     task, values = platform.task, candidate.as_dict()
     command = user_command(task.spec, {**platform.environment, **environment(values)})
@@ -277,8 +278,9 @@ MAX_VALUE_LENGTH = 80
 
 
 def spec_warnings(spec: Spec) -> list[str]:
-    """Return a line for each setting that has no effect on any candidate and for an unknown release, and
-    `command_warnings`.
+    """Return `command_warnings`, and a line for each ineffective setting and for an unknown release.
+
+    A setting is ineffective if it does not affect any candidate.
     """
     known = [Version(each) for each in known_releases()]
     releases = f">={known[0].major}.{known[0].minor},<{known[-1].major}.{known[-1].minor + 1}"

@@ -150,7 +150,7 @@ def _write_record(launch: Launch, changes: Sequence[Change], folder: str) -> Non
 
 
 WRAPPER_PROGRAMS = ("nohup", "setsid", "env", "srun", "mpirun")
-"""Programs that a script may use to start the training program."""
+"""Programs through which a script may start the training program."""
 SHELL_TEMPLATE = """\
 flagcore_start() {{
   local word skip=0 words=()
@@ -169,7 +169,9 @@ flagcore_start() {{
 export -f flagcore_start {names}
 exec "$@"\
 """
-"""Shell functions that shadow these programs. They are exported to all bash processes of the script."""
+"""Shell functions that shadow the programs in a script which may start the training program.
+
+They replace the program's arguments, and are exported to all bash processes of the script."""
 
 
 def rerun(

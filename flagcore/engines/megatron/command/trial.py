@@ -12,14 +12,13 @@ from typing import Any, TypeAlias
 from flagcore.engines.megatron.command.arguments import Argument, ArgumentTable
 from flagcore.engines.megatron.command.user_command import Option, UserCommand
 
-Effective: TypeAlias = "Mapping[str, Any]"
+Effective: TypeAlias = Mapping[str, Any]
 """The values of the user's arguments, by argparse destination."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRule:
-    """A change of a command for a trial: it removes the arguments with destinations that match `dests`, and appends
-    `adds`.
+    """A change of a command for a trial: remove the arguments whose destinations match `dests`, and append `adds`.
 
     `{steps}` and `{run}` in `adds` are the number of steps of the trial and the folder of the run. A rule applies if
     `when` returns true. By default it applies if the command contains one of its arguments.

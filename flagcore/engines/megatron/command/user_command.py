@@ -38,8 +38,7 @@ _VERSION_QUERY = f"from importlib.metadata import version; print(version({DISTRI
 
 @lru_cache(maxsize=64)
 def find_release(directory: str, program: str | None, python: str | None, path: str | None = None) -> str | None:
-    """Return the release of Megatron-LM that a program imports, such as 0.14.0 or 0.15.0+flagscale, or None if it is
-    unknown.
+    """Return the release of Megatron-LM that a program imports, such as 0.14.0 or 0.15.0+flagscale, or None.
 
     A source tree in the import folders takes precedence over the packages of the interpreter `python`. A source tree
     between two releases counts as the later release.
@@ -197,7 +196,7 @@ def readable_command(spec: Spec, variables: Mapping[str, str] | None = None) -> 
 
 
 def release_of(spec: Spec, command: UserCommand) -> str | None:
-    """Return the release of Megatron-LM that a command runs: `train.engine_version`, or else the detected one."""
+    """Return the release of Megatron-LM that a command runs: `train.engine_version`, or else the detected release."""
     return spec.train.engine_version or detected_release(command, spec.envs)
 
 
@@ -380,7 +379,7 @@ def _program_arguments(spec: Spec) -> Sequence[str]:
 
 
 def _parse_flags(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag of a command, without dashes, and its values."""
+    """Yield each flag of a command without its dashes, and the values that follow it."""
     for index, word in enumerate(command):
         if word.startswith("--"):
             flag, _, value = word[2:].partition("=")
@@ -389,7 +388,7 @@ def _parse_flags(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def flags(candidate: Mapping[str, KnobValue], spec: Spec, train_iters: int | None) -> list[str]:
-    """Return Megatron's flags for a candidate; `train_iters` limits the steps of a trial."""
+    """Return Megatron's flags for a candidate. `train_iters` is the number of steps of a trial."""
     train = spec.train
     result = ["--seq-length", str(train.seq_length), "--global-batch-size", str(train.global_batch_size), *train.flags]
     for knob in SPACE_KNOBS:
@@ -407,8 +406,8 @@ def expand_command(
 ) -> tuple[str, ...]:
     """Return the user's command with its placeholders replaced.
 
-    An argument `{flags}` is replaced by the flags; without it they are appended. `{folder}` and `{KNOB}` inside an
-    argument are replaced by the trial's folder and the knob's value. Other braces stay.
+    A word `{flags}` is replaced by the flags; without it, they are appended. `{folder}` and `{KNOB}` inside a word are
+    replaced by the trial's folder and the knob's value. Other braces are not changed.
     """
     values = {f"{{{knob}}}": "" if value is None else str(value) for knob, value in candidate.items()}
     values["{folder}"] = folder

@@ -1,7 +1,6 @@
-"""Megatron's arguments by name, from a command or another tool's file, and the sections of a spec that follow from
-them.
+"""Megatron's arguments by name, from a command or another tool's file, and what they mean for a spec.
 
-The sections are a baseline, the options of the job, and the shape of the model with Megatron's defaults.
+They determine a baseline, the options of the job, and the shape of the model with Megatron's defaults.
 """
 
 import ast
@@ -38,7 +37,7 @@ class Flags:
         return self._arguments.get(name, ("", default))[1]
 
     def has(self, name: str) -> bool:
-        """Return whether a flag is present."""
+        """Return whether the arguments contain a flag."""
         return name in self._arguments
 
     def names(self) -> list[str]:
@@ -56,7 +55,7 @@ class Flags:
 
 
 def flag_name(key: str) -> str:
-    """Return the name of the flag for a key: its last part with underscores."""
+    """Return the name of the flag for a key: the last part of the key, with underscores."""
     return key.rpartition(".")[2].lstrip("-").replace("-", "_")
 
 
@@ -336,7 +335,9 @@ def _pattern(frequency: object, layers: int) -> list[Any]:
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """Evaluate an integer, or an expression of lists with `+` and `*`. Raises ValueError for anything else."""
+    """Return the value of an integer, or of an expression of lists with `+` and `*`. Raises ValueError for anything
+    else.
+    """
     match node:
         case ast.Constant(value=int(number)) if number <= MAX_PATTERN:
             return number

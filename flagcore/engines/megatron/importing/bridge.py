@@ -177,8 +177,7 @@ def _merge(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def _override(config: dict[str, Any], override: str, file: str) -> bool:
-    """Change a value as Megatron-Bridge's command line does (a.b=c, +a.b=c, ++a.b=c or ~a.b), and return whether it is
-    new.
+    """Change a value like Megatron-Bridge's command line: a.b=c, +a.b=c, ++a.b=c or ~a.b. Return whether it is new.
 
     Raises SpecError for an invalid override.
     """
@@ -351,7 +350,7 @@ def _settings(
         for key, value in sections.get(section, {}).items():
             if key in _SETTING_NAMES:
                 used.setdefault(section, set()).add(key)
-                if not (value is None or value is False or value == []):  # switches are off by default
+                if not (value is None or value is False or value == []):  # these values mean "off", the default
                     found[key] = DTYPES.get(str(value), value) if key.endswith("dtype") else value
     reduces_fp32 = sections.get("mixed_precision", {}).get(
         "grad_reduce_in_fp32", sections.get("ddp", {}).get("grad_reduce_in_fp32")
@@ -391,8 +390,9 @@ def _layout(value: object) -> str:
 def _cluster(
     name: str, baseline: Mapping[str, Any], notes: Notes, chips: Callable[[], Sequence[Chip]]
 ) -> tuple[dict[str, Any], int]:
-    """Return the section `cluster` and its number of devices: from the recipe's name, or else the fewest that can run
-    it.
+    """Return the section `cluster` and its number of devices.
+
+    They are in the recipe's name; otherwise they are the fewest devices that can run it.
     """
     match = _IN_NAME.search(name)
     sizes = (baseline.get(key) for key in SIZES[:4])

@@ -82,7 +82,7 @@ def _cluster(command: UserCommand, notes: Notes) -> dict[str, Any]:
 
 
 def _global_batch(flags: Flags, baseline: dict[str, Any], devices: int) -> Any:
-    """Return the global batch size; Megatron's default is one micro-batch of each replica."""
+    """Return the global batch size. By default it is one micro-batch of each replica, as in Megatron."""
     if (size := flags.get("global_batch_size")) is not None:
         return size
     replicas = devices // math.prod(baseline.get(name, 1) for name in SIZES[:3])

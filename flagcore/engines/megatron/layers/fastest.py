@@ -1,7 +1,5 @@
 """Derives the splits of layers over pipeline stages that minimize the time of the slowest stage and fit in memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
@@ -24,7 +22,7 @@ FEW = 4.0
 SHORT = 8
 """Maximum number of stages of a pipeline whose layers are moved so that it fills faster."""
 GAIN = 0.01
-"""Minimum share of a step that a move must save, because passes are assumed to be one third forward."""
+"""Minimum share of a step that a move must save. Smaller gains are uncertain: a third of a pass is assumed forward."""
 
 
 def split_layers(
@@ -120,7 +118,7 @@ def fill_sooner(
 
 
 def _step_seconds(layers: FloatArray, times: FloatArray, microbatches: FloatArray) -> FloatArray:
-    """Return the seconds of 1F1B without messages for each move and candidate.
+    """Return the seconds of a step with 1F1B, without messages, for each move and candidate.
 
     `layers` has the shape (moves, candidates, stages). `times` are the seconds of a micro-batch, of shape (candidates,
     stages, layers).
@@ -150,7 +148,7 @@ def layouts(train: Training, layout: Layout) -> list[str]:
 
 
 def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Training, FloatArray]:
-    """Return the inputs with further splits, and the number of each candidate's split.
+    """Return the inputs with `split` added to their splits, and the number of each candidate's split.
 
     The final norm is on the stage of the last layer, or on the stage with the loss.
     """
@@ -297,8 +295,7 @@ def _splits_with_mtp(
 
 
 def _layers_beside_empty_stage(train: Training, layout: Layout, *, early: bool) -> FloatArray:
-    """Return the maximum number of layers of the stage with multi-token prediction if its last virtual stage has no
-    layer.
+    """Return the maximum number of layers of the stage with multi-token prediction if its last virtual stage is empty.
 
     The shape is (candidates, leading layers): there is a maximum for each number of leading dense layers on this stage.
     """

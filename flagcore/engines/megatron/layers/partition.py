@@ -23,7 +23,8 @@ EQUAL = 1.0 + 1e-9
 """Two times count as equal if their ratio is at most this."""
 
 MAX_LEADING = 4
-"""Maximum number of leading dense layers for which all placements on the first stages are tried."""
+"""Maximum number of leading dense layers for which all placements on the first stages are tried. With more, only equal
+numbers per stage are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Fronts:
 
     @classmethod
     def all(cls, leading: int) -> Iterator[Fronts]:
-        """Yield all placements of `leading` layers; the first one has all of them on the first stage."""
+        """Yield all placements of `leading` layers. The first placement has all of them on the first stage."""
         yield cls((leading,))
         if leading > MAX_LEADING:
             for each in range(1, leading):
@@ -159,7 +160,8 @@ class Middles(ArrayRecord):
     """The stages on one node group that are between the first stages and the last: from `low` to before `high`.
 
     `count` is their number, `room` the maximum of their total layers. With limits, `limited` contains the limits of all
-    stages, the cumulative sums of the sorted limits, and the number of stages at or above each limit.
+    stages, the cumulative sums of the sorted limits, and, for each of the sorted limits, the number of stages that have
+    at least this limit.
     """
 
     low: FloatArray
@@ -185,7 +187,7 @@ class Middles(ArrayRecord):
         return cls(low, high, count, np.where(there, limits, 0.0).sum(axis=1), limited)
 
     def level(self, layers: FloatArray) -> FloatArray:
-        """Return the number of layers of the largest of these stages if they have `layers` in total; inf if that is
+        """Return the number of layers of the largest of these stages if they have `layers` in total; inf if
         impossible.
         """
         if self.limited:

@@ -73,14 +73,12 @@ class Split:
         return np.where(first > 0, first, self.first), np.where(last > 0, last, self.last)
 
     def expert_tensor_size(self, c: Columns) -> IntArray:
-        """Return the number of devices that split each expert; by default the tensor-parallel size."""
+        """Return the number of devices that split each expert, which is by default the tensor-parallel size."""
         knob = c.get(EXPERT_TENSOR, np.zeros_like(c[TP]))
         return np.where(knob > 0, knob, self.expert_tensor or c[TP])
 
     def uneven(self, c: Columns) -> BoolArray:
-        """Return which candidates have no even split of the layers over the pipeline stages, or only one with an empty
-        stage.
-        """
+        """Return which candidates have no even split of layers over pipeline stages, or one with an empty stage."""
         if self.layout_layers:
             broken: BoolArray = (len(self.layout_layers) % c[PP] != 0) | (c[PP] < self.last_stages)
             return broken
@@ -112,7 +110,7 @@ class Split:
         return np.where(balanced(c), -(-self.layers // c[PP]), largest)
 
     def chunk_layers(self, c: Columns) -> list[IntArray]:
-        """Return the possible numbers of layers of a virtual stage, the largest first."""
+        """Return the numbers of layers that a virtual stage may have, the largest first."""
         if self.layout_layers:
             return [np.full_like(c[PP], number) for number in sorted(set(self.layout_layers), reverse=True)]
         chunk = self.stage_layers(c) // self.virtual(c)

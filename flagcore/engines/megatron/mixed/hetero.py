@@ -38,8 +38,9 @@ METHODS = {"uniform": 0, "block": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """A mesh: its node group, its TP, CP, EP, DP and PP, and the codes of its recompute knobs (empty: the job's
-    recompute).
+    """A mesh: its node group, its TP, CP, EP, DP and PP, and the codes of its recompute knobs.
+
+    `recompute` is empty if the job's recompute applies.
     """
 
     group: int
@@ -49,7 +50,11 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed:
-    """A candidate as a mixed job: the arguments (`words`) that do not follow from its knobs, and its node groups."""
+    """A candidate as a mixed job of FlagScale.
+
+    `words` are the arguments that do not follow from its knobs, `stages` is the number of pipeline stages, and `groups`
+    are the node groups that it uses.
+    """
 
     words: tuple[str, ...]
     stages: int
@@ -91,7 +96,9 @@ def mixed(platform: Platform, values: Mapping[str, KnobValue], arguments: Sequen
 
 
 def _meshes(task: Task, values: Mapping[str, KnobValue]) -> list[Mesh]:
-    """Return the meshes of a candidate. If it lists none, each node group is a mesh of the candidate's sizes."""
+    """Return the meshes of a candidate. If it lists none, each node group is a mesh with the candidate's TP, CP, EP and
+    DP.
+    """
     if not values.get(MESHES):
         sizes = {name: _whole(values.get(knob)) for name, knob in SIZES.items()}
         if len(task.cluster.groups) == 1:

@@ -51,7 +51,7 @@ SIZES = {
 }
 _SIZE, _BLOCK = re.compile(r"(tp|cp|ep|dp|pp|mbs|x)([1-9]\d{0,6})"), re.compile(r"block([1-9]\d{0,4})")
 PIPELINE, REPLICAS = " + ", " | "
-"""Separators between meshes that are parts of a pipeline, and between meshes of replicas."""
+"""Separators between meshes in a text: between the parts of a pipeline, and between groups of replicas."""
 RECOMPUTE_KNOBS = ("use_recompute", "recompute_granularity", "recompute_method", "recompute_num_layers")
 RECOMPUTE_CODES = {"": (0, 0, 0, 0), "selective": (1, 1, 0, 0), "full": (1, 2, 1, 1)}
 """Codes of the recompute knobs for the recompute of a mesh; `full` recomputes each layer.
@@ -181,7 +181,7 @@ def _meshes(texts: tuple[str, ...], names: tuple[str, ...]) -> Meshes:
 
 
 def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, int]]:
-    """Return the node group of one mesh and its codes. Raises SpecError."""
+    """Return the node group of one mesh and the codes of its knobs. Raises SpecError for an invalid text."""
     name, *words = part.split() or [""]
     values = dict(zip(RECOMPUTE_KNOBS, RECOMPUTE_CODES[""], strict=True))
     wrong = [] if name in names else [name]
@@ -201,7 +201,7 @@ def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, i
 
 
 def encoded(task: Task, value: object) -> IntArray:
-    """Return the column of the knob for one candidate. Raises SpecError if the space does not list the candidate's
+    """Return the column of the knob `meshes` for one candidate. Raises SpecError if the space does not list its
     meshes.
     """
     texts = Meshes.from_task(task).texts
@@ -325,10 +325,10 @@ def with_stage(
 
 
 def on_rank(task: Task, row: Columns, costs: Costs, rank: int) -> tuple[Columns, Costs, int]:
-    """Return the columns and costs of the mesh of a global rank, and the first rank of its stage in Megatron's order.
+    """Return the columns and costs of the mesh that contains a global rank, and the first rank of its stage.
 
-    `row` is one candidate. If it does not split the data, return its own columns and costs, and `rank`. The ranks of a
-    replica are consecutive.
+    `row` is one candidate, and the order of ranks is Megatron's. If the candidate does not split the data, return its
+    own columns and costs, and `rank`. The ranks of a replica are consecutive.
     """
     ((_, meshes),) = by_kinds(task, row, costs)
     before = 0

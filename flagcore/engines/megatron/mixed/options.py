@@ -34,7 +34,7 @@ from flagcore.engines.training.time.step import Blocks, Pace, costs_in_run
 
 DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
 MIN_TOKENS = 2048
-"""Minimum number of tokens of a sequence on one context-parallel rank."""
+"""Minimum number of tokens of a sequence that a context-parallel rank processes."""
 MAX_SAMPLES = 64
 """Maximum micro-batch size."""
 

@@ -50,13 +50,14 @@ from flagcore.engines.training.memory.training import memory_in_use
 from flagcore.engines.training.time.step import costs_in_run, step_time
 
 PLANNED = 256
-"""Number of meshes that become candidates. In addition, each order of the node groups has an equal share."""
+"""Number of meshes that become candidates. In addition, each order of the node groups gets an equal share of this
+number."""
 NEAR = 1.5
 """A combination is dropped if its score, or a lower bound of the score, exceeds the best score by this factor."""
 MAX_SIZES = 16
 """Maximum number of options of a node group with equal numbers of stages, with and without EP.
 
-Both the fastest options and those with the most room are kept."""
+As many of the fastest options and of those with the most room are kept."""
 MAX_SCORED = 4096
 """Maximum number of combinations that are scored, for one set of node groups and one batch."""
 EQUAL = ("tp", "dp", "ep", "recompute")
@@ -68,10 +69,11 @@ STEPS = 24
 
 
 def with_meshes(platform: Platform, *, plan: bool = True) -> Platform:
-    """Return `platform` with the meshes that may be the fastest added to its space, unless the spec lists meshes.
+    """Return `platform` with a space that includes the meshes that may be the fastest.
 
-    If the meshes are for trials, only those are added that trials can run: with equal sizes, in another order than the
-    spec, or without some groups. Raises SpecError for meshes in the spec that trials cannot run.
+    If the spec lists meshes, nothing is added. Meshes of any sizes are added with `plan`, or if the command runs
+    FlagScale with meshes. Otherwise, only meshes that flagcore's trials can run are added: with equal sizes, in another
+    order than the spec, or without some groups. Raises SpecError for meshes in the spec that trials cannot run.
     """
     task = platform.task
     if len(task.cluster.groups) == 1:
@@ -96,12 +98,12 @@ def _with_space(task: Task, values: Mapping[str, str | tuple[KnobValue, ...]]) -
 
 
 def values_alone(task: Task, group: int | None = None) -> dict[str, str | tuple[KnobValue, ...]]:
-    """Return the sizes and the recompute of the listed meshes, as values for candidates without meshes.
+    """Return the sizes and the recompute of the listed meshes, as values of the knobs for candidates without meshes.
 
-    With `group`, only meshes on this node group alone are used; the result is empty unless the group is `LARGE`,
-    because the whole space of smaller groups is searched. Candidates without meshes need no other values: their sizes
-    are also sizes of meshes. PP and DP are omitted, because virtual stages, which meshes cannot have, favour longer
-    pipelines.
+    With `group`, only texts with a single mesh on this node group are used. The result is then empty unless the group
+    is `LARGE`, because the whole space of smaller groups is searched. Candidates without meshes need no other values:
+    their sizes are also sizes of meshes. PP and DP are omitted, because virtual stages, which meshes cannot have,
+    favour longer pipelines.
     """
     if group is not None and task.cluster.groups[group].devices <= LARGE:
         return {}
@@ -152,8 +154,9 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
 
 
 def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float, int, int]]:
-    """Yield a lower bound of a step's seconds, a context-parallel size, and the samples per micro-batch of all
-    replicas.
+    """Yield tuples of a lower bound of a step's seconds, a context-parallel size, and samples per micro-batch.
+
+    The samples are those of all replicas together.
     """
     layers, batch = task.spec.model.num_layers, task.spec.train.global_batch_size
     keys = {key for each in options for key in zip(each.context.tolist(), each.samples.tolist(), strict=True)}
@@ -170,9 +173,9 @@ def _crossed(
 ) -> list[MeshOptions]:
     """Return the combinations of options whose lower bound of a step's seconds is at most `limit`.
 
-    The order of the groups does not matter; the result has the options of each group. The groups are combined one after
-    the other. The bound of an incomplete combination assumes the best of each group that follows: its highest rate, its
-    smallest number of stages, and its largest room. All meshes of a combination have the same fields `alike`.
+    The result has the chosen options of each group, and holds for any order of the groups. The groups are combined one
+    after the other. The bound of an incomplete combination assumes the best of each group that follows: its highest
+    rate, its smallest number of stages, and its largest room. All meshes of a combination have equal fields `alike`.
     """
     layers, microbatches = float(task.spec.model.num_layers), _microbatches(task, options)
     useful = [_useful(each, layers, limit / microbatches, equal=equal) for each in options]
@@ -205,9 +208,7 @@ def _microbatches(task: Task, options: Sequence[MeshOptions]) -> float:
 
 
 def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[FloatArray, list[MeshOptions]]:
-    """Return the best scores of combinations, at most `limit`, and the options of each mesh in the order of the
-    pipeline.
-    """
+    """Return the best scores up to `limit`, and the options of each mesh, in the order of the pipeline."""
     legal = np.flatnonzero(_legal(options, shares_weights=tied(task)))
     chosen = [each[legal] for each in options]
     if not legal.size:
@@ -243,9 +244,7 @@ def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Seque
 
 
 def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
-    """Return which options are among the `MAX_SIZES` lowest by `figure`, compared with options of the same number
-    `alike`.
-    """
+    """Return which options are among the `MAX_SIZES` with the lowest `figure` of all options with the same `alike`."""
     order = np.lexsort((figure, alike))
     place = np.empty_like(order)
     place[order] = np.arange(order.size) - np.searchsorted(alike[order], alike[order])
@@ -270,7 +269,7 @@ def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -
     kinds = [kind for number in range(len(parts)) for kind in _kinds(parts, number, microbatches)]
 
     def held(seconds: FloatArray) -> list[FloatArray]:
-        """Return how many layers one stage of each kind can have within `seconds`."""
+        """Return the maximum number of layers that a stage of each kind can process within `seconds`."""
         return [np.minimum(of.fits(seconds - extra), room) for of, _, room, extra in kinds]
 
     def enough(seconds: FloatArray) -> BoolArray:
@@ -295,10 +294,12 @@ def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -
 def _kinds(
     parts: Sequence[MeshOptions], number: int, microbatches: float
 ) -> Iterator[tuple[MeshOptions, FloatArray, FloatArray, FloatArray]]:
-    """Yield the kinds of stages on mesh `number`: the first stage, the last one, and the stages between.
+    """Yield the kinds of stages on mesh `number`: the first stage of the pipeline, the last one, and the stages
+    between.
 
-    Each item has the mesh, the number of such stages, the maximum number of layers of each, and the seconds of
-    embedding and head. The maximum for the stages between is the mean of the first and the last of them.
+    A mesh may not contain all of them. Each item consists of the mesh, the number of such stages, the maximum number of
+    layers of each stage, and the seconds of embedding and head. For the stages between, the maximum is the mean of the
+    maxima of the first and the last of them.
     """
     options, zeros = parts[number], np.zeros(parts[0].pp.shape)
     stages, after = options.pp.astype(np.float64), zeros + sum(part.pp for part in parts[number + 1 :])
@@ -427,9 +428,7 @@ def _fastest_replicas(rows: Rows, places: IntArray) -> list[int]:
 
 
 def _level(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int) -> FloatArray:
-    """Return the seconds in which all kinds together process the batch, if the numbers of micro-batches were real
-    numbers.
-    """
+    """Return the seconds in which all kinds together process the batch, for real numbers of micro-batches."""
     rate = samples / pace
     level: FloatArray = (batch + (rate * start).sum(axis=1)) / rate.sum(axis=1)
     return level

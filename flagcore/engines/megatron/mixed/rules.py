@@ -116,7 +116,7 @@ def _of_texts(task: Task, table: Meshes) -> Iterator[Rule]:
 
 
 def tied(task: Task) -> bool:
-    """Return whether the first and the last stage share weights."""
+    """Return whether the first and the last stage of a pipeline share weights."""
     return task.spec.model.mtp_num_layers > 0 or not task.spec.model.untie_embeddings_and_output_weights
 
 
@@ -125,7 +125,7 @@ def _looked_up(broken: BoolArray) -> Callable[[Columns], BoolArray]:
 
 
 def _of_knobs(task: Task, table: Meshes) -> Iterator[Rule]:
-    """Yield the rules between meshes that depend on other knobs."""
+    """Yield the rules between meshes that also depend on other knobs."""
     batch, there, apart = task.spec.train.global_batch_size, table.groups >= 0, table.splits_data
     data, tensor = np.where(there, table.codes[DP], 1), np.where(there, table.codes[TP], 1)
     needs_split = (there.sum(axis=1) > 1) & ~apart & (tensor.max(axis=1) > 1)

@@ -84,7 +84,9 @@ def shares(task: Task, candidate: Candidate) -> list[dict[str, Any]]:
 
 
 def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
-    """Return the values of a candidate. If the trial program runs meshes, their equal sizes replace the meshes."""
+    """Return the values of a candidate. If flagcore's trial program runs its meshes, their common sizes replace
+    `meshes`.
+    """
     values = candidate.as_dict()
     if not runs_meshes(task.spec):
         return values
@@ -109,7 +111,7 @@ def on_groups(task: Task, candidate: Candidate) -> Task:
 
 
 def hosts_of(task: Task, candidate: Candidate) -> tuple[str, ...]:
-    """Return the hosts of a candidate in the order of its meshes."""
+    """Return the hosts on which a candidate runs, in the order of its meshes."""
     cluster = task.spec.cluster
     if not cluster.groups:
         return cluster.hosts[: cluster.nodes]

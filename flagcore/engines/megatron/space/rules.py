@@ -125,9 +125,7 @@ def _length_rules(task: Task) -> Sequence[Rule]:
 
 
 def _node_group_rules(task: Task) -> Sequence[Rule]:
-    """Return a rule for clusters with several kinds of chips: all devices of a pipeline stage must be in one node
-    group.
-    """
+    """Return a rule for clusters with several kinds of chips: a pipeline stage is in a single node group."""
     cluster = task.cluster
     if len(cluster.groups) == 1:
         return ()

@@ -31,9 +31,7 @@ EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
 def setting_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of the enabled settings, except assumed settings, which are only used for candidates that allow
-    them.
-    """
+    """Return the rules of the enabled settings, except assumed ones, which only apply where they are legal."""
     return tuple(rule for rule in settings_with_rules(task) if rule.name not in task.spec.train.assumed)
 
 

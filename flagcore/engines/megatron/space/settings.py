@@ -29,7 +29,7 @@ def _setting(
 
 
 def _switch(name: str, help: str, compare: bool = False, **changes: Any) -> Knob:
-    """Return a switch. With `compare` it is off by default."""
+    """Return a setting that is a switch. With `compare`, a space may list its values, and it is off by default."""
     if compare:
         changes = {"neutral": False, "auto": lambda task: (False, True), **changes}
     return _setting(name, "flag", help, compare=compare, **changes)

@@ -94,7 +94,7 @@ def transformer_config(job: Job) -> Any:
         "fp16": dtype is torch.float16,
         "virtual_pipeline_model_parallel_size": job.virtual_stages,
         "expert_tensor_parallel_size": groups.get_expert_tensor_parallel_world_size(),
-        # Megatron-core refuses sequence parallelism without tensor parallelism; Megatron-LM clears the flag.
+        # Without tensor parallelism, Megatron-core refuses sequence parallelism; Megatron-LM switches it off.
         "sequence_parallel": candidate.sequence_parallel and candidate.tensor_model_parallel_size > 1,
         "pipeline_model_parallel_layout": candidate.pipeline_model_parallel_layout,
     }
@@ -110,7 +110,7 @@ def transformer_config(job: Job) -> Any:
 
 
 def ddp_config(job: Job) -> Any:
-    """Return the configuration of the gradient buffers, with Megatron-LM's default widths."""
+    """Return the configuration of the gradient buffers. Its data types default to Megatron-LM's."""
     candidate, fp32_setting = job.candidate, job.candidate.accumulate_allreduce_grads_in_fp32
     is_narrow = candidate.grad_reduce_in_bf16 or job.train.precision == "fp16"
     values = {
@@ -124,7 +124,7 @@ def ddp_config(job: Job) -> Any:
 
 
 def optimizer_config(job: Job, config: Any) -> Any:
-    """Return the configuration of the optimizer of a model with `config`."""
+    """Return the configuration of the optimizer for a model with `config`."""
     candidate = job.candidate
     values = {
         "optimizer": "adam",

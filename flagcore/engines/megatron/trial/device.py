@@ -54,7 +54,7 @@ class Cpu:
         """Do nothing, because a CPU does not work in the background."""
 
     def clock(self) -> float:
-        """Return the seconds of this rank's own work so far."""
+        """Return the seconds of processor time that this rank's own work has taken so far."""
         return time.thread_time()
 
     def set_baseline(self) -> None:
@@ -93,7 +93,7 @@ class Cpu:
 
 
 class Accelerator:
-    """A device with a torch module such as torch.cuda."""
+    """A device that has a torch module, such as torch.cuda."""
 
     needs_memory_step = False
 
@@ -134,8 +134,9 @@ class Accelerator:
         self._peak_allocated = max(self._peak_allocated, peak)
 
     def memory(self) -> dict[str, int | None]:
-        """Return the allocator's peaks, and the memory that all processes currently use according to the driver, in
-        bytes.
+        """Return the allocator's peaks, and the memory that all processes currently use on the device, in bytes.
+
+        The latter is reported by the driver.
         """
         free, total = self._module.mem_get_info()
         peak = max(self._peak_allocated, self.peak_bytes())
@@ -213,15 +214,15 @@ def map_cuda_to_cpu() -> None:
     torch.zeros = _on_cpu(torch.zeros)
     # About seventy calls pass it as `device=`.
     torch.cuda.current_device = lambda: _CPU
-    # Stages that exchange the shapes of their messages wait for the device.
+    # Pipeline stages that exchange the shapes of their messages call this to wait for the device.
     torch.cuda.synchronize = lambda *args: None
     # Optimizers sort parameters by their type's name, such as torch.cuda.FloatTensor.
     torch.Tensor.type = _cuda_type_name
     # Rotary embeddings under context parallelism and tied embeddings move tensors to the device.
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
 
-    # Recomputation saves and restores the random state of the device, which does not exist; torch would queue a call
-    # that waits for the device for ever.
+    # Recompute saves and restores the random state of the device. Without a device, torch would queue a call that waits
+    # for it for ever.
     tensor_parallel.random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     tensor_parallel.random._set_cuda_rng_state = lambda *args, **kwargs: None
     # The all-to-all dispatcher creates a stream to copy split sizes in the background; gradient buffers of newer
@@ -280,7 +281,7 @@ def init_fake_world(kind: str, rank: int, world_size: int) -> None:
     known = dist.Backend.backend_capability.get("fake", [])
     backend = "fake" if kind in known else f"cpu:fake,{kind}:fake"  # for devices that are registered by an import
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
-    # The other ranks send nothing; each function below documents its replacement.
+    # The other ranks send nothing. Each function below documents what is received instead.
     dist.all_to_all_single = _all_to_all
     for module in (mappings, layers, param_and_grad_buffer):  # these modules import the functions under other names
         module.dist_all_gather_func = _all_gather
@@ -331,7 +332,7 @@ def _all_to_all(
 
 
 class _CompletedRequest:
-    """A request that is already complete."""
+    """A replacement for the request of an asynchronous collective. It is already complete."""
 
     def wait(self, *_: Any) -> bool:
         return True

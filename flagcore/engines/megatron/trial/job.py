@@ -92,9 +92,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Device:
-    """The type of device and the backend of its collectives, by torch's names.
+    """The type of device and the backend of its collectives, as torch names them.
 
-    `preload` are modules that register the device, imported in order after torch.
+    `preload` are the modules that register the device. They are imported in this order after torch.
     """
 
     type: str = "cpu"
@@ -105,7 +105,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Probe:
-    """A single rank that runs alone on one device, without the other ranks."""
+    """A single rank that runs on one device without the other ranks."""
 
     rank: int
     device: int = 0

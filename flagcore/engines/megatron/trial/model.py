@@ -80,9 +80,7 @@ def build(job: Job, device: torch.device) -> BuiltModel:
 
 
 def _set_overlap_functions(config: Any, job: Job, chunks: list[Any]) -> None:
-    """Set the functions with which schedules start collectives of gradients and weights, like Megatron-LM's training
-    loop.
-    """
+    """Set the functions that start collectives of gradients and weights during a schedule, like Megatron-LM."""
 
     def of_chunks(name: str) -> Any:
         functions = [getattr(chunk, name) for chunk in chunks]
@@ -120,7 +118,7 @@ _EXPERT_PATTERN = re.compile(r"\.local_experts\.(\d+)\.|\.weight(\d+)$")
 
 
 def set_initial_weights(chunk: torch.nn.Module, config: Any, seed: int) -> None:
-    """Set the initial weights of one model chunk, before it is wrapped for mixed precision or data parallelism."""
+    """Set the initial weights of one model chunk before it is wrapped for mixed precision or data parallelism."""
     layers = _layer_names(chunk)
     is_tied = bool(chunk.share_embeddings_and_output_weights)
     for name, weight in chunk.named_parameters():
@@ -142,7 +140,7 @@ def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
 
 
 def _global_name(name: str, layers: dict[str, str], config: Any, is_tied: bool) -> str:
-    """Return a parameter's name in the unsplit model, with global numbers of layers and experts."""
+    """Return a parameter's name in the unsplit model, in which layers and experts have global numbers."""
     if name == "output_layer.weight" and is_tied:
         return "embedding.word_embeddings.weight"
     for path, layer in layers.items():
@@ -171,7 +169,7 @@ def _own_part(name: str, weight: torch.Tensor, config: Any, generator: torch.Gen
     whole_weight = torch.empty(shape, device=weight.device).uniform_(-_LIMIT, _LIMIT, generator=generator)
     if not is_split:
         return whole_weight
-    if config.gated_linear_unit and "linear_fc1" in name:  # a rank holds its parts of the gate and of the value
+    if config.gated_linear_unit and "linear_fc1" in name:  # a rank has a part of the gate and a part of the value
         return torch.cat([half.chunk(size, axis)[rank] for half in whole_weight.chunk(2, axis)], axis)
     return whole_weight.chunk(size, axis)[rank]
 
@@ -201,7 +199,7 @@ class CoreAttention(torch.nn.Module):  # type: ignore[misc]
         self._scale = softmax_scale
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Return [sequence, batch, heads * channels] from inputs of shape [sequence, batch, heads, channels]."""
+        """Return the output, [sequence, batch, heads * channels]. The inputs are [sequence, batch, heads, channels]."""
         length, batch = query.shape[:2]
         size = self._group.size()
         mask = None
@@ -229,7 +227,9 @@ def _can_share_keys(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _chunked_causal_mask(length: int, size: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Return the causal mask of this rank's queries over all gathered keys, boolean [length, length * size]."""
+    """Return the causal mask of this rank's queries over all gathered keys: boolean, of shape [length, length *
+    size].
+    """
     chunks = torch.arange(length * size, device=device).view(2 * size, -1)
     positions = torch.cat([chunks[i] for r in range(size) for i in (r, 2 * size - 1 - r)])
     own_positions = positions[rank * length : (rank + 1) * length]

@@ -209,8 +209,9 @@ def _timed_step(
 ) -> dict[str, float]:
     """Run one step and return the seconds of the rank's own work.
 
-    `schedule_s` is the time of the micro-batches that ran. `once_s` is the time to clear gradients and to finish them
-    after the last micro-batch. `compute_s` is the time of forward and backward for a step with all micro-batches.
+    `schedule_s` is the time of the micro-batches that ran. `once_s` is the time for work that occurs once per step:
+    clearing gradients, and finishing them after the last micro-batch. `compute_s` is the time of forward and backward
+    for a step with all micro-batches.
     """
     clock = rank_device.clock
     finish.seconds = 0.0
@@ -231,7 +232,7 @@ def _timed_step(
 
 
 class _TimedFunction:
-    """Wraps a function and sums up the seconds of its calls."""
+    """A wrapper of a function that adds up the seconds of its calls."""
 
     def __init__(self, function: Any, rank_device: RankDevice) -> None:
         self._function, self._device = function, rank_device

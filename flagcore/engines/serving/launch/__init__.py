@@ -1,1 +1,1 @@
-"""How servers are started, exported, and read from commands."""
+"""Starts and exports servers, and reads specs from their commands."""

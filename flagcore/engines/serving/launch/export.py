@@ -1,8 +1,8 @@
 """Exports the best configuration: one server, or several behind nginx, a router of the engine or Dynamo.
 
-Fields of Dynamo's DynamoGraphDeployment: `deploy/operator/api/v1beta1` of github.com/ai-dynamo/dynamo, as in release
-1.3.1 (2026-08). A worker takes the arguments of the engine (`components/src/dynamo/{vllm,sglang}/args.py`); the
-frontend takes the requests.
+Source of the fields of Dynamo's DynamoGraphDeployment: `deploy/operator/api/v1beta1` of github.com/ai-dynamo/dynamo, as
+in release 1.3.1 (2026-08). A worker accepts the arguments of the engine
+(`components/src/dynamo/{vllm,sglang}/args.py`); the frontend receives the requests.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from flagcore.i18n import _
 from flagcore.spec.plain_data import dump_yaml
 
 FRONT_PORT = 8000
-"""The port of a single server, or of nginx or the router; the servers behind it have the following ports."""
+"""The port of a single server, or of nginx or the router. The servers behind it use the next ports."""
 MEETING_PORT = 8500
-"""The rendezvous port of the hosts of the first instance; the other instances have the following ports."""
+"""The rendezvous port of the first instance's hosts. The other instances use the next ports."""
 START, NGINX, COMPOSE = "start.sh", "nginx.conf", "compose.yaml"
 SHARED_MOUNT = "/shared"
-"""Where containers mount the folder that they share."""
+"""The path at which containers mount the folder that they share."""
 NETWORK_DEVICES = ("{interface}", "{adapters}")
-"""Values of variables for the devices between hosts, which servers on one host do not use."""
+"""Placeholders for network devices in environment variables. Servers on one host do not use these variables."""
 KIND_STEP = 16
-"""Distance of the ports of servers that only prefill or decode: each rank may use a port for caches."""
+"""Distance between the ports of servers that only prefill or decode: each rank may use its own port for caches."""
 
 
 def launch(
@@ -56,8 +56,8 @@ def launch(
 ) -> Launch:
     """Return how to start the best configuration; write files for several instances into `folder`. Raises OSError.
 
-    The path `health` returns 200 when a server is ready. On several `hosts`, the user starts the script on each.
-    `router` is in front of servers that only prefill or decode.
+    `health`: the path that returns 200 when a server is ready. `hosts`: the names of several hosts, on each of which
+    the user starts the script. `router`: the router in front of the instances; if None, nginx divides the requests.
     """
     if len(instances) == 1 and not instances[0].further:
         instance = instances[0].at_port(FRONT_PORT)
@@ -90,8 +90,9 @@ def launch(
 def start_script(
     instances: Sequence[Instance], folder: str, hosts: Sequence[str] = (), router: Router | None = None
 ) -> str:
-    """Return a shell script that runs the instances of a host, on the first one also nginx or the router, and ends them
-    together.
+    """Return a shell script that runs the instances of a host and stops them together.
+
+    On the first host, it also runs nginx or the router.
     """
     commands: list[list[str]] = [[] for _ in hosts or ("",)]
     for each in instances:
@@ -104,7 +105,7 @@ def start_script(
 
 
 def _front(router: Router, instances: Sequence[Instance], hosts: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the command of the router in front of instances."""
+    """Return the command that starts the router in front of `instances`."""
     places = zip(instances, _places_of(instances, hosts), strict=True)
     return router.instance([(each.kind, *place) for each, place in places]).at_port(FRONT_PORT).argv
 
@@ -136,11 +137,10 @@ def compose_files(
     comments: Sequence[str],
     router: Router | None = None,
 ) -> dict[str, str]:
-    """Return a docker compose file for all instances, with the host's network and files mounted at the same paths, and
-    the configuration of nginx if there are several.
+    """Return a docker compose file for all instances and, if nginx divides the requests, its configuration.
 
-    The program comes from the image; the other paths of the commands are mounted. `common` is the environment of all
-    instances.
+    Containers use the host's network. The program comes from the image; other paths in the commands are mounted at the
+    same paths. `common`: the environment variables of all instances.
     """
     several = len(instances) > 1
     ports = _ports(instances) if several else [FRONT_PORT]
@@ -199,14 +199,14 @@ def _nginx(instances: Sequence[Instance], hosts: Sequence[str]) -> str:
 
 
 def _command(instance: Instance) -> list[str]:
-    """Return the command line of an instance with its environment and, if it has cores, pinned to them."""
+    """Return the command line that starts an instance with its environment and, if it has cores, pins it to them."""
     variables = [f"{name}={value}" for name, value in instance.environment.items()]
     pin = ["taskset", "-c", ",".join(map(str, instance.cores))] if instance.cores else []
     return [*(["env", *variables] if variables else []), *pin, *instance.argv]
 
 
 def _mounted_paths(word: str) -> set[str]:
-    """Return the paths to mount for a word of a command: the path itself, and the targets of links in a folder."""
+    """Return the paths to mount for a word of a command: the path itself, and the folders to which its links point."""
     path = Path(word)
     if not path.is_absolute() or not path.exists():
         return set()
@@ -223,15 +223,19 @@ DYNAMO = "dynamo"
 EXAMPLE = "REGISTRY/ai-dynamo/{engine}-runtime:1.3.1"
 LEAST_REQUESTS = {"DYN_ROUTER_MODE": "least-loaded"}
 PREFIX_AWARE = {"DYN_ROUTER_MODE": "kv", "DYN_ROUTER_USE_KV_EVENTS": "false"}
-"""Variables of the frontend that route as trials do: to the worker with the fewest requests, or to the one that has the
-prefix. Without events of the workers' caches, the frontend infers them from the requests that it sent.
+"""Environment variables with which the frontend routes as trials do: to the worker with the fewest requests, or to the
+one that has the prefix. Without cache events from the workers, the frontend infers what their caches contain from the
+requests that it sent.
 """
 _RELEASE = re.compile(r":v?\d+\.\d+\.\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Component:
-    """A worker: its fields except name and replicas. `left_out` are flags of the server without an equivalent."""
+    """A Dynamo worker: the fields of its component except name and replicas.
+
+    `left_out`: flags of the server for which the worker has no equivalent.
+    """
 
     kind: str
     hosts: int
@@ -243,9 +247,10 @@ class _Component:
     def of(
         cls, engine: EngineProfile, worker: Worker, job: ExportJob, instance: Instance, place: Placement
     ) -> _Component:
-        """Return the component of an instance.
+        """Return the component that runs an instance.
 
-        Raises UsageError for a transfer without support, and if no plugin has the name of the device's resource.
+        Raises UsageError if Dynamo does not support its method of transfer, or if no plugin names the device's
+        resource.
         """
         transfer = place.values.get(TRANSFER)
         if place.kind and (any(SHARED in word for word in instance.argv) or transfer not in (None, *worker.transfers)):
@@ -254,7 +259,7 @@ class _Component:
         spec, hosts = job.platform.task.spec, len(place.hosts)
         argv = instance.at_port(FRONT_PORT).argv
         if hosts > 1 and engine.on_host:
-            argv = argv[: -len(engine.on_host(hosts, 0))]  # the operator adds its own
+            argv = argv[: -len(engine.on_host(hosts, 0))]  # the operator adds its own flags for hosts
         arguments, left_out = _arguments(worker, argv[len(engine.program.start_command(spec)) :], place.kind)
         variables = {**job.platform.environment, **instance.environment, **spec.envs}
         variables = without_devices(job.platform.support, variables)
@@ -271,7 +276,7 @@ class _Component:
             "name": "main",
             "image": job.options["image"],
             "command": ["python3", "-m", worker.module],
-            "args": [word.replace("$", "$$") for word in arguments],  # Kubernetes reads $$ as $, and $(NAME)
+            "args": [word.replace("$", "$$") for word in arguments],  # Kubernetes reads $$ as $, and expands $(NAME)
             "env": [
                 *({"name": key, "value": value} for key, value in plain.items()),
                 *({"name": k, "valueFrom": {"secretKeyRef": {"name": store, "key": k}}} for k in secrets),
@@ -293,7 +298,10 @@ class _Component:
 def dynamo_files(
     engine: EngineProfile, job: ExportJob, instances: Sequence[Instance], places: Sequence[Placement]
 ) -> Mapping[str, str]:
-    """Return the manifest of servers. Raises UsageError without an image, or for an engine that Dynamo does not run."""
+    """Return the manifest of the servers by file name.
+
+    Raises UsageError if no image is given, or if Dynamo does not run the engine.
+    """
     worker, image = engine.program.dynamo, job.options.get("image", "")
     if worker is None:
         raise UsageError(_("--to dynamo: Dynamo does not run {engine}", engine=engine.name))
@@ -324,7 +332,7 @@ def dynamo_files(
 
 
 def _arguments(worker: Worker, words: Sequence[str], kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the arguments of a worker for those of a server, and the flags that the worker does not have."""
+    """Convert the arguments of a server to those of a worker. Also return the flags that the worker does not have."""
     arguments, left_out, keep = list[str](), list[str](), True
     if words and not words[0].startswith("-"):
         arguments.append("--model")
@@ -339,7 +347,7 @@ def _arguments(worker: Worker, words: Sequence[str], kind: str) -> tuple[tuple[s
 
 
 def _notes(job: ExportJob, components: Sequence[_Component], routing: Mapping[str, str]) -> list[str]:
-    """Return comments on the choices of the manifest."""
+    """Return the comments that explain the choices of the manifest."""
     lines = [f"kubectl apply -f {job.name}.yaml: the service {job.name}-frontend takes requests at port 8000."]
     if routing:
         target = "that has its prefix" if routing is PREFIX_AWARE else "with the fewest"

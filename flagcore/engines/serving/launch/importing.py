@@ -20,7 +20,7 @@ from flagcore.errors import SpecError, join_errors
 from flagcore.spec.importing import Notes
 
 LENGTHS = ("max_model_len", "context_length", "ctx_size")
-"""Arguments that may be written as 32k."""
+"""Arguments whose value may have a unit, such as 32k."""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HOSTS = "nnodes"
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
 def spec_of_command(
     engine: EngineProfile, command: Sequence[str], directory: Path, model: str | None
 ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Return the data of a spec for a command and notes, see `Workload.read_command`. Raises SpecError."""
+    """Convert a command to the data of a spec, with notes (see `Workload.read_command`). Raises SpecError."""
     words = _server_command(engine, command, directory)
     place = _position(engine, words)
     if place is None:
@@ -67,7 +67,7 @@ def spec_of_command(
 
 
 def _server_command(engine: EngineProfile, command: Sequence[str], directory: Path) -> Sequence[str]:
-    """Return the command, or the one that starts the engine in a script. Raises SpecError."""
+    """Return the command itself or, if it runs a script, the command in it that starts the engine. Raises SpecError."""
     if not is_script(command, str(directory)):
         return command
     try:
@@ -82,7 +82,7 @@ def _server_command(engine: EngineProfile, command: Sequence[str], directory: Pa
 
 
 def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | None:
-    """Return where the program of an engine begins and ends in a command; None if it is not there."""
+    """Return the indices at which an engine's program begins and ends in a command; None if it is not there."""
     for start in range(len(words)):
         for pattern in engine.program.commands:
             part = [os.path.basename(each) for each in words[start : start + len(pattern)]]
@@ -94,13 +94,13 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
 
 
 def _arguments(engine: EngineProfile, words: Sequence[str], notes: Notes) -> tuple[str | None, dict[str, Any], int]:
-    """Return the model, the flags of a server with their values, and its hosts. True is a flag without a value."""
+    """Return the model, the flags of a server with their values (True if there is none), and the number of hosts."""
     model, arguments, hosts = None, dict[str, Any](), 1
     for flag, values in _split(words):
         name = strip_dashes(flag)
         knob, _ = engine.program.knob_of(name)
         if model is None and knob is not None and len(values) > (knob.kind != "flag"):
-            model = values.pop()  # `--enforce-eager MODEL`
+            model = values.pop()  # the model follows a flag, as in `--enforce-eager MODEL`
         if not flag or name in engine.program.model_flags:
             model = values[0] if values else model
         elif name == _HOSTS and len(values) == 1 and values[0].isdecimal():
@@ -123,7 +123,7 @@ def _arguments(engine: EngineProfile, words: Sequence[str], notes: Notes) -> tup
 
 
 def _unknown_flag(engine: EngineProfile, name: str) -> str:
-    """Return the note for a flag that is no knob, with the knob's flag that it may be a misspelling of."""
+    """Return the note for a flag that sets no knob, with the similar flag that may be meant."""
     flags = {strip_dashes(each) for knob in engine.knobs for flag in knob.flags for each in (flag.name, flag.off)}
     similar = get_close_matches(name, sorted({*flags, *engine.program.reserved} - {""}), n=1, cutoff=0.85)
     hint = f"did you mean --{similar[0]}?" if similar else "it is passed to the engine unchanged"
@@ -131,7 +131,7 @@ def _unknown_flag(engine: EngineProfile, name: str) -> str:
 
 
 def _split(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag and its values; the flag of leading values is empty."""
+    """Yield each flag with its values. Values before the first flag have an empty flag."""
     flag, values = "", list[str]()
     for word in words:
         is_flag = word.startswith("-") and len(word) > 1 and not _NUMBER.fullmatch(word)
@@ -149,7 +149,7 @@ def _split(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def _divide(
     engine: EngineProfile, arguments: Mapping[str, Any], directory: Path, notes: Notes
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the knobs that are searched as a baseline, and the other arguments. Raises SpecError."""
+    """Divide arguments into the baseline of the knobs that are searched, and all others. Raises SpecError."""
     baseline, others, problems = dict[str, Any](), dict[str, Any](), list[SpecError]()
     for name, value in arguments.items():
         knob, _ = engine.program.knob_of(name)
@@ -170,7 +170,7 @@ def _divide(
 
 
 def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
-    """Return the path of a model, also of one in the cache of Hugging Face."""
+    """Return the path of a model, which may be in Hugging Face's cache. If it is not found, return it with a note."""
     if model is None or (directory / model).exists():
         return model and os.path.abspath(directory / model)
     home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
@@ -182,14 +182,14 @@ def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
 
 
 def _value(name: str, text: str) -> Any:
-    """Return a value of the command line as a number or a text."""
+    """Convert a value of the command line to a number if it is one; otherwise return the text."""
     if _NUMBER.fullmatch(text):
         return float(text) if "." in text else int(text)
     return parse_length(text) if name.replace("-", "_") in LENGTHS else text
 
 
 def parse_length(value: Any) -> Any:
-    """Convert `4k` to 4000, `4K` to 4096 and `1.5k` to 1500, as vLLM does."""
+    """Convert `4k` to 4000, `4K` to 4096 and `1.5k` to 1500, as vLLM does. Return other values unchanged."""
     match = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,9}))?([kKmMgG])", value) if isinstance(value, str) else None
     if not match or (match[2] and match[3].isupper()):
         return value

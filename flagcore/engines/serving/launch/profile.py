@@ -1,4 +1,4 @@
-"""What an engine's package says about the engine; the other modules work with it."""
+"""The profile of an engine: everything that its package defines, and that all other modules use."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,47 +18,47 @@ from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns,
 class EngineProfile:
     """One serving engine: its program, rules, settings and overheads.
 
-    The engine version of the spec selects among releases.
+    Where releases of the engine differ, the engine version in the spec decides.
     """
 
     name: str
     where: str
-    """The import path of `reports` for the trial program, as module:attribute."""
+    """The import path of `reports`, as module:attribute, from which the trial program loads it."""
     reports: ServerReports
     program: Program
     modules: Mapping[str, str]
-    """Modules that the server imports, and their pip requirements."""
+    """Modules that the server imports, each with its pip requirement."""
     rules: Callable[[Task], tuple[Rule, ...]]
-    """Returns the rules of the engine for legal candidates."""
+    """Returns the engine's legality rules for candidates."""
     settings: Callable[[Task, Columns], Settings]
     server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Instance]
-    """Returns how to start one instance with its knob values, on the given CPU cores if devices are cores."""
+    """Returns how to start one instance with these knob values, on these CPU cores if devices are cores."""
     on_host: Callable[[int, int], tuple[str, ...]] | None = None
-    """Returns the flags of one of the hosts of an instance, from their number and its index. None: an instance has one
-    host."""
+    """Returns the additional flags for one host of an instance, given the number of its hosts and the index of this
+    one. None: an instance cannot span hosts."""
     of_kind: Callable[[Task, Mapping[str, KnobValue], str, Instance], Instance] | None = None
-    """Returns a server that only prefills or only decodes. None: the engine has no such servers."""
+    """Returns an instance changed so that it only prefills or only decodes. None: the engine has no such servers."""
     protocol: Callable[[Task, Mapping[str, KnobValue]], str] = lambda task, values: ""
-    """Returns how such servers exchange caches, as `load.routing` names it."""
+    """Returns how servers that only prefill or only decode exchange caches, as `load.routing` names it."""
     router: Callable[[Task, Mapping[str, KnobValue]], Router] = lambda task, values: Router.of_replicas(
         ("vllm-router",), prefix_aware=task.spec.serve.prefix_aware
     )
-    """Returns the router in front of several servers. Raises UsageError if there is none for such servers."""
+    """Returns the router in front of several servers. Raises UsageError if no router supports such servers."""
     merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
     """Returns the merges of candidates that the engine treats as equal."""
     split_by: str = TP
-    """The knob whose default is the number of devices that the weights need."""
+    """The knob, TP or PP, whose default is the number of devices that the weights need."""
     host_times: tuple[float, float] | None = None
-    """Seconds of an iteration and of each of its sequences if devices are CPU cores."""
+    """Overheads of the host in seconds, per iteration and per sequence in it, if devices are CPU cores."""
     receive_flag: str = ""
     """The flag for the number of iterations between two polls for new requests."""
     graph_tokens: Callable[[Task], int] = lambda task: GRAPH_TOKENS
-    """Returns the largest batch that the engine captures as a graph."""
+    """Returns the largest batch, in tokens, that the engine captures as a graph."""
     published_runs: PublishedRuns = field(default_factory=PublishedRuns)
     distribution: str = ""
-    """The pip distribution of the engine if its name is not the engine's."""
+    """The pip distribution of the engine if it differs from the engine's name."""
     untested: str = ""
-    """Why predictions for this engine are less certain; empty if its runs were measured."""
+    """Why predictions for this engine are less certain. Empty if runs of the engine were measured."""
     start_seconds: float = 1200.0
     """Timeout of a trial in seconds: servers load their weights and compile before the load begins."""
     knobs: tuple[Knob, ...] = field(init=False)

@@ -1,4 +1,4 @@
-"""What the servers of an engine report about themselves: samples at /metrics, and lines of their log."""
+"""Reads what the servers of an engine report about themselves: samples at /metrics, and lines of their log."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerReports:
-    """How to talk to a server of an engine, and how to read what it reports. The trial program needs no more of it.
+    """How to talk to an engine's server, and how to read its reports: all that the trial program knows of an engine.
 
-    `counters` are samples of /metrics, and their names in the metrics of a trial. `shares` are figures of a load that
-    are the increase of the first counter relative to that of the others together. `settings` are regular expressions
-    for the log by knob; their only group is the value in use, and the first match is used. `memory_lines` are regular
-    expressions for memory; the largest match is used. `failures` are failure patterns, from specific to general.
+    - `counters`: samples at /metrics, with their names in the metrics of a trial.
+    - `shares`: metrics of a load that are the ratio of two increases: of the first counter, and of the sum of the
+      others.
+    - `settings`: regular expressions for the log, by knob. Their only group is the value in use; the first match
+      counts.
+    - `memory_lines`: regular expressions for memory in the log, by metric. The largest match counts.
+    - `failures`: failure patterns, from specific to general.
     """
 
     counters: Mapping[str, str] = field(default_factory=dict)
@@ -37,17 +40,17 @@ class ServerReports:
     memory_lines: Mapping[str, str] = field(default_factory=dict)
     failures: tuple[FailurePattern, ...] = ()
     effective: Callable[[Fetch, str], Mapping[str, KnobValue]] = lambda fetch, log: {}
-    """Returns the knob values in use, as far as a running server and its log report them. Raises OSError."""
+    """Returns the knob values in use, as far as a running server or its log reports them. Raises OSError."""
     own_memory: Callable[[str], Mapping[str, float]] = lambda log: {}
-    """Returns what `memory` returns, as far as `memory_lines` cannot read it from the log."""
+    """Returns, from a log, those metrics of `memory` that `memory_lines` cannot describe."""
     api: str = COMPLETIONS
     """Path of the API for prompts of token ids: COMPLETIONS or GENERATE."""
     health: str = "/health"
-    """Path that returns 200 when the server is ready."""
+    """Path that returns status 200 when the server is ready."""
 
     @classmethod
     def read(cls, package: str, **fields: Any) -> ServerReports:
-        """Return the reports in `reports.yaml` of an engine's package, whose keys are fields, with other `fields`."""
+        """Read the reports from `reports.yaml` in an engine's package. Its keys are fields; `fields` are added."""
         data = yaml.load(files(package).joinpath("reports.yaml").read_text("utf-8"), _LOADER)
         data["failures"] = tuple(
             FailurePattern(pattern="|".join(row["lines"]), state=TrialState(row["state"]), advice=row.get("advice", ""))
@@ -56,7 +59,7 @@ class ServerReports:
         return cls(**data, **fields)
 
     def read_counters(self, fetch: Fetch) -> dict[str, float]:
-        """Return the counters at /metrics by their names in a trial; empty if the server does not respond."""
+        """Return the counters at /metrics by their names in a trial. Empty if the server does not respond."""
         try:
             values = samples(fetch("/metrics"))
         except OSError:
@@ -64,8 +67,10 @@ class ServerReports:
         return {name: combine(name, values[sample]) for sample, name in self.counters.items() if sample in values}
 
     def memory(self, log: str) -> dict[str, float]:
-        """Return weights_gib, kv_cache_gib, graphs_gib and compute_gib (GiB on the fullest device) and kv_cache_tokens
-        (of the whole instance), as far as the log reports them.
+        """Return the memory that the log reports, by metric.
+
+        The metrics are weights_gib, kv_cache_gib, graphs_gib and compute_gib (GiB on the fullest device), and
+        kv_cache_tokens (tokens of the whole instance). Those that the log does not report are omitted.
         """
         return {**largest_matches(log, self.memory_lines), **self.own_memory(log)}
 
@@ -76,11 +81,11 @@ AVERAGED_COUNTERS = (
     *("cache_usage", "cache_hit_rate", "sequences_per_iteration"),
     *("acceptance_rate", "tokens_per_iteration"),
 )
-"""Counters that are averaged over ranks and instances; others are summed."""
+"""Counters that are averaged over ranks and instances. All others are summed."""
 
 
 def samples(text: str) -> dict[str, list[float]]:
-    """Return the finite values of each sample by name, one for each set of labels."""
+    """Return the finite values of each sample at /metrics by name, one value per set of labels."""
     result: dict[str, list[float]] = {}
     for line in text.splitlines():
         sample = _SAMPLE.match(line)
@@ -91,7 +96,7 @@ def samples(text: str) -> dict[str, list[float]]:
 
 
 def combine(name: str, values: Sequence[float]) -> float:
-    """Return the sum or the mean of a counter's `values` over ranks or instances."""
+    """Combine the values of a counter over ranks or instances: the mean for AVERAGED_COUNTERS, else the sum."""
     return sum(values) / (len(values) if name in AVERAGED_COUNTERS else 1)
 
 
@@ -114,7 +119,7 @@ def largest_matches(log: str, patterns: Mapping[str, str], scale: float = 1.0) -
 
 
 def settings_in(log: str, patterns: Mapping[str, Sequence[str]]) -> dict[str, KnobValue]:
-    """Return, by knob, the first match in a log of the group of its first matching pattern."""
+    """Return the values of knobs in a log. For each knob, the first of its patterns that matches counts."""
     result: dict[str, KnobValue] = {}
     for knob, knob_patterns in patterns.items():
         match = next((match for pattern in knob_patterns if (match := re.search(pattern, log))), None)

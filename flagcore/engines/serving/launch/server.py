@@ -1,4 +1,4 @@
-"""How one server is started, the router in front of several, and the job of the trial program.
+"""Describes how one server is started, the router in front of several, and the job of the trial program.
 
 flagcore writes the job to `serve.json`, and the trial program reads it.
 """
@@ -21,34 +21,38 @@ from flagcore.domain.spec import Task
 from flagcore.engines.serving.load.routing import MAX_MORE, MAX_RATIO
 
 PORT = "{port}"
-"""Placeholder for the port in a command line; the port is chosen when the server starts."""
+"""Placeholder for the port in a command line. The port is chosen when the server is started."""
 HEAD, HEAD_PORT = "{head}", "{head_port}"
-"""Placeholders in a command line of an instance on several hosts: its first host, and a free port there."""
+"""Placeholders in the command line of an instance on several hosts: its first host, and a free port of this host."""
 TRANSFER_PORT, SHARED, URL = "{transfer_port}", "{shared}", "{url}"
 """Placeholders for instances that only prefill or decode: the port for caches, a folder that all of them share, and
 the URL of an instance for the router."""
 
 
 def address(task: Task) -> str:
-    """Return the address on which servers listen. Servers on other hosts listen on all addresses, so that the client
-    can reach them.
+    """Return the address on which servers listen.
+
+    Servers on other hosts listen on all addresses, so that the client can reach them.
     """
     return "0.0.0.0" if task.spec.on_each_host else "127.0.0.1"
 
 
 ROUTER_HEALTH = "/health"
-"""Path that returns 200 when a router is ready; all routers have it."""
+"""Path that returns status 200 when a router is ready. It is the same for all routers."""
 LOCAL_ADDRESS = ("--host", "127.0.0.1", "--port", PORT)
-"""Where routers listen."""
+"""Flags for the address on which routers listen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """One server. `argv` has the placeholder PORT; `cores` are the cores to which it is pinned, empty for all cores.
+    """How to start one server.
 
-    `requested` are the knob values that the server must report; None: the engine chooses. The server runs on host
-    number `host`. The commands `further` run on the next hosts, which serve no requests. `kind` is prefill or decode if
-    it does only one of both.
+    - `argv`: the command line, with the placeholder PORT.
+    - `cores`: the CPU cores to which it is pinned; empty for all cores.
+    - `requested`: the knob values that the server must report. None means that the engine chooses.
+    - `host`: the index of the host on which it runs.
+    - `further`: the command lines for the next hosts if it spans several. They serve no requests.
+    - `kind`: prefill or decode if it does only one of both, else empty.
     """
 
     argv: tuple[str, ...]
@@ -60,15 +64,15 @@ class Instance:
     kind: str = ""
 
     def at_port(self, port: int) -> Instance:
-        """Return the instance with `port` in place of PORT, on this host unless it has another one."""
+        """Return the instance with `port` in place of PORT, and this machine in place of HEAD if that is still open."""
         return self.filled({PORT: str(port), TRANSFER_PORT: str(transfer_port(port)), HEAD: "127.0.0.1"})
 
     def at_head(self, host: str, port: str) -> Instance:
-        """Return the instance with its first host and the rendezvous port of its hosts."""
+        """Return the instance with its first host and the rendezvous port there filled in."""
         return self.filled({HEAD: host, HEAD_PORT: port})
 
     def filled(self, values: Mapping[str, str]) -> Instance:
-        """Return the instance with `values` for placeholders."""
+        """Return the instance with the placeholders in `values` replaced."""
 
         def words(argv: Sequence[str]) -> tuple[str, ...]:
             return tuple(_replaced(word, values) for word in argv)
@@ -80,8 +84,11 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """vLLM's or SGLang's router in front of instances: `argv` with PORT, and for each instance the words of its kind
-    with URL and TRANSFER_PORT; `decode` are also those of instances that do both.
+    """How to start vLLM's or SGLang's router in front of instances.
+
+    - `argv`: the command line, with the placeholder PORT.
+    - `prefill`: the words to add for each instance that only prefills, with the placeholders URL and TRANSFER_PORT.
+    - `decode`: the same for all other instances.
 
     Source of the flags: `--help` of vllm-router 0.1.17 and sglang-router 0.3.2.
     """
@@ -92,7 +99,7 @@ class Router:
 
     @classmethod
     def of_replicas(cls, program: Sequence[str], *, prefix_aware: bool) -> Router:
-        """Return the router in front of instances that do both. It divides requests as the client of trials does."""
+        """Return the router for instances that both prefill and decode. It routes as the client of trials does."""
         limits = ("--balance-abs-threshold", str(MAX_MORE), "--balance-rel-threshold", str(MAX_RATIO))
         policy = ("cache_aware", *limits) if prefix_aware else ("power_of_two",)
         argv = (*program, "--policy", *policy, "--prometheus-port", TRANSFER_PORT, *LOCAL_ADDRESS, "--worker-urls")
@@ -100,17 +107,17 @@ class Router:
 
     @classmethod
     def of_pairs(cls, program: Sequence[str], switch: str, prefill: Sequence[str] = ("--prefill", URL)) -> Router:
-        """Return the router in front of instances that only prefill or only decode."""
+        """Return the router for instances that only prefill or only decode. `switch`: the flag for such instances."""
         argv = (*program, switch, "--policy", "round_robin", "--prometheus-port", TRANSFER_PORT, *LOCAL_ADDRESS)
         return cls(argv=argv, prefill=tuple(prefill), decode=("--decode", URL))
 
     @property
     def name(self) -> str:
-        """The program, or the Python package of the program."""
+        """The name of the router's program, or of its Python package."""
         return self.argv[2].partition(".")[0] if self.argv[1] == "-m" else Path(self.argv[0]).name
 
     def instance(self, places: Sequence[tuple[str, str, int]]) -> Instance:
-        """Return how to start it in front of instances, by kind, host and port."""
+        """Return how to start the router. `places`: the kind, the host and the port of each instance behind it."""
         words = list(self.argv)
         for kind, host, port in places:
             values = {URL: f"http://{host}:{port}", TRANSFER_PORT: str(transfer_port(port))}
@@ -119,7 +126,7 @@ class Router:
 
 
 def transfer_port(port: int) -> int:
-    """Return the port for caches of the instance at `port`."""
+    """Return the port at which the instance at `port` exchanges caches."""
     return port + 10_000 if port < 50_000 else port - 10_000
 
 
@@ -130,28 +137,33 @@ def _replaced(text: str, values: Mapping[str, str]) -> str:
 
 
 Fetch = Callable[[str], str]
-"""Returns the response to a path of a running server. Raises OSError."""
+"""A function that returns a running server's response to a path. Raises OSError."""
 
 SERVE = "serve.json"
 SHARED_FOLDER = "shared"
-"""The folder that instances of a trial share; it is removed after the trial."""
+"""The folder that the instances of a trial share. It is removed after the trial."""
 
 
 def log_name(number: int, part: int = 0) -> str:
-    """Return the name of an instance's log, on its first host or a further one."""
+    """Return the file name of an instance's log. `part`: 0 for its first host, above 0 for further hosts."""
     return f"instance-{number}-host-{part}.log" if part else f"instance-{number}.log"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The serving and the load of one candidate.
+    """The servers and the loads of one candidate's trial.
 
-    `engine` is the import path of the engine, as module:attribute. All `loads` run `repeats` times in one launch. `slo`
-    are the limits for goodput, `asked` the figures that must be precise. `highest` is as in ServeSpec, `start` the load
-    to try first. `client` is the command of another load client, which writes `report`. `hosts` are the names of the
-    hosts of instances; none for this machine. The load goes to all instances; another client sends it to `router`.
-    `protocol` is how instances that only prefill or only decode exchange caches (`load.routing`). `prefix_aware` is as
-    in ServeSpec. `predicted_s` is the predicted mean time of a request of the only load.
+    - `engine`: the import path of the engine's `ServerReports`, as module:attribute.
+    - `loads`: all of them run `repeats` times with the same servers.
+    - `slo`: limits for goodput and for the search of the highest load, in seconds by metric.
+    - `asked`: the metrics that must be precise.
+    - `highest`, `prefix_aware`: as in ServeSpec.
+    - `start`: the load to try first in the search for the highest load.
+    - `client`, `report`: the command of another load client, and the file that it writes.
+    - `router`: where another client sends the load if there are several instances. flagcore's client needs no router.
+    - `hosts`: the names of the hosts on which instances run; empty for this machine.
+    - `protocol`: how instances that only prefill or only decode exchange caches (`load.routing`).
+    - `predicted_s`: the predicted mean time of a request; None if there are several loads.
     """
 
     engine: str
@@ -183,7 +195,7 @@ def as_text(job: Job) -> str:
 
 
 def read_job(folder: Path) -> Job:
-    """Return the job in `folder`. Raises ValueError with the problem."""
+    """Read the job in `folder`. Raises ValueError, whose text is the problem."""
     try:
         return TypeAdapter(Job).validate_json((folder / SERVE).read_bytes())
     except OSError as error:
@@ -193,6 +205,6 @@ def read_job(folder: Path) -> Job:
 
 
 def plain_load(load: Load) -> dict[str, Any]:
-    """Return a load point as plain JSON data; an infinite rate is the text inf."""
+    """Return a load point as plain JSON data. An infinite rate becomes the text inf."""
     rate = load.request_rate
     return {**asdict(load), "request_rate": "inf" if rate is not None and math.isinf(rate) else rate}

@@ -1,4 +1,4 @@
-"""Starts a candidate: the trial program with a job, or the servers of the final configuration."""
+"""Determines how a candidate is started: by the trial program with a job, or as servers of the final configuration."""
 
 import sys
 from collections import Counter
@@ -33,7 +33,7 @@ from flagcore.i18n import N_, _
 
 PROGRAM = "flagcore.engines.serving.trial"
 OWN_ADDRESS = "{own_address}"
-"""Placeholder of `ServerGroup` for the address of a server's host."""
+"""Placeholder for the address of a server's host in a `ServerGroup`."""
 HOST_PROGRAM = f"{PROGRAM}.host"
 
 
@@ -48,7 +48,8 @@ def launch(
 ) -> Launch:
     """Write the files of `candidate` into `folder` and return how to start it. Raises LaunchError.
 
-    `figures` are predicted; a trial begins a search for the highest load near the predicted one.
+    `figures`: predicted metrics; a trial's search for the highest load starts near the predicted load. `for_real`:
+    whether to start the servers of the final configuration instead of a trial.
     """
     task, serve = platform.task, platform.task.spec.serve
     instances = instances_of(platform, engine, candidate, str(Path(folder, SHARED_FOLDER)))
@@ -103,9 +104,10 @@ def launch(
 def instances_of(
     platform: Platform, engine: EngineProfile, candidate: Candidate, shared: str = "", *, is_public: bool = False
 ) -> tuple[Instance, ...]:
-    """Return the servers of a candidate. Those that exchange caches in files use the folder `shared`.
+    """Return the servers of a candidate.
 
-    Raises UsageError for a secret in commands that are public.
+    `shared`: the folder for servers that exchange caches in files. `is_public`: whether others will see the commands.
+    Raises UsageError if a public command contains a secret.
     """
     values = candidate.as_dict()
     instances = (_instance(platform, engine, values, each) for each in placements(platform.task, values))
@@ -116,13 +118,13 @@ def instances_of(
 
 
 def router_of(platform: Platform, engine: EngineProfile, candidate: Candidate, count: int) -> Router | None:
-    """Return the router in front of `count` instances, None if nginx can divide the requests. Raises UsageError."""
+    """Return the router in front of `count` instances; None if they need none or nginx suffices. Raises UsageError."""
     values, is_aware = candidate.as_dict(), platform.task.spec.serve.prefix_aware
     return engine.router(platform.task, values) if values.get(PREFILL_DECODE) or (count > 1 and is_aware) else None
 
 
 def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str, str]:
-    """Return the files of an export to Dynamo or docker compose. Raises UsageError."""
+    """Return the files of an export to Dynamo or docker compose, by name. Raises UsageError."""
     task = job.platform.task
     if target == export.DYNAMO:
         places = placements(task, job.candidate.as_dict())
@@ -138,7 +140,10 @@ def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str,
 
 
 def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
-    """Return the kinds of servers of a candidate behind a router, see `Workload.groups`. Raises UsageError."""
+    """Return the groups of equal servers of a candidate and their router; None if it needs no router.
+
+    See `Workload.groups`. Raises UsageError if the target cannot start such servers.
+    """
     values, on_cores = candidate.as_dict(), Hardware.of(platform.task).on_cores
     instances = instances_of(platform, engine, candidate, SHARED)
     router = router_of(platform, engine, candidate, len(instances))
@@ -168,7 +173,7 @@ def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidat
 
 
 def _first_load(serve: ServeSpec, figures: Mapping[str, float]) -> float:
-    """Return the predicted highest load, by its rate or, with Little's law, its requests in flight."""
+    """Return the predicted highest load: a request rate or, by Little's law, a number of requests in flight."""
     if serve.highest is None:
         return 1.0
     rate = figures.get("requests_per_s") or 1.0
@@ -178,7 +183,7 @@ def _first_load(serve: ServeSpec, figures: Mapping[str, float]) -> float:
 def _instance(
     platform: Platform, engine: EngineProfile, values: Mapping[str, KnobValue], placement: Placement
 ) -> Instance:
-    """Return one server of a candidate with its devices. The user's variables override the engine's."""
+    """Return one server of a candidate with its devices. The user's environment variables override the engine's."""
     task = platform.task
     cores = Hardware.of(task).cores(placement.first, placement.width)
     instance = engine.server(task, placement.values, cores)
@@ -190,7 +195,7 @@ def _instance(
     named_hosts = dict(enumerate(task.spec.cluster.hosts))
     devices = platform.devices_of(named_hosts.get(first_host, f"node {first_host}") if task.spec.on_each_host else "")
     environment |= device_variables(platform.support, devices[placement.first : placement.first + placement.width])
-    neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # the engine chooses these values
+    neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # values that the engine uses if nothing is set
     set_values = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
     argv, other_argvs, hosts = instance.argv, list[tuple[str, ...]](), len(placement.hosts)
     if hosts > 1:

@@ -43,13 +43,13 @@ NEED_DRAFT_MODEL = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspar
 MAX_SLOTS, SLOT_GRAIN = 256, 256
 """The maximum number of slots, and the multiple to which the context of a slot is rounded up."""
 UBATCH, HOST_CACHE_MIB = 512, 8192
-"""llama.cpp's defaults."""
+"""llama.cpp's defaults: tokens of a physical batch, and MiB of evicted prompts in the host's memory."""
 PLAIN_KV = ("f32", "f16", "bf16")
 PACKAGE = "xllamacpp"
 
 
 class LlamaProgram(Program):
-    """The user's own llama-server of any release, or the embedded server of a wheel, whose flags are checked."""
+    """The user's own llama-server of any release, or the server of the xllamacpp wheel, whose flags are checked."""
 
     def parse(self, spec: Spec) -> EngineArgs:
         engine_args = self.split(spec)
@@ -93,28 +93,28 @@ KNOBS = PROGRAM.knobs
 
 
 def total_context(task: Task) -> int:
-    """Return the total context of all slots that `engine_args` fix, 0 if it depends on the slots."""
+    """Return the total context of all slots in tokens, if `engine_args` fix it; 0 if it depends on the slots."""
     others = PROGRAM.parse(task.spec).others
     fixed = others.get("ctx-size", others.get("c"))
     return fixed if isinstance(fixed, int) and not isinstance(fixed, bool) else 0
 
 
 def slot_context(task: Task, context: int | None) -> int:
-    """Return the context of one slot, by default the tokens of the longest request, rounded up."""
+    """Return the context of one slot in tokens, rounded up to SLOT_GRAIN; by default that of the longest request."""
     return -(-(context or longest_request(task.spec.serve.loads, task.spec.model.vision)) // SLOT_GRAIN) * SLOT_GRAIN
 
 
 def slot_share(columns: Columns, total: int) -> IntArray:
-    """Return the context of a slot if the total is fixed: an even share, or the total if the cache is unified."""
+    """Return the context of one slot if the total is fixed: an even share, or all of it if the cache is unified."""
     slots, on = columns[PARALLEL], PROGRAM.code(UNIFIED, "on")
     is_unified = (columns[UNIFIED] == on) | ((columns[UNIFIED] == 0) & (slots <= 0))
     return np.where(is_unified, total, total // np.maximum(slots, 1))
 
 
 def host_cache_mib(task: Task) -> float:
-    """Return the MiB of evicted prompts that an instance keeps in the memory of the host.
+    """Return how many MiB of evicted prompts an instance may store in the memory of the host.
 
-    By default it is 0 for prompts that never repeat, because keeping them only costs time.
+    By default it is 0 if prompts never repeat, because storing them would only cost time.
     """
     others = PROGRAM.parse(task.spec).others
     own = others.get("cache-ram", others.get("cram"))
@@ -124,7 +124,7 @@ def host_cache_mib(task: Task) -> float:
 
 
 def _trained_context(spec: Spec) -> int | None:
-    """Return the trained context of the weights, llama.cpp's default; None if the weights are missing."""
+    """Return the context with which the model was trained, llama.cpp's default; None if the weights are missing."""
     weights = spec.serve.weights
     try:
         return None if weights is None else context_length(weights)
@@ -133,13 +133,13 @@ def _trained_context(spec: Spec) -> int | None:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return llama.cpp's effective settings for candidates; a slot is a sequence, a logical batch an iteration."""
+    """Return llama.cpp's effective settings. A slot counts as a sequence, a logical batch as an iteration."""
     values = PROGRAM.columns(task, columns)
     hardware, total = Hardware.of(task), total_context(task)
     slots, batch = or_default(values[PARALLEL], AUTO_SLOTS), PROGRAM.values(values, N_BATCH)
     context = or_default(values[CONTEXT], slot_context(task, None))
     pool = np.full_like(slots, total) if total else slots * context
-    if trained := _trained_context(task.spec):  # shared by all slots if their number is not set
+    if trained := _trained_context(task.spec):  # all slots share it if their number is not set
         is_trained_context = (values[PARALLEL] == 0) & (values[CONTEXT] == 0) & (total == 0)
         context, pool = np.where(is_trained_context, trained, context), np.where(is_trained_context, trained, pool)
     element = PROGRAM.element_bytes(values)
@@ -164,7 +164,7 @@ def settings(task: Task, columns: Columns) -> Settings:
 
 
 def _on_device(task: Task, layers: IntArray) -> FloatArray:
-    """Return the share of the layers on devices, with the output head as the last layer; -1 counts as all."""
+    """Return the share of the layers that are on devices, with the output head as the last layer; -1 means all."""
     total = task.spec.model.num_layers + 1
     return np.where(layers < 0, 1.0, np.minimum(layers / total, 1.0))
 
@@ -194,15 +194,16 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv += ["--cache-ram", "0"]
     if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity", "lv"}:
         argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
-    if values.get(SPECULATION) is None and SPECULATION in spec.space:  # other candidates have the draft model
+    if values.get(SPECULATION) is None and SPECULATION in spec.space:  # the draft model is for other candidates
         other_args = {name: value for name, value in other_args.items() if not name.startswith("spec-")}
     argv += [word for name, value in other_args.items() for word in _flag(name, value)]
     return Instance(argv=tuple(argv), environment={"OMP_WAIT_POLICY": "passive"})
 
 
 def _flag(name: str, value: EngineArg) -> Sequence[str]:
-    """Return a flag of `engine_args` as words. True is a bare flag, false its opposite, unless its values are on and
-    off.
+    """Return a flag of `engine_args` as command-line words.
+
+    True gives the bare flag and False its opposite, unless the flag has the values on and off. None gives nothing.
     """
     flag = FLAGS_BY_NAME.get(name)
     spelling = f"-{name}" if flag and f"-{name}" in (*flag.names, *flag.off) else f"--{name}"
@@ -222,7 +223,7 @@ def _int(value: KnobValue) -> int | None:
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of llama.cpp for legal candidates."""
+    """Return llama.cpp's legality rules for candidates."""
     check_images(task, "mmproj")
     hardware, total = Hardware.of(task), total_context(task)
     return (
@@ -325,7 +326,7 @@ def _slot_context(task: Task, total: int) -> Rule:
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return the merges of knobs without effect and of llama.cpp's defaults."""
+    """Return merges that ignore knobs without effect, and that treat llama.cpp's defaults as not set."""
     hardware = Hardware.of(task)
     default_codes = [PROGRAM.code(SPLIT, name) for name in ("none", "layer", "row")]
 
@@ -344,7 +345,8 @@ def merges(task: Task) -> tuple[Merge, ...]:
         ),
         *same_as_unset(PROGRAM),
         Merge(
-            name="split_by_default",  # one device has nothing to split; stages have layers, tensor parallelism rows
+            # TP and PP already imply these modes: none for one device, layer for stages, row for tensor parallelism.
+            name="split_by_default",
             knobs=(SPLIT,),
             canonical=lambda c: {SPLIT: np.where(np.isin(c[SPLIT], default_codes), 0, c[SPLIT])},
         ),
@@ -364,5 +366,5 @@ WORKLOAD = Engine(
     server=_server,
     reports=REPORTS,
     split_by=PP,
-    host_times=(1.9e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients
+    host_times=(1.9e-3, 0.5e-3),  # measured on 2 cores, with 50 million parameters and 4 to 16 clients
 )

@@ -1,4 +1,4 @@
-"""What llama-server reports about itself."""
+"""Reads what llama-server reports about itself."""
 
 import json
 import re
@@ -12,7 +12,7 @@ _OFFLOADED_LINE = re.compile(r"offloaded (\d+)/(\d+) layers to GPU")
 
 
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
-    """Return the knob values in /props and the log, without those of a draft model."""
+    """Return the knob values in /props and the log, without the values of a draft model."""
     props = json.loads(fetch("/props"))
     values = {"parallel": int(props["total_slots"])} | settings_in(log, REPORTS.settings)
     words = {"enabled": "on", "disabled": "off", "true": "on", "false": "off"}
@@ -24,7 +24,7 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     if cache := _CACHE_LINE.search(log):
         values["kv_cache_type"] = cache[1] if cache[1] == cache[2] else f"{cache[1]}/{cache[2]}"
     layers = _OFFLOADED_LINE.search(log)
-    if layers and layers[1] != layers[2]:  # any larger number means all
+    if layers and layers[1] != layers[2]:  # if all layers are offloaded, the flag may be any larger number
         values["n_gpu_layers"] = int(layers[1])
     return values
 
@@ -35,7 +35,7 @@ _CELLS_LINE = re.compile(r"llama_kv_cache: size = .*\(\s*(\d+) cells,.*?(\d+)/\d
 
 
 def _memory(log: str) -> dict[str, float]:
-    """Return the GiB of buffers by kind on the fullest device, and the tokens of the cache."""
+    """Return the memory in a log by metric: GiB of buffers by kind on the fullest device, and tokens of the cache."""
     buffers: dict[tuple[str, str], float] = {}
     for device, kind, size in dict.fromkeys(_BUFFER_LINE.findall(log)):
         buffers[kind, device] = buffers.get((kind, device), 0.0) + float(size) / 1024

@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 AUTO_SLOTS = 4
-"""Number of slots for `-np -1`; they share one KV cache (llama.cpp `tools/server/server.cpp`)."""
+"""Number of slots if `-np` is -1. They share one KV cache (llama.cpp `tools/server/server.cpp`)."""
 
 LOG_SECONDS = 0.5
-"""Time for llama.cpp's log thread to write the cause of a failure before the process exits."""
+"""Seconds in which llama.cpp's log thread can write the cause of a failure before the process exits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One flag: its spellings, the dotted field that it sets, and the type of its value.
+    """One flag: its spellings `names`, the dotted `field` that it sets, and the type of its value.
 
     `kind` is int, float, text, list (comma-separated numbers), on/off, switch, or the name of an enum of the wheel with
-    the members `words`. A switch sets True, and its `off` spellings set False. Only `tensor_split` has several values.
+    the members `words`. A switch sets True, and its `off` spellings set False. Only `tensor_split` is a list.
     """
 
     names: Sequence[str]
@@ -88,7 +88,7 @@ def _layers(text: str) -> int:
 
 
 def _params(wheel: Any, options: argparse.Namespace) -> Any:
-    """Return the wheel's parameters, with llama-server's defaults for missing flags."""
+    """Return the wheel's parameters, with llama-server's defaults for flags that are not given."""
     params = wheel.CommonParams()
     params.n_parallel, params.hostnames = -1, ["127.0.0.1"]
     for flag in FLAGS:
@@ -107,7 +107,7 @@ def _params(wheel: Any, options: argparse.Namespace) -> Any:
 
 
 MEMBERS = {"on": "enabled", "off": "disabled", "dio": "direct_io"}
-"""Enum members whose name differs from the value of the flag."""
+"""Names of enum members, by value of the flag, where both differ."""
 
 
 def _value(wheel: Any, flag: Flag, value: Any) -> Any:

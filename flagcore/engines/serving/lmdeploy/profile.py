@@ -34,15 +34,15 @@ PYTORCH = PROGRAM.code(BACKEND, "pytorch")
 def _default_batch(task: Task) -> int:
     """Return LMDeploy's default of max_batch_size.
 
-    LMDeploy has a large value for some chips of one vendor by name, otherwise 128 (256 on other device types). All
-    named chips compute in fp8 and have at least 70 GiB, which is the condition here.
+    LMDeploy uses a large value for some chips of one vendor, which it knows by name, otherwise 128 (256 on other device
+    types). All chips with the large value compute in fp8 and have at least 70 GiB, which is the condition here.
     """
     hardware = Hardware.of(task)
     return 1024 if hardware.fp8 and hardware.memory_bytes >= 70 * 2**30 else 128
 
 
 def _settings(task: Task, columns: Columns) -> Settings:
-    """Return LMDeploy's effective settings for candidates."""
+    """Return LMDeploy's effective settings for each candidate."""
     values = PROGRAM.columns(task, columns)
     pytorch = values[BACKEND] == PYTORCH
     prefill = PROGRAM.values(values, PREFILL)
@@ -61,8 +61,9 @@ def _settings(task: Task, columns: Columns) -> Settings:
 
 
 def _cache_bytes(task: Task, get: Columns, buffer_tokens: IntArray) -> FloatArray:
-    """Return the bytes of cache of one device: a share of the free memory without the PyTorch engine's logit
-    buffers.
+    """Return the bytes of one device's cache.
+
+    They are a share of the memory that weights and, with the PyTorch engine, logit buffers leave free.
     """
     free = Hardware.of(task).memory_bytes - weight_bytes(task) / (get[TP] * get[DP])
     buffers = np.where(get[BACKEND] == PYTORCH, 2.0 * buffer_tokens * task.spec.model.vocab_size, 0.0)
@@ -81,11 +82,11 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
 
 
 FULL_SHARE_CODE = 1000
-"""The code of a share of 100%."""
+"""The code of a share of 100% in a column."""
 
 
 def _rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of LMDeploy for legal candidates."""
+    """Return LMDeploy's legality rules for candidates."""
     on_cores = Hardware.of(task).on_cores
     return (
         *split_rules(task, data=True, pipeline=False),
@@ -166,7 +167,7 @@ def _cache_rules() -> tuple[Rule, ...]:
 
 
 def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
-    """Return whether experts are split unevenly (the constraints of `turbomind/parallel_config.py`)."""
+    """Return for which rows experts are split unevenly (the constraints of `turbomind/parallel_config.py`)."""
     shares = c[EP].clip(1)
     uneven: BoolArray = (shares % c[DP].clip(1) != 0) | ((c[TP] * c[DP]) % shares != 0) | (experts % shares != 0)
     return uneven

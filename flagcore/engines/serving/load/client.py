@@ -1,4 +1,4 @@
-"""Sends one request over HTTP and classifies its failures."""
+"""Sends single requests over HTTP and classifies their failures."""
 
 import asyncio
 import contextlib
@@ -18,10 +18,10 @@ _CHECK_INTERVAL_S = 0.5
 
 
 def session() -> aiohttp.ClientSession:
-    """Return a session that opens a new connection for every request, without a limit.
+    """Return a session that opens a new connection for every request, without a limit on their number.
 
-    A server may close a kept-alive connection just when it is reused, which would look like a failure. A server with
-    one thread per connection would delay new connections.
+    If connections were kept alive, a server could close one just when it is reused, which would look like a failure,
+    and a server with one thread per connection would delay new ones.
     """
     trace = aiohttp.TraceConfig()
     trace.on_request_chunk_sent.append(_Sending.store)
@@ -35,7 +35,7 @@ def session() -> aiohttp.ClientSession:
 
 
 class _Sending:
-    """The `time.perf_counter` at which the body of a request begins to be sent, before that the one of its start."""
+    """The `time.perf_counter()` at which the first bytes of a request's body are sent; until then, of its creation."""
 
     def __init__(self) -> None:
         self.time_s, self.has_begun = time.perf_counter(), False
@@ -52,10 +52,10 @@ class _Sending:
 async def send_request(
     http: aiohttp.ClientSession, url: str, body: bytes, stream: Stream, headers: Mapping[str, str] | None = None
 ) -> float:
-    """Send one request, feed its answer to `stream`, and return the `time.perf_counter` of the send.
+    """Send one request, feed its answer to `stream`, and return the `time.perf_counter()` at which it was sent.
 
-    The connection is open then, because clients that reuse connections do not measure the time to open one. Raises
-    RequestFailed for every failure of the network and the server; the caller sets the timeout.
+    The time to open the connection does not count, because clients that reuse connections do not measure it either.
+    Raises RequestFailed for every failure of the network or the server. The caller is responsible for a timeout.
     """
     sending = _Sending()
     async with _answer(http, url, body, headers, sending, stream) as response:
@@ -70,7 +70,7 @@ async def send_request(
                     break
                 now = time.perf_counter()
                 if b"[DONE]" in data:
-                    await asyncio.sleep(0)  # answers that arrived together are read before this one is closed
+                    await asyncio.sleep(0)  # let other answers that arrived now be read first
                 stream.feed(data, now)
         finally:
             monitor.end()
@@ -78,7 +78,7 @@ async def send_request(
 
 
 async def post(http: aiohttp.ClientSession, url: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
-    """Send one request and return its whole answer. Raises RequestFailed as `send_request` does."""
+    """Send one request and return its whole answer. Raises RequestFailed, as `send_request` does."""
     async with _answer(http, url, body, headers, _Sending(), None) as response:
         return await response.read()
 
@@ -92,7 +92,7 @@ async def _answer(
     sending: _Sending,
     stream: Stream | None,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Send one request and yield the response with status 200. Raises RequestFailed."""
+    """Send one request and yield the response. Raises RequestFailed, also for a status other than 200."""
     try:
         async with http.post(
             url, data=body, headers=headers, allow_redirects=False, trace_request_ctx=sending
@@ -116,7 +116,7 @@ async def _answer(
 class _ConnectionMonitor:
     """Wakes the reader of a response whose connection was closed.
 
-    aiohttp 3.14 closes the connection at invalid bytes after the headers, but the reader keeps waiting.
+    If invalid bytes follow the headers, aiohttp 3.14 closes the connection, but the reader keeps waiting.
     """
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
@@ -127,7 +127,7 @@ class _ConnectionMonitor:
     def _check(self) -> None:
         content, connection = self._response.content, self._response.connection
         if connection is None or content.is_eof() or content.exception() is not None:
-            return  # the answer is complete, or its reader has the error
+            return  # the answer is complete, or its reader already gets an error
         if connection.transport is None or connection.transport.is_closing():
             message = "the connection was closed for invalid bytes after the headers"
             content.set_exception(

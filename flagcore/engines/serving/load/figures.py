@@ -1,7 +1,7 @@
-"""Computes the metrics of a load, detects its steady state, and ends it when its figures are precise.
+"""Computes the metrics of a load, detects its steady state, and decides when its metrics are precise.
 
-A load starts with empty servers and ends with requests that have fewer neighbours, so figures of all requests depend on
-their number. Only the requests between both ends count in a steady state.
+At the start of a load the servers are empty, and at its end fewer and fewer requests run. Metrics of all requests
+therefore depend on the number of requests. In a steady state, only the requests between both ends count.
 """
 
 import math
@@ -15,31 +15,33 @@ from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.load.result import Answer, LoadResult
 
 MIN_COUNTED = 100
-"""Fewest requests that count."""
+"""Minimum number of requests that must count in a steady state."""
 BATCHES = 5
-"""Consecutive batches of requests whose means give the interval. Each has at least as many requests as are in flight,
-so that batches are nearly independent."""
+"""Number of consecutive batches of requests whose means give the confidence interval. Each batch has at least as many
+requests as are in flight, so that batches are nearly independent."""
 T_QUANTILE = 2.776
 """0.975 quantile of Student's t distribution with BATCHES - 1 degrees of freedom."""
 PRECISION = 0.05
-"""A load ends when the 95% intervals of its means are at most this share of the mean to either side."""
+"""A load ends when the half-widths of the 95% intervals of its means are at most this share of the means."""
 MAX_RATIO = 3
-"""A load ends without this precision after this multiple of the fewest requests."""
+"""A load ends without this precision after this multiple of the minimum number of requests."""
 MAX_TOKENS = 20_000_000
-"""Most tokens of the prompts of a load, which are in memory, unless the fewest requests have more."""
+"""Maximum number of tokens of all prompts of a load, which are held in memory. The minimum number of requests may have
+more."""
 RAMP_BATCH = 5
-"""Requests of a batch of MSER-5."""
+"""Requests per batch of the method MSER-5 (see `_ramp`)."""
 CUT_ERROR = 2 * PRECISION
-"""Smallest relative uncertainty of a load that was cut: its first requests describe later ones less well. Chosen."""
+"""Minimum relative uncertainty of a load that was cut off: its first requests represent later ones less well. A
+choice."""
 GROWTH = 1.1
-"""Ratio of the numbers of requests of two checks."""
+"""The ratio by which the number of answers must grow between two checks of the steady state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Seconds after the first send. The requests sent from `begin_s` to before `end_s` count.
+    """The part of a load that counts: the requests sent from `begin_s` to before `end_s` seconds after the first send.
 
-    `error` is the half-width of the widest 95% interval of a mean, relative to the mean.
+    `error`: the half-width of the widest 95% interval of a mean, relative to the mean.
     """
 
     begin_s: float
@@ -47,14 +49,14 @@ class Window:
     error: float
 
     def counted(self, answers: Sequence[Answer]) -> tuple[Answer, ...]:
-        """Return the answers that count."""
+        """Return the answers to the requests that were sent in the window."""
         return tuple(answer for answer in answers if self.begin_s <= answer.start_s < self.end_s)
 
 
 class SteadyState:
-    """Decides when a load has enough requests for the `asked` figures, such as `ttft_s.p99`.
+    """Decides when a load has enough requests for the `asked` metrics, such as `ttft_s.p99`.
 
-    `concurrency` is None for an open loop. After `max_s` seconds any steady state suffices.
+    `concurrency`: None for an open loop. After `max_s` seconds, any steady state suffices.
     """
 
     def __init__(self, asked: Collection[str], concurrency: int | None, max_s: float = math.inf) -> None:
@@ -62,21 +64,21 @@ class SteadyState:
         self._next = float(MIN_COUNTED)
 
     def most(self, load: Load) -> int:
-        """Return the maximum number of requests of `load`."""
+        """Return the maximum number of requests of `load`, which may not become precise."""
         fewest = self.enough
         fitting = MAX_TOKENS // (load.input_len + load.prefix_len)
         return max(fewest, min(MAX_RATIO * fewest, fitting))
 
     @property
     def enough(self) -> int:
-        """The fewest requests of a load with precise figures."""
+        """The minimum number of requests of a load with precise metrics."""
         flight = self._concurrency or OPEN_LOOP_FLIGHT
         return self._fewest(flight) + flight
 
     def reached(self, answers: Sequence[Answer], end_s: float) -> Window | None:
         """Return the window if the answers to the requests sent before `end_s` suffice, else None.
 
-        All of these requests must be answered. Does nothing until the number of answers has grown by GROWTH.
+        All of these requests must be answered. Nothing is computed until the number of answers has grown by GROWTH.
         """
         is_late = end_s > self._max_s
         if len(answers) < self._next and not is_late:
@@ -90,10 +92,11 @@ class SteadyState:
         return window if window is not None and enough and window.error <= PRECISION else None
 
     def window(self, answers: Sequence[Answer], end_s: float) -> Window | None:
-        """Return the steady state before `end_s`; None if the first half of the requests or more is the ramp."""
+        """Return the steady state before `end_s`; None if the ramp takes half of the requests or more."""
         sent = sorted((answer for answer in answers if answer.start_s < end_s), key=lambda answer: answer.start_s)
         ramps = [_ramp(_known(sent, name)) for name in ("ttft_s", "e2e_s")]
-        counted = sent[max(self._concurrency or 0, *(ramp or 0 for ramp in ramps)) :]  # the first wave finds free slots
+        # The first wave does not count either, because it finds free slots.
+        counted = sent[max(self._concurrency or 0, *(ramp or 0 for ramp in ramps)) :]
         if None in ramps or 2 * len(counted) < max(4 * BATCHES, len(sent)):
             return None
         names = {name.partition(".")[0].replace("itl_s", "tpot_s") for name in self._asked if "_s." in name}
@@ -106,9 +109,10 @@ class SteadyState:
 
 
 def cut(answers: Sequence[Answer], end_s: float, fewest: int) -> Window | None:
-    """Return the window from the first send to `end_s`, None with fewer than `fewest` answers that count.
+    """Return the window from the first send to `end_s`; None if it has fewer than `fewest` answers.
 
-    All requests sent before `end_s` must be answered. The first wave counts, as in a load with a number of requests.
+    All requests sent before `end_s` must be answered. The first wave counts, as in a load with a fixed number of
+    requests.
     """
     window = Window(0.0, end_s, math.inf)
     counted = window.counted(answers)
@@ -119,10 +123,10 @@ def cut(answers: Sequence[Answer], end_s: float, fewest: int) -> Window | None:
 
 
 def _ramp(values: FloatArray) -> int | None:
-    """Return the number of values before the steady state, None if at least half of them are.
+    """Return the number of values before the steady state; None if it is at least half of them.
 
-    It is the cut that makes the standard error of the mean of the rest least (MSER-5: White, Cobb and Spratt, "A
-    comparison of five steady-state truncation heuristics for simulation", Winter Simulation Conference 2000).
+    It is the cut that minimizes the standard error of the mean of the remaining values (MSER-5: White, Cobb and Spratt,
+    "A comparison of five steady-state truncation heuristics for simulation", Winter Simulation Conference 2000).
     """
     count = values.size // RAMP_BATCH
     if count < 4:
@@ -136,7 +140,7 @@ def _ramp(values: FloatArray) -> int | None:
 
 
 def _error(values: FloatArray) -> float:
-    """Return the half-width of the 95% interval of the mean, relative to it, by means of batches."""
+    """Return the half-width of the 95% interval of the mean, relative to the mean, computed from batch means."""
     means = np.array([part.mean() for part in np.array_split(values, BATCHES)])
     return float(T_QUANTILE * means.std(ddof=1) / math.sqrt(BATCHES) / means.mean()) if means.mean() > 0 else 0.0
 
@@ -155,14 +159,14 @@ _REQUEST_LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 
 
 def duration_s(answers: Sequence[Answer]) -> float:
-    """Return the seconds from the first send to the last finish."""
+    """Return the seconds from the first send to the end of the last answer."""
     return max(answer.end_s for answer in answers) - min(answer.start_s for answer in answers)
 
 
 def figures_of(answers: Sequence[Answer]) -> dict[str, float]:
-    """Return latencies by statistic, and rates over `duration_s`, as `vllm bench serve` defines them.
+    """Return rates over `duration_s` and statistics of latencies by name, as `vllm bench serve` defines them.
 
-    TPOT has one value per request, ITL all gaps of all requests; a latency without values is omitted.
+    TPOT has one value per request. ITL has all gaps of all requests. A latency without values is omitted.
     """
     wall = duration_s(answers)
     output_tokens = sum(answer.output_tokens for answer in answers)
@@ -176,9 +180,9 @@ def figures_of(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def steady_figures(answers: Sequence[Answer], window: Window) -> dict[str, float]:
-    """Return the figures of a steady state: latencies of the requests that count, and rates in the window.
+    """Return the metrics of a steady state: latencies of the requests that count, and rates in the window.
 
-    A request counts for rates by the share of its pieces that arrived in the window.
+    In rates, a request has the weight of the share of its pieces that arrived in the window.
     """
     shares = np.array([_share(answer, window) for answer in answers]) / (window.end_s - window.begin_s)
     outputs = np.array([answer.output_tokens for answer in answers])
@@ -207,10 +211,11 @@ def _share(answer: Answer, window: Window) -> float:
 
 
 def goodput(result: LoadResult, slo: Mapping[str, float]) -> float:
-    """Return the requests per second that meet all limits of `slo`: seconds by metric (`ttft_s.p99` or `ttft_s`).
+    """Return the requests per second that meet all limits of `slo`.
 
-    A request has one value per latency, so the widest of several limits on its statistics counts; its ITL is the
-    statistic of its own gaps. A request of one token meets every limit on TPOT and ITL. Limits on rates are ignored.
+    `slo`: seconds by metric (`ttft_s.p99` or `ttft_s`). A request has one value per latency, so the widest of several
+    limits on the statistics of a latency applies. For ITL, the statistic is computed over the request's own gaps. A
+    request of one token meets every limit on TPOT and ITL. Limits on rates are ignored.
     """
     widest = {name: limit for name, limit in widest_limits(slo).items() if name in _REQUEST_LATENCIES}
     gaps = {figure: limit for figure, limit in slo.items() if figure.partition(".")[0] == "itl_s"}
@@ -221,7 +226,7 @@ def goodput(result: LoadResult, slo: Mapping[str, float]) -> float:
 
 
 def widest_limits(slo: Mapping[str, float]) -> dict[str, float]:
-    """Return the widest limit on the statistics of each latency."""
+    """Return the widest limit on each latency, over all its statistics."""
     widest: dict[str, float] = {}
     for figure, limit in slo.items():
         name = figure.partition(".")[0]

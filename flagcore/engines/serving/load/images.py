@@ -20,9 +20,9 @@ from flagcore.errors import SpecError
 
 MAX_FILE = 1 << 27
 DELIMITERS = 2
-"""Tokens before and after those of an image (`<|vision_start|>`, `<|vision_end|>`)."""
+"""Additional tokens of an image, before and after it (`<|vision_start|>`, `<|vision_end|>`)."""
 BLOCK = 8
-"""Pixels per side of the squares of one color in random images. Chosen: a PNG is then about as large as a photo."""
+"""Pixels per side of the one-colored squares in random images. A choice: a PNG is then about as large as a photo."""
 WORDS = re.findall(
     r"\w+",
     "the of and to in is that for it was on with as be by this are or from at which not have an but they one",
@@ -30,7 +30,7 @@ WORDS = re.findall(
 
 
 class Image(NamedTuple):
-    """An image: its size in pixels, and its file; no file for a random image."""
+    """An image: its size in pixels, and the path of its file, which is empty for a random image."""
 
     width: int
     height: int
@@ -42,7 +42,7 @@ RequestImages: TypeAlias = Sequence[Sequence[Image]]
 
 
 def draw_images(images: Images, count: int, rng: np.random.Generator) -> RequestImages:
-    """Return random sizes for `count` requests."""
+    """Draw the number and the sizes of the images of `count` requests."""
     low, high = images.counts
     counts = rng.integers(low, high, size=count, endpoint=True)
     shares = np.array([share for _, _, share in images.buckets])
@@ -51,7 +51,10 @@ def draw_images(images: Images, count: int, rng: np.random.Generator) -> Request
 
 
 def read_image(text: str, folder: Path) -> Image:
-    """Return an image of a trace from its size, or from its file (PNG or JPEG). Raises ValueError or OSError."""
+    """Return an image of a trace, given as its size or as a path in `folder` (PNG or JPEG).
+
+    Raises ValueError or OSError for an invalid file.
+    """
     if size := re.match(IMAGE_SIZE, text):
         return Image(int(size[1]), int(size[2]))
     path = str((folder / text).resolve())
@@ -68,7 +71,7 @@ def size_of_file(path: str) -> tuple[int, int]:
     position = 2
     while data.startswith(b"\xff\xd8") and position + 9 <= len(data) and data[position] == 0xFF:
         marker, length = data[position + 1], int.from_bytes(data[position + 2 : position + 4], "big")
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # a start of frame (ITU T.81, table B.1)
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # a start-of-frame marker (ITU T.81, table B.1)
             height, width = struct.unpack(">2H", data[position + 5 : position + 9])
             return width, height
         position += 2 + length
@@ -76,14 +79,14 @@ def size_of_file(path: str) -> tuple[int, int]:
 
 
 def image_tokens(images: RequestImages, vision: Vision) -> IntArray:
-    """Return the tokens of the images of each request."""
+    """Return, for each request, the number of tokens of its images."""
     sizes = {image[:2]: vision.tokens(*image[:2]) for request in images for image in request}
     counts = [sum(sizes[image[:2]] + DELIMITERS for image in request) for request in images]
     return np.array(counts, dtype=np.int64)
 
 
 def check_format(kind: str) -> None:
-    """Raise SpecError if images of a format cannot be written."""
+    """Raise SpecError if a package is missing to write images of this format."""
     if kind == "jpeg":
         try:
             import PIL  # noqa: F401
@@ -93,7 +96,7 @@ def check_format(kind: str) -> None:
 
 
 def data_uri(image: Image, kind: str, seed: Sequence[int]) -> str:
-    """Return an image as a data URI: its file, or random squares that depend on `seed`."""
+    """Return an image as a data URI. It contains the image's file, or random squares that depend on `seed`."""
     if image.path:
         return _uri_of_file(image.path)
     shape = (-(-image.height // BLOCK), -(-image.width // BLOCK), 3)
@@ -103,7 +106,7 @@ def data_uri(image: Image, kind: str, seed: Sequence[int]) -> str:
 
 
 def random_text(count: int, rng: np.random.Generator) -> str:
-    """Return `count` frequent English words, each of which is one token of common vocabularies."""
+    """Return `count` frequent English words. Each is one token in common vocabularies."""
     return " ".join(WORDS[index] for index in rng.integers(len(WORDS), size=count).tolist())
 
 
@@ -118,10 +121,10 @@ def _uri_of_file(path: str) -> str:
 
 
 def _png(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
-    """Return an RGB image as PNG (W3C PNG specification, third edition). Rows store differences to the row above."""
+    """Encode an RGB image as PNG (W3C PNG specification, third edition). Rows store differences to the row above."""
     height, width, _ = pixels.shape
     flat = pixels.reshape(height, -1)
-    rows = np.full((height, 1 + flat.shape[1]), 2, dtype=np.uint8)  # filter 2: up
+    rows = np.full((height, 1 + flat.shape[1]), 2, dtype=np.uint8)  # PNG filter type 2: up
     rows[0, 1:] = flat[0]
     rows[1:, 1:] = flat[1:] - flat[:-1]
 

@@ -1,4 +1,4 @@
-"""Whether a load can end before all its requests are answered, and the search for the highest load within limits."""
+"""Decides whether a load can end before all its requests are answered, and searches the highest load within limits."""
 
 import math
 import time
@@ -16,11 +16,11 @@ from flagcore.engines.serving.load.stream import Stream
 RESOLUTION = 1.05
 """The search ends once a load above the limits is at most this factor higher than a load within them."""
 GROWTH = RESOLUTION**4
-"""The first factor between two loads, which two bisections reduce to RESOLUTION. Its exponent doubles until one load is
-within the limits and one is not."""
+"""The first factor between two loads, which two bisections reduce to RESOLUTION. The factor is squared after each load,
+until one load is within the limits and one is not."""
 MAX_GROWTH = RESOLUTION**32
 MAX_HEADROOM = 3.0
-"""The highest factor between two loads because of the headroom of the first."""
+"""The highest factor between two loads that the headroom of the first one can cause."""
 MIN_RATE = 0.01
 """The lowest request rate of a search, in requests per second."""
 
@@ -35,12 +35,16 @@ def highest_load(
     capacity: Callable[[], float] = lambda: math.inf,
     headroom: Callable[[], float] = lambda: 1.0,
 ) -> float | None:
-    """Return the highest load from `minimum` to `maximum` within the limits, up to RESOLUTION; None if there is none.
+    """Return the highest load from `minimum` to `maximum` that meets the limits, precise to RESOLUTION.
 
-    `meets_limits` is called for one load after the other, first for `start`. With `is_integer`, loads are integers.
-    `capacity` returns an upper bound of the highest load after a load above the limits. `headroom` returns the smallest
-    ratio of a limit to its figure after a load within the limits: the next load is higher by at least its square root,
-    since latencies grow faster than loads near the limit, and slower below.
+    Returns None if no load meets them.
+
+    - `meets_limits`: called for one load after the other, first for `start`.
+    - `is_integer`: whether loads are integers.
+    - `capacity`: called after a load above the limits; returns an upper bound of the highest load.
+    - `headroom`: called after a load within the limits; returns the smallest ratio of a limit to the measured metric.
+      The next load is higher by at least the square root of this ratio, because latencies grow faster than the load
+      near the limit, and more slowly below it.
     """
     passed, failed, factor, load = 0.0, math.inf, GROWTH, min(max(start, minimum), maximum)
     while True:
@@ -61,23 +65,23 @@ def highest_load(
 
 
 def is_bracketed(passed: float, failed: float, is_integer: bool) -> bool:
-    """Return whether no load between both needs to be tried."""
+    """Return whether a load that met the limits and one that did not are so close that the search can end."""
     return passed > 0.0 and failed <= max(passed * RESOLUTION * (1 + 1e-9), passed + is_integer)
 
 
 def completions_per_s(answers: Sequence[Answer]) -> float:
-    """Return the rate between the first and the last of the answers' ends, infinity if they do not determine it.
+    """Return the answers per second between the first and the last end, infinity if the ends do not determine it.
 
-    Of an overloaded server it is the highest rate that the server sustains.
+    For an overloaded server, it is the highest rate that the server sustains.
     """
     ends = sorted(answer.end_s for answer in answers)
     return (len(ends) - 1) / (ends[-1] - ends[0]) if ends and ends[-1] > ends[0] else math.inf
 
 
 class LimitCheck:
-    """Counts the answers of a load until a limit is certain to be exceeded, even if all remaining answers are fast.
+    """Detects that a load is certain to exceed a limit, even if all remaining answers are fast.
 
-    `limits` are seconds by figure, `count` is the number of requests. Limits of ITL are not checked.
+    `limits`: seconds by metric; limits on ITL are not checked. `count`: the number of requests of the load.
     """
 
     def __init__(self, limits: Mapping[str, float], count: int) -> None:
@@ -88,7 +92,7 @@ class LimitCheck:
         self._slower: Counter[tuple[str, str]] = Counter()
 
     def exceeded(self, answer: Answer) -> bool:
-        """Add an answer, and return whether a limit is certain to be exceeded."""
+        """Add an answer, and return whether some limit is now certain to be exceeded."""
         for name in {name for name, _ in self._limits}:
             self._sums[name] += getattr(answer, name) or 0.0
         for figure, limit in self._limits.items():
@@ -96,7 +100,7 @@ class LimitCheck:
         return any(self._is_exceeded(*figure, limit) for figure, limit in self._limits.items())
 
     def _is_exceeded(self, name: str, statistic: str, limit: float) -> bool:
-        """Return whether a statistic is too high if all remaining values are 0.
+        """Return whether a statistic is above `limit` even if all remaining values are 0.
 
         A percentile lies between two values; the lower one must exceed the limit.
         """
@@ -107,18 +111,24 @@ class LimitCheck:
 
 
 MIN_EVENTS = 2
-"""Events of each answer since all have begun that give their rate."""
+"""Events per answer, after all answers have begun, that are needed to compute their rate."""
 SURE, SURE_BY_EVENTS = 1.5, 4.0
-"""A load is given up if it is estimated to take this multiple of its time. Without a complete answer, the estimate
-counts events as tokens, but an event may have several tokens, as with speculation."""
+"""A load is given up if it is estimated to take more than this multiple of its time. SURE_BY_EVENTS applies before the
+first complete answer: the estimate then counts each event as one token, but an event may contain several tokens, for
+example with speculation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """The requests with a first token, `seconds` after the first send of a load.
+    """The requests of a load that have a first token, at the time `seconds` after its first send.
 
-    Their answers have `tokens`; `left` events have not arrived, and `events_per_s` arrive since all have begun (0: not
-    known yet). The first of them began after `first_s`. If a request `waits`, it was sent and has no token.
+    - `count`: the number of these requests.
+    - `tokens`: the total number of tokens of their answers.
+    - `first_s`: the time of the very first token, in seconds after the first send.
+    - `left`: the number of their events that have not arrived yet.
+    - `events_per_s`: the rate of events since all of them have begun; 0 if it is not known yet.
+    - `waits`: whether some request was sent and has no token yet.
+    - `answered`: the number of complete answers.
     """
 
     seconds: float
@@ -131,15 +141,16 @@ class Begun:
     answered: int = 0
 
     def guess_s(self, tokens: float) -> float | None:
-        """Return `needed_s` or, if that is unknown, an estimate from the events so far; None without any."""
+        """Return `needed_s` or, if it is unknown, an estimate from the events so far; None if there are no events."""
         events = self.tokens - self.left
         return self.needed_s(tokens) or (self.seconds * tokens / events if events else None)
 
     def needed_s(self, tokens: float) -> float | None:
-        """Return the seconds after the first send in which requests with `tokens` are answered, None if unknown.
+        """Return the seconds from the first send until requests with `tokens` output tokens are answered.
 
-        If a request waits, the rate at which requests began counts, without the time of the first one, which may
-        include initializations of the server. Else all requests that were sent end first.
+        None if it is unknown. If requests wait, the estimate follows from the rate at which requests began. The time
+        before the first token is left out, because it may include initializations of the server. If no request waits,
+        it follows from the time at which all requests in flight will end.
         """
         if self.waits:
             if not self.answered or self.count < 2:
@@ -154,8 +165,13 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request; `input_tokens` is 0 for a text, whose tokens the server counts. If it `follows` the one before, it is
-    sent the think time of the load after that answer.
+    """A request of a load.
+
+    - `input_tokens`: tokens of the prompt; 0 for a text, whose tokens the server counts.
+    - `arrive_s`: when to send it, in seconds after the start of the load; None in a closed loop.
+    - `follows`: whether it continues the conversation of the request before it. It is then sent when that one is
+      answered and the load's think time has passed.
+    - `pieces`: the pieces of its prompt for `routing.Prefixes`.
     """
 
     body: bytes
@@ -167,10 +183,11 @@ class Request:
 
 
 class Watch:
-    """The answers of a load and its requests in flight, of the `requests`.
+    """Follows a load: stores its answers and its requests in flight, and decides whether it has ended.
 
-    The load `has_ended` when it is certain to exceed one of `limits` (`is_stopped`) or its figures are precise. It
-    has a `window` if it has a steady state or was cut off, and `progress` if it did not end in its time.
+    - `has_ended`: whether the load is certain to exceed one of `limits` (`is_stopped`) or its metrics are precise.
+    - `window`: the time whose requests count, if the load has a steady state or was cut off.
+    - `progress`: what the load achieved, if it did not end in its time.
     """
 
     def __init__(
@@ -185,7 +202,7 @@ class Watch:
         self._needed = steady.enough if steady else len(requests)
         self._fewest = None if fewest is None else min(fewest, self._needed)
         self._unanswered = dict[Stream, float]()
-        """The requests in flight and their starts, the oldest first."""
+        """The requests in flight with the seconds at which they were sent, the oldest first."""
         self.answers: list[Answer] = []
         self.window: Window | None = None
         self.progress: Progress | None = None
@@ -193,11 +210,11 @@ class Watch:
         self.start = self._last_s = 0.0
 
     def sent(self, stream: Stream) -> None:
-        """Store that a request was sent whose answer goes to `stream`."""
+        """Store that a request was sent. Its answer goes to `stream`."""
         self._unanswered[stream] = time.perf_counter() - self.start
 
     def answered(self, stream: Stream, answer: Answer) -> None:
-        """Store an answer, and find out whether the load has ended."""
+        """Store an answer, and check whether the load has ended."""
         del self._unanswered[stream]
         self.answers.append(answer)
         self._last_s = max(self._last_s, answer.start_s)
@@ -207,7 +224,7 @@ class Watch:
         self.has_ended = self.is_stopped or self.window is not None
 
     def is_hopeless(self, timeout_s: float) -> bool:
-        """Return whether the fewest requests with figures are certain to need more time."""
+        """Return whether the fewest requests that give metrics are certain to take longer than `timeout_s`."""
         if self._fewest is None or len(self.answers) >= self._fewest:
             return False
         if arrive_s := self._requests[self._fewest - 1].arrive_s:
@@ -216,26 +233,29 @@ class Watch:
         return needed_s is not None and needed_s > (SURE if self.answers else SURE_BY_EVENTS) * timeout_s
 
     def is_cut(self) -> bool:
-        """End a load that is not complete, and return whether it has figures."""
+        """End a load that is not complete, and return whether it has enough answers for metrics."""
         if not self.ends_steadily() and self._fewest is not None:
             self.window = cut(self.answers, self._answered_until_s, self._fewest)
             self.progress = self._progress() if self.window else None
         return self.window is not None
 
     def ends_steadily(self) -> bool:
-        """End a load without precise figures, and return whether it has a steady state."""
+        """End a load whose metrics are not yet precise, and return whether it has a steady state."""
         if self.steady is not None and self.window is None and self.answers:
             self.window = self.steady.window(self.answers, self._answered_until_s)
         return self.window is not None
 
     def time_out(self) -> Progress:
-        """End a load without figures, and return its progress."""
+        """End a load that has no metrics, and return its progress."""
         self.progress = self._progress()
         return self.progress
 
     @property
     def _answered_until_s(self) -> float:
-        """The time before which all requests that were sent are answered, at most that of the last request."""
+        """The time, in seconds after the first send, such that all requests sent before it are answered.
+
+        At most the time at which the last answered request was sent.
+        """
         return next(iter(self._unanswered.values()), self._last_s)
 
     def _begun(self) -> Begun:

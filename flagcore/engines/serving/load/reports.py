@@ -1,8 +1,9 @@
 """Reads reports of other clients: `vllm bench serve --save-result`, `sglang.bench_serving` (`--output-file`), guidellm
 (`benchmarks.json`) and aiperf (`profile_export_aiperf.json`).
 
-The inter-token latency of guidellm and aiperf has one value per request, so it is flagcore's TPOT (guidellm weights it
-by tokens); aiperf's inter-chunk latency is flagcore's ITL. Goodput is omitted, because reports do not have the SLO.
+The inter-token latency of guidellm and aiperf has one value per request, so it is read as flagcore's TPOT (guidellm
+weights it by tokens). aiperf's inter-chunk latency is read as flagcore's ITL. Goodput is omitted, because reports do
+not contain the SLO.
 """
 
 import json
@@ -75,7 +76,7 @@ def _single_benchmark(benchmarks: Sequence[Any]) -> Any:
 
 
 def _bench(data: Mapping[str, Any], *, e2e: str, total: str) -> dict[str, float]:
-    """Read a report of vLLM's or SGLang's client: milliseconds with nearly the same names."""
+    """Read a report of vLLM's or SGLang's client. Both use milliseconds and almost the same names."""
     failed = data.get("failed") or sum(1 for error in data.get("errors") or () if error)
     _require_no_failures(failed, data.get("completed"))
     latencies = {}
@@ -134,10 +135,10 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _report_figures(rates: Sequence[Any], latencies: Mapping[str, tuple[Mapping[str, Any], float]]) -> dict[str, float]:
-    """Return the rates, and the latencies by statistic in seconds, that are not None.
+    """Return the rates and the statistics of latencies in seconds, without those that are None.
 
-    `latencies` has the statistics and the unit in seconds of each latency. Raises ReportError for a value that is not a
-    finite number of 0 or more, and for a rate of 0.
+    `latencies`: the statistics of each latency and the length of their unit in seconds. Raises ReportError for a value
+    that is not a finite number of at least 0, and for a rate of 0.
     """
     values = {name: (rate, 1.0) for name, rate in zip(RATES, rates, strict=True)}
     for name, (summary, unit) in latencies.items():

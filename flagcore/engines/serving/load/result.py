@@ -1,21 +1,24 @@
-"""The result of a load: complete answers, or problems without metrics; and estimates when it ends early."""
+"""The result of a load: complete answers, or problems and no metrics, and its progress if it ended early."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 FEWEST_ANSWERS = 8
-"""Fewest requests of a load that ends early. With several in flight, it is at least as many as these: every one of them
-has then ended once, so that neither fast nor slow answers are missing. Chosen: a mean of eight varies a third as much
-as a single request."""
+"""Minimum number of answers of a load that ends early. If more requests are in flight, their number is the minimum:
+each of them has then ended once, so that neither fast nor slow answers are missing. A choice: a mean of eight varies a
+third as much as a single request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The progress of a load that did not end in its time: `answered` of the `requests` that it needs in `seconds`.
+    """The progress of a load that did not end in its time.
 
-    `each_s` is the mean time of an answer, `all_s` the estimated time of all requests; None if unknown. `has_tokens`
-    is whether any token arrived.
+    - `answered`, `requests`: the number of answered requests, and the number that the load needs.
+    - `seconds`: the time that the load took.
+    - `each_s`: the mean time of an answer; None if unknown.
+    - `all_s`: the estimated time of all requests; None if unknown.
+    - `has_tokens`: whether any token arrived.
     """
 
     answered: int
@@ -27,13 +30,14 @@ class Progress:
 
 
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
-"""APIs that accept token ids: OpenAI's completions, and SGLang's API, also of engines whose completions need text."""
+"""APIs that accept token ids: OpenAI's completions, and SGLang's API, which some engines have whose completions accept
+only text."""
 CHAT = "/v1/chat/completions"
 """OpenAI's API that accepts text and images."""
 
 
 class ProblemKind(Enum):
-    """The kind of a failed request. The text of a problem is `kind: message`."""
+    """Why a request failed. The text of a problem is `kind: message`."""
 
     NOT_REACHED = "not reached"
     CONNECTION_LOST = "connection lost"
@@ -46,7 +50,7 @@ class ProblemKind(Enum):
 
 
 class RequestFailed(Exception):
-    """A request failed. It is not raised outside this package."""
+    """A request failed. The exception does not leave this package."""
 
     def __init__(self, kind: ProblemKind, message: str) -> None:
         self.kind = kind
@@ -59,9 +63,11 @@ MAX_MESSAGE = 400
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One instance. `url` is the root of the server, such as `http://127.0.0.1:8000`, `path` its API for token ids.
+    """One instance to which requests are sent.
 
-    Instances that only prefill or only decode exchange caches at `transfer_port`.
+    - `url`: the root of the server, such as `http://127.0.0.1:8000`.
+    - `path`: the API to use.
+    - `transfer_port`: the port at which instances that only prefill or only decode exchange caches.
     """
 
     url: str
@@ -70,18 +76,21 @@ class Target:
 
     @property
     def address(self) -> str:
-        """The URL of the API."""
+        """The full URL of the API."""
         return self.url.rstrip("/") + self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The complete answer to one request. Times are seconds; `start_s` is relative to the load's first send.
+    """The complete answer to one request. Times are in seconds.
 
-    `ttft_s` is the time from send to the first piece of text, `e2e_s` to the last piece. `tpot_s` is the time between
-    both per token after the first, None for one token or one piece. `gaps_s` are the times between pieces. Token counts
-    are those of the request and those reported by the server. `target` is the index of the instance in the load's
-    targets.
+    - `start_s`: when the request was sent, after the load's first send.
+    - `ttft_s`, `e2e_s`: the times from the send to the first and to the last piece of text.
+    - `tpot_s`: the time between both pieces per token after the first one; None for one token or one piece.
+    - `gaps_s`: the times between pieces.
+    - `input_tokens`: tokens of the prompt, from the request or, for a text, as the server counted them.
+    - `output_tokens`: tokens of the answer, which are as many as requested.
+    - `target`: the index of the instance in the load's targets.
     """
 
     start_s: float
@@ -100,15 +109,20 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """The result of one load. If there are problems, `figures` is empty; `completed` and `failed` are counts of
-    requests.
+    """The result of one load.
 
-    The names of `figures` are those of `flagcore.domain.serving`. `duration_s` is the time from the first send to the
-    last finish. Of a steady state, `requests` are those that count; they were sent in `window`, in seconds after the
-    first send. `notes` tell the user which values are estimated and whether the client may be the bottleneck. A load
-    that was `stopped` because it was certain to exceed a limit has no figures, and the `requests` so far. `error` is
-    the relative uncertainty of the means of a load that ended before they were precise. `progress` is that of a load
-    that did not end in its time; it has figures if enough requests were answered.
+    - `figures`: the metrics, with the names of `flagcore.domain.serving`. Empty if there are problems.
+    - `duration_s`: seconds from the first send to the last answer's end.
+    - `completed`, `failed`: numbers of requests.
+    - `problems`: why requests failed, one line each.
+    - `requests`: the answers. In a steady state they are only those that count.
+    - `notes`: notes to the user about estimated values, and about a client that may be the bottleneck.
+    - `stopped`: whether the load was stopped because it was certain to exceed a limit. It then has no figures, and
+      `requests` are the answers so far.
+    - `window`: the time in which the requests that count were sent, in seconds after the first send; None if all count.
+    - `error`: the relative uncertainty of the means if the load ended before they were precise.
+    - `progress`: the progress of a load that did not end in its time; None for others. Such a load has figures if
+      enough requests were answered.
     """
 
     figures: Mapping[str, float]

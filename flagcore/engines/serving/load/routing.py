@@ -1,4 +1,4 @@
-"""Which of several servers gets a request, as a production router decides it: trials need no router.
+"""Decides which of several servers gets a request, as a production router would. Trials therefore need no router.
 
 `Prefixes` chooses by the prefixes of prompts, so that prefix caches are used. `Pairs` sends a request to a server that
 only prefills and to one that only decodes.
@@ -25,25 +25,27 @@ if TYPE_CHECKING:
     import aiohttp
 
 PREFILL, DECODE = "prefill", "decode"
-"""Kinds of servers."""
+"""Kinds of servers that only prefill or only decode."""
 NIXL, P2P, FOLDER, BOOTSTRAP = "nixl", "p2p", "folder", "bootstrap"
-"""How a cache is found. NIXL: the answer of the server that prefills says where it is. P2P: the request's id has the
-addresses of both servers. FOLDER: by the prompt. BOOTSTRAP: both servers get the request at once, with a number."""
+"""How the decode server finds the cache of a prompt. NIXL: the answer of the prefill server says where it is. P2P: the
+request's id contains the addresses of both servers. FOLDER: files are named by the prompt. BOOTSTRAP: both servers get
+the request at the same time, with a common number."""
 _REMOTE_KEYS = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 _REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(_REMOTE_KEYS)}
 PIECE_TOKENS, PIECE_CHARACTERS = 16, 64
-"""The part of a prompt that is remembered as one."""
+"""Size of a piece of a prompt, in tokens or, for texts, in characters. Pieces are remembered as a whole."""
 MIN_MATCH = 0.3
-"""Share of a prompt from which its prefix decides, as in vllm-router 0.1.17 and sglang-router 0.3.2."""
+"""Minimum share of a prompt that an instance must know to be chosen by prefix, as in vllm-router 0.1.17 and
+sglang-router 0.3.2."""
 MAX_RATIO, MAX_MORE = 1.5, 4
-"""An instance gets no request for its prefix if it has more than `MAX_RATIO` x the requests of the least busy one +
-MAX_MORE. Chosen: the routers' own limit of 64 more requests would leave small instances idle."""
+"""An instance is not chosen by prefix if it has more than `MAX_RATIO` x the requests of the least busy instance +
+`MAX_MORE`. A choice: the routers' own limit of 64 more requests would leave small instances idle."""
 MAX_PIECES = 1 << 18
-"""Pieces that are remembered of an instance; the ones that were used longest ago are forgotten."""
+"""Maximum number of pieces that are remembered per instance. The least recently used ones are forgotten."""
 
 
 class Prefixes:
-    """Chooses one of `count` instances by the prefixes of the prompts that they got.
+    """Chooses one of `count` instances for each prompt, by the prefixes of the prompts that each got before.
 
     A prompt is a sequence of pieces; the identity of a piece includes all pieces before it.
     """
@@ -52,9 +54,9 @@ class Prefixes:
         self._seen: list[dict[Hashable, None]] = [{} for _ in range(count)]
 
     def choose(self, pieces: Sequence[Hashable], busy: Sequence[float]) -> int:
-        """Return the instance for a prompt: that with the longest prefix, or else the least busy one.
+        """Return the index of the instance for a prompt: the one with the longest prefix, or else the least busy one.
 
-        `busy` are the requests of each instance.
+        `busy`: the number of requests that each instance has.
         """
         most = MAX_RATIO * min(busy) + MAX_MORE
         matches = [self._match(seen, pieces) if busy[index] <= most else 0 for index, seen in enumerate(self._seen)]
@@ -74,7 +76,7 @@ class Prefixes:
 
 
 def pieces_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
-    """Return the whole pieces of a prompt."""
+    """Return the identities of the pieces of a prompt, without an incomplete last piece."""
     size = PIECE_CHARACTERS if isinstance(prompt, str) else PIECE_TOKENS
     pieces, last = list[int](), 0
     for end in range(size, len(prompt) + 1, size):
@@ -85,15 +87,16 @@ def pieces_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
 
 
 class Pairs:
-    """Sends each request to the least busy of the servers `prefill`, and to a server that decodes."""
+    """Sends each request to the least busy of the servers `prefill`, and to a given server that decodes."""
 
     def __init__(self, protocol: str, prefill: Sequence[Target]) -> None:
         self._protocol, self._prefill = protocol, prefill
         self._busy, self._sent = [0] * len(prefill), [0] * len(prefill)
 
     async def send(self, http: aiohttp.ClientSession, decode: Target, body: bytes, stream: Stream) -> float:
-        """Send one request, feed the answer of the server `decode` to `stream`, and return the `time.perf_counter` of
-        the first send. Raises RequestFailed.
+        """Send one request to both servers and feed the answer of the server `decode` to `stream`.
+
+        Returns the `time.perf_counter()` of the first send. Raises RequestFailed.
         """
         from flagcore.engines.serving.load.client import post, send_request
 
@@ -108,7 +111,7 @@ class Pairs:
                 both = _encoded({**request, **room, "bootstrap_room": random.getrandbits(62)})
                 first = asyncio.ensure_future(post(http, prefill.address, both))
                 second = asyncio.ensure_future(send_request(http, decode.address, both, stream))
-                try:  # if one server fails, the other one would wait for it
+                try:  # cancel both if one fails, because the other one would wait for it
                     return (await asyncio.gather(first, second))[1]
                 finally:
                     first.cancel()
@@ -127,14 +130,14 @@ class Pairs:
         return sent
 
     def _prompt_only(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the request for the server that prefills: its answer has one token, which is dropped."""
+        """Return the request for the prefill server. Its answer has one token, which is not used."""
         dropped = ("stream", "stream_options")
         prompt = {key: value for key, value in request.items() if key not in dropped} | {"max_tokens": 1}
         return prompt | ({"kv_transfer_params": _REMOTE_DECODE} if self._protocol == NIXL else {})
 
 
 def _transfer_params(answer: bytes, url: str) -> Any:
-    """Return where the cache of a prompt is, from the answer of the server that computed it."""
+    """Return the location of a prompt's cache from the answer of the prefill server at `url`. Raises RequestFailed."""
     try:
         params = json.loads(answer)["kv_transfer_params"]
     except (ValueError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""Sends a load to servers and measures their answers. The first failed request stops the load."""
+"""Sends a load to servers and measures their answers. The first request that fails stops the load."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     import aiohttp
 
 LATE_S = 0.1
-"""A request that is sent later than this adds a note to the result."""
+"""If a request is sent later than planned by more seconds than this, the result gets a note."""
 
 CHECK_S = 0.25
-"""Seconds between two checks whether a load can end in its time."""
+"""Seconds between two checks of whether a load can end in its time."""
 GRACE_S = 0.5
 """Seconds after the first failure during which further failures are collected."""
 
@@ -71,14 +71,20 @@ def measure(
 ) -> LoadResult:
     """Send `load` once to `targets`, each request to the least busy one, and return the measurements.
 
-    If it is `prefix_aware`, a request goes to the target that got the longest prefix of its prompt before. If there are
-    targets that only `prefill`, `targets` only decode, and each request is sent to one of both (`Pairs`).
+    The load ends when all requests are answered, a request fails, it is certain to exceed one of `limits`, or
+    `timeout_s` seconds have passed. The first `load.warmup` requests do not count. Raises SpecError for an invalid
+    load. Must not be called inside an event loop.
 
-    The first `load.warmup` requests do not count. `seed` is the seed of the repeat: it changes prompts, but not lengths
-    or arrivals. The load ends after `timeout_s`, when a request fails, when it is certain to exceed one of `limits` or,
-    in a steady state, when the `asked` figures are precise, or after `share_s`. With `fewest`, any load ends after
-    `share_s` or `timeout_s` with the figures of its requests so far if so many of them count, and at once if they would
-    take much longer than `timeout_s`. Raises SpecError for an invalid load. It must not be called inside an event loop.
+    - `seed`: the seed of the repeat. It changes prompts, but not lengths or arrivals.
+    - `limits`: SLO limits in seconds, by metric.
+    - `asked`: the metrics that a steady load must measure precisely. Such a load ends when they are precise, or after
+      `share_s` seconds.
+    - `share_s`: seconds after which a load may end early.
+    - `fewest`: if not None, any load ends after `share_s` or `timeout_s` with the metrics of its requests so far if at
+      least this many of them count, and ends at once if they would take much longer than `timeout_s`.
+    - `prefix_aware`: whether a request goes to the target that got the longest prefix of its prompt before.
+    - `prefill`: targets that only prefill. `targets` then only decode, and a request is sent to one of each (`Pairs`).
+    - `protocol`: how these targets exchange caches, as `load.routing` names it.
     """
     deadline = time.perf_counter() + timeout_s
     load = in_flight(load)
@@ -149,8 +155,10 @@ class _LoadSender:
         self.problems: Counter[str] = Counter()
 
     async def send(self, concurrency: int | None, deadline: float, share_s: float = math.inf) -> None:
-        """Send all requests; return when all are answered, one fails, `deadline` passes, or they cannot be answered
-        until then. After `share_s`, return as soon as enough are answered.
+        """Send all requests.
+
+        Returns when all are answered, one fails, `deadline` passes, or they cannot be answered until then. After
+        `share_s` seconds, returns as soon as enough of them are answered.
         """
         watch, start = self._watch, time.perf_counter()
         watch.start = start
@@ -178,8 +186,10 @@ class _LoadSender:
                 raise result
 
     def _tasks(self, concurrency: int | None) -> Iterator[Coroutine[Any, Any, None]]:
-        """Return the concurrent tasks: slots that send conversations in turn, or conversations with their own arrival
-        times. A request that follows none is a conversation of its own.
+        """Return the tasks that run concurrently.
+
+        A task is a slot that sends one conversation after the other or, if conversations have arrival times, one
+        conversation. A single request is a conversation, too.
         """
         starts = [index for index, request in enumerate(self._requests) if not request.follows]
         ends = (*starts[1:], len(self._requests))
@@ -281,7 +291,7 @@ class _LoadSender:
 
 
 class _Ended(Exception):
-    """Ends a load that exceeds a limit or has precise figures; not raised outside this module."""
+    """Ends a load that exceeds a limit or has precise metrics. It does not leave this module."""
 
 
 def _requests(
@@ -299,7 +309,7 @@ def _requests(
 
 
 def _allow_connections(count: int) -> None:
-    """Raise this process's limit of open files for `count` connections, as far as permitted."""
+    """Raise this process's limit on open files so that it can open `count` connections, as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     required = count + 256
     if soft != resource.RLIM_INFINITY and soft < required:
@@ -308,7 +318,7 @@ def _allow_connections(count: int) -> None:
 
 
 NEAR_LIMIT = 0.8
-"""Share of one core above which the single-threaded client may be the bottleneck."""
+"""Share of one core above which the client, which has a single thread, may be the bottleneck."""
 
 
 class Meter:
@@ -320,9 +330,10 @@ class Meter:
         self._tree, self._busy = _process_tree_s(), _busy_s()
 
     def figures(self) -> Mapping[str, float]:
-        """Return `client_cpu_s`, `client_cpu_share` of one core, and `others_cores`.
+        """Return the metrics `client_cpu_s`, `client_cpu_share` and `others_cores`.
 
-        `others_cores` is the mean number of cores that unrelated processes use.
+        They are the CPU seconds of the client, its share of one core, and the mean number of cores that unrelated
+        processes use.
         """
         wall = max(time.perf_counter() - self._start, 1e-9)
         own_cpu = time.process_time() - self._own_cpu
@@ -331,14 +342,14 @@ class Meter:
 
 
 def _busy_s() -> float:
-    """Return the busy core seconds of the machine; I/O wait counts as idle, stolen time as busy."""
+    """Return the core seconds for which the machine was busy. I/O wait counts as idle, stolen time as busy."""
     times = psutil.cpu_times()
     busy = times.user + times.system
     return float(busy + sum(getattr(times, name, 0.0) for name in ("nice", "irq", "softirq", "steal")))
 
 
 def _process_tree_s() -> float:
-    """Return the core seconds of this process and its descendants, including ended ones."""
+    """Return the core seconds of this process and its descendants, including those that have ended."""
     client = psutil.Process()
     total = 0.0
     for process in (client, *client.children(recursive=True)):

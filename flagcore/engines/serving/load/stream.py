@@ -1,7 +1,7 @@
 """Parses one streamed answer: server-sent events of OpenAI's APIs for completions and chats, without I/O.
 
-The events of one answer usually differ only in their text. An event is parsed only if it differs in more from the last
-parsed one; the comparison of bytes is ten times as fast as parsing.
+The events of one answer usually differ only in their text. An event is parsed only if it also differs elsewhere from
+the last parsed event: comparing bytes is ten times as fast as parsing.
 """
 
 import json
@@ -16,20 +16,20 @@ from flagcore.engines.serving.load.result import Answer, ProblemKind, RequestFai
 _IGNORED_FIELDS = (b":", b"event:", b"id:", b"retry:")
 _TEXTS = (b'"text":', b'"content":')
 _DELTAS = ("content", "reasoning_content", "reasoning")
-"""Keys of the text in an event of a chat."""
+"""Keys that contain the text in an event of a chat."""
 _NO_PREFIX = b"\n"
 """A prefix that no line has."""
 _MAX_LINE, _MAX_PART = 1 << 24, 1 << 16
-"""Maximum bytes of a line, and of the lines of an event that has several."""
+"""Maximum number of bytes of a line, and of an event that spans several lines."""
 _FINISH_REASONS = (None, "length", "stop")
 _MAX_EXTRA = 100
-"""An answer with this many more events than requested tokens is not read to its end."""
+"""An answer with this many more events than requested tokens fails before its end."""
 
 
 class Stream:
-    """Parses bytes as they arrive. Raises RequestFailed at the first invalid event.
+    """Parses the bytes of one answer as they arrive. Raises RequestFailed at the first invalid event.
 
-    `requested` is the number of tokens of the request.
+    `requested`: the number of output tokens that the request asks for.
     """
 
     def __init__(self, requested: float = math.inf) -> None:
@@ -45,7 +45,7 @@ class Stream:
         self._finish: str | None = None
 
     def feed(self, data: bytes, now: float) -> None:
-        """Parse the bytes that arrived at `now`, in seconds of any clock."""
+        """Parse bytes that arrived at the time `now`, in seconds of any clock."""
         lines = (self._rest + data if self._rest else data).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > _MAX_LINE:
@@ -73,11 +73,14 @@ class Stream:
 
     @property
     def times(self) -> Sequence[float]:
-        """The times of the events with text; of all events if none has text."""
+        """The arrival times of the events with text, or of all events if none has text."""
         return self._pieces or self._textless
 
     def answer(self, *, sent_s: float, start_s: float, input_tokens: int, output_tokens: int, target: int) -> Answer:
-        """Return the answer. `sent_s` is a time of the clock of `feed`. Raises RequestFailed for a wrong answer."""
+        """Return the complete answer. `sent_s`: when the request was sent, on the clock of `feed`.
+
+        Raises RequestFailed if the answer is incomplete or has a wrong length.
+        """
         usage = self._usage
         if not self.done:
             if (rest := self._rest.strip()).startswith(b"{"):
@@ -90,7 +93,7 @@ class Stream:
             raise RequestFailed(ProblemKind.ERROR, f"finish_reason is {self._finish!r}")
         self._check_counts(usage, input_tokens, output_tokens)
         input_tokens = input_tokens or _prompt_tokens(usage)
-        pieces = self.times  # without text, all events are special tokens or incomplete characters
+        pieces = self.times  # if no event has text, all are special tokens or incomplete characters
         if not pieces:
             raise RequestFailed(ProblemKind.BROKEN, f"the server counts {output_tokens} tokens, but no event has any")
         first = pieces[0]
@@ -109,7 +112,7 @@ class Stream:
         completion, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
         if type(completion) is not int or completion < 0:
             raise RequestFailed(ProblemKind.NO_USAGE, f"completion_tokens is {completion!r}")
-        if len(self._pieces) > completion + 1:  # the last event may have the rest of a text
+        if len(self._pieces) > completion + 1:  # the last event may contain the rest of a text
             reason = f"the server counts {completion} tokens, but {len(self._pieces)} events have text"
             raise RequestFailed(ProblemKind.NO_USAGE, reason)
         if completion != output_tokens:
@@ -172,7 +175,7 @@ class Stream:
             raise RequestFailed(ProblemKind.BROKEN, f"an event has neither choices nor usage: {payload[:80]!r}")
 
     def _raise_unstreamed(self, body: bytes) -> None:
-        """Raise the error in a JSON body without a stream, or the error that the answer is not streamed."""
+        """Raise RequestFailed for a JSON body without a stream, with the error in it if there is one."""
         data = None
         with suppress(ValueError, RecursionError):
             data = json.loads(body)
@@ -192,7 +195,7 @@ class Stream:
             self._finish = str(finish)
 
     def _store_frame(self, line: bytes) -> None:
-        """Store the bytes before and after the text, so that events that differ only in the text are not parsed."""
+        """Store the bytes before and after the text, so that events that differ only in their text are not parsed."""
         key = next((key for key in _TEXTS if key in line), b"")
         begin = line.find(key)
         if not key or line.find(key, begin + 1) >= 0:
@@ -206,7 +209,7 @@ class Stream:
 
 
 def _prompt_tokens(usage: dict[str, Any]) -> int:
-    """Return the tokens of a text that the server counted. Raises RequestFailed if it did not."""
+    """Return the number of prompt tokens that the server counted. Raises RequestFailed if there is no valid one."""
     count = usage.get("prompt_tokens")
     if type(count) is not int or not 0 < count < 1 << 31:
         raise RequestFailed(ProblemKind.NO_USAGE, f"prompt_tokens is {count!r}")
@@ -222,7 +225,7 @@ def _is_error(data: dict[str, Any]) -> bool:
 
 
 def message_of(body: bytes) -> str:
-    """Return the message in the body of an error in any known format, by default the body."""
+    """Return the message in an error response of any known format, or else the whole body."""
     text = body.decode("utf-8", "replace").strip()
     try:
         data = json.loads(text)

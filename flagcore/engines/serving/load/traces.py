@@ -1,8 +1,11 @@
 """Reads traces of real traffic: lengths of requests and, if present, arrival times, texts and shared blocks.
 
-A file has JSON lines, or one JSON list. A row is a prompt (also with images), a conversation as in ShareGPT and vLLM's
-files of several turns, or the lengths of a request as in Mooncake's traces (timestamp in milliseconds, input_length,
-output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake).
+A file contains JSON lines, or one JSON list. Each row is one of these:
+
+- a prompt, which may have images;
+- a conversation, as in ShareGPT and in vLLM's multi-turn files;
+- the lengths of a request, as in Mooncake's traces: timestamp in milliseconds, input_length, output_length, and
+  hash_ids of blocks of 512 tokens (kvcache-ai/Mooncake).
 """
 
 from __future__ import annotations
@@ -31,28 +34,33 @@ MAX_TOKENS = 10_000_000
 MAX_SPAN_S = 366 * 86_400.0
 """Maximum seconds from the first to the last request."""
 BYTES_PER_TOKEN = 4
-"""An estimate without a tokenizer: English has about 4 characters a token, Chinese 1.5 with 3 bytes of UTF-8 each."""
+"""Estimated UTF-8 bytes per token, for use without a tokenizer. English has about 4 characters per token, Chinese about
+1.5 with 3 bytes each."""
 
 _TEXT = ("prompt", "text", "conversations", "messages")
 _INPUT = ("input_len", "input_length", "input_tokens", "prompt_len", "prompt_tokens")
 _OUTPUT = ("output_len", "output_length", "output_tokens", "completion_tokens", "max_tokens")
 _IMAGES = ("images", "image")
 _HALF = re.compile("[\ud800-\udfff]")
-"""Half of a character, which JSON can have but UTF-8 cannot."""
+"""A lone surrogate (half of a character), which JSON can contain but UTF-8 cannot."""
 _ANSWERS = ("assistant", "gpt")
-"""Roles of turns that are answers."""
+"""Roles of messages that are answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """The requests of a load in order; lengths are in tokens.
+    """The requests of a load in order.
 
-    `arrive_s` are seconds after the first request, None for a closed loop. `blocks` are the ids of each request's
-    blocks of `BLOCK` tokens, which requests may share; empty if unknown. `texts` are the prompts if the trace has them;
-    with `is_estimated` some of their lengths are estimates. `follows` is the index of the request of whose conversation
-    a request is the next turn, -1 for the first turn; None without conversations. The prompt of a turn continues that
-    prompt. The requests of a conversation are contiguous and arrive together. `images` are in addition to the prompts;
-    empty if no request has any. `notes` tell the user about differences from the load and about estimates.
+    - `input_len`, `output_len`: tokens of prompts and of answers.
+    - `arrive_s`: seconds after the first request; None for a closed loop.
+    - `blocks`: the ids of each prompt's blocks of `BLOCK` tokens, which prompts may share; empty if unknown.
+    - `texts`: the prompts, if the trace contains them.
+    - `is_estimated`: whether some lengths of texts are estimates.
+    - `follows`: the index of the previous turn in the same conversation, -1 for a first turn; None if there are no
+      conversations. The prompt of a turn continues the previous prompt. The requests of a conversation are contiguous
+      and have the same arrival time.
+    - `images`: the images of each request, in addition to its prompt; empty if there are none.
+    - `notes`: notes to the user about estimates and about differences between trace and load.
     """
 
     input_len: IntArray
@@ -66,14 +74,14 @@ class Traffic:
     is_estimated: bool = False
 
     def first(self, count: int | None) -> Traffic:
-        """Return the first `count` requests, all for None. If there are fewer, all are returned with a note."""
+        """Return the first `count` requests, or all if `count` is None. If there are fewer, add a note."""
         available = self.input_len.size
         notes = (f"the trace has only {available} of {count} requests",) if count and count > available else ()
         requests = self.selected(range(available if count is None else min(count, available)))
         return replace(requests, notes=(*self.notes, *notes))
 
     def selected(self, indices: Sequence[int]) -> Traffic:
-        """Return the requests with these indices, in their order."""
+        """Return the requests with these indices, in the order of the indices."""
         places, columns = np.array(indices, dtype=np.int64), dict[str, Any]()
         for name in ("input_len", "output_len", "arrive_s", "follows"):
             column = getattr(self, name)
@@ -90,19 +98,19 @@ def _cached(path: str, turns: int, output_len: int, modified_ns: int) -> Traffic
 
 
 def cached_trace(path: str, turns: int, output_len: int) -> Traffic:
-    """Return the result of `read_trace`, without reading an unchanged file again."""
+    """Return the result of `read_trace`. A file is read again only if it has changed."""
     return _cached(path, turns, output_len, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
 
 
 class _InvalidRow(Exception):
-    """The trace has an invalid row."""
+    """The trace contains an invalid row."""
 
 
 def read_trace(path: str, turns: int = 1, output_len: int = 0) -> Traffic:
-    """Return the requests of a trace file, of conversations at most `turns` each.
+    """Return the requests of a trace file, with at most `turns` turns of each conversation.
 
-    Prompts without the length of an answer have `output_len`; they are skipped if it is 0. Raises SpecError with the
-    file, the row and the problem.
+    `output_len`: tokens of answers whose length the trace does not contain; if it is 0, such prompts are skipped.
+    Raises SpecError with the file, the row and the problem.
     """
     file, refused = Path(path), partial(SpecError, key="serve.profile.trace", value=path)
     try:
@@ -134,7 +142,7 @@ def _json(text: str, turns: int, output_len: int, folder: Path) -> Traffic:
 
 
 def _rows(text: str) -> list[dict[str, Any]]:
-    """Return the objects of JSON or JSON lines. Only a line feed ends a line, because texts may have U+2028."""
+    """Return the objects in JSON or JSON lines. Only a line feed ends a line, because texts may contain U+2028."""
     rows: list[Any] = []
     for number, part in enumerate([text] if text.lstrip().startswith("[") else text.split("\n"), 1):
         try:
@@ -149,7 +157,7 @@ def _rows(text: str) -> list[dict[str, Any]]:
 
 
 def _images(row: Mapping[str, Any], number: int, folder: Path) -> tuple[Image, ...]:
-    """Return the images of a row: one, or a list, each as the path of a file or WIDTHxHEIGHT."""
+    """Return the images of a row: one, or a list. Each is the path of a file, or WIDTHxHEIGHT for a random image."""
     found: Any = next((row[name] for name in _IMAGES if row.get(name)), [])
     entries = found if isinstance(found, list) else [found]
     try:
@@ -160,7 +168,10 @@ def _images(row: Mapping[str, Any], number: int, folder: Path) -> tuple[Image, .
 
 
 def _lengths(rows: Sequence[Mapping[str, Any]], folder: Path) -> Traffic:
-    """Read rows of Mooncake, or rows with lengths under a common name; all rows or none have times and blocks."""
+    """Read rows that contain lengths, from Mooncake or with another common key. Either all rows have blocks, or none.
+
+    The same holds for timestamps.
+    """
     inputs = [_count(row, _INPUT, number) for number, row in enumerate(rows, 1)]
     outputs = [_count(row, _OUTPUT, number) for number, row in enumerate(rows, 1)]
     images = [_images(row, number, folder) for number, row in enumerate(rows, 1)]
@@ -179,7 +190,7 @@ def _lengths(rows: Sequence[Mapping[str, Any]], folder: Path) -> Traffic:
 
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
-    """Return the seconds of the rows' timestamps; None if no row has one."""
+    """Return the timestamps of the rows in seconds; None if no row has one."""
     if not any("timestamp" in row for row in rows):
         return None
     return [_number(row.get("timestamp"), "timestamp", number) / 1e3 for number, row in enumerate(rows, 1)]
@@ -187,7 +198,7 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A turn: its whole prompt, its lengths with None for unknown ones, and its answer."""
+    """A turn: its whole prompt, its lengths in tokens (None if unknown), its answer, and its images."""
 
     prompt: str
     input_len: int | None
@@ -197,7 +208,7 @@ class _Turn:
 
 
 def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folder: Path) -> Traffic:
-    """Read prompts and conversations; turns without a question or an answer end a conversation."""
+    """Read prompts and conversations. A turn that lacks a question or an answer ends its conversation."""
     unknown = 0
     times = _times(rows)
     order = range(len(rows)) if times is None else np.argsort(times, kind="stable").tolist()
@@ -219,7 +230,7 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folde
     note = f"lengths of {estimated} requests are estimated: {BYTES_PER_TOKEN} bytes of UTF-8 a token"
     inputs = list[int]()
     for turn, before in zip(requests, follows, strict=True):
-        past = inputs[before] if before >= 0 else 0  # a prompt has at least the tokens of the one that it continues
+        past = inputs[before] if before >= 0 else 0  # a prompt is at least as long as the one that it continues
         inputs.append(turn.input_len or max(past, estimated_tokens(turn.prompt)))
     trace = _trace(
         inputs,
@@ -234,7 +245,7 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folde
 
 
 def estimated_tokens(text: str) -> int:
-    """Return the approximate tokens of a text."""
+    """Return the approximate number of tokens of a text."""
     return max(1, round(len(text.encode(errors="replace")) / BYTES_PER_TOKEN))
 
 
@@ -267,7 +278,7 @@ def _turns(row: Mapping[str, Any], number: int, count: int, folder: Path) -> lis
 
 
 _PARTS = ("value", "content", "text")
-"""Keys of the text of a turn."""
+"""Keys of the text of a message."""
 
 
 def _trace(

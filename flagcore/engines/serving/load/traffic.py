@@ -1,10 +1,8 @@
 """Generates the requests of a load: lengths, arrivals and prompts.
 
-Lengths and arrivals are equal in every repeat and for every candidate. Prompts depend on the seed, so that the prefix
-cache of a server does not have the prompts of a repeat.
+Lengths and arrivals are equal in every repeat and for every candidate. Prompts differ between repeats, so that a server
+does not have them in its prefix cache from an earlier repeat.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -22,7 +20,7 @@ from flagcore.errors import SpecError
 
 
 def traffic(load: Load) -> Traffic:
-    """Return the requests of a load point; `input_len` includes the shared prefix.
+    """Return the requests of a load point. Their `input_len` includes the shared prefix.
 
     Raises SpecError for an invalid load or an unreadable trace.
     """
@@ -45,7 +43,7 @@ def traffic(load: Load) -> Traffic:
             rng = np.random.default_rng([load.seed, 3])
             requests = replace(requests, images=draw_images(load.images, load.num_prompts, rng))
     if requests.follows is not None and not (requests.follows >= 0).any():
-        requests = replace(requests, follows=None)  # so few requests have no second turn
+        requests = replace(requests, follows=None)  # too few requests: none is a second turn
     if requests.follows is not None:
         conversations = int(np.count_nonzero(requests.follows < 0))
         if load.concurrency is not None and conversations < load.concurrency:
@@ -55,7 +53,7 @@ def traffic(load: Load) -> Traffic:
 
 
 def _conversations(requests: Traffic, turns: int) -> Traffic:
-    """Return the requests as conversations: a prompt continues the one before and its answer."""
+    """Group requests into conversations of `turns` requests: a prompt continues the previous prompt and its answer."""
     indices = np.arange(requests.input_len.size)
     is_first = indices % turns == 0
     new = requests.input_len + np.where(is_first, 0, np.roll(requests.output_len, 1))
@@ -69,7 +67,7 @@ def _conversations(requests: Traffic, turns: int) -> Traffic:
 
 
 def in_flight(load: Load) -> Load:
-    """Return `load`, with DEFAULT_CONCURRENCY in flight if nothing determines its arrivals.
+    """Return `load`, with DEFAULT_CONCURRENCY requests in flight if nothing determines when its requests are sent.
 
     Raises SpecError for an unreadable trace.
     """
@@ -83,11 +81,11 @@ def in_flight(load: Load) -> Load:
 
 
 PROMPT_SIGMA, ANSWER_SIGMA = 1.4, 1.1
-"""Standard deviations of the logarithms of log-normal lengths. Chosen: prompts vary more than answers."""
+"""Standard deviations of the logarithms of log-normal lengths. A choice: prompts vary more than answers."""
 
 
 def _lengths(rng: np.random.Generator, length: int, load: Load, sigma: float) -> IntArray:
-    """Draw lengths in the range of `Load`, rounded as in the engines' own clients."""
+    """Draw lengths from the distribution or the range of `load`, rounded as in the engines' own clients."""
     if load.distribution == "lognormal":
         return _lognormal(rng, length, load.num_prompts or 0, sigma)
     if load.range_spread is not None:
@@ -98,7 +96,7 @@ def _lengths(rng: np.random.Generator, length: int, load: Load, sigma: float) ->
 
 
 def _lognormal(rng: np.random.Generator, mean: int, count: int, sigma: float) -> IntArray:
-    """Draw log-normal lengths from 1 to `MAX_LENGTH_RATIO` x mean, scaled by bisection so that they have the mean."""
+    """Draw log-normal lengths from 1 to `MAX_LENGTH_RATIO` x `mean`, scaled so that their mean is `mean`."""
     values = rng.lognormal(sigma=sigma, size=count)
     low, high = 0.0, MAX_LENGTH_RATIO * mean / float(values.min())
     for _ in range(50):
@@ -109,10 +107,11 @@ def _lognormal(rng: np.random.Generator, mean: int, count: int, sigma: float) ->
 
 
 def _arrivals(rng: np.random.Generator, load: Load, requests: Traffic) -> FloatArray | None:
-    """Return the arrival times of requests, drawn by rate or from the trace; None for a closed loop.
+    """Return the arrival times of requests in seconds, drawn at the rate or read from the trace; None for a closed
+    loop.
 
-    Drawn gaps are scaled to the exact mean, so that the offered load equals the specified one. The requests of a
-    conversation arrive together: their first one is sent, and the others follow.
+    Drawn gaps are scaled to the exact mean, so that the offered load equals the specified one. All requests of a
+    conversation have the arrival time of the first one; the client sends the others after it.
     """
     if load.request_rate is None:
         if load.concurrency is not None:
@@ -135,8 +134,8 @@ def _arrivals(rng: np.random.Generator, load: Load, requests: Traffic) -> FloatA
 
 
 MIN_ID_SHARE, MAX_ID_SHARE = 0.1, 0.9
-"""Token ids are drawn between these shares of the vocabulary, because special ids, bytes and padding are at its
-ends."""
+"""Token ids are drawn between these shares of the vocabulary, because its ends contain special tokens, bytes and
+padding."""
 
 _PREFIX, _PROMPT, _BLOCK, _WARMUP, _IMAGE = range(5)
 
@@ -153,9 +152,9 @@ def warm_up(requests: Traffic, count: int) -> Traffic:
 def prompts(
     traffic: Traffic, *, prefix_len: int, vocab_size: int, seed: Sequence[int], warm_up: bool = False
 ) -> list[IntArray]:
-    """Return the token ids of each request. They are deterministic; different seeds share no ids.
+    """Return the token ids of each prompt. They are deterministic, and independent for different seeds.
 
-    The first `prefix_len` ids are equal in all requests, including those of the `warm_up`, which shares nothing else.
+    The first `prefix_len` ids are equal in all prompts, also between load and `warm_up`, which share nothing else.
     Equal blocks of a trace have equal ids. A turn of a conversation begins with the ids of the turn before.
     """
     prefix = _draw_tokens(prefix_len, vocab_size, (*seed, _PREFIX))
@@ -179,14 +178,14 @@ def prompts(
 
 
 def words(traffic: Traffic, *, prefix_len: int, seed: Sequence[int], warm_up: bool = False) -> list[str]:
-    """Return prompts of words in place of the token ids of `prompts`, because an API for images accepts text only."""
+    """Return prompts as words instead of token ids (see `prompts`), because the API for images accepts only text."""
     prefix = random_text(prefix_len, np.random.default_rng((*seed, _PREFIX)))
     rng = np.random.default_rng((*seed, _WARMUP if warm_up else _PROMPT))
     return [f"{prefix} {random_text(length - prefix_len, rng)}".strip() for length in traffic.input_len.tolist()]
 
 
 def image_uris(traffic: Traffic, kind: str, seed: Sequence[int], *, warm_up: bool = False) -> list[list[str]]:
-    """Return the images of each request as data URIs. Random ones differ between requests and seeds."""
+    """Return the images of each request as data URIs. Random images differ between requests and between seeds."""
     key = (*seed, _IMAGE, int(warm_up))
     return [
         [data_uri(image, kind, (*key, number, place)) for place, image in enumerate(images)]
@@ -195,16 +194,19 @@ def image_uris(traffic: Traffic, kind: str, seed: Sequence[int], *, warm_up: boo
 
 
 def salted(texts: Sequence[str], seed: Sequence[int]) -> list[str]:
-    """Return the prompts of a repeat: the same first line keeps the prefixes that they share, but no others' prefix."""
+    """Return texts with the seed as their first line.
+
+    Prompts of one repeat still share their prefixes with each other, but not with prompts of other repeats.
+    """
     return [f"{'.'.join(map(str, seed))}\n{text}" for text in texts]
 
 
 def body(
     model: str, prompt: IntArray | str, output_len: int, path: str = COMPLETIONS, images: Sequence[str] = ()
 ) -> bytes:
-    """Return the body of a request to the API at `path` for exactly `output_len` streamed tokens and their count.
+    """Return the body of a request for exactly `output_len` streamed tokens, and for the token counts.
 
-    A prompt is text or token ids. `images` are data URIs, which CHAT accepts.
+    `prompt`: text or token ids. `path`: the API. `images`: data URIs, which only CHAT accepts.
     """
     ids = prompt if isinstance(prompt, str) else prompt.tolist()
     request: dict[str, object] = {"max_tokens": int(output_len), "temperature": 0, "ignore_eos": True, "stream": True}

@@ -47,7 +47,7 @@ FIGURE_NAMES = (
     *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS),
 )
 
-Key: TypeAlias = "tuple[int, tuple[Lane, ...], bytes]"
+Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
 """Everything that determines the simulation of a kind of instance: the number of instances, lanes and costs."""
 
 
@@ -74,7 +74,7 @@ class Candidates:
         return self.task.spec.serve
 
     def encoding(self, row: int, images: Sequence[ImageWork]) -> list[float]:
-        """Return the seconds of the vision tower for the images of each request."""
+        """Return the seconds that the vision tower takes for the images of each request; empty if there is no tower."""
         return [] if self.encoder is None else self.encoder.seconds(row, images)
 
     def draw(self, load: Load) -> SimulatedLoad:
@@ -285,7 +285,7 @@ def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, Float
 
 
 def _best_rows(context: Candidates, figures: Mapping[str, FloatArray], rows: IntArray, limit: int) -> IntArray:
-    """Return the `limit` rows with the best objective in closed form."""
+    """Return the `limit` rows whose objective is best in closed form."""
     name = figure_name(context.task.spec.objective)
     base = figures.get(name, figures["output_tokens_per_s"])[rows]
     if name.endswith("per_device"):
@@ -339,7 +339,7 @@ class ClosedLoop:
         return self.costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
 
     def device(self, decoding: FloatArray) -> FloatArray:
-        """Return the seconds of an iteration of `decoding` sequences on the device."""
+        """Return the seconds that an iteration of `decoding` sequences takes on the device."""
         costs, per_rank = self.costs, decoding / (self.ranks * self.stages)
         return (
             interpolate(costs.local, per_rank)
@@ -373,7 +373,7 @@ def steady_state(loop: ClosedLoop) -> SteadyState:
     decode_steps = np.maximum(loop.output - 1.0, 1.0)
     for _ in range(ROUNDS):
         plain, mixed, prompt_tokens = _iterations(loop, decoding)
-        # the number of iterations with prompts per iteration that decodes
+        # number of iterations with prompts per decoding iteration
         prompt_share = np.where(decodes_only, 0.0, decoding * loop.prompt / (loop.output * prompt_tokens))
         tpot = plain + prompt_share * (mixed - plain if overheads.mixes else mixed)
         busy = np.minimum(prompt_share * mixed / tpot, MAX_BUSY)

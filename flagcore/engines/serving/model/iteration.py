@@ -4,8 +4,6 @@ Matrix products, small kernels and messages depend only on the number of tokens,
 times over a grid of token counts. Attention adds a time per cached token that is read and per query-key pair.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -238,7 +236,7 @@ def _attention_rates(serving: Serving, split: Split, kernels: KernelCosts) -> tu
     if layer := model.linear_attention:  # each new token reads and writes the states of its sequence
         states = kernels.memory_seconds(64.0 * 2.0 * layer.state_bytes / split.tensor) / 64.0
         cached = cached + layer.num_layers * states / serving.tokens
-    if index := model.indexer:  # it reads no values, and its scores have 8 bits: a quarter of the time
+    if index := model.indexer:  # it computes scores only, and in 8 bits: a quarter of the time
         keys = kernels.memory_seconds(64.0 * REFERENCE_TOKENS * index.token_bytes * np.ones_like(heads))
         cached = cached + model.num_layers * keys / (64.0 * REFERENCE_TOKENS)
         count = np.full_like(heads, index.heads)

@@ -1,7 +1,5 @@
 """Memory of an engine on a device: weights, activations, graphs, and the KV cache in the rest of the budget."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

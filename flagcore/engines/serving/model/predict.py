@@ -1,7 +1,5 @@
 """Predicts memory, latencies and rates of servers for columns of candidates."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import fields, replace
 from typing import TypeVar
@@ -183,7 +181,7 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
 
 
 def _file_weight_bytes(task: Task) -> float | None:
-    """Return the bytes per weight of a weights file with fewer than 16 bits per weight; None if there is none."""
+    """Return the bytes per weight of the task's weights file; None if it has none, or if it has 16 bits per weight."""
     weights = task.spec.serve.weights
     if weights is None or not os.path.isfile(weights):
         return None
@@ -217,7 +215,7 @@ def _predictions(
     objective, memory, settings = context.task.spec.objective, context.memory, context.settings
     name = figure_name(objective)
     figure = figures.get(name, figures["output_tokens_per_s"])
-    if objective == "goodput_requests_per_s":  # so that candidates without good requests are ordered
+    if objective == "goodput_requests_per_s":  # gives candidates without good requests an order
         figure = np.where(figure > 0, figure, NO_GOOD_SHARE * figures["requests_per_s"])
     with np.errstate(divide="ignore"):
         time = 1.0 / figure if is_rate(objective) else figure
@@ -225,7 +223,8 @@ def _predictions(
     capacity = costs.memory.capacity_bytes()
     engine_bytes = memory.weights + memory.activations + memory.graphs
     request_bytes = settings.context_len * memory.longest_token
-    cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)  # unknown budget: one request
+    # If the budget is unknown, assume the cache of one request.
+    cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)
     needed_bytes = engine_bytes + np.maximum(cache, request_bytes)
     reserved_bytes = np.where(np.isnan(settings.cache_bytes), needed_bytes, costs.memory.reserved_bytes(needed_bytes))
     buffers = context.split.communicators * communicator_bytes(costs.memory)

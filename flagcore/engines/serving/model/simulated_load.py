@@ -186,7 +186,7 @@ class RequestTimes:
         index = np.unique(np.linspace(0, count - 1, min(count, MAX_REQUEST_TIMES)).astype(np.int64))
         source = np.where(index < low, index, low + index % (high - low))
         if simulated is not None:
-            gap = float(self.e2e[low:high].mean()) / simulated  # between the ends of two requests (Little's law)
+            gap = float(self.e2e[low:high].mean()) / simulated  # mean time between two ends (Little's law)
             wait = np.clip(np.minimum(index, flight) - simulated, 0, None) * gap + delay * (index < flight)
             seconds = self.seconds + (count - sample) * gap + delay
         else:
@@ -318,7 +318,7 @@ class SimulatedLoad:
     def _rows(self, lanes: int) -> IntArray:
         """Return the indices of the requests on one of `lanes` equal lanes.
 
-        A prefix-aware router divides requests unevenly; then it is the lane with the median number of requests.
+        A prefix-aware router divides requests unevenly. In this case, the lane has the median number of requests.
         """
         if lanes not in self.rows:
             self.rows[lanes] = np.arange(0, self.input_len.size, lanes)
@@ -350,7 +350,7 @@ class SimulatedLoad:
         return float(self.input_len.mean()), float(self.output_len.mean())
 
     def flight(self, lanes: int) -> int:
-        """Return the maximum number of requests in flight on one of `lanes` lanes."""
+        """Return the maximum number of requests in flight on one lane if there are `lanes` lanes."""
         return -(-self._in_flight // min(lanes, self._in_flight))
 
     @property
@@ -372,7 +372,7 @@ class SimulatedLoad:
         times = self._one_lane(price, min(lanes, flight), lane_flight, prefill)
         if self.arrivals is not None:  # the last request of the load may run on another lane
             times = replace(times, seconds=max(times.seconds, float(self.arrivals[-1] + times.e2e[-1])))
-        figures = figures_of(times, flight / lane_flight, slo)  # the number of lanes, as if all were full
+        figures = figures_of(times, flight / lane_flight, slo)  # the equivalent number of full lanes
         return figures | {HIT_RATE: self._hit_rate(price, min(lanes, flight))} if self.parts else figures
 
     def _one_lane(self, price: Price, lanes: int, flight: int, prefill: Prefill | None) -> RequestTimes:

@@ -360,9 +360,9 @@ class Simulation:
         return True
 
     def _start(self, request: Request) -> None:
-        """Start to decode a request whose prompt is computed.
+        """Start to decode a request whose prompt was just computed, which yielded one token.
 
-        The prompt's computation gave it its first token or, after a preemption, its next one.
+        It is its first token or, after a preemption, its next one.
         """
         if request.first < 0:
             request.first = self.now

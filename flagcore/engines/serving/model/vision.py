@@ -64,7 +64,7 @@ class EncoderCosts:
     ranks: FloatArray
 
     def seconds(self, row: int, work: Sequence[ImageWork]) -> list[float]:
-        """Return the seconds for the images of each request on a candidate."""
+        """Return the seconds that the candidate in `row` takes for the images of each request."""
         patch, pair, floor, ranks = (float(each[row]) for each in (self.patch, self.pair, self.floor, self.ranks))
         return [
             max((patch * each.patches + pair * each.pairs) / min(ranks, each.images), floor) if each.images else 0.0
@@ -87,7 +87,7 @@ def encoder_costs(vision: Vision, serving: Serving, split: Split, costs: Costs, 
     gates, width = 2.0 if vision.gated_linear_unit else 1.0, vision.ffn_hidden_size / shares
     layer = product(tokens, hidden * ones, 3.0 * hidden / shares) + product(tokens, hidden / shares, hidden * ones)
     layer = layer + product(tokens, hidden * ones, gates * width) + product(tokens, width, hidden * ones)
-    traffic = tokens * 2.0 * (8.0 * hidden + (gates + 1.0) * width)  # read and written by norms, sums and activation
+    traffic = tokens * 2.0 * (8.0 * hidden + (gates + 1.0) * width)  # bytes of norms, sums and activation
     layer = layer + kernels.memory_seconds(traffic)
     stride = np.ones(shares.shape, dtype=np.int64)
     payload = tokens * 2.0 * hidden

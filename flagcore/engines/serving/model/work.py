@@ -33,18 +33,19 @@ class Overheads:
 
     - `iteration`: time of the host per iteration.
     - `sequence`: time of the host per iteration and running sequence (sampling, streaming, bookkeeping).
-    - `request`: time in which a request reaches the scheduler.
-    - `entry`: time in which the front end accepts one request; it accepts one after the other.
+    - `request`: time that a request takes to reach the scheduler.
+    - `entry`: time that the front end takes to accept one request. It accepts one after the other.
     - `prompt_token`: time per prompt token in the one thread that tokenizes.
     - `receive`: number of iterations between two polls for new requests.
 
-    Small kernels of one layer (norms, rotation, cache writes, activations, casts, routing), and communication:
+    Times of the small kernels of one layer (norms, rotation, cache writes, activations, casts, routing), and of
+    messages:
 
-    - `attention`, `ffn`: small kernels of an attention layer and of an FFN.
-    - `latent`: additional small kernels of latent attention.
-    - `experts`: small kernels of a layer with experts, by precision of the weights.
-    - `reduce`: time of a small all-reduce among two ranks.
-    - `reduce_doubling`: additional time for each doubling of the ranks.
+    - `attention`, `ffn`: kernels of an attention layer, and of an FFN.
+    - `latent`: additional kernels of latent attention.
+    - `experts`: kernels of a layer with experts, by precision of the weights.
+    - `reduce`: a small all-reduce between two ranks.
+    - `reduce_doubling`: addition to `reduce` for each doubling of the ranks beyond two.
 
     Experts:
 

@@ -1,4 +1,4 @@
-"""The SGLang server, and what it reports about itself."""
+"""The SGLang server. Reads what it reports about itself."""
 
 import json
 import re
@@ -27,8 +27,8 @@ _KNOBS_BY_ARGUMENT = {
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     """Return the knob values in the server's arguments and the log. Raises OSError or ValueError on a failed request.
 
-    Arguments that SGLang chose are null; the log line of the memory pool has their values. With attention DP, SGLang
-    reports chunks and running requests per rank, but they are set for all ranks.
+    Arguments whose values SGLang chose are null; the log line of the memory pool contains the values. With attention
+    DP, SGLang reports chunk size and running requests per rank, but the flags set them for all ranks together.
     """
     info = _server_info(fetch)
     values: dict[str, KnobValue] = {
@@ -51,7 +51,7 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
             values[knob] = info[name] is value_if_true
     if isinstance(is_whole := info.get("mm_enable_dp_encoder"), bool):
         values["mm_encoder_tp_mode"] = "data" if is_whole else "weights"
-    if values.get("speculation") == "EAGLE":  # also reported for NEXTN
+    if values.get("speculation") == "EAGLE":  # ambiguous: SGLang also reports it for NEXTN
         del values["speculation"]
     is_ngram = info.get("speculative_algorithm") == "NGRAM"
     drafted = info.get("speculative_num_draft_tokens" if is_ngram else "speculative_num_steps")
@@ -66,7 +66,7 @@ _CACHE_LINE = re.compile(r"KV Cache is allocated\..*?(?:K size: ([\d.]+) GB, V s
 
 
 def _pools(log: str) -> dict[str, float]:
-    """Return the GiB of the pools on the fullest rank; SGLang's "GB" are GiB."""
+    """Return the size of the KV cache on the fullest rank in GiB. What SGLang calls GB are GiB."""
     pools = [sum(float(part) for part in line if part) for line in _CACHE_LINE.findall(log)]
     return {"kv_cache_gib": max(pools)} if pools else {}
 
@@ -79,7 +79,7 @@ def _server_info(fetch: Fetch) -> dict[str, Any]:
 
 
 def _data(info: Mapping[str, Any]) -> int:
-    """Return the attention "data_parallel_size" size; in older releases it is `dp_size` with `enable_dp_attention`."""
+    """Return the attention DP size. Older releases report it as `dp_size`, together with `enable_dp_attention`."""
     size = info.get("attn_dp_size")
     if isinstance(size, int) and size > 1:
         return size

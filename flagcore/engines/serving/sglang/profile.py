@@ -5,8 +5,6 @@ Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook, ru
 0.4.0 to 0.5.15 and `srt/arg_groups/` of 0.5.16 to 0.5.23.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -55,9 +53,10 @@ RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedu
 REDUNDANT, HICACHE = "redundant_experts", "hicache_size"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
-"""SGLang's minimum default of max_running_requests."""
+"""The smallest default that SGLang uses for max_running_requests."""
 DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
-"""SGLang's defaults of drafted tokens, except 5 for Llama (0.5.23 `speculative_hook.py`)."""
+"""SGLang's default numbers of drafted tokens: of models (5 for Llama, which is ignored here), and of n-grams (0.5.23
+`speculative_hook.py`)."""
 _MIN_POOL = 4096
 _MEMORY_STEPS = (
     (20, 2048, 8, 8),
@@ -67,21 +66,21 @@ _MEMORY_STEPS = (
     (160, 8192, 256, 512),
     (math.inf, 16384, 512, 512),
 )
-"""By the GiB of a device: chunked_prefill_size, and the largest decode graph for TP < 4 and TP >= 4
-(`memory_hook.py`)."""
+"""SGLang's defaults by memory of a device: (below this many GiB, chunked_prefill_size, largest decode graph for TP < 4,
+largest decode graph for TP >= 4). Source: `memory_hook.py`."""
 
 TP_FLAGS = ("tp-size", "tensor-parallel-size", "tp")
 DP_FLAGS = ("dp-size", "dp_size", "data-parallel-size", "dp")
-"""SGLang's servers behind one port; with `enable-dp-attention` the attention groups of one server."""
+"""Flags for the number of servers behind one port or, with `enable-dp-attention`, of attention groups in one server."""
 STEPS, BREADTH, VERIFIED = "speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens"
 DRAFT_FLAG = "speculative-draft-model-path"
 
 
 class SglangProgram(Program):
-    """SGLang's server. Several of its flags together set one knob."""
+    """SGLang's server. Some knobs correspond to several flags together."""
 
     def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
-        """Return arguments with knobs in place of the flags that only together have a knob's meaning.
+        """Return `args` with knobs in place of flags that express the knob only in combination.
 
         SGLang's tp-size is the product of TP and attention DP. A chain of drafts has one draft in each step.
         """
@@ -111,7 +110,10 @@ class SglangProgram(Program):
 
 
 def _chain(args: dict[str, EngineArg]) -> dict[str, EngineArg]:
-    """Remove the flags of a chain of drafts, and return its number of drafted tokens; nothing for a tree of drafts."""
+    """Remove the flags of a chain of drafts from `args`, and return its number of drafted tokens as a knob.
+
+    A tree of drafts is left unchanged, and the result is empty.
+    """
     names = {strip_dashes(key): key for key in args}
     method, steps, breadth, verified = (
         args.get(names.get(name, "")) for name in ("speculative-algorithm", STEPS, BREADTH, VERIFIED)
@@ -130,7 +132,7 @@ KNOBS = PROGRAM.knobs
 
 
 def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
-    """Return SGLang's default chunked_prefill_size and largest decode graph for its tp-size, by the device's memory."""
+    """Return SGLang's default chunked_prefill_size and largest decode graph, by tp-size and the device's memory."""
     gib = Hardware.of(task).memory_bytes / 2**30
     unknown = (4096, 160, 160)
     chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), unknown)
@@ -138,13 +140,13 @@ def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def chunk_sizes(task: Task, columns: Columns) -> IntArray:
-    """Return the tokens of one chunk of prompts, by default SGLang's value; -1 without chunks."""
+    """Return the tokens of one chunk of prompts, by default SGLang's value; -1 if prompts are not divided."""
     default = memory_defaults(task, columns[TP] * columns[DP])[0]
     return np.where(columns[CHUNK] != 0, columns[CHUNK], default)
 
 
 def memory_share(task: Task, columns: Columns) -> FloatArray:
-    """Return SGLang's default share of memory for weights and cache, which excludes its reserve; NaN if unknown."""
+    """Return SGLang's default share of memory for weights and cache, without its reserve; NaN if it is unknown."""
     tensor = columns[TP] * columns[DP]
     mib = Hardware.of(task).memory_bytes / 2**20
     graph = np.where(columns[EAGER] == 1, 0, memory_defaults(task, tensor)[1])
@@ -160,7 +162,7 @@ def memory_share(task: Task, columns: Columns) -> FloatArray:
 
 
 def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
-    """Return the tokens of the cache of one instance on CPU cores, where SGLang would use most of the memory."""
+    """Return the tokens of one instance's cache on CPU cores, where SGLang by default would use most of the memory."""
     loads = task.spec.serve.loads
     tokens: FloatArray = np.ceil(2 * max_in_flight(loads) / np.maximum(instances, 1)) * longest_request(
         loads, task.spec.model.vision
@@ -169,7 +171,7 @@ def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return SGLang's effective settings for candidates; attention DP groups share chunks and requests."""
+    """Return SGLang's effective settings. Its limits on chunks and requests are divided among attention DP groups."""
     values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
     chunk = chunk_sizes(task, values)
@@ -197,7 +199,10 @@ def settings(task: Task, columns: Columns) -> Settings:
 
 
 def _drafted(other_args: Mapping[str, EngineArg], columns: Columns) -> IntArray:
-    """Return the drafted tokens in succession; by default the steps of a tree of drafts, or SGLang's number."""
+    """Return the number of tokens that are drafted one after the other.
+
+    By default they are the steps of a tree of drafts in `engine_args`, or SGLang's own default.
+    """
     steps = other_args.get(STEPS)
     default = np.where(columns[SPECULATION] == PROGRAM.code(SPECULATION, NGRAM), NGRAM_TOKENS, DRAFTED_TOKENS)
     if isinstance(steps, int):
@@ -208,7 +213,7 @@ def _drafted(other_args: Mapping[str, EngineArg], columns: Columns) -> IntArray:
 def _cache_bytes(
     task: Task, other_args: Mapping[str, EngineArg], get: Columns, devices: IntArray, element: FloatArray
 ) -> FloatArray:
-    """Return the bytes of cache of one device if its tokens are fixed, NaN if the memory determines them."""
+    """Return the bytes of one device's cache if its number of tokens is fixed; NaN if the memory determines it."""
     fixed = other_args.get("max-total-tokens")
     if not isinstance(fixed, int) and not Hardware.of(task).on_cores:
         return np.full(devices.shape, np.nan)
@@ -218,7 +223,7 @@ def _cache_bytes(
 
 RECEIVE = "scheduler-recv-interval"
 ATTENTION_DP = ">=0.5.22"
-"""The releases with attn-dp-size; they still accept the earlier spelling."""
+"""The releases that have the flag attn-dp-size. They still accept the earlier spelling."""
 EXPERT_SWITCH = "<0.4.10"
 """The releases in which expert parallelism is a switch: all devices of the server share the experts."""
 LONGEST_PREFIX_FIRST = "<0.4.3.post4"
@@ -269,12 +274,12 @@ def _on_host(hosts: int, number: int) -> tuple[str, ...]:
 
 
 OTHER_SIDE = ">=0.4.8,<0.5.10"
-"""The releases in which each kind needs the layout of the other kind."""
+"""The releases in which prefill and decode instances need flags for the layout of the other kind."""
 TRANSFER_FLAG = "disaggregation-transfer-backend"
 
 
 def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
-    """Return an instance with the flags of its kind. `values` are those of the candidate."""
+    """Return an instance with the flags of its kind. `values`: the knob values of the whole candidate."""
     flags = ["--disaggregation-mode", kind]
     if TRANSFER_FLAG not in PROGRAM.parse(task.spec).others:
         flags += [f"--{TRANSFER_FLAG}", str(values.get(TRANSFER) or "mooncake")]
@@ -292,8 +297,8 @@ def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: I
 def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
     """Return SGLang's router.
 
-    Its release 0.3.2 answers completions whose prompt is token ids with HTTP 422: only clients that send text can use
-    it.
+    Its release 0.3.2 answers completions whose prompts are token ids with HTTP 422, so only clients that send text can
+    use it.
     """
     program = (PROGRAM.start_command(task.spec)[0], "-m", "sglang_router.launch_router")
     if values.get(PREFILL_DECODE):
@@ -302,7 +307,7 @@ def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
 
 
 def _rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of SGLang for legal candidates."""
+    """Return SGLang's legality rules for candidates."""
     experts, on_cores = task.spec.model.num_moe_experts or 1, Hardware.of(task).on_cores
     needed = longest_request(task.spec.serve.loads, task.spec.model.vision)
     layouts = (
@@ -346,7 +351,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _model_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of knobs that only some models have."""
+    """Return the rules for knobs that only some models support."""
     return (
         Rule(
             name="load_balancing",
@@ -357,7 +362,7 @@ def _model_rules(task: Task) -> tuple[Rule, ...]:
         *rules.speculation_rules(
             task,
             PROGRAM,
-            # EAGLE drafts with the model's own layers if it has them: NEXTN is its other name.
+            # If the model has layers of its own for drafts, EAGLE uses them and needs no draft model, like NEXTN.
             [each for each in NEED_DRAFT_MODEL if each != "EAGLE" or task.spec.model.mtp_num_layers == 0],
             DRAFT_FLAG,
             "NEXTN",
@@ -366,7 +371,7 @@ def _model_rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _release_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of the release of a task; an unknown release breaks none."""
+    """Return the rules for values that the task's release does not support. An unknown release supports all."""
     version = PROGRAM.version(task.spec)
     missing = {
         name: [word for releases, words in rows.items() if not in_versions(releases, version) for word in words]
@@ -391,12 +396,12 @@ def _release_rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _has(releases: str, version: str) -> bool:
-    """Return whether a release is known to be one of `releases`."""
+    """Return whether a version is known, and is one of `releases`."""
     return bool(version) and in_versions(releases, version)
 
 
 def _merges(task: Task) -> tuple[Merge, ...]:
-    """Return the merges of SGLang's defaults and of knobs without effect."""
+    """Return merges that ignore knobs without effect, and that treat SGLang's defaults as not set."""
     policy = "lpm" if _has(LONGEST_PREFIX_FIRST, PROGRAM.version(task.spec)) else "fcfs"
     defaults: dict[str, KnobValue] = {POLICY: policy}
     has_backend = BACKEND in task.spec.space or BACKEND in PROGRAM.parse(task.spec).fixed
@@ -426,12 +431,12 @@ WORKLOAD = Engine(
     protocol=lambda task, values: BOOTSTRAP,
     router=_router,
     reports=REPORTS,
-    host_times=(10e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients
+    host_times=(10e-3, 0.5e-3),  # measured on 2 cores, with 50 million parameters and 4 to 16 clients
     receive_flag=RECEIVE,
     published_runs=PublishedRuns(
         cache_type="fp8_e4m3",
         memory_flag="mem-fraction-static",
         release="0.5.9",
-        engine_args={RECEIVE: 30},  # InferenceMAX's recipes
+        engine_args={RECEIVE: 30},  # as in InferenceMAX's recipes
     ),
 )

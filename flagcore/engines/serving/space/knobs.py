@@ -1,7 +1,5 @@
 """The common knobs of serving engines, and the parser of knob values in specs and job records."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches

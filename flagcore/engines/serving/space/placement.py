@@ -7,8 +7,6 @@ The terms are those of Dynamo's planners (ai-dynamo/aiconfigurator `README.md`):
 parallelism, and the rates of both kinds should match.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,9 +59,9 @@ class Role:
         return f"{self.count}xtp{self.tp}{others}"
 
 
-Pair: TypeAlias = "tuple[Role, Role]"
+Pair: TypeAlias = tuple[Role, Role]
 """The instances that prefill, and those that decode."""
-Check: TypeAlias = "Callable[[Pair], bool]"
+Check: TypeAlias = Callable[[Pair], bool]
 
 
 @lru_cache(maxsize=1 << 16)

@@ -1,8 +1,8 @@
 """Entry point: `python -m flagcore.engines.serving.trial FOLDER`.
 
-It serves the candidate in FOLDER/serve.json, sends the load and writes FOLDER/metrics.json. On a failure it writes no
-metrics, the exit code is not 0, and the last line on stderr is the class of the failure (`out of memory:`, `invalid
-configuration:`, `timed out:` or `failed:`) with the reason. Each server logs into FOLDER/instance-N.log.
+It serves the candidate in FOLDER/serve.json, sends the loads and writes FOLDER/metrics.json. On a failure it writes no
+metrics, the exit code is not 0, and the last line on stderr contains the class of the failure (`out of memory:`,
+`invalid configuration:`, `timed out:` or `failed:`) and the reason. Each server logs into FOLDER/instance-N.log.
 """
 
 import contextlib
@@ -40,13 +40,16 @@ from flagcore.engines.serving.trial.servers import (
 from flagcore.engines.serving.trial.time_left import MARGIN_SECONDS
 
 MAX_AGE_SECONDS = 120.0
-"""A higher age of this process is not credible: some containers report a wrong time of boot."""
+"""Maximum age of this process that is believed. Some containers report a wrong boot time, and thus a higher age."""
 STOP_SECONDS = 3.0
-"""Part of MARGIN_SECONDS after which servers that have not stopped are killed, so that the report is in time."""
+"""Seconds of MARGIN_SECONDS after which servers that have not stopped are killed, so that the report is in time."""
 
 
 def main(arguments: list[str], age_s: float = 0.0) -> int:
-    """Run the trial in the folder of the command line, which began `age_s` seconds ago, and return the exit code."""
+    """Run the trial in the folder that the command line names, and return the exit code.
+
+    `age_s`: for how many seconds the trial has already been running.
+    """
     began = time.monotonic() - age_s
     try:
         if len(arguments) != 1:
@@ -68,9 +71,9 @@ def main(arguments: list[str], age_s: float = 0.0) -> int:
 
 
 def run(job: Job, folder: Path, began: float | None = None) -> None:
-    """Run `job`, which began at `began` (time.monotonic(); None: now), and write its metrics into `folder`.
+    """Run `job` and write its metrics into `folder`. Raises TrialFailure.
 
-    Raises TrialFailure.
+    `began`: when the trial began (time.monotonic()); None means now.
     """
     now = time.monotonic()
     deadline = max(now + 1.0, (now if began is None else began) + job.timeout_s - MARGIN_SECONDS)
@@ -99,7 +102,7 @@ def run(job: Job, folder: Path, began: float | None = None) -> None:
 
 @contextlib.contextmanager
 def running_servers(job: Job, reports: ServerReports, folder: Path, deadline: float) -> Iterator[Sequence[Served]]:
-    """Yield the servers when all are healthy. Stop those that run here."""
+    """Start the servers and yield them when all are healthy; afterwards stop those that run on this machine."""
     patterns = (*reports.failures, *job.patterns)
     if job.hosts:
         yield connect(job, folder, patterns, reports.health, deadline)
@@ -121,7 +124,10 @@ def running_servers(job: Job, reports: ServerReports, folder: Path, deadline: fl
 
 @contextlib.contextmanager
 def running_router(job: Job, servers: Sequence[Served], folder: Path, deadline: float) -> Iterator[Sequence[Server]]:
-    """Yield the router in front of the servers when it is healthy, none if flagcore's client sends the load."""
+    """Start the router in front of the servers and yield it when it is healthy; afterwards stop it.
+
+    If flagcore's own client sends the load, there is no router, and the tuple is empty.
+    """
     if job.router is None:
         yield ()
         return
@@ -137,7 +143,10 @@ def running_router(job: Job, servers: Sequence[Served], folder: Path, deadline: 
 
 
 def _read_back(job: Job, reports: ServerReports, servers: Sequence[Served]) -> dict[str, KnobValue]:
-    """Return the knob values in use that are equal on all servers. Raises TrialFailure if one differs from its knob."""
+    """Return the knob values in use that are equal on all servers.
+
+    Raises TrialFailure if a server uses another value than requested.
+    """
     reported: list[Mapping[str, KnobValue]] = []
     for server, instance in zip(servers, job.instances, strict=True):
         wait_until_quiet(server.log)

@@ -1,4 +1,4 @@
-"""Failures of a trial: a class and one line with the first error in the engine's log."""
+"""Classifies the failures of a trial, and finds the first error in the engine's log."""
 
 import os
 import re
@@ -17,11 +17,11 @@ PREFIXES = {
     TrialState.TIMED_OUT: "timed out",
     TrialState.FAILED: "failed",
 }
-"""The prefix of the last line on stderr by the state of the trial."""
+"""The beginning of the last line on stderr, by the state of the trial."""
 PATTERNS = tuple(FailurePattern(pattern=rf"^{words}:", state=state) for state, words in PREFIXES.items())
 
 HEAD_BYTES, TAIL_BYTES = 4 << 20, 1 << 20
-"""Bytes of a log that are read at its start and at its end."""
+"""Maximum number of bytes that are read at the start of a log and at its end."""
 MAX_LINE = 2000
 QUIET_SECONDS, LONGEST_SECONDS = 0.5, 5.0
 NAMED_ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(Error|Exception)\b(: |$)")
@@ -34,7 +34,7 @@ HARMLESS = re.compile(
 
 
 class TrialFailure(Exception):
-    """The trial ended without metrics. `state` is the class of the failure; the text is one line."""
+    """The trial ended without metrics. `state`: the class of the failure. The exception's text is one line."""
 
     def __init__(self, state: TrialState, message: str) -> None:
         self.state = state
@@ -45,12 +45,12 @@ class TrialFailure(Exception):
 
 
 def one_line(text: str) -> str:
-    """Return `text` as one line with the maximum length of a reason."""
+    """Return `text` as one line, truncated to the maximum length of a reason."""
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())[: LONGEST_REASON - 30]
 
 
 def log_text(file: Path, begin: int = 0) -> str:
-    """Return a log from byte `begin` on, only the start and the end of a long log; empty without a file."""
+    """Read a log from byte `begin` on; of a long log, only its start and its end. Empty if there is no file."""
     try:
         with open_regular(file) as log:
             log.seek(begin)
@@ -65,9 +65,9 @@ def log_text(file: Path, begin: int = 0) -> str:
 
 
 def wait_until_quiet(file: Path) -> None:
-    """Wait until nothing was written to a log for QUIET_SECONDS, at most LONGEST_SECONDS.
+    """Wait until nothing has been written to a log for QUIET_SECONDS, but at most LONGEST_SECONDS.
 
-    Engines may write their log in a thread of its own (llama.cpp): when they answer, lines are still missing.
+    Some engines (llama.cpp) write their log in a separate thread: when they answer, lines may still be missing.
     """
     end = time.monotonic() + LONGEST_SECONDS
     while file.exists() and time.time() - file.stat().st_mtime < QUIET_SECONDS and time.monotonic() < end:
@@ -75,10 +75,10 @@ def wait_until_quiet(file: Path) -> None:
 
 
 def first_error(log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState | None, str]:
-    """Return the first error of a log: its state, None without a matching pattern, and the line.
+    """Return the state and the line of the first error in a log.
 
-    Matches of patterns take precedence, first of all those of out of memory; then the first line with an exception,
-    then the first line that mentions an error, then the last line.
+    The line is, in order of preference: a match of a pattern, out-of-memory patterns first; the first line with an
+    exception; the first line that mentions an error; the last line. The state is None if no pattern matches.
     """
     lines = [line.strip()[:MAX_LINE] for line in log.splitlines() if line.strip()]
     for pattern_ in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
@@ -98,7 +98,8 @@ def server_failure(
 ) -> TrialFailure:
     """Return the failure of a server that ended, classified by its log.
 
-    For a server that was healthy, the log from byte `since` on takes precedence over the log of its start.
+    `ending`: how it ended, with its exit code or signal. `since`: the length of the log when the server became healthy;
+    errors after it take precedence over errors during the start.
     """
     state, line = None, ""
     for begin in dict.fromkeys((since, 0)):
@@ -118,6 +119,6 @@ CODES = {TrialState.FAILED: 1, TrialState.INVALID: 2, TrialState.OUT_OF_MEMORY: 
 
 
 def report(failure: TrialFailure) -> int:
-    """Print a failure as the last line on stderr, and return the exit code of the program."""
+    """Print a failure as the last line on stderr, and return the program's exit code."""
     print(failure, file=sys.stderr, flush=True)
     return CODES[failure.state]

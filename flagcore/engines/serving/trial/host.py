@@ -1,8 +1,9 @@
 """Entry point: `python -m flagcore.engines.serving.trial.host FOLDER NUMBER PORTS`.
 
-Starts the servers that FOLDER/serve.json has for host NUMBER, and keeps them running until it is ended. PORTS has a
-free port of each host. FOLDER/servers.json has the data for the client (`servers.py`). If a server ends, this program
-ends with the exit code and the last line on stderr of the trial program.
+Starts the servers that FOLDER/serve.json assigns to the host with the index NUMBER, and keeps them running until this
+program is ended. PORTS: a free port of each host, separated by commas. FOLDER/servers.json reports the servers to the
+client (`servers.py`). If a server ends, this program ends as the trial program would: with the same exit code and the
+same last line on stderr.
 """
 
 import json
@@ -26,7 +27,7 @@ CHECK_SECONDS = 0.1
 
 
 def main(folder: Path, number: int, ports: Sequence[str]) -> int:
-    """Serve until this program is ended, or a server ends; return the exit code."""
+    """Serve until this program is ended or a server ends, and return the exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     job = read_job(folder)
     reports: ServerReports = resolve_name(job.engine)
@@ -48,7 +49,7 @@ def main(folder: Path, number: int, ports: Sequence[str]) -> int:
 
 
 def servers_of(job: Job, reports: ServerReports, folder: Path, number: int, ports: Sequence[str]) -> dict[int, Server]:
-    """Return the servers of a host, by the number of their instance."""
+    """Return the servers that run on the host with the index `number`, by the index of their instance."""
     patterns, found = (*reports.failures, *job.patterns), dict[int, Server]()
     cores_by_number = dict(enumerate(sorted(os.sched_getaffinity(0))))
     for place, each in enumerate(job.instances):

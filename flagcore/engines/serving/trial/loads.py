@@ -1,6 +1,7 @@
-"""Sends the loads of a trial to its servers: the warm-up, and load points or the search for the highest.
+"""Sends the loads of a trial to its servers: the warm-up, and the load points or the search for the highest load.
 
-Another client may send them: guidellm, aiperf, `vllm bench serve` or `sglang.bench_serving`.
+Instead of flagcore's own client, another one may send them: guidellm, aiperf, `vllm bench serve` or
+`sglang.bench_serving`.
 """
 
 import json
@@ -45,30 +46,32 @@ STATES_BY_PROBLEM = {
     ProblemKind.STATUS.value: TrialState.INVALID,
     ProblemKind.WRONG_LENGTH.value: TrialState.INVALID,
 }
-"""The state of a trial by the kind of its first problem; the default is FAILED."""
+"""The state of a trial by the kind of its first problem. The default is FAILED."""
 TIME_SHARE_OF_LOADS = 0.8
-"""Part of the time left that the loads without a number of requests may take together."""
+"""Share of the time left that loads without a fixed number of requests may take together."""
 TIME_SHARE = 1.5
-"""A search ends if the time left is less than this share of that of its longest load, or than the arrivals of the next
-one; repeats end if it is less than this share of that of the last repeat. A steady load can end early: it needs 1."""
+"""A search ends if the time left is less than this multiple of the time of its longest load, or less than the arrivals
+of the next load take. A load is not repeated if the time left is less than this multiple of the time of its last
+repeat. For a steady load, which can end early, that multiple is 1."""
 OVERLOADED = re.compile(r"refused: HTTP (429|503)\b")
-"""The failure of a load that a server does not accept."""
+"""Matches the failure of a load that a server refuses because it has too many requests."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
-"""Length of the answers and maximum number of requests of the warm-up; load points may have their own in addition."""
+"""Tokens per answer, and maximum number of requests, of the warm-up. A load may also have a warm-up of its own."""
 TAIL_LENGTH = 300
-"""Number of characters of a client's last output in its failure."""
+"""Number of characters of another client's last output that the reason of its failure quotes."""
 
 
 class LoadRunner:
     """Sends all loads to running servers. A round of all load points is one repeat.
 
-    Prompts are equal for all candidates, but differ between points and repeats, so that no prefix cache has them.
+    Prompts are equal for all candidates, but differ between points and repeats, so that no prefix cache already has
+    them.
     """
 
     later: Sequence[Load] = ()
-    """The loads of the first round after the current one, which need time, too."""
+    """In the first round, the loads that follow the current one and also need time."""
     may_be_cut = True
-    """Whether fewer requests are better than none, because the load is not measured yet."""
+    """Whether the load may end with few requests, because it was not measured before: few are better than none."""
 
     def __init__(
         self,
@@ -81,10 +84,10 @@ class LoadRunner:
     ) -> None:
         self.job, self.reports, self.servers, self.folder, self.deadline = job, reports, servers, folder, deadline
         self.model = _model(servers[0])
-        self.completions_per_s = math.inf  # of the last load
+        self.completions_per_s = math.inf  # of the last load; infinity if unknown
         self.limit = Limit.of(folder, job.timeout_s, max(each.startup_s for each in servers))
         self.loads_left = 1
-        self.is_cut_off = False  # the last load ended with requests in flight
+        self.is_cut_off = False  # whether the last load ended with requests in flight
         self.client_url = (router or servers)[0].url
         self.all: Sequence[Served] = (*servers, *router)
         targets = [
@@ -96,14 +99,14 @@ class LoadRunner:
         self.targets = [target for target, kind in by_kind if kind != PREFILL]
 
     def points(self) -> list[dict[str, Any]]:
-        """Return the metrics of each load point in each repeat for which there is time. Raises TrialFailure."""
+        """Measure all load points, with as many repeats as there is time for. Raises TrialFailure."""
         job = self.job
         self._warm_up()
         if job.highest is not None:
             return self._search(job.highest)
         points: list[dict[str, Any]] = [{"load": plain_load(load), "repeats": []} for load in job.loads]
         times_s = [0.0] * len(points)
-        # all points once, then all again: if the time ends, each point has nearly as many repeats as the others
+        # all points once, then all again: if the time runs out, all points have almost the same number of repeats
         for repeat, (index, load) in product(range(job.repeats), enumerate(job.loads)):
             name = f"load {index + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
             began = time.monotonic()
@@ -121,7 +124,7 @@ class LoadRunner:
                     measurement = self._measure(load, name, seed=1 + index * job.repeats + repeat)
             except TrialFailure as failure:
                 if not repeat or failure.state is not TrialState.TIMED_OUT:
-                    raise  # without a first repeat the point has no figures; other failures are the candidate's
+                    raise  # a point needs one repeat, and other failures than timeouts end the trial
                 log(f"{name} is left out: {failure}")
                 break
             points[index]["repeats"].append(measurement)
@@ -133,11 +136,12 @@ class LoadRunner:
         return points
 
     def _search(self, key: str) -> list[dict[str, Any]]:
-        """Return the load points of the search for the highest load, without stopped ones.
+        """Search the highest load, and return all measured load points, without loads that were stopped.
 
-        A load above the limits, or one that the servers refuse or do not finish, is tried again at once: a disturbance
-        can only raise latencies. The highest load within the limits runs `repeats` times. If it then exceeds a limit,
-        the next lower one is repeated, and so on. If none meets the limits, the only point is the lowest one tried.
+        `key`: concurrency or request_rate. A load above the limits, or one that the servers refuse or do not finish, is
+        tried again at once, because disturbances can only raise latencies. The highest load within the limits runs
+        `repeats` times. If it then exceeds a limit, the next lower load is repeated, and so on. If no load meets the
+        limits, the only point is the lowest load that was tried.
         """
         base, is_concurrency, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
         maximum = float((base.concurrency if is_concurrency else base.request_rate) or 1)
@@ -147,8 +151,8 @@ class LoadRunner:
             nonlocal longest_s, seed, headroom
             began = time.monotonic()
             arrivals_s = 0.0 if is_concurrency else (base.num_prompts or 0) / value
-            # a load whose time ends has no figures, so one is not begun unless it is likely to end; before the first
-            # figures the arrivals alone count, because a lower load may be faster than those that were tried
+            # A load that runs out of time has no metrics, so it starts only if it is likely to end. Before the first
+            # metrics, only its arrivals are considered, because a lower load may be faster than those tried before.
             if tried and self.deadline - began < max(TIME_SHARE * longest_s if points else 0.0, arrivals_s):
                 log(reason := f"no time left for {key} {value:.4g}")
                 if points or stop:
@@ -177,7 +181,7 @@ class LoadRunner:
             return tried[value]
 
         highest_load(
-            lambda value: run(value) or run(value),  # again, because a disturbance can only raise latencies
+            lambda value: run(value) or run(value),  # try twice: disturbances can only raise latencies
             self.job.start,
             minimum=1.0 if is_concurrency else MIN_RATE,
             maximum=maximum,
@@ -185,7 +189,7 @@ class LoadRunner:
             capacity=lambda: math.inf if is_concurrency else self.completions_per_s,
             headroom=lambda: headroom,
         )
-        # the search ends at a load that met the limits once, maybe by luck: repeats decide
+        # the highest load may have met the limits once by chance, so repeats decide
         for value in sorted((value for value, kept in tried.items() if kept), reverse=True):
             repeated = [run(value, stop=False) for _ in range(self.job.repeats - 1)]
             if not repeated or repeated[-1]:
@@ -195,7 +199,10 @@ class LoadRunner:
         return [points[value] for value in sorted(points)]
 
     def _warm_up(self, most: int = MAX_WARM_UP) -> None:
-        """Send the warm-up; a smaller one if the servers refuse so many requests at once. Raises TrialFailure."""
+        """Send the warm-up with at most `most` requests, or a smaller one if the servers refuse so many at once.
+
+        Raises TrialFailure.
+        """
         try:
             self._send(_warm_up(self.job.loads[0], len(self.servers), most), "warm-up", seed=0)
         except TrialFailure as failure:
@@ -204,7 +211,7 @@ class LoadRunner:
             self._warm_up(1)
 
     def _run_client(self, command: Sequence[str], folder: Path, name: str) -> dict[str, Any]:
-        """Run a client in its own folder, and return the metrics of its report and its run time in seconds.
+        """Run another client in the folder `folder`, and return the metrics of its report and its run time in seconds.
 
         `{url}`, `{model}` and `{report}` in `command` are replaced. Raises TrialFailure with the client's last output.
         """
@@ -241,7 +248,7 @@ class LoadRunner:
     def _measure(
         self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
     ) -> dict[str, Any] | None:
-        """Return the figures of a load, or None if it was stopped because it is certain to exceed one of `limits`."""
+        """Send a load and return its metrics; None if it was stopped because it will exceed one of `limits`."""
         if self.is_cut_off:
             self._warm_up(1)  # returns when the servers have dropped the requests of the last load
         local = [server for server in self.all if isinstance(server, Server)]
@@ -256,7 +263,7 @@ class LoadRunner:
         figures = {**result.figures, **shares(self.reports, start, counters(self.reports, self.servers))}
         if local:
             figures["engine_cpu_s"] = sum(server.cpu_seconds() for server in local) - cpu_start_s
-        else:  # servers may run on this host, too
+        else:  # unknown, because remote servers may also run on this host
             figures.pop("others_cores", None)
         if self.job.slo:
             figures["goodput_requests_per_s"] = goodput(result, self.job.slo)
@@ -278,8 +285,10 @@ class LoadRunner:
         *,
         fewest: int | None = None,
     ) -> LoadResult:
-        """Return the result of a load. Raises TrialFailure unless all requests, or `fewest` when its share of the time
-        is used up, have complete answers.
+        """Send a load and return its result.
+
+        Raises TrialFailure unless all requests have complete answers or, when the load's share of the time is used up,
+        at least `fewest` requests.
         """
         timeout_s = self.deadline - time.monotonic()
         if timeout_s <= 0:
@@ -316,7 +325,10 @@ class LoadRunner:
 
 
 def shares(reports: ServerReports, start: Mapping[str, float], end: Mapping[str, float]) -> dict[str, float]:
-    """Return the engine's shares of a load from its counters before and after it, without those that were reset."""
+    """Return the ratios `reports.shares` of a load, from the engine's counters before and after it.
+
+    Ratios of counters that were reset in between are omitted.
+    """
     increases = {name: value - start.get(name, 0.0) for name, value in end.items()} if start else {}
     return {
         name: increases.get(part, 0.0) / whole_increase
@@ -327,14 +339,17 @@ def shares(reports: ServerReports, start: Mapping[str, float], end: Mapping[str,
 
 
 def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> bool:
-    """Return whether the median of each figure is within its limit. A missing figure is not."""
+    """Return whether the median of each limited metric over the repeats is within its limit. A missing one is not."""
     return all(
         statistics.median(figures.get(name, math.inf) for figures in repeats) <= limit for name, limit in limits.items()
     )
 
 
 def _warm_up(load: Load, servers: int, most: int) -> Load:
-    """Return a wave of at most `most` short answers, but two per server, which ends lazy initializations of engines."""
+    """Return a load that lets engines finish their lazy initializations.
+
+    Its requests have short answers and are sent at once. There are at most `most`, but at least two per server.
+    """
     wave = max(min(load.concurrency or load.num_prompts or 1, most), 2 * servers)
     length = 32 if load.trace is not None else load.input_len
     output_len = min(WARM_UP_TOKENS, load.output_len)
@@ -342,9 +357,9 @@ def _warm_up(load: Load, servers: int, most: int) -> Load:
 
 
 def _load_failure(result: LoadResult, name: str, servers: Sequence[Served]) -> TrialFailure:
-    """Return the failure of a load. A cause in a server's log takes precedence.
+    """Return the failure of a load. A cause in a server's log takes precedence over the client's view.
 
-    Raises the failure of a server that has ended or ends soon: connections may be lost before it ends.
+    Raises the failure of a server that has ended or ends soon, because connections may be lost before the server ends.
     """
     reason = result.problems[0] if result.problems else "unknown reason"
     state = STATES_BY_PROBLEM.get(reason.partition(":")[0], TrialState.FAILED)
@@ -370,7 +385,7 @@ def _model(server: Served) -> str:
 
 
 def counters(reports: ServerReports, servers: Sequence[Served]) -> dict[str, float]:
-    """Return the counters of all servers together."""
+    """Return the counters of all servers, combined over the servers."""
     found = [reports.read_counters(server.fetch) for server in servers]
     names = dict.fromkeys(name for each in found for name in each)
     combined = {name: combine(name, [each[name] for each in found if name in each]) for name in names}

@@ -1,4 +1,4 @@
-"""Reads the results of a trial: all load points, and the one for its score."""
+"""Reads the results of a trial: all load points, and the one that determines its score."""
 
 import math
 import statistics
@@ -23,13 +23,14 @@ LOAD_KEYS = ("concurrency", "request_rate", "input_len", "output_len")
 
 
 def read(task: Task, candidate: Candidate, folder: str, instance_devices: Sequence[int]) -> Measurement:
-    """Return the measurement of a trial. `instance_devices` are the numbers of devices of the instances.
+    """Return the measurement of a trial. `instance_devices`: the number of devices of each instance.
 
-    A metric is the median of its repeats; the spread is at least the uncertainty of a load that ended early. With
-    several load points, one point determines the result. For a rate it is the best point that meets the SLO or, if none
-    does, the closest to it. For a latency it is the point that misses the SLO the most or, if none does, the slowest,
-    because the lightest load would always be the best. Memory in use is only known on CPU cores: the resident memory
-    per core of the fullest instance. Raises NoMetrics.
+    A metric is the median of its repeats. The spread is at least the uncertainty of a load that ended early. Memory in
+    use is known only on CPU cores: it is the resident memory per core of the fullest instance. Raises NoMetrics.
+
+    With several load points, one point determines the result. If the objective is a rate, it is the best point that
+    meets the SLO or, if none does, the one that comes closest. If it is a latency, it is the point that misses the SLO
+    the most or, if all meet it, the slowest one: otherwise the lightest load would always win.
     """
     data, devices = read_metrics(folder), max(1, min(sum(instance_devices), task.cluster.devices))
     on_cores = Hardware.of(task).on_cores
@@ -59,7 +60,7 @@ def read(task: Task, candidate: Candidate, folder: str, instance_devices: Sequen
 
 
 class _Point:
-    """One load point. `excess` is the factor by which it misses the SLO, 1 if it meets the SLO."""
+    """One load point. `excess`: the factor by which it misses the SLO; 1 if it meets the SLO."""
 
     def __init__(self, task: Task, data: Mapping[str, Any], devices: int) -> None:
         self.load: Mapping[str, Any] = data["load"]
@@ -104,7 +105,10 @@ class _Point:
 
 
 def _minimal_goodput(name: str, figures: Mapping[str, float], answer_count: object) -> float:
-    """Return the goodput of half a request for a load without good requests, so that such loads can be compared."""
+    """Return half a request as the goodput of a load without good requests, so that such loads can be compared.
+
+    Returns 0 for other metrics than goodput.
+    """
     if name != GOODPUT or not isinstance(answer_count, int) or answer_count < 1:
         return 0.0
     return figures["requests_per_s"] / (2 * answer_count)
@@ -116,7 +120,7 @@ def _broken_limit(name: str, figures: Mapping[str, float], limit: float) -> str:
 
 
 def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, object]:
-    """Return the values in use; the engine's own values are marked in the names of the knobs."""
+    """Return the knob values in use. If the engine chose a value, the name of the knob says so."""
     unset = {knob for knob, value in candidate.items if value is None}
     return {
         (f"{knob} (the engine's own choice)" if knob in unset else knob): value
@@ -125,14 +129,14 @@ def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, objec
 
 
 def _resident_bytes(data: Mapping[str, Any], core_counts: Sequence[int]) -> int | None:
-    """Return the resident bytes per core of the fullest instance, None if unknown."""
+    """Return the resident bytes per core of the fullest instance; None if they are unknown."""
     resident = zip(data.get("resident_bytes", ()), core_counts, strict=False)
     shares = [bytes_ / max(cores, 1) for bytes_, cores in resident]
     return int(max(shares, default=0)) or None
 
 
 def _memory(data: Mapping[str, Any], instance_devices: Sequence[int]) -> dict[str, float]:
-    """Return the memory that the engines report: GiB on the fullest device, and tokens of all instances."""
+    """Return the memory that the engines report, by metric: GiB on the fullest device, and tokens of all instances."""
     reported: dict[str, list[float]] = {}
     for memory, devices in zip(data.get("memory", ()), instance_devices, strict=False):
         for name, value in memory.items():
@@ -141,11 +145,11 @@ def _memory(data: Mapping[str, Any], instance_devices: Sequence[int]) -> dict[st
 
 
 ROUNDING = 0.01
-"""Differences in the acceptance that change no prediction."""
+"""The acceptance is rounded to multiples of this, so that smaller differences do not change predictions."""
 
 
 def with_measured_acceptance(task: Task, trials: Sequence[Trial]) -> Task:
-    """Return the task with the median acceptance of its trials, unchanged if none reports one."""
+    """Return the task with the median acceptance of drafted tokens in its trials; unchanged if none reports one."""
     found = [
         acceptance(tokens, drafted)
         for trial in trials
@@ -161,10 +165,10 @@ def with_measured_acceptance(task: Task, trials: Sequence[Trial]) -> Task:
 
 
 def _tokens_per_iteration(figures: Mapping[str, float]) -> float | None:
-    """Return the mean tokens of a sequence in one iteration; None if unknown.
+    """Return the mean number of tokens that a sequence gets in one iteration; None if it is unknown.
 
-    Each iteration yields a token of the model, and the accepted ones. It counts iterations without drafts, which
-    n-grams often have, and which the acceptance does not show.
+    Each iteration yields one token of the model itself and the accepted drafts. The mean includes iterations without
+    drafts, which are frequent with n-grams and do not show in the acceptance rate that engines report.
     """
     if (share := figures.get("drafted_share")) is not None and share < 1.0:
         return 1.0 / (1.0 - share)
@@ -172,8 +176,10 @@ def _tokens_per_iteration(figures: Mapping[str, float]) -> float | None:
 
 
 def acceptance(tokens: float, drafted: int) -> float:
-    """Return the probability that a drafted token is accepted once those before it are, from the mean tokens of an
-    iteration with `drafted` drafted tokens (the inverse of `tokens_per_iteration`).
+    """Return the probability that a drafted token is accepted if all drafted tokens before it are.
+
+    It is the inverse of `tokens_per_iteration`. `tokens`: the mean number of tokens of an iteration with `drafted`
+    drafted tokens.
     """
     low, high = 0.0, 1.0
     for _ in range(30):

@@ -1,6 +1,7 @@
 """Starts servers on free ports, checks that each owns its port, and stops all their processes.
 
-Servers on other hosts are known by what the program of each host (`host.py`) reports in a file that is mirrored here.
+Servers on other hosts are started by a program on each host (`host.py`). It reports them in a file that is mirrored to
+this machine.
 """
 
 import contextlib
@@ -30,16 +31,17 @@ from flagcore.engines.serving.trial.failures import TrialFailure, first_error, l
 
 POLL_SECONDS, REPORT_SECONDS = 0.05, 0.1
 REPORT = "servers.json"
-"""The report of a host: its `servers` by number when all are healthy, and the state and text of a `failure`."""
+"""The file in which a host reports its `servers` by number when all are healthy, and a `failure` with state and
+reason."""
 ANSWER_SECONDS = 10.0
-"""Timeout of a request about the state of a server."""
+"""Timeout of a request for the state of a server."""
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 EXIT_SECONDS = 2.0
-"""Maximum number of seconds between lost requests and the exit of their server."""
+"""Maximum number of seconds that pass between the loss of requests and the exit of their server."""
 PORT_TRIES = 4
 KNOWN_CAUSES = (TrialState.OUT_OF_MEMORY, TrialState.INVALID)
-"""States that the log of a server that does not become healthy can prove."""
+"""If a server does not become healthy, its log may show one of these states as the cause. Otherwise it timed out."""
 INVALID_ANSWERS = (OSError, ValueError, LookupError, TypeError, AttributeError)
 """Exceptions that reading the state of a server may raise."""
 MAX_TEXT = 8 << 20
@@ -50,7 +52,7 @@ class PortTaken(Exception):
 
 
 class Served(ABC):
-    """An instance that answers requests. `startup_s` is the time until it was healthy."""
+    """An instance that answers requests. `startup_s`: the seconds until it was healthy."""
 
     def __init__(self, name: str, log: Path, patterns: Sequence[FailurePattern]) -> None:
         self.name, self.log, self.patterns = name, log, patterns
@@ -62,24 +64,24 @@ class Served(ABC):
 
     @abstractmethod
     def resident_bytes(self) -> int:
-        """Return the sum of the peaks of resident memory of its processes (proc(5): VmHWM)."""
+        """Return the peak resident memory of its processes in bytes, summed over all of them (proc(5): VmHWM)."""
 
     def fetch(self, path: str) -> str:
-        """Return the response to a path. Raises OSError, also for a status other than 200."""
+        """Return the server's response to a path. Raises OSError, also for a status other than 200."""
         status, text = self._get(path)
         if status != 200:
             raise OSError(f"{path} answers {status}")
         return text
 
     def _get(self, path: str, timeout_s: float = ANSWER_SECONDS) -> tuple[int, str]:
-        """Return status and text of GET `path` within `timeout_s` seconds, at most ANSWER_SECONDS. Raises OSError."""
+        """Send GET `path` and return status and text. Raises OSError, also after `timeout_s` or ANSWER_SECONDS."""
         place, limit_s = urlsplit(self.url), max(0.1, min(timeout_s, ANSWER_SECONDS))
         connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=limit_s)
         end = time.monotonic() + limit_s
         try:
             connection.connect()
             timer = threading.Timer(end - time.monotonic(), _shut_down, (connection.sock,))
-            timer.start()  # a timeout of the socket begins anew with each byte
+            timer.start()  # because the socket's own timeout starts anew with each byte
             try:
                 connection.request("GET", path, headers={"Connection": "close"})
                 answer = connection.getresponse()
@@ -105,7 +107,10 @@ def _shut_down(connection: socket.socket) -> None:
 
 
 class Server(Served):
-    """An instance whose process this one starts, or the part of it on a further host, which `serves` no requests."""
+    """An instance that this process starts, or the part of an instance that runs on a further host.
+
+    `serves`: whether it answers requests, which a part on a further host does not.
+    """
 
     def __init__(
         self, name: str, instance: Instance, log: Path, patterns: Sequence[FailurePattern], *, serves: bool = True
@@ -126,7 +131,7 @@ class Server(Served):
         try:
             with self.log.open("wb") as log:
                 if instance.cores:
-                    os.sched_setaffinity(0, instance.cores)  # the child inherits it
+                    os.sched_setaffinity(0, instance.cores)  # the new process inherits this
                 self._process = subprocess.Popen(
                     instance.argv,
                     stdin=subprocess.DEVNULL,
@@ -220,7 +225,7 @@ class Server(Served):
         self._process = None
 
     def _processes(self) -> list[psutil.Process]:
-        """Return its processes, including those that are detached from their parent."""
+        """Return the server's processes, including those that are detached from their parent."""
         if self._process is None:
             return []
         root, processes = self._process.pid, {}
@@ -234,13 +239,16 @@ class Server(Served):
         return list(processes.values())
 
     def _addresses(self) -> str:
-        """Return its address, and those where its processes listen instead."""
+        """Return the server's address and, if its processes listen elsewhere instead, those addresses."""
         pids = self.pids()
         others = {f"{each.laddr.ip} port {each.laddr.port}" for each in _listening_sockets() if each.pid in pids}
         return f"127.0.0.1 port {self.port}" + (f", only at {', '.join(sorted(others))}" if others else "")
 
     def _is_taken(self) -> bool:
-        """Return whether another process listens on its port. It checks twice, because a new child may just open it."""
+        """Return whether another process listens on the server's port.
+
+        Checks twice, because a child process of the server may just be opening the port.
+        """
         for _ in range(2):
             if not listeners(self.port) or is_owned_by(self.port, self.pids()):
                 return False
@@ -256,7 +264,7 @@ class Remote(Served):
         self.host, self._number, self._report = host, str(number), folder / REPORT
 
     def wait_until_healthy(self, health: str, deadline: float) -> None:
-        """Wait until its host reports it as healthy, and connect to it. Raises TrialFailure."""
+        """Wait until the host reports the server as healthy, and connect to it. Raises TrialFailure."""
         while not (found := self._read("servers").get(self._number)):
             self.check_alive("while it started")
             if time.monotonic() > deadline:
@@ -270,16 +278,16 @@ class Remote(Served):
             raise TrialFailure(TrialState.FAILED, reason) from None
 
     def check_alive(self, when: str) -> None:
-        """Raise the failure that its host reports."""
+        """Raise TrialFailure if the host reports a failure."""
         if failure := self._read("failure"):
             raise TrialFailure(TrialState(failure["state"]), str(failure["reason"]))
 
     def resident_bytes(self) -> int:
-        """Return the last sum that its host reported."""
+        """Return the peak resident memory that the host last reported, in bytes."""
         return int(self._read("servers")[self._number]["resident_bytes"])
 
     def _read(self, key: str) -> dict[str, Any]:
-        """Return a part of the report, empty if there is none. Retries while the report is being written."""
+        """Return a part of the host's report; empty if there is no report. Retry while it is being written."""
         while True:
             try:
                 return dict(json.loads(self._report.read_text("utf-8"))[key])
@@ -292,7 +300,7 @@ class Remote(Served):
 def connect(
     job: Job, folder: Path, patterns: Sequence[FailurePattern], health: str, deadline: float
 ) -> Sequence[Served]:
-    """Return the servers of the hosts when all are healthy and can be reached. Raises TrialFailure."""
+    """Return the servers on other hosts when all are healthy and can be reached. Raises TrialFailure."""
     servers = [
         Remote(number, job.hosts[each.host], Path(host_folder(str(folder), job.hosts, each.host)), patterns)
         for number, each in enumerate(job.instances)
@@ -313,7 +321,7 @@ def start_all(servers: Sequence[Server], directory: str | None, health: str, dea
 
 
 def _wait(server: Server, directory: str | None, health: str, deadline: float) -> None:
-    """Wait until a server is healthy; if its port was taken, restart it on another one."""
+    """Wait until a server is healthy. If another process takes its port, restart it on another port."""
     for attempt in range(1, PORT_TRIES + 1):
         try:
             return server.wait_until_healthy(health, deadline)
@@ -342,7 +350,7 @@ def check_all_alive(servers: Sequence[Served], when: str) -> None:
 
 
 def check_ended(servers: Sequence[Served], when: str, seconds: float = EXIT_SECONDS) -> None:
-    """Raise TrialFailure if one of the servers has ended, or ends within some seconds."""
+    """Raise TrialFailure if one of the servers has ended, or ends within `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         check_all_alive(servers, when)
@@ -352,12 +360,12 @@ def check_ended(servers: Sequence[Served], when: str, seconds: float = EXIT_SECO
 
 
 def log(line: str) -> None:
-    """Report progress. If the trial is killed, the last line shows what it was doing."""
+    """Print a line of progress on stderr. If the trial is killed, the last line shows what it was doing."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _peak_bytes(pid: int) -> int:
-    """Return the peak resident memory of a process, 0 if it has ended."""
+    """Return the peak resident memory of a process in bytes, or 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -374,7 +382,7 @@ def free_port() -> int:
 
 
 def listeners(port: int) -> list[int | None]:
-    """Return the process id of each socket that listens on `port`, None for processes of other users."""
+    """Return the process ids of the sockets that listen on `port`; None for a process of another user."""
     return [each.pid for each in _listening_sockets() if each.laddr.port == port]
 
 
@@ -383,6 +391,6 @@ def _listening_sockets() -> list[Any]:
 
 
 def is_owned_by(port: int, pids: Iterable[int]) -> bool:
-    """Return whether at least one socket listens on `port`, and all of them belong to `pids`."""
+    """Return whether at least one socket listens on `port`, and all such sockets belong to `pids`."""
     owners = listeners(port)
     return bool(owners) and set(owners) <= set(pids)

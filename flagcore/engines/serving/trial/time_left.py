@@ -1,4 +1,4 @@
-"""Says why a load did not end in the time of its trial, and which settings would let it end."""
+"""Explains why a load did not end in the time of its trial, and which settings would let it end."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.result import FEWEST_ANSWERS, Progress
 
 MARGIN_SECONDS = 5.0
-"""Part of a trial's time that is reserved to stop its servers and to report."""
+"""Seconds of a trial's time that are reserved to stop its servers and to report."""
 RESERVE = 1.25
-"""Ratio of the advised to the estimated time."""
+"""Ratio of the time that messages advise to the estimated time."""
 LIMIT = re.compile(r"(auto_tuner\.control\.max_time\w*) = (\S+) s")
-"""The key and the value in the reason of a time limit."""
+"""Matches the key and the value of a setting in the reason for a trial's time limit."""
 FEWEST_ADVISED = 4
-"""A lower number of requests is not advised."""
+"""Minimum number of requests that messages advise."""
 LONG_START = 0.5
-"""A start that takes more than this share of a trial's time is reported."""
+"""Messages mention the start of the servers if it took more than this share of the trial's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """The time limit of a trial. It is `key` = `value_s`, or the rest of it, which is `seconds`.
+    """The time limit of a trial.
 
-    Its servers started in `start_s` seconds.
+    - `seconds`: the time that the trial had.
+    - `start_s`: the seconds that its servers took to start.
+    - `key`, `value_s`: the setting that limits the time, and its value in seconds. `seconds` is lower than the value if
+      the setting limits several trials together.
     """
 
     seconds: float
@@ -38,7 +41,7 @@ class Limit:
 
     @classmethod
     def of(cls, folder: Path, seconds: float, start_s: float) -> Limit:
-        """Return the limit of the trial in `folder`, whose launch has the reason."""
+        """Return the limit of the trial in `folder`. Its launch.json contains the reason for the limit."""
         try:
             because = str(json.loads((folder / "launch.json").read_text("utf-8"))["timeout_because"])
         except (OSError, ValueError, LookupError, TypeError):
@@ -49,7 +52,7 @@ class Limit:
         return cls(seconds=seconds, start_s=start_s, key=found[1], value_s=float(found[2]))
 
     def no_time(self, name: str) -> str:
-        """Return that no time is left for a load."""
+        """Return the message that no time is left for the load `name`."""
         return f"no time left for {name}{self._long_start}; set a higher {self.key}"
 
     @property
@@ -60,10 +63,11 @@ class Limit:
     def short_of_time(
         self, progress: Progress, name: str, loads: Sequence[Load], left_s: float, predicted_s: float | None
     ) -> str:
-        """Return what a load did in its time, the time that it needs, and settings with which it would end.
+        """Return the message about the load `name`, which did not end in its time.
 
-        `loads` are this one and those after it, for which `left_s` seconds were left.
-        `predicted_s` is the predicted mean time of an answer.
+        It reports the progress, the time that all requests need, and the settings with which the load would end.
+        `loads`: this load and the loads after it, for which `left_s` seconds were left in total. `predicted_s`: the
+        predicted mean time of an answer.
         """
         text = f"{progress.answered or 'none'} of {progress.requests} requests of {name} in {progress.seconds:.0f} s"
         if progress.each_s is not None:
@@ -81,13 +85,16 @@ class Limit:
         return text + (f" or serve.profile.num_prompts: {count}" if FEWEST_ADVISED <= count < progress.requests else "")
 
     def _raised_by(self, seconds: float) -> str:
-        """Return the setting that gives a trial this much more time, rounded up to two digits."""
+        """Return the setting with which a trial has this many more seconds, rounded up to two digits."""
         value = self.value_s + max(seconds, 1.0)
         unit = 10.0 ** max(0, math.floor(math.log10(value)) - 1)
         return f"{self.key}: {math.ceil(value / unit) * unit:.0f}"
 
 
 def fewest_answers(load: Load) -> int:
-    """Return how many answers of a load give figures: FEWEST_ANSWERS, and all that are in flight at once."""
+    """Return the minimum number of answers from which a load has metrics.
+
+    It is FEWEST_ANSWERS or, if more requests are in flight at once, their number.
+    """
     at_once = load.num_prompts if load.request_rate == math.inf else 0
     return max(FEWEST_ANSWERS, load.concurrency or at_once or 0)

@@ -1,4 +1,4 @@
-"""The vLLM server, and what it reports about itself. Source: vllm 0.32 `v1/engine/core.py`."""
+"""The vLLM server. Reads what it reports about itself. Source: vllm 0.32 `v1/engine/core.py`."""
 
 from flagcore.domain.space import KnobValue
 from flagcore.engines.serving.launch.reports import ServerReports, labels, settings_in
@@ -8,7 +8,7 @@ from flagcore.engines.serving.launch.server import Fetch
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     """Return the knob values in /metrics and the log. Raises OSError if /metrics does not respond.
 
-    vLLM reports `max_num_seqs` only if it was set, and block size and memory share with the cache.
+    vLLM reports `max_num_seqs` only if it was set. It reports block size and memory share with the cache in /metrics.
     """
     values = settings_in(log, REPORTS.settings)
     if "async_scheduling" in values:

@@ -1,10 +1,8 @@
 """The knobs of `vllm serve`, its command line, and vLLM's defaults.
 
 Sources: vllm 0.32 `engine/arg_utils.py`, `config/cache.py`, `config/scheduler.py`, `platforms/cpu.py`; for older
-versions vllm-project/vllm #17073 (memory decides on batch sizes), #38284 (0.21: graphs within the memory share, 0.92).
+versions vllm-project/vllm #17073 (batch sizes depend on memory), #38284 (0.21: graphs within the memory share, 0.92).
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 
@@ -26,26 +24,29 @@ NEWEST = (0, 33, 0)
 REMOVED: Mapping[str, tuple[tuple[int, ...], str]] = {
     "swap-space": ((0, 18, 0), "kv-offloading-size is the nearest option")
 }
-"""Removed flags: the release that removed them, and the alternative (swap_space: vllm-project/vllm #36216)."""
+"""Removed flags, each with the release that removed it and the alternative (swap_space: vllm-project/vllm #36216)."""
 
 SEQS, TOKENS, BLOCK = "max_num_seqs", "max_num_batched_tokens", "block_size"
 MEMORY, CHUNKED, GRAPHS, THREADS = "gpu_memory_utilization", "enable_chunked_prefill", "cudagraph_mode", "threads"
 POLICY, IMAGES = "scheduling_policy", "limit_mm_per_prompt"
 ASYNC_BY_DEFAULT = (0, 14, 0)
-"""The release since which scheduling is asynchronous by default (#27614), but not on CPU cores."""
+"""The first release with asynchronous scheduling by default, except on CPU cores (vllm-project/vllm #27614)."""
 SYNCHRONOUS_SECONDS = 956e-6
-"""The host time of an iteration with synchronous scheduling, fitted to releases from 0.12 (`engine.yaml`)."""
+"""The host's seconds per iteration with synchronous scheduling, fitted to releases from 0.12 on (`engine.yaml`)."""
 NEED_DRAFT_MODEL = ("eagle", "eagle3", "draft_model")
 CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK = 128, 16, 16
 
 CONTEXT_STEP, CACHE_SHARE = 1024, 0.9
-"""Multiple of a context that fits the requests, and the share of the memory for weights and cache."""
+"""A context that fits the requests is rounded up to a multiple of `CONTEXT_STEP` tokens. `CACHE_SHARE` is the share of
+the memory for weights and cache."""
 
 
 def _contexts(task: Task) -> tuple[int | None, ...]:
-    """Return the model's context or, if its cache exceeds the memory, the longest request, rounded up.
+    """Return the values of `auto` for the context.
 
-    vLLM does not start without memory for one sequence of the whole context (0.32: `v1/core/kv_cache_utils.py`).
+    It is not set, which means the model's context. If the cache for that exceeds the memory, it is the longest request,
+    rounded up: vLLM does not start without memory for one sequence of the whole context (0.32:
+    `v1/core/kv_cache_utils.py`).
     """
     hardware, limit = Hardware.of(task), context_limit(task.spec)
     devices = min_devices(task)
@@ -65,7 +66,7 @@ class VllmProgram(Program):
     """`vllm serve`, with checks for flags that depend on the release."""
 
     def release(self, spec: Spec) -> tuple[int, ...]:
-        """Return the numbers of the release, NEWEST if it is unknown."""
+        """Return the numbers of the release, or NEWEST if it is unknown."""
         return installed.release(self.version(spec)) or NEWEST
 
     def parse(self, spec: Spec) -> EngineArgs:
@@ -87,7 +88,8 @@ KNOBS = PROGRAM.knobs
 def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
     """Return vLLM's default max_num_batched_tokens and max_num_seqs for `ranks` = TP x PP devices.
 
-    vLLM keeps the small values for the 80 GB chips without fp8 by their names; here a missing fp8 rate identifies them.
+    vLLM uses the small values for 80 GB chips without fp8, which it knows by name. Here a missing fp8 rate identifies
+    them.
     """
     hardware = Hardware.of(task)
     if hardware.on_cores:
@@ -104,7 +106,7 @@ def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def limits(task: Task, columns: Columns) -> tuple[IntArray, IntArray]:
-    """Return the maximum tokens and sequences of one iteration, by default vLLM's values."""
+    """Return the maximum numbers of tokens and of sequences in one iteration, by default vLLM's values."""
     tokens, seqs = batch_defaults(task, columns[TP] * columns[PP])
     seqs_set, tokens_set = columns[SEQS] > 0, columns[TOKENS] > 0
     tokens = np.where(tokens_set, columns[TOKENS], tokens)
@@ -117,9 +119,9 @@ def limits(task: Task, columns: Columns) -> tuple[IntArray, IntArray]:
 
 
 def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> FloatArray:
-    """Return the GiB of cache of one rank on CPU cores, which share the machine's memory.
+    """Return the cache size of one rank in GiB if devices are CPU cores, which share the machine's memory.
 
-    It is twice the cache of the requests in flight, at least 1 and at most half of a rank's free memory.
+    It is twice the cache of the requests in flight, at most half of a rank's free memory, and at least 1 GiB.
     """
     hardware, serve = Hardware.of(task), task.spec.serve
     instances, ranks = np.maximum(instances, 1), np.maximum(ranks, 1)
@@ -131,7 +133,7 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return vLLM's effective settings for candidates."""
+    """Return vLLM's effective settings for each candidate."""
     values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
     tokens, seqs = limits(task, values)
@@ -175,7 +177,7 @@ def is_async(task: Task) -> bool:
 def _cache_bytes(
     task: Task, other_args: Mapping[str, EngineArg], get: Columns, ranks: IntArray, devices: IntArray
 ) -> FloatArray:
-    """Return the bytes of cache of one device if they are fixed, NaN if the memory share determines them."""
+    """Return the bytes of one device's cache if they are fixed; NaN if the memory share determines them."""
     fixed = other_args.get("kv-cache-memory-bytes")
     if isinstance(fixed, int):
         return fixed * ranks / devices

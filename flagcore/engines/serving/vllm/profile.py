@@ -60,14 +60,14 @@ from flagcore.errors import UsageError
 
 CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"
 BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
-"""The attention backend before it was a flag."""
+"""The environment variable for the attention backend in releases without a flag for it."""
 
 DRAFT_FLAGS = "speculative-config."
-"""The beginning of flags of speculation, such as the draft model."""
+"""The beginning of all flags for speculation, such as the flag for the draft model."""
 
 MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
-"""The largest captured batch on chips that compute in 4 bits (0.33: `config/vllm.py`), and its first release, which
-follows from published points: 1,024 tokens took twice as long with 0.17."""
+"""The largest captured batch in tokens on chips that compute in 4 bits (0.33: `config/vllm.py`), and the first release
+with it. The release follows from published points: 1,024 tokens took twice as long with 0.17."""
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -79,7 +79,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if count(values, EP) > 1:
         argv.append(f"--{PROGRAM.expert_switch}")
     others = PROGRAM.parse(task.spec).others
-    if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # other candidates have the draft model
+    if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # the draft model is for other candidates
         others = {name: value for name, value in others.items() if not name.startswith(DRAFT_FLAGS)}
     argv += as_words(others, has_negation=True)
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -91,16 +91,16 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
 
 
 def _on_host(hosts: int, number: int) -> tuple[str, ...]:
-    """Return the flags of a host of an instance (0.32: `engine/arg_utils.py`, `entrypoints/cli/serve.py`)."""
+    """Return the flags for one host of an instance (0.32: `engine/arg_utils.py`, `entrypoints/cli/serve.py`)."""
     flags = ("--nnodes", str(hosts), "--node-rank", str(number), "--master-addr", HEAD, "--master-port", HEAD_PORT)
     return (*flags, "--headless") if number else flags
 
 
 def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> dict[str, str]:
-    """Return the variables of vLLM's CPU build: the size of the cache, and the cores of each rank.
+    """Return the environment variables of vLLM's CPU build: the size of the cache, and the cores of each rank.
 
-    vLLM binds a single rank of a single instance itself and leaves a core to the API server. With several ranks or
-    instances each rank needs explicit cores, because vLLM otherwise requires one NUMA node per rank and fails.
+    vLLM itself pins the single rank of a single instance, and leaves a core to the API server. With several ranks or
+    instances, each rank needs explicit cores, because vLLM otherwise requires one NUMA node per rank and fails.
     """
     instances, ranks, threads = count(values, INSTANCES), count(values, TP), values.get(own.THREADS)
     environment = {}
@@ -116,21 +116,23 @@ def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[i
 
 NIXL, P2P, EXAMPLE = "NixlConnector", "P2pNcclConnector", "ExampleConnector"
 RELEASES = {NIXL: ">=0.9", P2P: ">=0.9.2,<0.24", EXAMPLE: ">=0.8.5"}
-"""The releases that have a connector. The example connector, which uses a folder, was SharedStorageConnector."""
+"""The releases that have a connector. The example connector, which uses a folder, had the name SharedStorageConnector
+in earlier releases."""
 RENAMED, OLD_EXAMPLE = "<0.13", "SharedStorageConnector"
 PROTOCOLS = {NIXL: routing.NIXL, P2P: routing.P2P, EXAMPLE: routing.FOLDER}
 BUFFER_BYTES = {True: "1e1", False: "8e9"}
-"""Buffers of the P2P connector by whether the instance prefills: it sends as soon as a layer is computed."""
+"""Buffer sizes of the P2P connector in bytes, by whether the instance prefills. A prefill instance needs almost no
+buffer, because it sends each layer as soon as it is computed."""
 CONFIG = "kv-transfer-config"
 
 
 def _transfer_of(task: Task, values: Mapping[str, KnobValue]) -> str:
-    """Return the connector of a candidate, by default NIXL; on CPU cores the one that needs no further package."""
+    """Return the connector of a candidate. The default is NIXL; on CPU cores, it is one that needs no other package."""
     return str(values.get(TRANSFER) or (EXAMPLE if Hardware.of(task).on_cores else NIXL))
 
 
 def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
-    """Return an instance with the flags and variables of its kind."""
+    """Return an instance with the flags and environment variables of its kind."""
     connector, prefills = _transfer_of(task, values), kind == routing.PREFILL
     version = PROGRAM.version(task.spec)
     environment, flags = dict(instance.environment), list[str]()
@@ -146,18 +148,21 @@ def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: I
     else:
         name = OLD_EXAMPLE if version and in_versions(RENAMED, version) else EXAMPLE
         config |= {"kv_connector": name, "kv_connector_extra_config": {"shared_storage_path": SHARED}}
-        # the connector stores the first piece of a prompt only
+        # the connector stores only the first chunk of a prompt
         flags += ["--no-enable-chunked-prefill"] if prefills and values.get(CHUNKED) is not False else []
     return replace(instance, argv=(*instance.argv, *flags, f"--{CONFIG}", json.dumps(config)), environment=environment)
 
 
 def _protocol(task: Task, values: Mapping[str, KnobValue]) -> str:
-    """Return how the connector of a candidate finds caches."""
+    """Return how the connector of a candidate finds caches, as `load.routing` names it."""
     return PROTOCOLS[_transfer_of(task, values)]
 
 
 def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
-    """Return vLLM's router, of pairs for NIXL only. Raises UsageError for other connectors, which it does not know."""
+    """Return vLLM's router.
+
+    For prefill and decode instances it supports only NIXL. Raises UsageError for other connectors.
+    """
     folder = str(Path(PROGRAM.start_command(task.spec)[0]).parent)
     program = (shutil.which("vllm-router", path=folder) or "vllm-router",)
     if not values.get(PREFILL_DECODE):
@@ -175,7 +180,7 @@ def _graph_tokens(task: Task) -> int:
 
 
 def _rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of vLLM for legal candidates."""
+    """Return vLLM's legality rules for candidates."""
     hardware = Hardware.of(task)
     layouts = (
         *rules.split_rules(task, data=True, span=True),
@@ -222,7 +227,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _transfer_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules for connectors."""
+    """Return the rules for the connectors that move caches between instances."""
     longest = longest_request(task.spec.serve.loads, task.spec.model.vision)
     version = PROGRAM.version(task.spec)
     codes = {0: _transfer_of(task, {}), **{PROGRAM.code(TRANSFER, word): word for word in RELEASES}}
@@ -277,7 +282,7 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _model_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of knobs that only some models have."""
+    """Return the rules for knobs that only some models support."""
     on_host = [PROGRAM.code(SPECULATION, method) for method in ("ngram", "suffix")]
     return (
         Rule(
@@ -293,7 +298,7 @@ def _model_rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: (c[SPECULATION] > 0) & (c[DRAFTED] == 0),
         ),
         *rules.speculation_rules(task, PROGRAM, own.NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
-        Rule(  # 0.32: `config/vllm.py`
+        Rule(  # source: vLLM 0.32 `config/vllm.py`
             name="asynchronous_drafts",
             knobs=(ASYNC, SPECULATION),
             message=f"{ASYNC} must not be on with {SPECULATION} = ngram or suffix, which draft on the host",
@@ -303,7 +308,7 @@ def _model_rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _block_rule(task: Task) -> Rule:
-    """Return the rule for block sizes of the attention backend, or of any backend."""
+    """Return the rule for the block sizes that the attention backend supports."""
     if not Hardware.of(task).on_cores:
         problem = f"must be a multiple of 16, and a size that {BACKEND} supports"
         return rules.block_rule(PROGRAM, own.BLOCK, problem, lambda sizes: sizes % 16 != 0)
@@ -344,7 +349,7 @@ def _rules_on_cores(hardware: Hardware) -> tuple[Rule, ...]:
 
 
 def _merges(task: Task) -> tuple[Merge, ...]:
-    """Return values that are vLLM's defaults, and knobs without effect."""
+    """Return merges that ignore knobs without effect, and that treat vLLM's defaults as not set."""
 
     def batch(c: Columns) -> dict[str, IntArray]:
         tokens, seqs = own.batch_defaults(task, c[TP] * c[PP])
@@ -385,7 +390,7 @@ WORKLOAD = Engine(
     protocol=_protocol,
     router=_router,
     reports=REPORTS,
-    host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients, 5 settings
+    host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores: 50 million parameters, 4 to 16 clients, 5 settings
     graph_tokens=_graph_tokens,
     published_runs=PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0"),
 )

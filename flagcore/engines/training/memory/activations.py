@@ -61,10 +61,10 @@ def ffn(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 
 
 def dense_products(train: Training, sizes: Sizes, width: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the bytes that an FFN of inner width `width` stores before and after its activation function, and its
-    work.
+    """Return the bytes that an FFN stores before its activation function, the bytes after it, and its work.
 
-    The work is the bytes that its backward needs in addition to the gradient of its output.
+    `width` is the inner width of the FFN. The work is the bytes that its backward needs in addition to the gradient of
+    its output.
     """
     first, last, moments = products(train, sizes, sizes.tokens, width)
     input_copies = sizes.whole + sizes.scattered + sizes.gathered * train.transformer_engine
@@ -96,7 +96,7 @@ def stored_scores(train: Training, layout: Layout) -> FloatArray:
     """Return the bytes that the attention core stores in addition to its inputs and output.
 
     A fused core stores one fp32 number per row (log-sum-exp; Dao 2023, arXiv 2307.08691). An unfused core stores the
-    probabilities, and with dropout `DROPOUT_FACTOR` times as many bytes.
+    attention probabilities or, with dropout, `DROPOUT_FACTOR` times as many bytes.
     """
     rows = layout.tokens(train.sequence) * train.model.num_attention_heads / layout.tensor
     if train.flash:
@@ -148,9 +148,10 @@ def _latent_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
 
 
 def _stores_core_copy(train: Training, layout: Layout) -> FloatArray:
-    """Return 1 where context parallelism stores a second copy of the core's output, before its collective, else 0.
+    """Return 1 for candidates whose context parallelism stores a second copy of the core's output, else 0.
 
-    This happens with all-to-all and all-gather, not with p2p (transformer-engine 2.9 `context_parallel.py`).
+    The copy is the output before the collective of all-to-all and all-gather; p2p stores none (transformer-engine 2.9
+    `context_parallel.py`).
     """
     has_context: FloatArray = (layout.context > 1).astype(np.float64)
     return has_context * (train.transformer_engine and train.options.cp_comm != "p2p")
@@ -240,10 +241,10 @@ def gathered_tokens(layout: Layout, sizes: Sizes) -> FloatArray:
 def _dispatch_bytes(
     layout: Layout, traffic: FloatArray, inputs: FloatArray, has_many: BoolArray, is_split: BoolArray
 ) -> FloatArray:
-    """Return the bytes held by dispatch and return when the experts' output is sent back, without the experts' input.
+    """Return the bytes of the tensors of dispatch and return while the experts' output is sent back.
 
     They are the tokens sorted by expert, the tokens received from other ranks, the experts' output, and the output
-    reordered or summed over ranks. A step that a layout does not need adds nothing.
+    reordered or summed over ranks, but not the experts' input. A step that a layout does not need adds nothing.
     """
     has_other_ranks = layout.expert > 1
     permuted = traffic * (has_other_ranks | has_many | is_split)

@@ -1,5 +1,4 @@
-"""Bytes that the modules of a layer store for one micro-batch, including the effects of selective recompute and
-offload.
+"""Bytes that the modules of a layer store for one micro-batch, with the effects of selective recompute and offload.
 
 Saving more never increases the predicted memory: a saving adds at most as many bytes to the peak as the other layers in
 flight save. In Megatron it may increase: with one layer in flight, recompute holds a module's output and its recomputed
@@ -21,8 +20,9 @@ from flagcore.engines.transformer import attended
 
 @dataclass(frozen=True, slots=True)
 class ExtraBytes:
-    """Bytes that recompute or offload adds to a module's peak, limited to `saved_per_layer` for each other layer in
-    flight.
+    """Bytes that recompute or offload adds to a module's peak.
+
+    They are limited to `saved_per_layer` for each other layer in flight.
     """
 
     bytes: FloatArray
@@ -57,7 +57,7 @@ class Module:
 
 
 def stored(modules: Sequence[Module]) -> FloatArray:
-    """Return the bytes that `modules` store."""
+    """Return the total bytes that `modules` store."""
     return sum((module.stored for module in modules), np.zeros(()))
 
 
@@ -106,7 +106,8 @@ class Sizes:
 
 LINEAR_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 """Bytes per element of a linear layer's saved input: 8 or 4 bits, and the scale of a block of 32 or 16 elements.
-From the definitions of the number formats."""
+
+The values follow from the definitions of the number formats."""
 
 
 EXPERT_TENSORS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
@@ -143,9 +144,7 @@ class RecomputedTensors:
 
     @property
     def needs_extra(self) -> bool:
-        """Whether recompute needs more bytes at the peak of the layer than storing the tensors: for copies or an
-        output.
-        """
+        """Whether recompute holds more at the peak than the stored tensors: several copies or an output."""
         return self.copies > 1.0 or self.output is not None
 
 
@@ -192,8 +191,7 @@ def saving(
     offloaded: Collection[str],
     on_host: FloatArray | float,
 ) -> list[Module]:
-    """Return a layer's modules without their recomputed tensors and, where `on_host` is 1, without the `offloaded`
-    tensors.
+    """Return a layer's modules without their recomputed tensors and, if `on_host` is 1, without the `offloaded` ones.
 
     If several of `recomputed` contain the same tensor, the first one applies. Recomputed tensors are not offloaded.
     During backward, the offloaded tensors of one layer are on the device, because each tensor that is no longer needed
@@ -235,7 +233,7 @@ def _offload(
     offloaded: Collection[str],
     on_host: FloatArray | float,
 ) -> None:
-    """Move the offloaded bytes from the stored tensors of the modules to their peaks, in place."""
+    """Change the stored tensors and the peaks of modules in place: offloaded bytes only count at the peaks."""
     offloaded_bytes = []
     for tensors in remaining:
         names = [name for name in tensors if name in offloaded]
@@ -251,16 +249,17 @@ def _offload(
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Peaks of a layer above its stored bytes: the maximum of the modules without savings, and a peak for each other
-    module.
-    """
+    """Peaks of a layer above its stored bytes: one for each module with savings, and the maximum of the others."""
 
     without_savings: FloatArray
     saving: tuple[tuple[FloatArray, tuple[ExtraBytes, ...]], ...]
 
     @classmethod
     def from_modules(cls, row: Sequence[Module], offset: FloatArray | float = 0.0, split: int = 0) -> Moments:
-        """Return the peaks of a layer plus `offset`. The first `split` modules do not depend on the later ones."""
+        """Return the peaks of a layer with these modules, plus `offset`.
+
+        The first `split` modules do not depend on the later ones.
+        """
         without_savings, later_bytes, saving = np.zeros(()), np.zeros(()), []
         for index, module in reversed(list(enumerate(row))):
             if index == split - 1:

@@ -89,8 +89,7 @@ class Kinds:
         return in_flight(self.layout, stage.index, self.train.options)
 
     def early_in_flight(self, stage: Stage) -> FloatArray:
-        """Return the micro-batches in flight on the last virtual stage of a device that has early multi-token
-        prediction.
+        """Return the micro-batches in flight on the last virtual stage of devices with early multi-token prediction.
 
         The result is 0 for other stages.
         """
@@ -212,7 +211,9 @@ class _Work:
 
     @classmethod
     def from_stage(cls, stage: Stage, kinds: Kinds) -> _Work:
-        """Combine the layers of a stage. Uniform recompute in chunks of one layer is one block of all layers."""
+        """Return the layers of a stage. Uniform recompute in chunks of one layer is treated as one block of all
+        layers.
+        """
         (dense, moe), layout, hidden = kinds.on(stage), kinds.layout, kinds.sizes.hidden
         chunk = np.maximum(stage.chunk, 1.0)
         block = np.where(layout.uniform > 0, 0.0, block_layers(layout, stage.index, kinds.train.options))
@@ -222,9 +223,7 @@ class _Work:
         return cls(layout, stage, dense, moe, chunk, block, least, hidden, plain)
 
     def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return the numbers of fully stored layers, without and with experts, and the input bytes of the recomputed
-        layers.
-        """
+        """Return the numbers of fully stored layers, without and with experts, and the input bytes of the others."""
         dense, moe = _whole(self.layout, self.stage, block)
         return dense, moe, (self.stage.layers - dense - moe) * self.input
 
@@ -297,8 +296,8 @@ def _backward(
 ) -> FloatArray:
     """Return the peak of the backward pass of a stage's fully stored layers, in bytes above their stored bytes.
 
-    Backward begins with the last layer. When it reaches the leading dense layers, the later layers are freed, but an
-    overlapping forward pass has allocated their bytes again by then.
+    Backward begins with the last layer. When it reaches the leading dense layers, the later layers have been freed. If
+    a forward pass overlaps, it has allocated the freed bytes again by then.
     """
     whole = _whole(layout, stage, block)
     first = dense.above(whole[0] * stage.in_flight, crossed)
@@ -324,12 +323,12 @@ def activation_parts(stage: Stage, kinds: Kinds, found: StageActivations) -> Par
 
 
 def _schedule_tensors(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:
-    """Return how many tensors between stages the pipeline's loop still references, during a layer's backward and at the
-    loss.
+    """Return the number of tensors between stages that the pipeline's loop still references.
 
-    With 1F1B these are the last sent gradient and, until a new graph replaces the old one, the last stage's previous
-    input. With interleaved 1F1B there are about as many for each virtual stage, with an error of at most two. Counted
-    in megatron-core 0.16 (`pipeline_parallel/schedules.py`).
+    There are two numbers: during a layer's backward, and at the loss. With 1F1B the tensors are the last sent gradient
+    and, until a new graph replaces the old one, the last stage's previous input. With interleaved 1F1B there are about
+    as many for each virtual stage, with an error of at most two. Counted in megatron-core 0.16
+    (`pipeline_parallel/schedules.py`).
     """
     end = layout.pipeline - 1.0
     steady = (stage.index > 0) & (layout.microbatches > end - stage.index + 1.0)

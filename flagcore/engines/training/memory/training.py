@@ -42,8 +42,9 @@ There is one copy for each direction of a product (transformer-engine 2.9, `get_
 products support both directions stores only one."""
 
 BUCKET_MULTIPLE = 128
-"""Megatron pads gradient buffers to a common multiple of this number and of the number of ranks that share them
-(megatron-core 0.16)."""
+"""Megatron pads gradient buffers to a common multiple of this and of the number of ranks that share them.
+
+Source: megatron-core 0.16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +216,7 @@ def step_bytes(train: Training, layout: Layout, dense: FloatArray, experts: Floa
 
 
 def _gradient_placeholders(train: Training, layout: Layout, stage: Stage) -> FloatArray:
-    """Return the bytes of the placeholders for gradients: one 16-bit tensor for each distinct weight shape of the
-    stage.
-    """
+    """Return the bytes of the placeholders for gradients: one 16-bit tensor for each distinct weight shape."""
     model, tensor, h = train.model, layout.tensor, train.model.hidden_size
     gate_factor = 2.0 if model.gated_linear_unit else 1.0
     compression, projection = projection_weights(model)
@@ -294,7 +293,7 @@ def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stage
 
 
 def used_bytes(model: MemoryModel, reserved: FloatArray, layout: Layout) -> FloatArray:
-    """Return the memory in use on a device whose allocator has reserved `reserved` bytes."""
+    """Return the memory in use on a device whose allocator reserves `reserved` bytes."""
     used, buffers = model.device_used_bytes(reserved), communicator_bytes(model)
     return used + buffers * layout.communicators() if buffers else used
 
@@ -386,7 +385,7 @@ class _Estimate:
         return replace(estimate, selective=estimate._with_selective(modules, uniform)) if uniform.size else estimate
 
     def _with_selective(self, modules: frozenset[str], rows: IntArray) -> _Estimate:
-        """Return the estimate of the candidates `rows` if selective recompute of `modules` replaces any other
+        """Return the estimate of the candidates `rows`, with selective recompute of `modules` as their only
         recompute.
         """
         train, layout, zeros = self.kinds.train, self.kinds.layout[rows], np.zeros(rows.shape)
@@ -442,9 +441,7 @@ class _Estimate:
         return Memory(static=static, activation=activation, peak=peak, worst_stage=stage_.index.astype(np.int64))
 
     def _may_hold_more(self) -> bool:
-        """Return whether full recompute, or recompute of whole mixtures of experts, leaves more bytes allocated after a
-        step.
-        """
+        """Return whether recompute leaves more bytes allocated after a step: full, or of whole mixtures of experts."""
         options, layout = self.kinds.train.options, self.kinds.layout
         if self.kinds.train.model.num_moe_experts is None:
             return False
@@ -452,7 +449,7 @@ class _Estimate:
         return bool(recomputes_layers or ("moe" in options.recompute_modules and layout.selective.any()))
 
     def _peak_without_full(self, stage_: Stage, rows: IntArray, step: FloatArray, gathered: FloatArray) -> FloatArray:
-        """Return the peak of a step of the candidates `rows` with less recompute: the lower of two estimates."""
+        """Return the peak of a step of the candidates `rows` if they recomputed less, as the lower of two estimates."""
         modules, part, peaks = self.kinds.train.options.recompute_modules, stage_[rows], []
         gathered = gathered if gathered.ndim == 0 else gathered[rows]
         for fewer in {modules - {"moe"}, modules}:

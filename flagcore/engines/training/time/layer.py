@@ -288,7 +288,7 @@ def _shared_expert_block(train: Training, layout: Layout, costs: Costs, tp: Tens
 
 
 def _overlap_dispatch(block: Block, overlap: BoolArray) -> Block:
-    """Return a block whose token dispatch overlaps another micro-batch's kernels, which take as long as the block's
+    """Return a block whose token dispatch overlaps another micro-batch's kernels, which take the same time as its
     own.
     """
 

@@ -109,8 +109,7 @@ def gradient_time(
     params: tuple[FloatArray, FloatArray],
     stage: StageTime,
 ) -> FloatArray:
-    """Return the exposed seconds per step for reducing gradients and, with a distributed optimizer, for gathering
-    weights.
+    """Return the exposed seconds per step for reducing gradients and for gathering a distributed optimizer's weights.
 
     `params` are the largest numbers of dense and of expert parameters of a stage on a node group. Gradients are
     all-reduced, or reduce-scattered with a gather of the weights (arXiv 1910.02054, section 7). Overlapped collectives
@@ -145,9 +144,7 @@ def gradient_time(
 
 
 def _exposed(seconds: FloatArray, window: FloatArray, share: FloatArray) -> FloatArray:
-    """Return the exposed time of a collective that overlaps kernels for `window` seconds, including the kernels'
-    slowdown.
-    """
+    """Return the exposed time of a collective that overlaps `window` seconds of kernels, with the kernels' slowdown."""
     overlap = np.minimum(seconds, window)
     return seconds - overlap + share * overlap
 

@@ -30,8 +30,9 @@ proportional."""
 
 @dataclass(frozen=True, slots=True)
 class Seconds(ArrayRecord):
-    """Seconds of kernels (`compute`) and of exposed collectives by kind of parallelism, and the number of kernel
-    `launches`.
+    """Seconds of kernels (`compute`) and of exposed collectives, by kind of parallelism.
+
+    `launches` is the number of kernels.
     """
 
     compute: FloatArray
@@ -42,7 +43,7 @@ class Seconds(ArrayRecord):
 
     @classmethod
     def from_compute(cls, compute: FloatArray, **others: FloatArray) -> Seconds:
-        """Return the seconds of kernels and of the `others` named; missing fields are 0."""
+        """Return an instance with `compute` and the fields in `others`. All other fields are 0."""
         zeros = np.zeros_like(compute)
         parts = {"tensor": zeros, "context": zeros, "expert": zeros, "launches": zeros, **others}
         return cls(compute, **parts)
@@ -133,9 +134,7 @@ def as_integers(array: FloatArray) -> IntArray:
 def collective(
     costs: Costs, kind: str, payload: FloatArray, ranks: FloatArray, stride: FloatArray | None = None
 ) -> FloatArray:
-    """Return the seconds of a collective of kind `kind` among `ranks` devices whose indices differ by `stride` (default
-    1).
-    """
+    """Return the seconds of a collective among `ranks` devices, whose indices differ by `stride` (default 1)."""
     strides = as_integers(np.ones_like(ranks) if stride is None else stride)
     return costs.collectives.seconds(kind, payload, as_integers(ranks), strides)
 
@@ -166,8 +165,7 @@ class TensorCollectives:
         return np.where(self.sequence_parallel > 0, self.gather + self.scatter, self.reduce)
 
     def backward(self, first: Linear) -> FloatArray:
-        """Return the exposed communication of a block's backward pass in seconds; `first` is the block's first linear
-        layer.
+        """Return the exposed communication of a block's backward pass in seconds. `first` is its first linear layer.
 
         With sequence parallelism the gradient of the output is gathered first. The second gather of the input overlaps
         the product for the input gradient, and the reduction of the input gradient overlaps the product for the weight

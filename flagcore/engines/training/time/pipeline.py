@@ -13,8 +13,10 @@ from flagcore.engines.training.stages import Stage, depths_received
 from flagcore.engines.training.time.passes import Messages, StageTime
 
 REFILL_LAUNCHES = 45.0
-"""Kernel launches until a device is busy again after a message, because the host synchronises with each message
-(megatron-core 0.16 `p2p_communication.py`). Fitted to the interleaved runs of one paper: 0.4 to 0.6 ms each."""
+"""Kernel launches until a device is busy again after a message, because the host synchronises with each message.
+
+Source of the synchronisation: megatron-core 0.16 `p2p_communication.py`. Fitted to the interleaved runs of one paper:
+0.4 to 0.6 ms each."""
 
 
 def pipeline_time(
@@ -58,11 +60,10 @@ def pipeline_time(
 def sends(
     train: Training, layout: Layout, costs: Costs, placement: Placement, last: Stage
 ) -> tuple[Messages, FloatArray, FloatArray, FloatArray]:
-    """Return the messages, whether sending blocks the sender (1 or 0), and the seconds of a usual and of a mean
-    message.
+    """Return the messages, whether sending blocks (1 or 0), and the seconds of a usual and of a mean message.
 
-    If sending blocks, each message takes the time of its node group or border, which differs from the usual one by
-    `Messages.send_delays`. Otherwise all messages take the mean time.
+    If sending blocks the sender, each message takes the time of its node group or border, which differs from the usual
+    one by `Messages.send_delays`. Otherwise all messages take the mean time.
     """
     messages, blocking = Messages.from_layout(train, layout, costs, placement), sender_waits(train, layout, last)
     refill = blocking * _refill_seconds(costs)

@@ -137,7 +137,7 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
     messages = np.minimum(2.0 * message * np.where(waits > 0, m * layout.virtual, layout.pipeline - 1.0), idle)
     gradients_s = []
     for number, (mesh, group) in enumerate(zip(placement.layouts, groups, strict=True)):
-        # the largest numbers of parameters of a stage on this node group
+        # Find the largest numbers of parameters of a stage on this node group.
         here = [placement.group(each.index) == number if placement.starts else True for each in distinct_stages]
         dense = np.maximum.reduce([each.dense * there for each, there in zip(timed, here, strict=True)])
         experts = np.maximum.reduce([each.experts * there for each, there in zip(timed, here, strict=True)])
@@ -198,7 +198,7 @@ def _in_replica(layout: Layout) -> Layout:
 
 
 def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds of a rank of pipeline stage `index`: forward and backward of a step, and the optimizer.
+    """Return the seconds of a rank of pipeline stage `index`: forward and backward of a step, and the optimizer step.
 
     Collectives and waits for other ranks are not included.
     """
@@ -421,9 +421,7 @@ class Pace:
         mtp: bool = False,
         last: bool = False,
     ) -> FloatArray:
-        """Return the seconds of one micro-batch on a stage with `layers` layers, of which `leading` are leading dense
-        layers.
-        """
+        """Return the seconds of one micro-batch on a stage with `layers` layers, including `leading` dense layers."""
         blocks = self.blocks
         total = blocks.layer * (layers - leading + self.depths * mtp)
         if np.any(leading):
@@ -452,7 +450,7 @@ def _weights(
     last: float = 0.0,
     mtp: float = 0.0,
 ) -> FloatArray:
-    """Return the number of weights of a stage with these parts; `layers` is the number of MoE layers."""
+    """Return the number of weights of a stage with the given parts; `layers` is the number of MoE layers."""
     zeros = np.zeros_like(layout.data)
     part = Part(*(zeros + each for each in (first, last, last, dense + layers, dense, mtp)))
     parts: dict[str, FloatArray] = {each.name: getattr(part, each.name) for each in fields(part)}
