@@ -128,9 +128,9 @@ def importer(name: str | None = None) -> Importer:
 
 
 def watcher(name: str) -> Callable[[RunEvent], object]:
-    """Return the hook `flagcore_on_event` of the watcher `name` as a function. Raises SpecError or NoDevice like `workload`.
+    """Return the hook `flagcore_on_event` of the watcher `name` as a function.
 
-    The function lets exceptions of the watcher through.
+    The function lets exceptions of the watcher through. Raises SpecError or NoDevice like `workload`.
     """
 
     def load(found: object) -> Plugin:
@@ -144,7 +144,7 @@ def watcher(name: str) -> Callable[[RunEvent], object]:
 
 
 def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
-    """Return the object `name` in `group`, after checking that it implements `protocol`. Raises SpecError or NoDevice like `workload`."""
+    """Return the object `name` in `group`, if it implements `protocol`. Raises SpecError or NoDevice like `workload`."""
     found: T = _checked(group, name, partial(check_protocol, protocol), key)
     return found
 
