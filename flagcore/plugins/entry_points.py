@@ -144,7 +144,7 @@ def watcher(name: str) -> Callable[[RunEvent], object]:
 
 
 def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
-    """Return the object `name` in `group`, if it implements `protocol`. Raises SpecError or NoDevice like `workload`."""
+    """Return the object `name` in `group` if it implements `protocol`. Raises SpecError or NoDevice like `workload`."""
     found: T = _checked(group, name, partial(check_protocol, protocol), key)
     return found
 
