@@ -5,8 +5,8 @@ Job records of published runs omit some settings. They are filled in as follows:
 - The KV cache has 8-bit elements if the chip computes in 4 bits and the weights have fewer than 16 bits: recipes for
   such chips use such a cache, and the numbers of requests in published points confirm it. Otherwise it has 16 bits.
 - If the weights take more than 80% of a device's memory, the engine may use 95% of that memory.
-- If the engine's release is missing or is a commit, `PublishedRuns.release` is used, which was released around the time
-  of the measurements.
+- A missing release, or a commit instead of a release, is replaced with `PublishedRuns.release`, which dates from the
+  time of the measurements.
 - Other settings come from the engine's `PublishedRuns`, then from its defaults.
 """
 
