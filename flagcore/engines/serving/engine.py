@@ -136,7 +136,7 @@ class Engine(EngineProfile, Workload):
         result = np.ones(next(iter(columns.values())).size, dtype=np.bool_)
         for name, column in columns.items():
             value, order = values.get(name), orders.get(name, 0)
-            if isinstance(value, str):  # the code of a word is known only to its axis
+            if isinstance(value, str):  # its code is not known here, so no row is certain
                 return np.zeros_like(result)
             code = 0 if value is None else int(value)
             if order > 0 and code > 0:

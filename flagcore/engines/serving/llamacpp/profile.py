@@ -100,7 +100,7 @@ def total_context(task: Task) -> int:
 
 
 def slot_context(task: Task, context: int | None) -> int:
-    """Return the context of one slot in tokens, rounded up to SLOT_GRAIN; by default that of the longest request."""
+    """Return `context`, or by default the tokens of the longest request, rounded up to a multiple of SLOT_GRAIN."""
     return -(-(context or longest_request(task.spec.serve.loads, task.spec.model.vision)) // SLOT_GRAIN) * SLOT_GRAIN
 
 

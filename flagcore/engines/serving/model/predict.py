@@ -1,4 +1,4 @@
-"""Predicts memory, latencies and rates of servers for columns of candidates."""
+"""Combines memory, iteration times and simulated loads into the predictions of candidates."""
 
 import os
 from dataclasses import fields, replace
