@@ -29,20 +29,25 @@ from flagcore.tuner.store.directory import RunDirectory
 RESULT, SPEC = "result.json", "spec.yaml"
 RUNNING, FINISHED, INTERRUPTED = N_("running"), N_("finished"), N_("interrupted")
 UNMEASURED, UNREADABLE = N_("no measurement"), N_("unreadable")
-"""States of a run. If no process holds a run, and it has no reason for stopping, it was interrupted."""
+"""States of a run. A run is interrupted if no process holds it, and its result gives no reason why it stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Run(Notebook):
     """The content of a run's folder. The run may be finished, interrupted or in progress.
 
-    `spec`: the spec's data with absolute paths. `data`: the content of `result.json`, empty if the run was killed
-    before it was written. `trials`: one trial per candidate in order of execution. `repeats`: the final repeated runs
-    of the baseline, the best and its rivals. `probes`: the trials of a lower fidelity. `imported`: the trials of
-    another tool. `gains`: the speed of the best over the baseline minus one, for each round of repeats. `engines`: the
-    runs of each engine if several were tuned; the other fields are then from the run of the best engine.
-    `search_state`: the state of the search after all trials. Units are seconds and bytes, as in
-    `flagcore.domain.trial`.
+    Units are seconds and bytes, as in `flagcore.domain.trial`.
+
+    - `spec`: the spec's data with absolute paths.
+    - `data`: the content of `result.json`, empty if the run was killed before it was written.
+    - `trials`: one trial per candidate in order of execution.
+    - `repeats`: the final repeated runs of the baseline, the best and its rivals.
+    - `probes`: the trials of a lower fidelity.
+    - `imported`: the trials of another tool.
+    - `gains`: the speed of the best over the baseline minus one, for each round of repeats.
+    - `engines`: the runs of each engine if several were tuned; the other fields are then from the run of the best
+      engine.
+    - `search_state`: the state of the search after all trials.
     """
 
     folder: Path
@@ -121,7 +126,7 @@ def read_run(path: Path) -> Run:
     data = _result(path)
     if isinstance(data.get("engines"), Mapping):
         return _run_of_several_engines(path, data)
-    from flagcore.tuner.store.trials import stored_trials  # optuna takes a while to load
+    from flagcore.tuner.store.trials import stored_trials  # importing optuna is slow
 
     identity = RunDirectory(path).identity()
     if identity is None:

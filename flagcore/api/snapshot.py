@@ -209,8 +209,8 @@ GIB = 2**30
 MAX_PAST = 300
 """Maximum number of earlier measurements. Chosen to limit the run time of the model, which is cubic in this number."""
 MAX_LOG_RATIO = 3.0
-"""A record is skipped if the logarithm of measured over predicted exceeds this (a factor of 20). Chosen: such a factor
-is not a model error."""
+"""A record is skipped if the logarithm of measured over predicted exceeds this (a factor of 20). Chosen by hand: such a
+factor is not a model error."""
 
 
 def past_of_problem(problem: Problem, plugins: Plugins, run: str) -> PastMeasurements:

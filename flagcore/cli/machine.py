@@ -72,7 +72,7 @@ def completion_command(shell: str) -> None:
 
 
 def _finite(context: click.Context, option: click.Parameter, value: float) -> float:
-    """Reject nan, which passes the check of every range."""
+    """Reject nan, which every range check accepts."""
     if not math.isfinite(value):
         raise click.BadParameter(_("{value} is not a number of seconds", value=value), context, option)
     return value

@@ -31,14 +31,14 @@ COMMANDS = {name: module for module, names in MODULES.items() for name in names}
 
 
 class Commands(click.Group):
-    """Imports the module of a command when the command is used."""
+    """A group that imports the module of a command only when the command is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands in alphabetical order."""
         return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command with a name; None for an unknown name."""
+        """Return the command with this name, or None if the name is unknown."""
         if cmd_name not in COMMANDS:
             return None
         return translated(getattr(import_module(COMMANDS[cmd_name]), f"{cmd_name}_command"))
@@ -46,7 +46,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command of the arguments. Raises UsageError with a close match for an unknown name."""
+        """Return the command that the arguments name. For an unknown name, raises UsageError with a close match."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             ctx.fail(
                 "; ".join(filter(None, [_("no such command {name!r}", name=args[0]), did_you_mean(args[0], COMMANDS)]))
@@ -54,7 +54,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. A closed pipe (`flag schema | head`) is not an error."""
+        """Run a command. A closed pipe, as in `flag schema | head`, is not an error."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -75,7 +75,7 @@ def flag() -> None:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its status."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup, so it stays ignored
             signal.signal(number, _interrupt)
     _configure_streams()
     _choose_language()
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _discard_stdout()
         status = 0
     except OSError as error:
-        if error.errno == errno.ENOENT and not error.filename:  # the working directory was deleted
+        if error.errno == errno.ENOENT and not error.filename:  # raised if the working directory was deleted
             say(_("flag: the working directory does not exist; change to another one"))
             sys.exit(2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _configure_streams() -> None:
-    """Redirect closed streams to /dev/null, and print characters outside of the encoding as escapes."""
+    """Redirect closed streams to /dev/null. Print characters outside a stream's encoding as escapes."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -129,7 +129,7 @@ def _configure_streams() -> None:
 
 
 def _choose_language() -> None:
-    """Select the language of the environment; English if a stream cannot encode it."""
+    """Select the language of the environment. It is English if a stream cannot encode that language."""
     requested = os.environ.get(VARIABLE, "")
     if not choose(requested):
         say(f"flag: {VARIABLE} = {requested!r} is not a supported language; use {' or '.join(LANGUAGES)}")
@@ -147,7 +147,7 @@ def _encodes_chinese(stream: Any) -> bool:
 
 
 def _discard_stdout() -> None:
-    """Redirect stdout to /dev/null: Python would report a failed flush at exit."""
+    """Redirect stdout to /dev/null, because Python would otherwise report a failed flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -159,7 +159,7 @@ SENTENCE = re.compile(r"[^。.]*[。.]")
 
 
 def translated(command: click.Command) -> click.Command:
-    """Return a command with its help in the selected language."""
+    """Return a command whose help is in the selected language."""
     if language() == "en":
         return command
     for module in (core, decorators, exceptions, formatting, parser, types):

@@ -25,7 +25,7 @@ FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 
 
 def output(command: F) -> F:
-    """Add `--format`, `--json` and `--wide`; the command receives `form`. All formats except tables are in English."""
+    """Add `--format`, `--json` and `--wide`. The command receives `form`. All formats except tables are in English."""
 
     @wraps(command)
     def with_language(*arguments: Any, **others: Any) -> Any:
@@ -37,7 +37,7 @@ def output(command: F) -> F:
 
 
 def formats(command: F) -> F:
-    """Add the same options for a command that also writes files in the language of the user."""
+    """Add the same options as `output`, for a command that also writes files in the user's language."""
 
     @wraps(command)
     def fitting(*arguments: Any, wide: bool, **others: Any) -> Any:
@@ -56,13 +56,13 @@ def formats(command: F) -> F:
 
 
 def language_of(form: str) -> AbstractContextManager[None]:
-    """Return the context of an output format: tables are in the language of the user, other formats in English."""
+    """Return the language context of an output format. Tables are in the user's language, other formats in English."""
     return nullcontext() if form == "table" else in_english()
 
 
 @contextmanager
 def on_terminal(wide: bool = False) -> Iterator[None]:
-    """Fit tables to the width of the terminal, unless `wide`."""
+    """Fit tables to the width of the terminal, unless `wide` is set."""
     from flagcore.report.formats import fitted
 
     fits_terminal = sys.stdout.isatty() and not wide
@@ -71,7 +71,7 @@ def on_terminal(wide: bool = False) -> Iterator[None]:
 
 
 def plugins(command: F) -> F:
-    """Add `--no-plugin`; the command receives `without`, a tuple of names."""
+    """Add `--no-plugin`. The command receives `without`, a tuple of plugin names."""
     text = N_("Disable a plugin (repeatable).")
     option = click.option("--no-plugin", "without", multiple=True, metavar="NAME", help=text, shell_complete=_plugins)
     return option(command)
@@ -89,7 +89,7 @@ def objective(command: F) -> F:
 
 
 def _chips(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
-    """Complete the name of a chip by its name or an alias."""
+    """Complete the name of a chip from its name or an alias."""
     from flagcore import api
 
     chips = ((each["chip"], *each["aliases"]) for each in api.chip_table())
@@ -108,7 +108,7 @@ def spec(command: F) -> F:
 
 
 def tree(command: F) -> F:
-    """Add SPEC or another tuner's config (`--config-path`, `--config-name`, OVERRIDES) as the argument `source`."""
+    """Add the argument `source`: SPEC, or another tuner's config (`--config-path`, `--config-name`, OVERRIDES)."""
 
     @wraps(command)
     def with_source(
@@ -138,7 +138,7 @@ def tree(command: F) -> F:
 
 
 def _with_tree(command: F, path: str, name: str, overrides: list[str], others: dict[str, Any]) -> Any:
-    """Call a command with the data of another tuner's config; errors name the keys of that config."""
+    """Call a command with the data of another tuner's config. Errors name the keys of that config."""
     from flagcore import api
     from flagcore.errors import SpecError
 
@@ -151,14 +151,14 @@ def _with_tree(command: F, path: str, name: str, overrides: list[str], others: d
 
 
 def new_file(command: F) -> F:
-    """Add `-o`; the command receives `output`, for `write_new`."""
+    """Add `-o`. The command receives `output`, which it passes to `write_new`."""
     text = N_("Output file [default: stdout].")
     kind = click.Path(path_type=Path)
     return click.option("-o", "--output", type=kind, metavar="FILE", help=text)(command)
 
 
 def write_new(text: str, output: Path | None) -> None:
-    """Print a text, or write it to a file that must not exist."""
+    """Print a text, or write it to a file that must not exist yet."""
     if output is None:
         click.echo(text, nl=False)
         return
@@ -177,18 +177,18 @@ def print_notes(notes: Iterable[ImportNote]) -> None:
 
 
 def joined(records: list[dict[str, Any]], form: str, key: str, separator: str = ", ") -> list[dict[str, Any]]:
-    """Return records with the list under `key` joined to one text, if the format has columns."""
+    """Return the records. If the format has columns, the list under `key` is joined to one text."""
     if form not in ("table", "csv"):
         return records
     return [{**record, key: separator.join(record[key])} for record in records]
 
 
 FORMAT_OF_MESSAGES: list[Callable[[str, str], str]] = []
-"""Empty, or the function that formats messages, given the level and the text."""
+"""The function that formats messages, given the level and the text. The list is empty for the default format."""
 
 
 def say(text: str, level: str = "info") -> None:
-    """Print a message to stderr, whose lines fit a terminal; a closed stderr is ignored."""
+    """Print a message to stderr, with lines that fit the terminal. If stderr is closed, nothing is printed."""
     if not FORMAT_OF_MESSAGES:
         text = _wrapped(text, _message_width())
     for form in FORMAT_OF_MESSAGES:
@@ -198,14 +198,14 @@ def say(text: str, level: str = "info") -> None:
 
 
 def columns(*tables: str) -> dict[str, str]:
-    """Return the columns of tables side by side: headings, and dotted keys of a record."""
+    """Return the columns of several tables side by side: their headings, and dotted keys of a record."""
     from flagcore.report.formats import table_columns
 
     return table_columns(*tables)
 
 
 def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str, str]) -> None:
-    """Print records in a format; `columns` maps the headings of tables to dotted keys."""
+    """Print records in a format. `columns` maps the headings of table columns to dotted keys."""
     from flagcore.report.formats import render
 
     show(render(records, form, columns), form)
@@ -219,7 +219,7 @@ def is_fitted() -> bool:
 
 
 def show_record(record: Mapping[str, Any], form: str) -> None:
-    """Print one record with all its fields. As JSON it is an object, not a list."""
+    """Print one record with all its fields. In JSON, it is an object instead of a list."""
     if form == "json":
         click.echo(json.dumps(record, indent=2, ensure_ascii=False))
     else:
@@ -227,21 +227,21 @@ def show_record(record: Mapping[str, Any], form: str) -> None:
 
 
 def show(text: str, form: str = "table") -> None:
-    """Print a result to stdout; text and tables fit the terminal."""
+    """Print a result to stdout. Text and tables fit the terminal."""
     from flagcore.report.formats import WIDTH
 
     click.echo(_wrapped(text, WIDTH.get()) if form in ("table", "text") else text)
 
 
 def _message_width() -> int | None:
-    """Return the width of the terminal that shows stderr; None for another stderr and with `--wide`."""
+    """Return the width of the terminal that shows stderr. It is None if stderr is no terminal, and with `--wide`."""
     context = click.get_current_context(silent=True)
     is_wide = context is not None and context.params.get("wide")
     return shutil.get_terminal_size().columns if sys.stderr.isatty() and not is_wide else None
 
 
 def _wrapped(text: str, width: int | None) -> str:
-    """Wrap long lines to a width; paths are not broken."""
+    """Wrap lines that are longer than `width`. Paths are not broken."""
     if width is None:
         return text
     lines = text.split("\n")

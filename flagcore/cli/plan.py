@@ -1,4 +1,4 @@
-"""flag estimate, probe, explain and compare: predictions, and why a candidate wins or loses."""
+"""The commands flag estimate, probe, explain and compare: predictions, and why a candidate wins or loses."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _estimate_spec(spec: str, top: int, explain: str | None, form: str, **argume
 
 
 def _number(explain: str | None) -> int:
-    """Return the number of the candidate to explain; 0 for the baseline, or without a candidate."""
+    """Return the number of the candidate to explain. It is 0 for the baseline, and if no candidate is named."""
     if explain in (None, "baseline"):
         return 0
     if not str(explain).isdecimal() or not 1 <= int(str(explain)) <= MAX_EXPLAINED:
@@ -151,7 +151,7 @@ def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs, labels: L
 
 
 def _is_pipe(file: str) -> bool:
-    """Return whether a file is a pipe, whose writer may wait for each prediction before it writes the next line."""
+    """Return whether a file is a pipe. Its writer may wait for each prediction before it writes the next line."""
     try:
         mode = os.fstat(0).st_mode if file == "-" else os.stat(file).st_mode
     except OSError:
@@ -163,7 +163,7 @@ MAX_EXPLAINED = 100_000
 
 
 def _records(file: str) -> Iterator[Any]:
-    """Yield the record of each line, or its error. Raises UsageError for an empty file."""
+    """Yield the record of each line, or the line's error. Raises UsageError if the file is empty."""
     from flagcore.errors import UsageError
     from flagcore.spec import read_job_lines
 

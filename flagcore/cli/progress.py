@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, plain lines elsewhere, or lines of JSON for `--log-format json`."""
+"""Shows progress on stderr: a bar on a terminal, plain lines elsewhere, or lines of JSON for `--log-format json`."""
 
 import json
 import logging
@@ -25,19 +25,19 @@ from flagcore.report.text import (
 )
 
 MIN_NAME = 10
-"""Minimum number of columns for a running configuration."""
+"""The minimum number of columns in which a running configuration is shown."""
 WIDE = 70
-"""Minimum width of a line that tells that the time left is a maximum."""
+"""The minimum width of a line that says that the remaining time is a maximum."""
 
 
 def general_lines(event: Event) -> list[str]:
-    """Return the lines of an event that are not about its trial."""
+    """Return the lines of an event that do not concern its trial."""
     notes = [_(event.note)] if event.note else []
     return [search_time_text(event.search_time), *notes] if event.search_time else notes
 
 
 def line(event: Event) -> str:
-    """Return an event as one line: the trial, its result, finished trials, time left, best so far."""
+    """Return an event as one line: trial, result, number of finished trials, remaining time, and best so far."""
     trial, name = event.trial, _name(event.trial)
     if event.kind == "trial_started":
         candidate = candidate_text(trial.candidate, event.knobs)
@@ -77,7 +77,7 @@ def _predicted(event: Event) -> str:
 
 
 def details(event: Event) -> list[str]:
-    """Return why a trial that starts was chosen, and its log; empty for other events."""
+    """Return why a trial that starts was chosen, and the path of its log. It is empty for other events."""
     if event.kind != "trial_started":
         return []
     reason = event.trial.chosen_because
@@ -100,7 +100,7 @@ def _time_left(seconds: float) -> str:
 
 
 def _step(trial: Trial, measured: Measurement, objective: str) -> str:
-    """Return a measurement in a few words; `~` marks one that is partly modelled."""
+    """Return a measurement in a few words. The mark `~` means that it is partly modelled."""
     if measured.figures:
         return short_line(measured, objective)
     mark = "~" if measured.modelled_s is not None else ""
@@ -114,8 +114,8 @@ def _step(trial: Trial, measured: Measurement, objective: str) -> str:
 def status_line(event: Event, running: Sequence[Trial], seconds_left: float | None, width: int) -> str:
     """Return the state of a search in one line of at most `width` columns.
 
-    It has the finished trials, the time left, the best so far and the configurations that run, the less important
-    parts shorter if they do not fit.
+    It contains the finished trials, the remaining time, the best so far, and the running configurations. Less important
+    parts are shortened if they do not fit.
     """
     parts = [f"{event.trials_finished}/{event.trials_planned}"]
     if seconds_left is not None:
@@ -136,7 +136,10 @@ def status_line(event: Event, running: Sequence[Trial], seconds_left: float | No
 
 
 def finished_line(event: Event, width: int) -> str:
-    """Return the end of a trial with its configuration; a measurement is cut to one line, a failure is not."""
+    """Return the end of a trial with its configuration.
+
+    A measurement is cut to one line; a failure is shown in full.
+    """
     trial, measurement = event.trial, event.trial.measurement if not event.trial.state.failed else None
     configuration = candidate_text(trial.candidate, event.knobs)
     text = f"{_name(trial)} {state_name(trial.state.value, trial.fidelity)}"
@@ -146,7 +149,7 @@ def finished_line(event: Event, width: int) -> str:
 
 
 def fields_of(event: Event) -> dict[str, Any]:
-    """Return the trial of an event and the state of the search as plain data, for a line of JSON."""
+    """Return the trial of an event and the state of the search as plain data for a line of JSON."""
     trial = event.trial
     measured = trial.measurement
     return {
@@ -169,11 +172,11 @@ def fields_of(event: Event) -> dict[str, Any]:
 
 @contextmanager
 def progress(stream: TextIO, quiet: bool, verbose: bool = False) -> Iterator[OnEvent]:
-    """Yield a function that prints events to `stream`; `verbose` adds the log of a trial and why it was chosen."""
+    """Yield a function that prints events to `stream`. With `verbose`, it adds why a trial was chosen, and its log."""
 
     def on_event(event: Event) -> None:
         lines = [*general_lines(event), line(event), *(details(event) if verbose else [])]
-        with suppress(OSError, ValueError):  # a closed stderr must not end a run
+        with suppress(OSError, ValueError):  # a closed stderr must not end the run
             print("\n".join(lines), file=stream, flush=True)
 
     if quiet:
@@ -187,7 +190,10 @@ def progress(stream: TextIO, quiet: bool, verbose: bool = False) -> Iterator[OnE
 
 @contextmanager
 def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
-    """Draw one line whose time left counts down during a trial; rich omits colours where NO_COLOR is set."""
+    """Draw one line in which the remaining time counts down during a trial.
+
+    If NO_COLOR is set, rich uses no colours.
+    """
     from rich.console import Console, ConsoleOptions
     from rich.live import Live
     from rich.spinner import Spinner
@@ -199,7 +205,7 @@ def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
     """The last event, and when it happened."""
 
     class Line:
-        """The spinner and the state of the search."""
+        """Draws the spinner and the state of the search."""
 
         def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
             width, text = options.max_width - 2, _("detecting hardware")
@@ -230,13 +236,13 @@ def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
 
 @contextmanager
 def json_lines(stream: TextIO, quiet: bool) -> Iterator[OnEvent]:
-    """Print all further messages of this process as lines of JSON, and yield a function that prints events.
+    """Print all later messages of this process as lines of JSON, and yield a function that prints events.
 
-    Each line has `time` (ISO 8601, UTC), `level` and `message`; lines of trials also have `event` and the trial.
+    Each line has `time` (ISO 8601, UTC), `level` and `message`. Lines about trials also have `event` and the trial.
     """
 
     class Lines(logging.Formatter):
-        """Formats a record of logging as one line."""
+        """Formats a log record as one line of JSON."""
 
         def format(self, record: logging.LogRecord) -> str:
             error = {"error": self.formatException(record.exc_info)} if record.exc_info else {}
@@ -251,7 +257,7 @@ def json_lines(stream: TextIO, quiet: bool) -> Iterator[OnEvent]:
     handler = logging.StreamHandler(stream)
     handler.setFormatter(Lines())
     logging.getLogger().addHandler(handler)
-    options.FORMAT_OF_MESSAGES[:] = [_line]  # until the end of the process, for the error that ends it
+    options.FORMAT_OF_MESSAGES[:] = [_line]  # kept until the process ends, for the error that ends it
     try:
         yield on_event
     finally:

@@ -1,4 +1,4 @@
-"""flag init and import: new specs, and the specs and trials of other tuners."""
+"""The commands flag init and import: new specs, and the specs and trials of other tuners."""
 
 import sys
 from contextlib import suppress
@@ -73,7 +73,10 @@ def init_command(
 
 
 def _ask(text: str, option: str, default: Any = None) -> Any:
-    """Return the answer of the user, the default without a terminal. Raises UsageError if there is none."""
+    """Return the user's answer, or the default if there is no terminal.
+
+    Raises UsageError if there is no default either.
+    """
     if sys.stdin.isatty():
         return click.prompt(text, default=default, err=True)
     if default is None:
@@ -85,7 +88,10 @@ HISTORY = "-history"
 
 
 class _Importers(click.Group):
-    """The commands NAME and NAME-history of each installed importer, and one of each engine, looked up on use."""
+    """The commands NAME and NAME-history of each installed importer, and one per engine.
+
+    They are looked up when used.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         from flagcore.contracts import HistoryReader

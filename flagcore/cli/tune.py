@@ -1,4 +1,4 @@
-"""flag tune, run, runs, report, export and manifest."""
+"""The commands flag tune, run, runs, report, export and manifest."""
 
 import json
 import shlex
@@ -67,7 +67,7 @@ def tune_command(
         raise click.UsageError(_("Missing argument") + " 'SPEC'.")
     shown = json_lines(sys.stderr, quiet) if log_format == "json" else progress(sys.stderr, quiet, verbose)
     try:
-        with fitted(None), shown as on_event:  # tables in saved files are not wrapped
+        with fitted(None), shown as on_event:  # tables in the files that it writes are not wrapped
             outcome = api.tune(spec, on_event=on_event, data=data, **given)
     except Interrupted as error:
         raise Interrupted(_("{error}; resume with `{command}`", error=error, command=_resuming_command())) from None
@@ -87,7 +87,7 @@ def tune_command(
 
 
 def _resuming_command() -> str:
-    """Return the command that continues this run: its own arguments without `--new`."""
+    """Return the command that continues this run: the arguments of this command without `--new`."""
     given = click.get_current_context().params
     names = ("config_path", "config_name", "run_dir", "storage", "fidelity", "objective")
     words = [given["spec"], *(given["overrides"] or ())]
@@ -314,7 +314,7 @@ def runs_rm(runs: tuple[Path, ...], yes: bool) -> None:
 
 
 def _say_unmeasured(records: Sequence[Mapping[str, Any]], form: str) -> None:
-    """Print below a table why runs have no measurement, and how to go on."""
+    """Below a table, print why runs have no measurement and how to continue."""
     from flagcore.api.runs import UNMEASURED
 
     for each in records if form == "table" else ():

@@ -1,1 +1,1 @@
-"""Launchers start, await and end trials."""
+"""Launchers start trials, wait for them and end them."""

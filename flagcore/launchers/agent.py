@@ -1,14 +1,15 @@
-"""The agent: starts trials on a host, one after the other, and copies their folders and its telemetry to flagcore.
+"""The agent: starts trials on a host, and copies their folders and the host's telemetry to flagcore.
 
-flagcore sends this file and the guard over the channel that starts it (ssh, srun): nothing is installed on the host,
-and no file system is shared. Both sides write lines of JSON. When the channel closes, or when nothing arrives for
-`silence` seconds, the agent ends its trial and removes its folder. It imports only the standard library and needs Linux
-and Python 3.9 or later.
+It runs one trial at a time. flagcore sends this file and the guard over the channel that starts the agent (ssh, srun).
+Nothing is installed on the host, and no file system is shared. Both sides write lines of JSON. When the channel closes,
+or when nothing arrives for `silence` seconds, the agent ends its trial and removes its folder. It imports only the
+standard library, and needs Linux and Python 3.9 or later.
 
 Messages from flagcore: `{"prepare": MARKER}` before each trial (ends the processes of the lost trial with this marker,
-if not empty), `{"order": {...}}`, `{"stop": true}`, `{"fresh": true}` (ends the template), `{"watch": {...}}` (starts a
-program that prints readings), and `{}` as a heartbeat. Messages to flagcore: `{"ready": {...}}`, `{"started": PID}`,
-`{"file": NAME, "at": OFFSET, "data": BASE64}`, `{"exit": {...}}`, `{"problem": TEXT}`, `{"reading": [...]}`, and `{}`.
+if it is not empty), `{"order": {...}}`, `{"stop": true}`, `{"fresh": true}` (ends the template), `{"watch": {...}}`
+(starts a program that prints readings), and `{}` as a heartbeat. Messages to flagcore: `{"ready": {...}}`, `{"started":
+PID}`, `{"file": NAME, "at": OFFSET, "data": BASE64}`, `{"exit": {...}}`, `{"problem": TEXT}`, `{"reading": [...]}`, and
+`{}` as a heartbeat.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ from flagcore.launchers.wire import BEAT_SECONDS, Wire
 MIRROR_SECONDS = 0.3
 PIECE_BYTES = 48 * 1024
 MAX_PENDING_BYTES = 4 << 20
-"""No file is read while the queue of messages is longer."""
+"""No file is read while the queue of outgoing messages is longer than this."""
 MAX_FILE_BYTES = 64 << 20
 """Larger files, such as checkpoints, stay on the host."""
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
-"""Errors after which the host counts as lost. After other errors, the trial cannot be started on any host."""
+"""Errors after which the host counts as lost. After any other error, the trial cannot be started on any host."""
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on."""
+    """Return a free TCP port of this host."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 class Mirror:
-    """Sends the new content of the files of a folder."""
+    """Reads the new content of the files in a folder, and turns it into messages."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -63,7 +64,7 @@ class Mirror:
         """By file: its inode, the time of its last change, and the number of bytes that were sent."""
 
     def pieces(self, most: int) -> list[dict[str, Any]]:
-        """Return messages with at most about `most` bytes of new content."""
+        """Return messages with the new content, at most about `most` bytes of it."""
         found: list[dict[str, Any]] = []
         for folder, _, names in os.walk(self.folder):
             for name in sorted(names):
@@ -75,7 +76,7 @@ class Mirror:
         return found
 
     def skip(self, path: str) -> None:
-        """Do not send an existing file until it changes."""
+        """Do not send an existing file until its content changes."""
         status = os.lstat(path)
         self.sent[path] = (status.st_ino, status.st_mtime_ns, status.st_size)
 
@@ -87,7 +88,7 @@ class Mirror:
         same_size = inode == status.st_ino and status.st_size == offset
         if same_size and changed == status.st_mtime_ns:
             return None
-        if same_size or inode != status.st_ino or status.st_size < offset:  # it was written anew
+        if same_size or inode != status.st_ino or status.st_size < offset:  # the file was rewritten: send all of it
             offset = 0
         with open(path, "rb") as file:
             file.seek(offset)
@@ -101,7 +102,7 @@ class Mirror:
 
 
 class Watch:
-    """A program that prints a reading of the host's devices per line."""
+    """A program that prints readings of the host's devices, with one reading per line."""
 
     def __init__(self, order: dict[str, Any], home: str) -> None:
         output, theirs = os.pipe()
@@ -117,11 +118,11 @@ class Watch:
             os.close(theirs)
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when there are readings."""
+        """Return a descriptor that is readable when there are new readings."""
         return self.wire.source
 
     def close(self) -> None:
-        """End the program."""
+        """End the program that prints readings."""
         self.program.stop()
         os.close(self.wire.source)
 
@@ -159,7 +160,10 @@ class Agent:
                 self.watch.close()
 
     def wait(self) -> None:
-        """Wait for input, for space in the channel, for the end of the trial, or for a short time, and act on it."""
+        """Wait for the next event, but only for a short time, and act on it.
+
+        Events are input, space in the channel, and the end of the trial.
+        """
         poll, actions = select.poll(), {0: self.receive, 1: self.wire.flush}
         poll.register(0, select.POLLIN)
         if self.wire.outgoing:
@@ -174,7 +178,7 @@ class Agent:
             actions.get(descriptor, lambda: None)()
 
     def receive(self) -> None:
-        """Execute the messages that have arrived."""
+        """Act on the messages that have arrived."""
         for line in self.wire.read_lines():
             message = json.loads(line or b"{}")
             if "prepare" in message:
@@ -190,7 +194,7 @@ class Agent:
                     self.watch = Watch(message["watch"], self.home)
 
     def read_watch(self) -> None:
-        """Send readings of the devices, unless the channel is slow."""
+        """Send the latest readings of the devices, unless the channel is slow."""
         assert self.watch
         for line in self.watch.wire.read_lines():
             if len(self.wire.outgoing) < MAX_PENDING_BYTES:
@@ -201,7 +205,7 @@ class Agent:
             self.watch = None
 
     def prepare(self, marker: str) -> None:
-        """Make a folder for the next trial, end the processes of a lost one, and report the state of the host."""
+        """Create a folder for the next trial, end the processes of a lost trial, and report the state of the host."""
         left = guarded.sweep(marker) if marker else 0
         if self.folder:
             threading.Thread(target=shutil.rmtree, args=(self.folder, True), daemon=True).start()
@@ -228,9 +232,10 @@ class Agent:
         self.wire.beat()
 
     def start(self, order: dict[str, Any]) -> None:
-        """Write the files of an order and start its trial, after its template is ready if it uses one.
+        """Write the files of an order and start its trial.
 
-        The trial's folder and the placeholders of network devices are replaced by those of this host.
+        If the trial uses a template, wait until the template is ready. In the order, the trial's folder and the
+        placeholders of network devices are replaced by those of this host.
         """
         placeholders = network.placeholders(order["master_addr"])
         replacements = {**placeholders, order["folder"]: self.folder}
@@ -284,8 +289,8 @@ class Agent:
 def main(home: str, received: bytes, silence: float) -> None:
     """Run the agent in a private folder, which is removed at the end.
 
-    A scheduler sends SIGTERM before it withdraws the host. flagcore then counts the host as lost, even if the
-    program handles the signal.
+    A scheduler sends SIGTERM before it withdraws the host. flagcore then counts the host as lost, even if the program
+    handles the signal.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

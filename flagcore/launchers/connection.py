@@ -1,6 +1,7 @@
-"""The channels to agents on hosts, and the orders of a trial to them.
+"""The channels to the agents on hosts, and the orders that start a trial on them.
 
-Agents are kept between trials, so that each host connects only once, and read the telemetry of their devices.
+Agents stay connected between trials, so that each host connects only once. They also read the telemetry of their
+devices.
 """
 
 import base64
@@ -32,12 +33,13 @@ from flagcore.launchers.guarded import MARKER
 from flagcore.launchers.wire import Wire
 
 SILENCE_SECONDS = 12.0
-"""Maximum time between two messages. Afterwards, flagcore counts the host as lost, and the agent ends its trial."""
+"""The maximum time between two messages. If it is exceeded, flagcore counts the host as lost, and the agent ends its
+trial."""
 MAX_LINE_BYTES = 1 << 20
 INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error)
-"""Exceptions that a malformed message raises."""
+"""The exceptions that a malformed message can raise."""
 ENDED_BY = (None, "timeout", "memory", "disk", "full_disk", "request", "guard")
-"""Reasons for the end of a trial that a guard can report."""
+"""The reasons that a guard can report for the end of a trial."""
 SMALLEST_FILE_BYTES = 4096
 LOGS = ("stdout.log", "stderr.log")
 SENT = ("guard.py", "guarded.py", "template.py", "network.py", "wire.py", "agent.py")
@@ -67,7 +69,7 @@ main(home, rest, float(sys.argv[1]))
 
 @cache
 def sources() -> bytes:
-    """Return the agent's files as one line of JSON."""
+    """Return the source files of the agent as one line of JSON."""
     folder = Path(agent.__file__).parent
     files = {f"flagcore/launchers/{name}": (folder / name).read_text(encoding="utf-8") for name in SENT}
     packages = dict.fromkeys(("flagcore/__init__.py", "flagcore/launchers/__init__.py"), "")
@@ -75,20 +77,21 @@ def sources() -> bytes:
 
 
 def agent_command() -> str:
-    """Return the shell command that starts an agent, with the path of this Python if the host has it, else with
-    `python3`.
+    """Return the shell command that starts an agent.
+
+    It uses the path of this Python if the host has it, and otherwise `python3`.
     """
     script = 'p=$0; [ -x "$p" ] || p=python3; exec "$p" -I -S -c "$1" "$2"'
     return shlex.join(["exec", "sh", "-c", script, sys.executable, BOOT, str(SILENCE_SECONDS)])
 
 
 def _plain(text: object) -> str:
-    """Return text from a host in the form for a message: one short line without control characters."""
+    """Return text from a host in a form that is safe in a message: one short line without control characters."""
     return "".join(letter for letter in str(text)[:200] if letter.isprintable())
 
 
 def _exit(end: Mapping[str, Any]) -> Exit:
-    """Return the exit of a trial on a host from the report of its agent. Raises INVALID."""
+    """Convert an agent's report to the exit of its trial. Raises one of INVALID for a malformed report."""
     seconds, peak, ended_by = float(end["duration_s"]), end["peak_memory_bytes"], end["ended_by"]
     if not math.isfinite(seconds) or ended_by not in ENDED_BY:
         raise ValueError(end)
@@ -102,10 +105,12 @@ def _exit(end: Mapping[str, Any]) -> Exit:
 
 
 class Connection:
-    """An agent on `host`, connected to the standard input and output of a process on this machine.
+    """An agent on `host`. Its channel is the standard input and output of a process on this machine.
 
-    `problem` is the reason why it cannot be used any more, or empty. `ready` is the answer to `prepare`, `exit` the
-    exit record of its trial. `reading` is the last telemetry of its devices, with the time of arrival.
+    - `problem`: why the agent cannot be used any more, or an empty string.
+    - `ready`: its answer to `prepare`.
+    - `exit`: the exit record of its trial.
+    - `reading`: the last telemetry of its devices, with the time of arrival.
     """
 
     def __init__(self, host: str, argv: Sequence[str]) -> None:
@@ -127,7 +132,7 @@ class Connection:
         self.assign("")
 
     def assign(self, folder: str, most_bytes: int = 0) -> None:
-        """Use the connection for another trial. Files of the trial, up to `most_bytes`, are copied to `folder`."""
+        """Use the connection for another trial. Its files, up to `most_bytes` in total, are copied to `folder`."""
         self.folder, self.most_bytes = folder, most_bytes
         self.sizes: dict[str, int] = {}
         self.total_bytes = 0
@@ -143,13 +148,13 @@ class Connection:
         return not self.problem and self.exit is None
 
     def beat(self) -> None:
-        """Send a heartbeat if one is due, and set `problem` if the host has sent nothing for too long."""
+        """Send a heartbeat if one is due. Set `problem` if the host has sent nothing for too long."""
         self.wire.beat()
         if self.open and self.answered and self.wire.is_silent(SILENCE_SECONDS):
             self.problem = f"no message for {SILENCE_SECONDS:.0f} s"
 
     def read(self) -> None:
-        """Read and execute messages of the agent."""
+        """Read the messages of the agent and act on them."""
         for line in self.wire.read_lines():
             if self.open:
                 self._handle_line(line)
@@ -163,7 +168,7 @@ class Connection:
             self.problem = said or f"the connection closed (exit status {self.process.poll()})"
 
     def _handle_line(self, line: bytes) -> None:
-        """Execute a message. Output of a login shell before the first message is skipped."""
+        """Act on one message. The output of a login shell before the first message is skipped."""
         try:
             message = json.loads(line)
             if "ready" in message:
@@ -187,7 +192,7 @@ class Connection:
                 self.problem = f"sent an invalid message: {line[:80]!r}"
 
     def _take_ready(self, ready: Mapping[str, Any]) -> None:
-        """Store the state of the host before a trial, and why it cannot run one. Raises INVALID."""
+        """Store the state of the host before a trial, and whether a problem prevents one. Raises one of INVALID."""
         numbers = {name: int(ready[name]) for name in ("port", "free_disk_bytes", "left")}
         clock_s = float(ready["time"]) - time.time()
         self.ready = {**numbers, "clock_s": clock_s, "python": _plain(ready["python"])}
@@ -197,11 +202,14 @@ class Connection:
             self.problem = "still has processes of a lost trial"
 
     def _take_piece(self, name: str, at: int, text: str) -> None:
-        """Store new content of a file, unless the files exceed the limit of the trial. Raises INVALID."""
+        """Store new content of a file. Set `problem` if all files together exceed the limit of the trial.
+
+        Raises one of INVALID for a malformed message.
+        """
         if os.path.isabs(name) or ".." in Path(name).parts or not 0 <= at <= agent.MAX_FILE_BYTES:
             raise ValueError(name)
         data, known = base64.b64decode(text, validate=True), self.sizes.get(name, 0)
-        grown = known + len(data) if name in LOGS else at + len(data)  # a restarted log is appended
+        grown = known + len(data) if name in LOGS else at + len(data)  # a log that starts anew is appended
         self.sizes[name] = max(known, grown, SMALLEST_FILE_BYTES)
         self.total_bytes += self.sizes[name] - known
         self.news.append((name, at, data))
@@ -213,14 +221,14 @@ class Connection:
         return os.pread(self.log.fileno(), MAX_LINE_BYTES, max(0, os.fstat(self.log.fileno()).st_size - MAX_LINE_BYTES))
 
     def disconnect(self) -> None:
-        """Close the channel. The agent then ends its trial."""
+        """Close the channel, so that the agent ends its trial."""
         for stream in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
                 assert stream
                 stream.close()
 
     def close(self, seconds: float) -> None:
-        """End the process on this machine, by force after some seconds."""
+        """End the process on this machine. After `seconds`, it is killed."""
         try:
             self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
@@ -236,7 +244,7 @@ CLOSE_SECONDS = 2.0
 
 
 class Agents:
-    """The connections to agents without a trial, one per host. A thread keeps them alive."""
+    """The connections to idle agents, which have no trial, with one per host. A thread keeps them alive."""
 
     def __init__(self, channel: Callable[[str], Sequence[str]]) -> None:
         self.channel = channel
@@ -254,7 +262,7 @@ class Agents:
         return host in self._idle
 
     def take(self, host: str) -> Connection:
-        """Return an agent on a host: an idle one, or a new one."""
+        """Return an agent on a host: the idle one if there is any, else a new one."""
         with self._lock:
             idle = self._idle.pop(host, None)
             if idle and self._is_alive(idle):
@@ -267,7 +275,7 @@ class Agents:
             return connection
 
     def give_back(self, connection: Connection) -> bool:
-        """Keep an agent whose trial has ended; return whether it is kept."""
+        """Store an agent whose trial has ended for the next trial. Return whether it could be stored."""
         with self._lock:
             if self._closed.is_set() or connection.host in self._idle:
                 return False
@@ -276,14 +284,14 @@ class Agents:
             return True
 
     def watch_devices(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start a program on each host that prints the readings of its devices, one line of JSON at a time."""
+        """Start a program on each host that prints readings of its devices as lines of JSON."""
         with self._lock:
             self.watch = {"argv": list(argv), "environment": dict(environment)}
             for connection in self._idle.values():
                 connection.wire.send(watch=self.watch)
 
     def reading(self, host: str) -> tuple[float, Sequence[Mapping[str, Any]]]:
-        """Return the time and the last reading of each device of a host."""
+        """Return the last reading of each device of a host, and the time when it arrived."""
         connection = self.of_hosts.get(host)
         return connection.reading if connection and not connection.problem else (-math.inf, ())
 
@@ -304,7 +312,10 @@ class Agents:
 
     @staticmethod
     def _is_alive(connection: Connection) -> bool:
-        """Exchange messages with an idle agent. Return whether it can still be used; else close the connection."""
+        """Exchange messages with an idle agent.
+
+        Return whether it can still be used; otherwise, close its connection.
+        """
         connection.read()
         connection.beat()
         if not connection.open:
@@ -325,8 +336,10 @@ def shared_variables() -> dict[str, str]:
 
 
 def with_variables(launch: Launch) -> Launch:
-    """Return a launch with the variables of all its hosts, which its own variables override: those of this shell, those
-    of a launch on several nodes, and a new MARKER.
+    """Return a launch with the variables that all its hosts need.
+
+    These are the shared variables of this shell, the variables of a launch on several nodes, and a new MARKER. The
+    launch's own variables override them.
     """
     places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}
     shared = {**shared_variables(), **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
@@ -335,7 +348,10 @@ def with_variables(launch: Launch) -> Launch:
 
 
 def allow_files(more: int) -> None:
-    """Raise the limit of open files if it is too low for `more` files. Raises LaunchError above the hard limit."""
+    """Raise the limit of open files if it is too low for `more` files.
+
+    Raises LaunchError if the hard limit is too low.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed_files = len(os.listdir("/proc/self/fd")) + more + OTHER_FILES
     if resource.RLIM_INFINITY != soft < needed_files:
@@ -347,14 +363,14 @@ def allow_files(more: int) -> None:
 
 
 def trial_files(folder: str) -> dict[str, str]:
-    """Return the text of the files that the engine wrote into a trial's folder."""
+    """Return the content of the files that the engine wrote to a trial's folder."""
     names = [name for name in os.listdir(folder) if name not in (*LOGS, "launch.json", "exit.json")]
     paths = [path for name in names if (path := Path(folder, name)).is_file()]
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
 def order_for_host(launch: Launch, host: str, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
-    """Return the order for a host. The agent replaces the trial's folder by a folder on its host."""
+    """Return the order for one host. The agent replaces the trial's folder by a folder on the host."""
 
     own = launch.on_host.get(host, launch)
 

@@ -1,9 +1,9 @@
-"""The guard: a small process between flagcore and one trial. It ensures that no process of a trial survives.
+"""The guard: a small process between flagcore and one trial. It ensures that no process of the trial survives.
 
-`guarded.py` runs this file as a script, `template.py` calls its `main` in a fork. It imports only the standard library
+`guarded.py` runs this file as a script; `template.py` calls its `main` in a fork. It imports only the standard library
 and starts in about 20 ms. The guard starts the trial in its own session, enforces its limits and reports how it ended.
-It is a child subreaper (prctl(2)): orphaned descendants become its children, even in a new session, so the trial has
-ended when `waitpid` reports no child. It ends the trial when the pipe from flagcore closes, for example because
+It is a child subreaper (prctl(2)): orphaned descendants become its children, even from a new session. The trial has
+ended when `waitpid` reports no child. The guard ends the trial when the pipe from flagcore closes, for example because
 flagcore was killed. Linux only.
 """
 
@@ -21,33 +21,34 @@ import time
 from collections.abc import Callable
 
 GRACE_SECONDS = 2.0
-"""Seconds from SIGTERM to SIGKILL after a timeout or a request; otherwise SIGKILL is sent at once."""
+"""Seconds between SIGTERM and SIGKILL after a timeout or a request. In other cases, SIGKILL is sent at once."""
 LINGER_SECONDS = 0.5
-"""Seconds that descendants have to end after the trial's first process has ended."""
+"""Seconds in which descendants may end by themselves after the trial's first process has ended."""
 GIVE_UP_SECONDS = 10.0
 """Seconds after SIGKILL until the guard reports the trial as ended, even if a process is stuck in a driver."""
 FREE_DISK_FLOOR_BYTES = 64 << 20
 """A trial is ended if less disk space than this is free."""
 PERIOD_SECONDS = 0.1
 PAUSE_PER_COST = 400
-"""Seconds between two checks per second of CPU time that one takes."""
+"""Seconds of pause before the next check, per second of CPU time that the last check took."""
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NEVER = float("inf")
 
 Become = Callable[[list[bytes], dict[bytes, bytes]], None]
-"""Turns a process into a trial: closes descriptors above 2, runs the arguments and variables, does not return."""
+"""A function that turns the current process into a trial, given its arguments and variables. It closes descriptors
+above 2, and does not return."""
 
 
 def write_json(path: str, record: object) -> None:
-    """Write `record` atomically."""
+    """Write `record` to a JSON file atomically."""
     with open(path + ".new", "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1)
     os.replace(path + ".new", path)
 
 
 def read_proc(pid: int, name: str) -> bytes:
-    """Return the text of /proc/`pid`/`name`, empty if the process is gone or hidden."""
+    """Return the content of /proc/`pid`/`name`. It is empty if the process is gone or hidden."""
     try:
         with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
             return file.readall()
@@ -56,7 +57,10 @@ def read_proc(pid: int, name: str) -> bytes:
 
 
 def read_ids(pid: int) -> tuple[int, int, int, bool] | None:
-    """Return parent, process group, session and whether it is a zombie; None if it ended (proc_pid_stat(5))."""
+    """Return a process's parent, process group and session, and whether it is a zombie (proc_pid_stat(5)).
+
+    Returns None if the process has ended.
+    """
     fields = read_proc(pid, "stat").rpartition(b")")[2].split()
     return (int(fields[1]), int(fields[2]), int(fields[3]), fields[0] == b"Z") if fields else None
 
@@ -67,19 +71,22 @@ def all_processes() -> set[int]:
 
 
 def send(pid: int, number: int, *, group: bool = False) -> None:
-    """Send a signal to a process or its group, if it is still there."""
+    """Send a signal to a process or its group. Nothing happens if it has ended."""
     with contextlib.suppress(OSError):
         (os.killpg if group else os.kill)(pid, number)
 
 
 def sum_bytes(text: bytes, *names: bytes) -> int:
-    """Return the sum of the `Name:  123 kB` lines of a file of /proc."""
+    """Return the sum, in bytes, of the `Name:  123 kB` lines with these names in a file of /proc."""
     starts = ((text.find(b"\n" + name + b":"), len(name) + 2) for name in names)
     return sum(int(text[at + skip :].split(None, 1)[0]) << 10 for at, skip in starts if at >= 0)
 
 
 class Throttle:
-    """Limits how often a check runs: at most a quarter percent of a core, but at least every `longest` seconds."""
+    """Limits how often a check runs.
+
+    It uses at most a quarter percent of a core, but runs at least every `longest` seconds.
+    """
 
     def __init__(self, longest: float) -> None:
         self.longest, self.due_at = longest, 0.0
@@ -89,13 +96,16 @@ class Throttle:
         return time.monotonic() >= self.due_at
 
     def rest(self, started: float) -> None:
-        """Schedule the next check. `started` is the `time.process_time()` when this one began."""
+        """Schedule the next check. `started` is the value of `time.process_time()` at the start of this check."""
         pause = (time.process_time() - started) * PAUSE_PER_COST
         self.due_at = time.monotonic() + min(pause, self.longest)
 
 
 class ProcessTree:
-    """All descendants of this guard. Other processes never become descendants, so each process is classified once."""
+    """All descendants of this guard.
+
+    Other processes never become descendants, so each process is classified only once.
+    """
 
     def __init__(self) -> None:
         self.members: set[int] = set()
@@ -104,7 +114,7 @@ class ProcessTree:
         self.pace = Throttle(1.0)
 
     def scan(self) -> None:
-        """Find new descendants. `settled` omits the newest: a vfork(2) child shows the memory of its parent."""
+        """Find new descendants. They are not yet `settled`, because a vfork(2) child shows the memory of its parent."""
         started, present_pids = time.process_time(), all_processes()
         self.members &= present_pids
         self.outsiders &= present_pids
@@ -114,7 +124,10 @@ class ProcessTree:
         self.pace.rest(started)
 
     def end(self, number: int) -> None:
-        """Send a signal to every descendant; SIGKILL also to their groups, so that no new child escapes."""
+        """Send a signal to every descendant.
+
+        SIGKILL is also sent to their process groups, so that no new child escapes.
+        """
         self.members, self.outsiders = set(), set()
         self.scan()
         for pid in self.members:
@@ -137,12 +150,12 @@ class ProcessTree:
 
 
 class MemoryMeter:
-    """The memory of the tree in bytes: anonymous and shared pages and swap, without file caches.
+    """The memory of the process tree in bytes: anonymous pages, shared pages and swap, without file caches.
 
-    The sum of RssAnon + RssShmem + VmSwap (proc_pid_status(5)) takes microseconds, but counts a shared page once per
-    process. The proportional figures of smaps_rollup are exact, but take 10 ms per GB. So they are read rarely, and
-    when the sum exceeds the limit; the difference is subtracted from later sums. `relatives` are other processes that
-    share pages with the tree; their share of these pages counts for the tree.
+    The sum of RssAnon + RssShmem + VmSwap (proc_pid_status(5)) takes microseconds, but includes a shared page once per
+    process. The proportional figures of smaps_rollup are exact, but take 10 ms per GB. So they are read only rarely,
+    and when the sum exceeds the limit; the difference is subtracted from later sums. `relatives` are other processes
+    that share pages with the tree. Their share of these pages is attributed to the tree.
     """
 
     def __init__(self, relatives: tuple[int, ...] = ()) -> None:
@@ -151,7 +164,7 @@ class MemoryMeter:
         self.pace, self.exact_pace = Throttle(1.0), Throttle(60.0)
 
     def over(self, limit: float, pids: set[int]) -> bool:
-        """Return whether the processes use more than `limit` bytes."""
+        """Return whether the processes `pids` use more than `limit` bytes."""
         started = time.process_time()
         resident_bytes = {pid: self._resident(pid) for pid in pids}
         self.pace.rest(started)
@@ -181,13 +194,13 @@ class MemoryMeter:
 
 
 def free_disk_bytes(folder: str) -> int:
-    """Return the disk space that is free for the user in `folder`."""
+    """Return the disk space in bytes that the user may still use in `folder`."""
     space = os.statvfs(folder)
     return space.f_bavail * space.f_frsize
 
 
 class DiskMeter:
-    """The size of the trial's folder on disk, logs included."""
+    """The size on disk of the trial's folder, including its logs."""
 
     def __init__(self, folder: str, limit: int) -> None:
         self.folder, self.limit = folder, limit
@@ -207,7 +220,7 @@ class DiskMeter:
         return False
 
     def _used(self) -> int:
-        """Return the bytes of the folder, links not followed, the folder itself included."""
+        """Return the bytes of the folder and its content. Links are not followed."""
         total, folders = 0, [] if os.path.islink(self.folder) else [self.folder]
         while folders:
             with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
@@ -244,7 +257,7 @@ def start(argv: list[bytes], environment: dict[bytes, bytes], directory: bytes, 
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(number, signal.SIG_DFL)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("500")  # if the machine runs out of memory, the trial is killed before the tuner
+            file.write("500")  # if the machine runs out of memory, the kernel kills the trial before the tuner
         task = b"cannot enter the directory " + directory
         os.chdir(directory)
         task = b"cannot run " + argv[0]
@@ -270,7 +283,10 @@ class Trial:
         self.duration = 0.0
 
     def end(self, reason: str, grace_s: float) -> None:
-        """End all processes, with SIGTERM first if `grace_s` is above 0."""
+        """End all processes of the trial.
+
+        If `grace_s` is above 0, they first get SIGTERM, and SIGKILL only after this time.
+        """
         now, self.ends_at = time.monotonic(), NEVER
         if self.code is None and self.ended_by is None:
             self.ended_by = reason
@@ -293,7 +309,7 @@ class Trial:
         return False
 
     def act(self) -> float:
-        """Run the checks that are due and return the seconds until the next one."""
+        """Run the checks that are due, and return the seconds until the next one."""
         now = time.monotonic()
         if now >= self.kill_at:
             self.tree.end(signal.SIGKILL)
@@ -316,7 +332,7 @@ class Trial:
             self.end(problem, 0)
 
     def verdict(self) -> dict[str, object]:
-        """Return the fields of flagcore.domain.launch.Exit."""
+        """Return how the trial ended, as the fields of `flagcore.domain.launch.Exit`."""
         failed_alone = bool(self.code) and self.ended_by is None
         return {
             "code": -signal.SIGKILL if self.code is None else self.code,
@@ -355,7 +371,10 @@ def open_signal_pipe() -> int:
 
 
 def begin(control: int, become: Become) -> Trial | None:
-    """Read an order and start its trial; None if the order is incomplete because flagcore died. Raises OSError."""
+    """Read an order and start its trial. Raises OSError if it cannot be started.
+
+    Returns None if the order is incomplete because flagcore has ended.
+    """
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1):
         raise OSError("this system has no child subreaper (prctl), so processes of a trial could survive")
     order = b""
@@ -370,7 +389,7 @@ def begin(control: int, become: Become) -> Trial | None:
 
 
 def main(control: int, report: int, parent: int, *, become: Become = execute) -> None:
-    """Read an order from `control`, watch its trial, and write two lines to `report`: at the start and at the end."""
+    """Read an order from `control`, watch its trial, and write a line to `report` at its start and at its end."""
     for descriptor in (control, report):
         os.set_inheritable(descriptor, False)
     signals = open_signal_pipe()

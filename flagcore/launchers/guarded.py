@@ -1,6 +1,7 @@
-"""Starts a trial under a guard process, which ensures its end. Imports only the standard library.
+"""Starts a trial under a guard process, which ensures that the trial ends. Imports only the standard library.
 
-The local launcher uses it in flagcore, and the agent on other hosts, where flagcore is not installed.
+It runs inside flagcore for the local launcher. On other hosts, where flagcore is not installed, it runs inside the
+agent.
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from flagcore.launchers import guard
 
 MARKER = "FLAGCORE_LAUNCH"
-"""Environment variable of each trial, by which its processes are found if the guard is killed."""
+"""The name of an environment variable that each trial has. Processes of a trial are found by it if the guard is
+killed."""
 START_SECONDS = 60.0
 LONGEST_WAIT_SECONDS = 86400.0
 
 
 class Limits(NamedTuple):
-    """The limits of a trial: seconds, bytes of memory of its processes (None: no limit), and bytes of its folder."""
+    """The limits of a trial.
+
+    - `seconds`: the time limit.
+    - `memory_bytes`: the memory of its processes, or None for no limit.
+    - `disk_bytes`: the size of its folder.
+    """
 
     seconds: float
     memory_bytes: int | None
@@ -46,13 +53,14 @@ class GuardProcess(Protocol):
 
 
 Spawn = Callable[[int, int], GuardProcess]
-"""Starts a guard with the read end of its control pipe and the write end of its report pipe. Raises OSError."""
+"""A function that starts a guard, given the read end of its control pipe and the write end of its report pipe. Raises
+OSError."""
 
 
 class Guarded:
-    """A trial on this machine. `pid` is its first process, the leader of its session and process group.
+    """A trial on this machine. `pid` is the id of its first process, which leads its session and process group.
 
-    The verdict of a trial that ended has the fields of `flagcore.domain.launch.Exit`.
+    When it has ended, its verdict contains the fields of `flagcore.domain.launch.Exit`.
     """
 
     def __init__(self, process: GuardProcess, control: int, report: int, folder: str, marker: str) -> None:
@@ -64,11 +72,11 @@ class Guarded:
         self._verdict: dict[str, Any] | None = None
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when the trial ends."""
+        """Return a descriptor that is readable when the trial has ended."""
         return self._report
 
     def wait(self, seconds: float) -> dict[str, Any] | None:
-        """Wait at most `seconds` and return the verdict; None if the trial still runs."""
+        """Wait at most `seconds`, and return the verdict, or None if the trial still runs."""
         if self._verdict is None:
             with contextlib.suppress(TimeoutError):
                 line = self._read_line(seconds)
@@ -92,7 +100,7 @@ class Guarded:
         return verdict
 
     def close(self) -> None:
-        """Disconnect from the guard, which then ends the trial, and wait for its exit."""
+        """Disconnect from the guard, which then ends the trial, and wait until the guard has exited."""
         for descriptor in (self._control, self._report):
             os.close(descriptor)
         self._guard.wait()
@@ -100,7 +108,7 @@ class Guarded:
     def begin(self, order: bytes, program: str) -> None:
         """Send the guard its order, and wait until it reports that the program runs. Raises OSError if it does not."""
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has died, and reports nothing
+            with contextlib.suppress(BrokenPipeError):  # raised if the guard has died; it then reports nothing
                 while order:
                     order = order[os.write(self._control, order) :]
             message = json.loads(self._read_line(START_SECONDS) or b"{}")
@@ -113,7 +121,7 @@ class Guarded:
             raise OSError(f"cannot start {program!r}: {problem}")
 
     def _read_line(self, seconds: float) -> bytes:
-        """Return the guard's next line, empty if the guard died. Raises TimeoutError."""
+        """Return the guard's next line. It is empty if the guard died. Raises TimeoutError."""
         deadline = time.monotonic() + min(max(seconds, 0.0), LONGEST_WAIT_SECONDS)
         poll = select.poll()
         poll.register(self._report, select.POLLIN)
@@ -128,7 +136,7 @@ class Guarded:
         return line
 
     def _end_without_guard(self) -> dict[str, Any]:
-        """End the remaining processes of a killed guard: those in the trial's session, and those with the marker."""
+        """End the processes of a killed guard that remain: in the session of the trial, or with its marker."""
         sweep(self._marker, self.pid)
         seconds = time.monotonic() - self._started_at
         verdict = {"code": -signal.SIGKILL, "ended_by": "guard", "duration_s": seconds, "peak_memory_bytes": None}
@@ -138,7 +146,7 @@ class Guarded:
 
 
 def sweep(marker: str, session: int = 0) -> int:
-    """Kill all processes with a marker, and those of a session. Return the number of remaining processes."""
+    """Kill all processes with a marker, and all processes of a session. Return how many remain."""
     deadline = time.monotonic() + guard.GIVE_UP_SECONDS
     while (left := _find_processes(marker, session)) and time.monotonic() < deadline:
         for pid in left:
@@ -159,7 +167,10 @@ def _find_processes(marker: str, session: int) -> list[int]:
 def spawn_guard(
     stdout: BinaryIO | int, stderr: BinaryIO | int, control: int, report: int, *, stdin: int = subprocess.DEVNULL
 ) -> GuardProcess:
-    """Start a guard as a program, whose stdout and stderr the trial inherits. It inherits only its two pipe ends."""
+    """Start a guard as a program. The trial inherits its stdout and stderr.
+
+    The guard inherits only its two pipe ends.
+    """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__, str(control), str(report), str(os.getpid())],
         stdin=stdin,
@@ -179,16 +190,16 @@ def start(
     limits: Limits,
     spawn: Spawn,
 ) -> Guarded:
-    """Start `argv` under a guard, in `directory`, and wait until it runs.
+    """Start `argv` under a guard in `directory`, and wait until it runs.
 
-    The environment is the one of this process, updated with `environment`, which has a MARKER. The guard writes the
-    verdict to `exit.json` in `folder`. Raises OSError if the trial cannot be started.
+    The environment of this process, updated with `environment`, is used. `environment` must contain a MARKER. The guard
+    writes the verdict to `exit.json` in `folder`. Raises OSError if the trial cannot be started.
     """
     order = _encode_order(argv, environment, directory, folder, limits)
     pipes: list[int] = []
     try:
         for _ in range(2):
-            pipes += os.pipe()  # not inherited: after flagcore's death no other process may keep them open
+            pipes += os.pipe()  # not inherited, because no other process may keep them open after flagcore has ended
         guard_reads, control, report, guard_writes = pipes
         process = spawn(guard_reads, guard_writes)
     except BaseException as error:
@@ -211,7 +222,7 @@ def start(
 def _encode_order(
     argv: Sequence[str], environment: Mapping[str, str], directory: str, folder: str, limits: Limits
 ) -> bytes:
-    """Return the order for the guard, preceded by its length. Both ends run the same Python, so marshal is safe."""
+    """Return the order for the guard, with its length before it. Both ends run the same Python, so marshal is safe."""
     if not argv:
         raise OSError("cannot start a trial without a program: argv is empty")
     words = [_encode(text, f"argument {index}") for index, text in enumerate(argv)]

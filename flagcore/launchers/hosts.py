@@ -1,6 +1,6 @@
-"""Starts a trial on several hosts, with an agent on each. The trial ends at the first failure or lost host.
+"""Starts a trial on several hosts, with an agent on each. It ends when one host fails or is lost.
 
-The `ssh` launcher starts the agents with ssh.
+The launcher `ssh` starts the agents with ssh.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ from flagcore.launchers.local import as_launch_error, prepare
 MAX_LOSSES = 2
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
 PAUSE_SECONDS = 25e-6
-"""Pause per host between two reads of messages, so that thousands of heartbeats are read together."""
+"""The pause per host between two reads of messages. It is long enough to read thousands of heartbeats together."""
 
 
 @dataclass(kw_only=True)
 class HostsLauncher(Launcher):
     """Starts trials on the hosts of a launch.
 
-    `channel` returns the command that starts an agent on a host, connected to its standard input and output.
-    `find_hosts` returns the hosts of the environment, such as a Slurm allocation. `has_allocation` returns whether
-    there are several hosts. `hold` reserves hosts for this process, waits for them, and returns their names; it raises
-    FlagError on failure. `fix` is the advice in the message if there are no hosts. `agents` keeps the agents of
-    successful trials for the next trial; if it is None, each trial has new agents.
+    - `channel`: returns the command that starts an agent on a host and connects it to its standard input and output.
+    - `find_hosts`: returns the hosts of the environment, such as a Slurm allocation.
+    - `has_allocation`: returns whether there are several hosts.
+    - `hold`: reserves hosts for this process, waits for them, and returns their names. Raises FlagError on failure.
+    - `fix`: the advice in the message if there are no hosts.
+    - `agents`: keeps the agents of successful trials for the next trial; if it is None, each trial starts new agents.
     """
 
     name: str
@@ -61,18 +62,19 @@ class HostsLauncher(Launcher):
     hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
     fix: str = "list them in cluster.hostfile"
     reached: set[str] = field(default_factory=set)
-    """Hosts that ran a trial. A later connection failure means that the host is lost, not that the spec is wrong."""
+    """The hosts that ran a trial. If a connection to one of them fails later, the host is lost; the spec is not
+    wrong."""
     lost: dict[str, str] = field(default_factory=dict)
-    """By lost host: the marker of the trial whose processes may still run there."""
+    """For each lost host, the marker of the trial whose processes may still run there."""
     failures: Counter[str] = field(default_factory=Counter)
-    """How often each host was lost."""
+    """How many times each host was lost."""
     ended_at: float = -math.inf
-    """End of the last trial on the monotonic clock."""
+    """The time of the end of the last trial, on the monotonic clock."""
     agents: Agents | None = None
 
     @contextlib.contextmanager
     def keep_agents(self) -> Iterator[None]:
-        """Keep agents between trials until the end of the block."""
+        """Keep agents between trials until the end of the context."""
         self.agents = agents = Agents(self.channel)
         try:
             yield
@@ -81,18 +83,18 @@ class HostsLauncher(Launcher):
             agents.close()
 
     def for_checks(self) -> HostsLauncher:
-        """Return a launcher with the same agents. Its trials do not count as trials of the search."""
+        """Return a launcher that uses the same agents. Its trials are not trials of the search."""
         return HostsLauncher(name=self.name, channel=self.channel, agents=self.agents)
 
     def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `hosts` that were lost fewer than MAX_LOSSES times."""
+        """Return the hosts that were lost fewer than MAX_LOSSES times."""
         return tuple(host for host in hosts if self.failures[host] < MAX_LOSSES)
 
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
-        """Return the first `count` of `hosts`; further hosts replace those that were lost more often.
+        """Return `count` of the `hosts`. The first ones are preferred.
 
-        A host that was lost MAX_LOSSES times is excluded unless all hosts are needed. Raises LaunchError if too few
-        remain.
+        Later hosts replace those that were lost more often. A host that was lost MAX_LOSSES times is excluded unless
+        all hosts are needed. Raises LaunchError if too few hosts remain.
         """
         if len(hosts) <= count:
             return tuple(hosts)
@@ -105,10 +107,10 @@ class HostsLauncher(Launcher):
         return tuple(host if host in best else next(replacements) for host in hosts[:count])
 
     def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:
-        """Prefer hosts that were not `lost` in earlier calls, and end remaining processes of the trials in these
-        folders.
+        """Prepare to continue a run: prefer hosts that were not `lost` before, and end processes of interrupted trials.
 
-        A lost host may have been repaired, so it counts as lost once.
+        `cut_off` contains the folders of these trials. A lost host may have been repaired, so it counts as lost only
+        once.
         """
         for host in lost:
             self.failures[host] = max(self.failures[host], 1)
@@ -119,7 +121,7 @@ class HostsLauncher(Launcher):
 
     @property
     def no_hosts(self) -> str:
-        """The message if there are no hosts."""
+        """The message for the case that there are no hosts."""
         return f"auto_tuner.launcher = {self.name}: no hosts; {self.fix}"
 
     def start(self, launch: Launch) -> HostsRunning:
@@ -127,9 +129,10 @@ class HostsLauncher(Launcher):
 
         In the arguments and variables of the launch, `{node_rank}`, `{nnodes}`, `{master_addr}`, `{master_port}`,
         `{node_ports}` (a free port of each host) and `{interface}` are replaced for each host. The files of the trial's
-        folder are sent to every host. The files of the first host and the logs of all are copied back to it;
-        `hosts/NAME` has the files of the others. If a host that ran a trial before cannot be reached, the trial ends at
-        once. Raises LaunchError if another host cannot be reached, or if a host cannot start the program.
+        folder are sent to every host. The files of the first host, and the logs of all hosts, are copied back to the
+        folder. Files of the other hosts are copied to `hosts/NAME`. If a host that ran an earlier trial cannot be
+        reached, the trial ends at once. Raises LaunchError if another host cannot be reached, or if a host cannot start
+        the program.
         """
         if not launch.hosts:
             raise LaunchError(self.no_hosts)
@@ -166,7 +169,7 @@ class HostLost(LaunchError):
 
 
 class HostsRunning:
-    """A trial on several hosts."""
+    """A trial that runs on several hosts."""
 
     def __init__(self, launch: Launch, launcher: HostsLauncher) -> None:
         self.launch, self.launcher, self.started_at = launch, launcher, time.monotonic()
@@ -186,9 +189,9 @@ class HostsRunning:
         return connection
 
     def begin(self) -> None:
-        """Wait for all agents, send its order to each, and wait until the program runs on all hosts.
+        """Wait for all agents, send each its order, and wait until the program runs on all hosts.
 
-        Processes of a lost trial are ended first. Raises HostLost, or LaunchError if a host cannot start the program.
+        Processes of a lost trial are ended first. Raises HostLost, and LaunchError if a host cannot start the program.
         """
         lost_markers = self.launcher.lost
         for each in self.connections:
@@ -219,7 +222,7 @@ class HostsRunning:
     def _until(self, done: Callable[[Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
         """Wait until `done` is true for all connections.
 
-        Raises HostLost for the first host with a problem, LaunchError if no host can start the program.
+        Raises HostLost for the first host with a problem, and LaunchError if no host can start the program.
         """
         deadline = time.monotonic() + seconds
         while waiting := [each for each in self.connections if not (done(each) or each.refused)]:
@@ -251,7 +254,7 @@ class HostsRunning:
         return self._exit or self.end(asked=True)
 
     def _is_over(self) -> bool:
-        """Whether the trial has ended on all hosts, or a host failed or was lost, or its client has ended."""
+        """Whether the trial has ended on all hosts, a host has failed or was lost, or the client has ended."""
         if time.monotonic() > self._ends_at:
             for each in self.connections:
                 if each.open:
@@ -261,12 +264,13 @@ class HostsRunning:
         return failed or client_ended or not (self._client or any(each.open for each in self.connections))
 
     def end(self, *, asked: bool = False) -> Exit:
-        """End the trial on all hosts that still run it, and return its exit record.
+        """End the trial on all hosts where it still runs, and return its exit record.
 
-        A lost host is the reason, even if the program failed on another host earlier.
+        If a host was lost, this is the reason of the end, even if the program failed on another host earlier.
         """
         for each in self.connections:
-            if each.exit and each.exit.ended_by == "request":  # as Slurm at the end of a step: no stop was sent yet
+            # No stop was requested here. Something else ended the trial, as Slurm does at the end of a step.
+            if each.exit and each.exit.ended_by == "request":
                 each.problem = each.problem or "the trial was ended from outside, for example by the scheduler"
         lost = next((each for each in self.connections if each.problem), None)
         failed = next((each for each in self.connections if _has_failed(each.exit)), None)
@@ -280,7 +284,8 @@ class HostsRunning:
         for each in running_hosts:
             if each.open:
                 each.problem = "does not end its processes of the trial"
-        lost = lost or next((each for each in running_hosts if each.problem), None)  # the cause of failures elsewhere
+        # A lost host also causes failures on the other hosts.
+        lost = lost or next((each for each in running_hosts if each.problem), None)
         exits = [each.exit for each in self.connections if each.exit]
         seconds = time.monotonic() - self.started_at
         if lost:
@@ -325,7 +330,7 @@ class HostsRunning:
             self._write(each, rank)
 
     def _write(self, connection: Connection, rank: int) -> None:
-        """Write the new content of a host's files."""
+        """Write the new content of a host's files to the trial's folder."""
         news, connection.news = connection.news, []
         for name, at, data in news:
             mirror = host_folder(self.launch.folder, self.launch.hosts, rank)
@@ -349,9 +354,9 @@ class HostsRunning:
                 file.write(lines + newline)
 
     def close(self) -> None:
-        """Return agents that have ended the trial. Close other channels: their agents then end the trial.
+        """Return the agents that have ended the trial. Other channels are closed, so that their agents end it.
 
-        Hosts that did not confirm its end count as lost.
+        Hosts that did not confirm the end of the trial count as lost.
         """
         if self._client:
             self._client.stop()
@@ -382,11 +387,12 @@ SSH_OPTIONS = (
     *("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=3", "ServerAliveCountMax=3"),
     "ControlPath=none",
 )
-"""No password prompts, and a separate connection per agent that detects a lost host."""
+"""Options of ssh. It does not prompt for passwords, and each agent has its own connection, which detects a lost
+host."""
 
 
 def ssh_channel(host: str) -> list[str]:
-    """Return the command that starts an agent on `host` by the system's OpenSSH client, as the user configured it."""
+    """Return the command that starts an agent on `host` with OpenSSH, which uses the user's configuration."""
     options = [word for option in SSH_OPTIONS for word in ("-o", option)]
     return ["ssh", "-T", *options, "--", host, agent_command()]
 

@@ -1,7 +1,8 @@
 """A hub: a separate process on flagcore's machine that holds the connections to all hosts.
 
-It keeps Ray's client library, or the port to which pods connect, out of flagcore's own process. The hub answers lines
-of JSON on its standard input, ends when the input closes, and serves channels on a socket in a private folder.
+It keeps Ray's client library, or the port to which pods connect, out of flagcore's own process. The hub answers
+requests, which are lines of JSON on its standard input, and ends when the input closes. Channels use a socket in a
+private folder.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ Connect = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 
 
 class Hub:
-    """The hub in the process of `module`. It starts with the first request."""
+    """The hub that runs in the process of `module`. It starts with the first request."""
 
     def __init__(self, launcher: str, module: str) -> None:
         self.launcher, self.module = launcher, module
@@ -34,7 +35,7 @@ class Hub:
 
     @property
     def socket(self) -> str:
-        """The path of the socket that serves channels."""
+        """The path of the socket to which channels connect."""
         return os.path.join(self.folder, "socket")
 
     def channel(self, host: str) -> list[str]:
@@ -42,7 +43,7 @@ class Hub:
         return [sys.executable, "-I", "-S", wire.__file__, self.socket, host]
 
     def ask(self, seconds: float, /, **request: object) -> Mapping[str, Any]:
-        """Return the answer to a request. Raises NoDevice for a problem, or after a timeout."""
+        """Return the answer to a request. Raises NoDevice if the hub reports a problem, or after `seconds`."""
         if self.process is None or self.process.poll() is not None:
             self._start()
         assert self.process
@@ -85,10 +86,10 @@ class Hub:
 
 
 async def serve(path: str, answer: Answer, connect: Connect) -> None:
-    """Run a hub: answer requests, and connect channels to hosts, until flagcore closes the standard input."""
+    """Run a hub until flagcore closes the standard input. It answers requests, and connects channels to hosts."""
     tasks = set[asyncio.Task[None]]()
     answers = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Ray prints messages of its nodes there
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Ray prints messages of its nodes to stdout
 
     async def reply(line: bytes) -> None:
         os.write(answers, json.dumps(await answer(json.loads(line))).encode() + b"\n")
@@ -113,7 +114,7 @@ async def serve(path: str, answer: Answer, connect: Connect) -> None:
 
 
 async def run_both(first: Awaitable[None], second: Awaitable[None]) -> None:
-    """Run both directions of a channel until one ends. Raises its exception, if any."""
+    """Run both directions of a channel until one ends. If that one raised an exception, it is raised here."""
     tasks = {asyncio.ensure_future(first), asyncio.ensure_future(second)}
     done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in running:

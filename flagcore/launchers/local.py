@@ -20,7 +20,7 @@ from flagcore.launchers.template import Template, Templates
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on at 127.0.0.1. Raises LaunchError if there is none."""
+    """Return a free TCP port at 127.0.0.1. Raises LaunchError if there is none."""
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -31,7 +31,10 @@ def free_port() -> int:
 
 
 class LocalRunning:
-    """A trial on this machine. `pid` is its first process, the leader of its session and process group."""
+    """A running trial on this machine.
+
+    `pid` is the id of its first process, which leads its session and process group.
+    """
 
     def __init__(self, running: Guarded, template: Template | None = None) -> None:
         self._running, self._template, self.pid = running, template, running.pid
@@ -47,7 +50,7 @@ class LocalRunning:
         return self._exit(self._running.stop())
 
     def _exit(self, verdict: Mapping[str, Any]) -> Exit:
-        """Return the exit record of the trial. After a failure, its template is closed."""
+        """Return the exit record of the trial. If the trial failed, its template is closed."""
         exit_record = Exit(**verdict, warm=self._template is not None)
         if self._template and exit_record.ended_by != "request" and (exit_record.code or exit_record.ended_by):
             self._template.close()
@@ -55,10 +58,10 @@ class LocalRunning:
 
 
 class LocalLauncher(Launcher):
-    """Starts trials on this machine, also several at once.
+    """Starts trials on this machine, which may run in parallel.
 
-    A trial with `Launch.warm` is forked from a template if it is idle. The template is kept for trials with the same
-    program, environment, cores and control group, until one of them fails.
+    A trial with `Launch.warm` is forked from a template, if the template is idle. The template is kept for trials with
+    the same program, environment, cores and control group, until one of them fails.
     """
 
     name = "local"
@@ -69,9 +72,9 @@ class LocalLauncher(Launcher):
     def start(self, launch: Launch) -> LocalRunning:
         """Start `launch` in a new session.
 
-        Its environment is flagcore's, updated with `launch.environment`, and with MASTER_ADDR and a free MASTER_PORT
-        unless these are set. `launch.json` records the launch without secrets, `exit.json` its end. Raises LaunchError
-        if the trial cannot be started.
+        The trial gets flagcore's environment, updated with `launch.environment`. MASTER_ADDR and a free MASTER_PORT are
+        added unless they are set. `launch.json` records the launch without secrets, `exit.json` its end. Raises
+        LaunchError if the trial cannot be started.
         """
         given = network.fill(launch.environment, network.placeholders())
         environment = {"MASTER_ADDR": "127.0.0.1", MARKER: secrets.token_hex(8), **given}
@@ -103,7 +106,7 @@ LAUNCHER: Launcher = LocalLauncher()
 
 
 def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
-    """Start `launch` without limits or files; its output goes to two descriptors, and it ends with this process.
+    """Start `launch` without limits and files. It writes to the two descriptors, and ends with this process.
 
     Raises LaunchError if it cannot be started.
     """
@@ -116,7 +119,7 @@ def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
 
 @contextlib.contextmanager
 def as_launch_error() -> Iterator[None]:
-    """Raise LaunchError in place of OSError."""
+    """Convert an OSError in this context to a LaunchError."""
     try:
         yield
     except OSError as error:
@@ -124,7 +127,7 @@ def as_launch_error() -> Iterator[None]:
 
 
 def _new_log(folder: str, name: str) -> BinaryIO:
-    """Create an empty log. An existing file is removed first: opening a named pipe would block."""
+    """Create an empty log file. An existing file is removed first, because opening a named pipe would block."""
     path = os.path.join(folder, name)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -132,7 +135,7 @@ def _new_log(folder: str, name: str) -> BinaryIO:
 
 
 def prepare(launch: Launch, environment: Mapping[str, str], folder: str, directory: str) -> None:
-    """Create the folder with `launch.json`. Raises OSError."""
+    """Create the folder of a trial and write its `launch.json`. Raises OSError."""
     os.makedirs(folder, exist_ok=True)
     free_bytes = guard.free_disk_bytes(folder)
     if free_bytes < guard.FREE_DISK_FLOOR_BYTES:

@@ -1,6 +1,6 @@
-"""The network devices of a host, and the placeholders for them in variables. Imports only the standard library.
+"""Finds the network devices of a host, and fills them into variables. Imports only the standard library.
 
-As a program, it checks that the hosts of a trial can meet: the first listens on MASTER_PORT until all others have
+As a program, it checks that the hosts of a trial can connect: the first listens on MASTER_PORT until all others have
 connected to it. It runs once on each host, and prints the port and, on failure, the reason.
 """
 
@@ -18,23 +18,24 @@ from pathlib import Path
 
 SIOCGIFADDR = 0x8915
 OUTSIDE = "192.0.2.1"
-"""An address outside of every network (RFC 5737), which is reached by the default route."""
+"""An address that belongs to no network (RFC 5737), so it is reached by the default route."""
 ADAPTERS = "/sys/class/infiniband"
 
 
 def placeholders(host: str = OUTSIDE) -> dict[str, str]:
-    """Return the value of each placeholder on this machine, empty without such a device.
+    """Return the value of each placeholder on this machine. It is empty if there is no such device.
 
-    They are the network interface over which this machine reaches `host`, and the InfiniBand adapters that are up.
+    The placeholders are the network interface that leads to `host`, and the InfiniBand adapters that are up.
     """
     return {"{interface}": interface_to(host), "{adapters}": adapters()}
 
 
 def fill(environment: Mapping[str, str], values: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with the values of placeholders, without those whose placeholder has no value."""
+    """Return variables with their placeholders filled in. A variable is left out if its placeholder has no value."""
     filled = {}
     for name, text in environment.items():
-        used = [placeholder for placeholder in values if placeholder in str(text)]  # the launcher reports other types
+        # The value may have another type; the launcher reports this as an error.
+        used = [placeholder for placeholder in values if placeholder in str(text)]
         if all(values[placeholder] for placeholder in used):
             for placeholder in used:
                 text = text.replace(placeholder, values[placeholder])
@@ -43,7 +44,7 @@ def fill(environment: Mapping[str, str], values: Mapping[str, str]) -> dict[str,
 
 
 def interface_to(host: str) -> str:
-    """Return the network interface over which this host reaches another; empty if unknown. Nothing is sent."""
+    """Return the network interface that leads to a host, or an empty string if unknown. Nothing is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         local_address = probe.getsockname()[0]
@@ -65,7 +66,7 @@ def _addresses() -> dict[str, str]:
 
 
 def adapters(folder: str = ADAPTERS) -> str:
-    """Return the InfiniBand adapters with an active port, ordered by number and separated by commas."""
+    """Return the InfiniBand adapters with an active port, sorted by number and joined by commas."""
     up = set()
     for state in Path(folder).glob("*/ports/*/state"):
         with contextlib.suppress(OSError):
@@ -79,7 +80,7 @@ RETRY_SECONDS = 0.1
 
 
 def listen(port: int, others: int) -> None:
-    """Accept a connection from each of the other hosts. Raises OSError if the port cannot be used."""
+    """Wait until each of the other hosts has connected. Raises OSError if the port cannot be used."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     with socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=others) as server:
@@ -92,7 +93,7 @@ def listen(port: int, others: int) -> None:
 
 
 def connect(host: str, port: int) -> None:
-    """Connect to the first host, which may not listen yet. Raises OSError."""
+    """Connect to the first host. Retries, because that host may not listen yet. Raises OSError."""
     deadline = time.monotonic() + SECONDS
     while True:
         try:
@@ -105,7 +106,7 @@ def connect(host: str, port: int) -> None:
 
 
 def main() -> int:
-    """Check this host, and return the exit code. If the port cannot be used, the other hosts need not wait."""
+    """Check this host, and return the exit code. If the port cannot be used, the other hosts do not wait."""
     port, rank = os.environ["MASTER_PORT"], int(os.environ["NODE_RANK"])
     try:
         if rank:

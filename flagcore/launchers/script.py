@@ -14,9 +14,8 @@ from flagcore.errors import UsageError
 from flagcore.i18n import _
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-"""Valid names of jobs. They are short, because the name of a pod is longer, and is a DNS label of at most 63
-characters.
-"""
+"""Valid names of jobs. They are short, because a pod's name is longer than its job's, and must be a DNS label of at
+most 63 characters."""
 MASTER_PORT = 29500
 NODE_VARIABLES = {
     "{node_rank}": "NODE_RANK",
@@ -25,11 +24,11 @@ NODE_VARIABLES = {
     "{nnodes}": "NNODES",
     KIND: "DEVICE_TYPE",
 }
-"""The variables of a node by the placeholders of a launch that they replace."""
+"""The environment variables of a node that replace the placeholders of a launch."""
 
 
 def job_name(text: str) -> str:
-    """Return a valid name of a job from a text."""
+    """Convert a text to a valid name of a job."""
     return re.sub(r"^[^a-z]+", "", re.sub(r"[^a-z0-9]+", "-", text.lower()))[:40].rstrip("-") or "flagcore"
 
 
@@ -41,7 +40,7 @@ def checked_name(name: str) -> str:
 
 
 def start_script(job: ExportJob) -> str:
-    """Return a bash script that starts a job on one node, or on several as `batch_script`."""
+    """Return a bash script that starts a job on one node. For several nodes, it is the script of `batch_script`."""
     if job.nodes > 1:
         return batch_script(job)
     return "\n".join(["#!/bin/bash", *comments(job), *_kind_check(job), *start_lines(job)]) + "\n"
@@ -50,7 +49,7 @@ def start_script(job: ExportJob) -> str:
 def batch_script(job: ExportJob) -> str:
     """Return a bash script that starts a job on all nodes of a Slurm job, with one task per node.
 
-    Without Slurm, it starts one node, which NODE_RANK and MASTER_ADDR select.
+    Outside Slurm, it starts a single node, and NODE_RANK and MASTER_ADDR say which.
     """
     environment = without_devices(job.platform.support, job.launch.environment)  # Slurm assigns the devices
     job = replace(job, launch=replace(job.launch, environment=environment))
@@ -86,7 +85,7 @@ def _kind_check(job: ExportJob) -> list[str]:
 
 
 def start_lines(job: ExportJob) -> list[str]:
-    """Return the lines of bash that start one node. NODE_RANK and MASTER_ADDR are set if there are several."""
+    """Return the lines of bash that start one node. If there are several, NODE_RANK and MASTER_ADDR must be set."""
     launch = job.launch
     lines = [f"cd {shlex.quote(launch.directory)} || exit 1"] if launch.directory else []
     if job.nodes > 1:
@@ -106,7 +105,7 @@ def start_lines(job: ExportJob) -> list[str]:
 
 
 def multi_line(words: Sequence[str], separator: str = " \\\n") -> str:
-    """Return a command for a shell, with each flag and its values on a line."""
+    """Return a shell command with each flag and its values on a separate line."""
     lines = [""]
     for word in words:
         is_value = not word.startswith("-") and "=" not in lines[-1]
@@ -122,7 +121,7 @@ def _quoted(word: str) -> str:
 
 
 def shell_quoted(word: str, variables: Mapping[str, str]) -> str:
-    """Return a word for a shell, with `variables` (by their value) for the secrets in it."""
+    """Quote a word for a shell. Secrets in it are replaced by `variables`, whose keys are the secrets."""
     for value, name in variables.items():
         before, found, after = word.partition(value)
         if found:

@@ -1,4 +1,4 @@
-"""The slurm launcher: agents are steps of the current allocation. It also writes batch scripts."""
+"""The launcher `slurm`: its agents are steps of the current allocation. It also writes batch scripts."""
 
 import os
 import subprocess
@@ -22,8 +22,9 @@ def channel(host: str) -> list[str]:
 
 
 def find_hosts(nodes: int) -> tuple[str, ...]:
-    """Return the hosts of this allocation; empty outside of an allocation. Raises LaunchError if Slurm does not list
-    them.
+    """Return the hosts of this allocation. It is empty outside an allocation.
+
+    Raises LaunchError if Slurm does not list them.
     """
     nodelist = os.environ.get("SLURM_JOB_NODELIST")
     if not nodelist:
@@ -37,14 +38,14 @@ def find_hosts(nodes: int) -> tuple[str, ...]:
 
 
 def has_allocation() -> bool:
-    """Return whether flagcore runs in an allocation of several hosts."""
+    """Return whether flagcore runs in an allocation with several hosts."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
     return "SLURM_JOB_ID" in os.environ and nodes.isdecimal() and int(nodes) > 1
 
 
 @dataclass(kw_only=True)
 class SlurmLauncher(HostsLauncher):
-    """The launcher, which also exports jobs as batch scripts."""
+    """A launcher for Slurm allocations, which also exports jobs as batch scripts."""
 
     targets: Collection[str] = ("slurm",)
     per_server: bool = False

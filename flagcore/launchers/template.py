@@ -1,11 +1,12 @@
 """The template: a process that has imported a trial's program, and is forked for each trial.
 
 A fork starts in milliseconds. The guard of a trial is a fork of the template, and the first process of the trial is a
-fork of that guard. The template has its own guard: it ends when flagcore ends, and ends the remaining processes of a
-killed guard. The template sleeps while a trial runs.
+fork of that guard. The template has its own guard, which ends it when flagcore ends, and ends the remaining processes
+of a killed guard. The template sleeps while a trial runs.
 
-A program that can be forked has `ready(arguments)`, which imports its modules, and `main(arguments)`, which returns the
-exit code. After `ready`, the process must have a single thread and no open file, and therefore has used no device.
+A program that can be forked defines `ready(arguments)`, which imports its modules, and `main(arguments)`, which returns
+the exit code. After `ready`, the process must have a single thread and no open file. This also means that it has used
+no device.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ LOG = logging.getLogger("flagcore")
 START_SECONDS = 300.0
 READY, ENDED = b"ready", b"ended"
 OF_ONE_TRIAL = (guarded.MARKER, "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNODES")
-"""Variables that differ between trials, and that no module reads on import."""
+"""Variables that differ between trials, and that no module reads when it is imported."""
 
 
 class Template:
-    """A template, with one trial at a time. It is also the guard process of its last trial."""
+    """A template that runs one trial at a time. It also represents the guard process of its last trial."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], directory: str) -> None:
-        """Start a template of `python -m PACKAGE ARGUMENT...`. Raises OSError if it cannot start."""
+        """Start a template for `python -m PACKAGE ARGUMENT...`. Raises OSError if it cannot start."""
         self.ready = self.busy = self.closed = False
         self._channel, template_socket = socket.socketpair(type=socket.SOCK_SEQPACKET)
         command = (argv[0], "-m", __name__, *argv[2:])
@@ -52,11 +53,11 @@ class Template:
             self._process = guarded.start(command, variables, directory, NO_FOLDER, UNLIMITED, spawn)
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when the template is ready."""
+        """Return a descriptor that is readable when the template is ready."""
         return self._channel.fileno()
 
     def wait_until_ready(self) -> None:
-        """Wait for the imports. Raises OSError if the template must not be forked."""
+        """Wait until the imports are done. Raises OSError if the template must not be forked."""
         if self.ready:
             return
         try:
@@ -77,7 +78,7 @@ class Template:
         return self
 
     def wait(self) -> None:
-        """Wait until the guard has ended."""
+        """Wait until the trial's guard has ended."""
         answer = b""
         with contextlib.suppress(OSError):
             answer = self._channel.recv(len(ENDED))
@@ -96,7 +97,7 @@ class Template:
 
 
 class Templates:
-    """The template for trials with the same program, environment, cores and control group."""
+    """Keeps the template for trials with the same program, environment, cores and control group."""
 
     def __init__(self) -> None:
         self.template: Template | None = None
@@ -104,7 +105,10 @@ class Templates:
         """Program, environment, cores and control group of the template, or of one that must not be forked."""
 
     def find(self, argv: Sequence[str], environment: Mapping[str, str], directory: str) -> Template | None:
-        """Return an idle template for a trial, which may still start; None if the trial has to start cold."""
+        """Return an idle template for a trial, or None if the trial must start cold.
+
+        The template may still be starting.
+        """
         if tuple(argv[:2]) != (sys.executable, "-m") or (self.template and self.template.busy):
             return None
         variables = {key: value for key, value in environment.items() if key not in OF_ONE_TRIAL}
@@ -122,8 +126,9 @@ class Templates:
     def start(
         self, template: Template | None, begin: Callable[..., guarded.Guarded], stdout: BinaryIO, stderr: BinaryIO
     ) -> tuple[guarded.Guarded, Template | None]:
-        """Start a trial by `begin`: as a fork of `template` if it can be forked, which is returned, else as a new
-        process. Raises OSError.
+        """Start a trial with `begin`, as a fork of `template` if possible, else as a new process. Raises OSError.
+
+        Returns the trial, and the template if the trial is a fork of it.
         """
         if template:
             try:
@@ -162,7 +167,7 @@ def serve(channel: socket.socket, program: ModuleType) -> None:
 
 def _guard_trial(program: ModuleType, template: int, control: int, report: int, stdout: int, stderr: int) -> int:
     """Run the guard in a fork of the template."""
-    gc.disable()  # a collection would copy all memory shared with the template
+    gc.disable()  # a garbage collection would copy all memory that is shared with the template
     os.setsid()
     for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), stdout, stderr)):
         os.dup2(source, number)
@@ -177,7 +182,7 @@ def _guard_trial(program: ModuleType, template: int, control: int, report: int, 
 
 
 def _run_program(program: ModuleType, argv: list[bytes], environment: dict[bytes, bytes]) -> int:
-    """Run the program in a fork of the guard, in the state of a newly started Python."""
+    """Run the program in a fork of the guard, in the state that a newly started Python has."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -207,11 +212,11 @@ def _descriptors() -> list[int]:
 
 
 def fork_problem() -> str:
-    """Return why this process must not be forked; empty if it may."""
+    """Return why this process must not be forked, or an empty string if it may be."""
     if len(os.listdir("/proc/self/task")) > 1:
         return "its modules start threads"
     for number in _descriptors():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that listed the folder is closed by now
             file = os.readlink(f"/proc/self/fd/{number}")
             if number > 2:
                 return f"its modules leave {file} open"
@@ -219,8 +224,8 @@ def fork_problem() -> str:
 
 
 def main(package: str, *arguments: str) -> int:
-    """Import the program of a package, and serve flagcore's requests from stdin."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else importing numpy starts threads
+    """Import the program of a package, and serve flagcore's requests on stdin."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # otherwise, importing numpy starts threads
     with socket.socket(fileno=0) as channel:
         try:
             program = importlib.import_module(f"{package}.__main__")

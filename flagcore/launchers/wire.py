@@ -1,6 +1,6 @@
 """Messages between flagcore and an agent: lines of JSON in both directions. Imports only the standard library.
 
-As a program, `wire.py SOCKET HOST`, it connects its standard input and output to a hub.
+Run as `wire.py SOCKET HOST`, it connects its standard input and output to a hub.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ BEAT_SECONDS = 2.0
 
 
 class Wire:
-    """Reads messages from one descriptor and writes them to another, and never waits.
+    """Reads messages from one descriptor and writes them to another. It never waits.
 
-    `ended` is whether the other side has closed the stream, `broken` whether it reads no more.
+    `ended`: whether the other side has closed the stream. `broken`: whether the other side no longer reads.
     """
 
     def __init__(self, source: int, target: int, received: bytes = b"") -> None:
@@ -30,12 +30,12 @@ class Wire:
             os.set_blocking(descriptor, False)
 
     def send(self, **message: object) -> None:
-        """Queue a message, and write as much as the channel accepts."""
+        """Queue a message, and write as much of the queue as the channel accepts."""
         self.outgoing += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Write queued messages, as much as the channel accepts."""
+        """Write as much of the queued messages as the channel accepts."""
         try:
             while self.outgoing:
                 del self.outgoing[: os.write(self.target, self.outgoing[: 1 << 16])]
@@ -63,22 +63,25 @@ class Wire:
             self.send()
 
     def is_silent(self, seconds: float) -> bool:
-        """Return whether nothing has arrived for some seconds."""
+        """Return whether nothing has arrived for `seconds`."""
         return time.monotonic() - self.heard_at > seconds
 
 
 REASON = b"\0"
-"""Marks the reason why a hub closes a channel; other messages are lines of JSON."""
+"""The prefix of the reason why a hub closes a channel. All other messages are lines of JSON."""
 
 
 def short(path: str) -> str:
-    """Return a path of the same socket for this process: a socket's may have 107 bytes, and TMPDIR may be longer."""
+    """Return a short path to the same socket, valid in this process.
+
+    The path of a socket is limited to 107 bytes, and TMPDIR may be longer.
+    """
     folder, name = os.path.split(path)
     return f"/proc/self/fd/{os.open(folder, os.O_PATH)}/{name}"
 
 
 def main(path: str, host: str) -> int:
-    """Copy data in both directions until one side closes. A reason goes to stderr."""
+    """Copy data in both directions until one side closes. If the hub gives a reason, it is written to stderr."""
     with socket.socket(socket.AF_UNIX) as hub:
         hub.connect(short(path))
         hub.sendall(os.fsencode(host) + b"\n")

@@ -1,1 +1,1 @@
-"""Plans and predictions as text and plain data. Knows neither the terminal nor click."""
+"""Formats plans and predictions as text and plain data. It knows neither the terminal nor click."""

@@ -1,4 +1,4 @@
-"""The report of a candidate as text, two candidates side by side, and why one of them is faster."""
+"""Formats the report on a candidate, and the comparison of two candidates with the causes of their difference."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,23 +25,31 @@ from flagcore.report.text import (
 )
 
 SAME = 1e-9
-"""Maximum relative difference of equal figures."""
+"""The maximum relative difference between figures that count as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CandidateReport(Notebook):
-    """Report on one candidate as plain data: GiB and seconds, knobs by name.
+    """A report on one candidate as plain data, in GiB and seconds. Knobs are given by name.
 
-    `name` is the input. `requested` are its knobs if another, equivalent `candidate` is reported.
-    `state` is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` explains it, and `rules` lists the rules behind it
-    (`rule`, `message`, the `values` that it uses, the `trial` of a learned rule). `predicted` is None for an illegal
-    candidate; `believed` is the prediction corrected by trials. `trials` are the trials of the candidate, `nearest` is
-    the measured trial that `differs` in the fewest knobs. `expected_s` is the step time as measured, else believed,
-    else predicted. `changes` has three candidates: `allowed` is the nearest valid one, `faster` is nearby, and
-    `fastest` is the fastest of all. Each has `differs`, `candidate`, `predicted`, `expected_s`, `trial` and `measured`.
-    `causes` is a paragraph on where it spends more or less time than the best (the best: than the baseline). If `name`
-    has too few knobs for a candidate of the space, the fastest with them is reported, and `matches` has the next ones.
-    `knobs` are those of the task, which only the text uses.
+    - `name`: the input.
+    - `requested`: its knobs if another, equivalent `candidate` is reported.
+    - `state`: ILLEGAL, OUTSIDE, REMOVED, RAN or OPEN.
+    - `because`: the reasons for the state.
+    - `rules`: the rules behind it, each with `rule`, `message`, the `values` that it uses, and the `trial` of a learned
+      rule.
+    - `predicted`: the prediction, or None for an illegal candidate.
+    - `believed`: the prediction corrected by trials.
+    - `trials`: the trials of the candidate.
+    - `nearest`: the measured trial that `differs` in the fewest knobs.
+    - `expected_s`: the step time as measured, else believed, else predicted.
+    - `changes`: up to three other candidates: `allowed` is the nearest valid one, `faster` a faster one nearby, and
+      `fastest` the fastest of all. Each has `differs`, `candidate`, `predicted`, `expected_s`, `trial` and `measured`.
+    - `causes`: a paragraph on where the candidate spends more or less time than the best; the best is compared with the
+      baseline.
+    - `matches`: if `name` does not determine a candidate of the space, the fastest matching one is reported, and these
+      are the next ones.
+    - `knobs`: the knobs of the task, which only the text uses.
     """
 
     name: str
@@ -86,7 +94,10 @@ def candidate_report_text(report: CandidateReport) -> str:
 
 
 def _title(name: str) -> str:
-    """Return the name of a candidate (trial, position in the prediction, best, baseline) for the start of a line."""
+    """Return the name of a candidate for the start of a line.
+
+    It is a trial, a position in the prediction, best or baseline.
+    """
     kind, _separator, number = name.partition(" ")
     if number.isdecimal():
         return _("Trial {number}", number=number) if kind == "trial" else _("Candidate {number}", number=number)
@@ -95,14 +106,14 @@ def _title(name: str) -> str:
 
 
 def seconds_text(objective: str, seconds: float) -> str:
-    """Return the time of a step in the unit of the objective."""
+    """Return a step time as text, in the unit of the objective."""
     if objective in SERVING:
         return objective_text(objective, objective_value(objective, seconds))
     return f"{seconds:.4g} s/step"
 
 
 def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
-    """Return the knobs in which two candidates differ, with both values."""
+    """Return as text the knobs in which two candidates differ, each with both values."""
     lines = []
     for name, pair in differs.items():
         knob, texts = knob_of(name, knobs), [differs[each] for each in details(name, knobs) if each in differs]
@@ -142,7 +153,7 @@ def _predicted(report: CandidateReport) -> Iterator[str]:
 
 
 def _gain(seconds: float | None, other: float | None) -> str:
-    """Return the relative change of a time in parentheses; empty if it is unknown."""
+    """Return the relative change of a time in parentheses, or an empty string if it is unknown."""
     return f" ({_('time')} {seconds / other - 1.0:+.1%})" if seconds and other else ""
 
 
@@ -192,24 +203,26 @@ SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED, UNKNOWN = (
     "predicted",
     "unknown",
 )
-"""Certainty of a comparison: all runs of one are faster by more than the noise; both were measured, but the runs
-overlap; at least one time is a prediction, corrected by trials of both runs; at least one is uncorrected; a time is
-missing.
-"""
+"""The certainty of a comparison. SIGNIFICANT: all runs of one candidate are faster by more than the noise.
+NOT_SIGNIFICANT: both were measured, but the runs overlap. CORRECTED: at least one time is a prediction that trials of
+both runs correct. PREDICTED: at least one time is an uncorrected prediction. UNKNOWN: a time is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison(Notebook):
-    """Comparison of two candidates `a` and `b` as plain data: seconds and GiB, each pair in this order.
+    """A comparison of two candidates `a` and `b` as plain data, in seconds and GiB. Each pair has this order.
 
-    `a` and `b` have `name`, `where`, `candidate`, `state`, `predicted`, `believed` (the prediction corrected by trials;
-    None if the candidate ran), and `measured`, None without a measurement. `measured` has `step_time_s` (the median of
-    `runs` runs), `spread_s` of the steps of a run, `between_s` (times of the fastest and the slowest run; None for a
-    single run), `noise` as a fraction, and `device_used_gib` if known. `differs` are the knobs that differ, `tasks` the
-    other differences of the two specs. `time`, `memory` and the `figures` of servers are predicted, by part; all are
-    empty if a candidate is illegal. `gap` is the time of `b` over the time of `a`, minus one, in training per token and
-    device. `certainty` is SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED or UNKNOWN. `because` is the explanation.
-    `knobs` are those of both tasks, which only the text uses.
+    - `a`, `b`: each has `name`, `where`, `candidate`, `state`, `predicted`, `believed` (the prediction corrected by
+      trials, or None if the candidate ran), and `measured` (None if it was not measured). `measured` has `step_time_s`
+      (the median over `runs` runs), `spread_s` (of the steps in a run), `between_s` (between the fastest and the
+      slowest run, or None for a single run), `noise` as a fraction, and `device_used_gib` if known.
+    - `differs`: the knobs that differ.
+    - `tasks`: the other differences between the two specs.
+    - `time`, `memory`, `figures` (of servers): predictions by part, all empty if a candidate is illegal.
+    - `gap`: the time of `b` relative to the time of `a`, minus one; in training, per token and device.
+    - `certainty`: SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED or UNKNOWN.
+    - `because`: the explanation.
+    - `knobs`: the knobs of both tasks, which only the text uses.
     """
 
     a: Mapping[str, Any]
@@ -253,7 +266,7 @@ def _side_text(side: Mapping[str, Any], knobs: Knobs) -> str:
 
 
 def _rows(both: Comparison) -> Iterator[list[str]]:
-    """Yield the rows of the table; an empty one for a figure that neither side has."""
+    """Yield the rows of the table. The row of a figure that neither side has is empty."""
     sides = (both.a, both.b)
     measured = [side["measured"] or {} for side in sides]
     is_served = both.objective in SERVING
@@ -294,21 +307,21 @@ def _row(name: str, pair: Sequence[float | None]) -> list[str]:
 
 
 MAX_PARTS = 3
-"""Maximum number of listed parts."""
+"""The maximum number of listed parts."""
 SAME_TIME = 5e-4
-"""Relative difference below which two times are shown as equal."""
+"""The relative difference below which two times are shown as equal."""
 
 
 def figure_pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return the figures of two sides by name; a figure that one side does not have is 0."""
+    """Return the figures of two sides by name. A figure that one side lacks is 0."""
     names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) or b.get(name)]
     return {name: (float(a.get(name) or 0.0), float(b.get(name) or 0.0)) for name in names}
 
 
 def largest_differences(time: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the seconds by which parts of a time differ, second minus first, the largest first.
+    """Return the seconds by which parts of a time differ, second minus first, largest difference first.
 
-    Only parts with the sign of the total difference are returned.
+    Only parts that differ in the same direction as the total are returned.
     """
     differences = {name: second - first for name, (first, second) in time.items()}
     total = sum(differences.values())
@@ -333,9 +346,9 @@ def causes_text(
 ) -> str:
     """Return a paragraph on where a candidate spends more or less time than another one.
 
-    `other` is the name of the other. `seconds` are the step times of the other and of the candidate, `predicted` the
-    same as predicted, `time` the parts of the predicted time of both. `source` is how `seconds` are known. With
-    `has_rounds`, the speedup is that of rounds, which reports show, so the text has no other.
+    `other`: the name of the other candidate. `seconds`: the step times of the other and of this candidate. `predicted`:
+    their predicted step times. `time`: the parts of both predicted times. `source`: how `seconds` are known. With
+    `has_rounds`, the text gives no speedup, because the report already shows the speedup over the rounds of repeats.
     """
     before, after = seconds
     if abs(after - before) <= SAME_TIME * before:

@@ -1,4 +1,4 @@
-"""The estimate of a spec: the record, its text, and the text of the gain of mixing several kinds of chips."""
+"""The estimate of a spec: its record, its text, and the text on the gain of mixing several kinds of chips."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,15 +26,21 @@ from flagcore.report.text import (
 class Estimate(Notebook):
     """The fastest predicted candidates of a spec, and the counts of all combinations by outcome.
 
-    `number` of a candidate is its position among all candidates, from 1. `model` has the weights of the model by part.
-    `untimed` is the number of candidates without a predicted time, and `no_time` the reason; `runs` is the runner of
-    the trials, `assumed` the implementation and settings that a plan assumes, `notes` are notes of plugins on engine
-    and chip. `defaults` is the candidate with the engine's own defaults, if the baseline is another one. With latency
-    limits, `slo` of a candidate has the figures that exceed them, and `unmet` is a message if every candidate exceeds
-    one, or if only the baseline fits. `mixing` compares a mixed cluster with each of its kinds of chips alone.
-    `search` is an upper bound for the seconds of all trials. `knobs` are those of the task, `labels` those of the
-    engine. `bottleneck` limits the fastest candidate, and `warning` is given if its MFU is far below that of large
-    jobs, with the cheapest change.
+    - `number` of a candidate: its position among all candidates, from 1.
+    - `model`: the weights of each part of the model.
+    - `untimed`: the number of candidates without a predicted time.
+    - `no_time`: the reason for it.
+    - `runs`: what runs the trials.
+    - `assumed`: the implementation and settings that a plan assumes.
+    - `notes`: the plugins' notes on engine and chip.
+    - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
+    - `slo` of a candidate: the figures that exceed the latency limits.
+    - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits.
+    - `mixing`: a comparison of a mixed cluster with each of its kinds of chips alone.
+    - `search`: an upper bound for the seconds of all trials.
+    - `knobs`, `labels`: the knobs of the task, and the labels of the engine.
+    - `bottleneck`: what limits the fastest candidate.
+    - `warning`: a warning if its MFU is far below the MFU of large jobs, with the cheapest change.
     """
 
     chip: str
@@ -68,7 +74,7 @@ class Estimate(Notebook):
 
 
 def estimate_columns(estimate: Estimate) -> dict[str, str]:
-    """Return the columns of the table of candidates: headings, and dotted keys of a record."""
+    """Return the columns of the table of candidates: their headings, and dotted keys of a record."""
     rows = estimate.candidates
     figures = table_columns("predicted_serving" if any("objective" in each for each in rows) else "predicted")
     optional = known_columns(rows, "layouts", "highest", "cost")
@@ -76,7 +82,7 @@ def estimate_columns(estimate: Estimate) -> dict[str, str]:
 
 
 def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
-    """Yield the paragraphs of an estimate, and whether each is a result or a message about the results."""
+    """Yield the paragraphs of an estimate, each with whether it is a result or a message about the results."""
     hardware = hardware_text(estimate.devices, estimate.chip)
     if estimate.unmet:
         yield estimate.unmet + "\n", False
@@ -123,7 +129,7 @@ def _candidates_table(estimate: Estimate) -> str:
 def probed_text(number: int | None, probed: Mapping[str, Any], knobs: Knobs) -> str:
     """Return why ranks failed, whether times are extrapolated, and the predictions without and with the probe.
 
-    `number` is that of the candidate among several.
+    `number` is the number of the candidate if several were probed.
     """
     ranks, prefix = probed["ranks"], "" if number is None else f"{number} "
     lines = [_("rank {rank}: {reason}", rank=each["rank"], reason=each["reason"]) for each in ranks if each["reason"]]
@@ -140,7 +146,7 @@ PAYS = 1.02
 
 
 def mixing_text(mixing: Mapping[str, Any], knobs: Knobs) -> str:
-    """Return a table of the mixed plans, each kind alone and their sum, and one line on the gain."""
+    """Return a table with the mixed plans, each kind alone and their sum, and a line about the gain."""
     alone = mixing["alone"]
     plans = [(_(each["split"]) if each["split"] else _("mixed"), each) for each in (mixing["mixed"], *mixing["others"])]
     plans += [(_("alone"), each) for each in alone]
@@ -154,7 +160,7 @@ def mixing_text(mixing: Mapping[str, Any], knobs: Knobs) -> str:
 
 
 def verdict(mixing: Mapping[str, Any]) -> str:
-    """Return whether mixing pays, what limits it, and which chips idle."""
+    """Return whether mixing pays, what limits it, and which chips are idle."""
     text = _("No kind of chip can run the job alone.")
     if mixing["alone"]:
         figures = {"times": mixing["of_best_alone"], "chip": mixing["best_alone"], "share": mixing["of_sum"]}

@@ -1,4 +1,4 @@
-"""A prediction in detail as text: the model, the memory of the worst stage, and the parts of the time."""
+"""Formats a prediction in detail: the model, the memory of the worst stage, and the parts of the time."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +16,11 @@ from flagcore.report.text import funnel, layers_text, repeats_text, values_text
 
 HEADINGS = NAMES["component_memory"]
 OTHER = N_("other")
-"""The peak minus the components: temporary memory, or a negative value if memory is freed before the peak."""
+"""The difference of the peak and the sum of the components: temporary memory, or a negative value if memory is freed
+before the peak."""
 
 MIN_SHOWN = 0.0005
-"""Minimum size of a displayed part of the memory, in GiB."""
+"""The minimum size of a part of the memory that is shown, in GiB."""
 
 
 VERDICT = {True: N_("fits"), False: N_("does not fit"), None: N_("capacity unknown")}
@@ -27,12 +28,15 @@ VERDICT = {True: N_("fits"), False: N_("does not fit"), None: N_("capacity unkno
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Explanation(Notebook):
-    """Counts of all combinations by outcome, the message of each rule, and why the run stopped.
+    """The counts of all combinations by outcome, the message of each rule, and why the run stopped.
 
-    If no candidate fits, `nothing_fits` names the one that needs the least memory. `knobs` are the knobs that plugins
-    add to the engine, and `notes` their notes on engine and chip. `lost_repeats` are the repeats without a measurement
-    and their states; `counts` does not include them. `fidelity` is the fidelity of the run's trials. `causes` compares
-    the time of the best with that of the baseline; `no_best` is why a run has no best.
+    - `nothing_fits`: if no candidate fits, a message that names the one that needs the least memory.
+    - `knobs`: the knobs that plugins add to the engine.
+    - `notes`: the plugins' notes on engine and chip.
+    - `lost_repeats`: the repeats without a measurement, with their states; `counts` does not include them.
+    - `fidelity`: the fidelity of the run's trials.
+    - `causes`: a comparison of the times of the best and the baseline.
+    - `no_best`: why a run has no best.
     """
 
     counts: Counts
@@ -60,7 +64,7 @@ def eliminated(explanation: Explanation) -> dict[str, int]:
 
 
 def explanation_text(explanation: Explanation) -> str:
-    """Return the counts, the messages of rules, knobs and notes of plugins, and why a run stopped, as text."""
+    """Return the counts, the messages of rules, the plugins' knobs and notes, and why a run stopped, as text."""
     rules = [{"rule": name, "message": explanation.messages.get(name, "")} for name in eliminated(explanation)]
     parts = [str(explanation), render(rules, "table", table_columns("rules")) if rules else ""]
     parts += [knobs_text(explanation.knobs), notes_text(explanation.notes)]
@@ -72,12 +76,15 @@ def explanation_text(explanation: Explanation) -> str:
 
 
 def part_name(part: str) -> str:
-    """Return the displayed name of a part of a step, or of a request."""
+    """Return the name of a part of a step or request as it is shown to users."""
     return NAMES["parts"].get(part) or prediction.part_name(part)
 
 
 def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
-    """Return a prediction as text: parts of the model, of the memory and of the time, with the labels of the engine."""
+    """Return a prediction as text: the parts of the model, of the memory and of the time.
+
+    `labels` are those of the engine.
+    """
     if record.get("status", "ok") != "ok":
         return f"{record['status']}: {record['reason']}"
     if "objective" in record:
@@ -88,7 +95,7 @@ def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
 
 
 def detail_text(record: Mapping[str, Any], title: str, knobs: Knobs, labels: Labels) -> str:
-    """Return a prediction in detail below its hardware and candidate, if it has one, and above the notes of plugins."""
+    """Return a prediction in detail. Hardware and candidate (if it has one) come first, plugins' notes last."""
     heading = []
     if "candidate" in record:
         chosen = {**record.get("settings", {}), **record.get("assumed", {})}
@@ -101,7 +108,7 @@ def detail_text(record: Mapping[str, Any], title: str, knobs: Knobs, labels: Lab
 
 
 def served_text(data: Mapping[str, Any]) -> str:
-    """Return the predicted rates and latencies of a server, the parts of the time of a request, and its memory."""
+    """Return the predicted rates and latencies of a server, the parts of a request's time, and the memory."""
     time = data.get("time", {})
     total_s = sum(time.values())
     rates = [
@@ -138,9 +145,9 @@ def _served_memory(memory: Mapping[str, Any]) -> str:
 
 
 def used_text(memory: Mapping[str, Any], digits: str = ".2f") -> str:
-    """Return the memory in use of a device, and its capacity if it is known.
+    """Return the memory in use of a device, and its capacity if it is known, as text.
 
-    The messages with this text have a field of their own for the capacity, which stays empty.
+    Messages that contain this text also have a field for the capacity, which stays empty.
     """
     return " / ".join(f"{memory[name]:{digits}}" for name in ("device_used_gib", "capacity_gib") if name in memory)
 
@@ -156,10 +163,10 @@ def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
-    """Return the memory of the worst stage by component, and its totals.
+    """Return the memory of the worst stage by component, with its totals.
 
-    Components add up to static memory and activations, which need not exist at the same time. `OTHER` is the difference
-    to the peak.
+    Components add up to static memory and activations, which may reach their maximum at different times. `OTHER` is the
+    difference to the peak.
     """
     components = memory.get("components", {})
     static, activation = memory["static_gib"], memory["activation_gib"]
@@ -189,15 +196,15 @@ def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
 
 
 def by_component(names: Iterable[str], labels: Labels) -> list[str]:
-    """Return the names of components in the order of reports, unknown ones last."""
+    """Return the names of components in the order of reports, with unknown names last."""
     order = {name: place for place, name in enumerate(labels.components)}
     return sorted(names, key=lambda name: (order.get(name, len(order)), name))
 
 
 def memory_parts(memory: Mapping[str, Any]) -> dict[str, float]:
-    """Return the parts of the memory in use of a device in GiB, in English.
+    """Return the parts of the memory in use of a device in GiB. Their names are in English.
 
-    They add up to `device_used_gib`; parts below `MIN_SHOWN` are omitted.
+    They add up to `device_used_gib`. Parts below `MIN_SHOWN` are left out.
     """
     components, static, peak = memory.get("components", {}), memory["static_gib"], memory["peak_allocated_gib"]
     if "kv_cache_gib" in memory:
@@ -226,7 +233,7 @@ def needs_text(memory: Mapping[str, Any]) -> str:
 
 
 def time_text(data: Mapping[str, Any]) -> str:
-    """Return the parts of a step with their shares, its interval and its bottleneck."""
+    """Return the parts of a step with their shares, the 80% interval of its time, and its bottleneck."""
     if "step_time_s" not in data:
         reason = str(data.get("reason", "")).removeprefix("no time: ")
         return _("Time: unknown ({reason})", reason=reason) if reason else _("Time: unknown")
@@ -241,7 +248,7 @@ def time_text(data: Mapping[str, Any]) -> str:
 
 
 def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the knobs of plugins: values, effects, and the reasons why values cannot be launched."""
+    """Return the plugins' knobs as text: values, effects, and why some values cannot be launched."""
     if not knobs:
         return ""
     rows = []
@@ -274,7 +281,7 @@ def _range(factor: Mapping[str, float]) -> str:
 
 
 def notes_text(notes: Sequence[str]) -> str:
-    """Return the notes of plugins on an engine and chip, one per line."""
+    """Return the plugins' notes on an engine and chip, one per line."""
     return "\n".join([_("Notes on this engine and chip:"), *(f"- {note}" for note in notes)]) if notes else ""
 
 

@@ -1,4 +1,4 @@
-"""Records as table, JSON, JSON lines, YAML or CSV. Only tables round values."""
+"""Formats records as table, JSON, JSON lines, YAML or CSV. Only tables round values."""
 
 import csv
 import io
@@ -19,19 +19,19 @@ from flagcore.i18n.width import columns as columns_of
 from flagcore.i18n.width import left, pieces, right, wrapped
 
 BETWEEN = "  "
-"""Separator of two columns of a table."""
+"""The separator between two columns of a table."""
 MIN_TEXT, MAX_WORD = 16, 40
-"""Minimum width of a column of wrapped text, and maximum length of an unbroken word, in characters."""
+"""The minimum width of a column of wrapped text, and the maximum length of an unbroken word, in characters."""
 WIDTH: ContextVar[int | None] = ContextVar("width", default=None)
-"""Maximum width of tables; None for no limit."""
+"""The maximum width of tables in characters. None means no limit."""
 
 
 WORDS = ("status", "maturity.word", "peak_source")
-"""Keys whose values are translated in tables."""
+"""The keys whose values are translated in tables."""
 
 
 def render(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str, str]) -> str:
-    """Return `records` in `form`. `columns` maps the heading of a table or CSV column to a dotted key."""
+    """Return `records` in the format `form`. `columns` maps the headings of table or CSV columns to dotted keys."""
     if form == "json":
         return json.dumps(list(records), indent=2, ensure_ascii=False)
     if form == "jsonl":
@@ -51,7 +51,7 @@ def render(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a plain text table with columns of numbers aligned to the right.
+    """Return a plain-text table. Columns of numbers are aligned to the right.
 
     Inside `fitted`, text and headings are wrapped. Numbers are never cut: columns that do not fit go to a second table
     below, which repeats the first column.
@@ -69,7 +69,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class _Column:
-    """A column of a table, the heading first. `least` is the minimum width for complete numbers and words."""
+    """A column of a table, with the heading first. `least` is the minimum width at which no number or word is cut."""
 
     def __init__(self, cells: list[str]) -> None:
         heading, *others = self.cells = cells
@@ -82,7 +82,7 @@ class _Column:
 
 
 def _side_by_side(columns: Sequence[_Column], widths: Sequence[int]) -> str:
-    """Return columns as a table."""
+    """Join columns to the text of a table."""
 
     def lines(row: Sequence[str]) -> Iterator[str]:
         texts = [wrapped(cell, w) if columns_of(cell) > w else [cell] for cell, w in zip(row, widths, strict=True)]
@@ -97,12 +97,15 @@ def _side_by_side(columns: Sequence[_Column], widths: Sequence[int]) -> str:
 
 
 def _total(widths: Sequence[int]) -> int:
-    """Return the width of a table."""
+    """Return the width of a table whose columns have these widths."""
     return sum(widths) + len(BETWEEN) * (len(widths) - 1)
 
 
 def _narrowed(columns: Sequence[_Column], most: int) -> list[int]:
-    """Return the widths of columns, the widest narrowed until they fit or all have their minimum width."""
+    """Return the widths of columns that fit into the width `most`.
+
+    The widest columns are narrowed until the table fits, or until all columns have their minimum width.
+    """
     widths = [each.width for each in columns]
     while _total(widths) > most:
         wide = [place for place, each in enumerate(columns) if widths[place] > each.least]
@@ -118,7 +121,7 @@ def _longest_word(text: str) -> int:
 
 @contextmanager
 def fitted(width: int | None) -> Iterator[None]:
-    """Fit tables to `width` inside the context; None removes the limit."""
+    """Fit tables to `width` characters inside the context. None removes the limit."""
     token = WIDTH.set(width)
     try:
         yield
@@ -127,7 +130,7 @@ def fitted(width: int | None) -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as the text of a table cell: four significant digits, `-` for none."""
+    """Return a value as the text of a table cell, with four significant digits. None becomes `-`."""
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):
@@ -138,7 +141,7 @@ def shown(value: Any) -> str:
 
 
 def size_text(gib: float | None) -> str:
-    """Return a size in GiB as text in the unit that fits: `8 KiB`, `1.5 GiB`; `-` for none."""
+    """Return a size in GiB as text in a suitable unit, such as `8 KiB` or `1.5 GiB`. None becomes `-`."""
     if gib is None:
         return "-"
     size, units = abs(gib) * 2**30, ("B", "KiB", "MiB", "GiB", "TiB")
@@ -147,19 +150,19 @@ def size_text(gib: float | None) -> str:
 
 
 def hardware_text(devices: int, chips: str) -> str:
-    """Return the number of devices and their chip; several node groups have numbers of their own."""
+    """Return the number of devices and their chip. Several node groups include their own numbers."""
     return chips if " + " in chips else f"{devices} x {chips}"
 
 
 def energy_text(kwh: float) -> str:
-    """Return an energy in kWh as text in the unit that fits: `12 Wh`, `1.5 MWh`."""
+    """Return an energy in kWh as text in a suitable unit, such as `12 Wh` or `1.5 MWh`."""
     hours, units = kwh * 1000.0, ("Wh", "kWh", "MWh", "GWh")
     power = min(int(math.log10(hours) // 3), len(units) - 1) if hours >= 1.0 else 0
     return f"{shown(hours / 1000.0**power)} {units[power]}"
 
 
 def lookup(record: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key, None if a part is missing."""
+    """Return the value at a dotted key, or None if a part of the key is missing."""
     value: Any = record
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -181,7 +184,7 @@ def _is_figure(cell: str) -> bool:
 
 
 class Notebook:
-    """A result that a notebook shows as its one-line `repr`, followed by its text."""
+    """A result that notebooks show as its one-line `repr`, followed by its text."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -195,7 +198,7 @@ class Notebook:
 
 NAMES: dict[str, dict[str, str]]
 COLUMNS: dict[str, dict[str, str]]
-"""By table: the headings of columns, and dotted keys of a record."""
+"""For each table, the headings of its columns with dotted keys of a record."""
 
 _DATA: Any = yaml.safe_load(files(__package__).joinpath("names.yaml").read_text(encoding="utf-8"))
 COLUMNS = _DATA.pop("columns")
@@ -203,11 +206,11 @@ NAMES = _DATA
 
 
 def table_columns(*tables: str) -> dict[str, str]:
-    """Return the columns of tables side by side: headings, and dotted keys of a record."""
+    """Return the columns of several tables side by side: their headings, and dotted keys of a record."""
     return {heading: key for table in tables for heading, key in COLUMNS[table].items()}
 
 
 def known_columns(records: Sequence[Mapping[str, Any]], *tables: str) -> dict[str, str]:
-    """Return the columns of tables side by side for which a record has a value."""
+    """Return the columns of several tables side by side, without columns for which no record has a value."""
     columns = table_columns(*tables).items()
     return {name: key for name, key in columns if any(lookup(each, key) is not None for each in records)}

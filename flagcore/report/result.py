@@ -1,4 +1,4 @@
-"""The format of result.json: a plan as plain data in seconds and GiB, and back."""
+"""Converts a plan to and from result.json, which is plain data in seconds and GiB."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,14 +19,14 @@ SCHEMA_VERSION = 1
 GIB = 2**30
 SIZES = {f"{name}_gib": f"{name}_bytes" for name in ("peak_allocated", "peak_reserved", "device_used")}
 STEPS = {"scaled_from": "scaled_from", "modelled": "modelled_s", "low": "low_s", "high": "high_s"}
-"""Fields of a measurement by their names in JSON, which has only those that are known."""
+"""Fields of a measurement, with their names in JSON. The JSON contains only the fields that are known."""
 RUN_FIELDS = ("time_limit", "shortened", "group")
-"""Fields of SEARCH_FIELDS that are not next to the prediction."""
+"""The fields of SEARCH_FIELDS that JSON does not store next to the prediction."""
 NOISE = ("drift", "drifted", "cold_start", "cold_start_differs")
 
 
 def number(value: Any) -> float | None:
-    """Return a number as float, None for anything else."""
+    """Return a number as float, or None for anything else."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
@@ -69,8 +69,8 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
 def trial(each: Trial) -> dict[str, Any]:
     """Return a trial in the format of result.json.
 
-    `measured_over` are the ratios of the measured to the predicted step time, as `predicted` before all trials and as
-    `believed`.
+    `measured_over` contains ratios of the measured step time: to the time as `predicted` before all trials, and to the
+    time as `believed`.
     """
     search_fields = each.search_fields
     run_fields = {name: search_fields.pop(name, None) for name in RUN_FIELDS}
@@ -99,7 +99,7 @@ def trial(each: Trial) -> dict[str, Any]:
 
 
 def _measured(measured: Measurement) -> dict[str, Any]:
-    """Return a measurement with nested statistics of latencies. That of a load has `figures`."""
+    """Return a measurement as plain data. The `figures` of a server contain nested statistics of latencies."""
     steps = {name: value for name, field in STEPS.items() if (value := getattr(measured, field)) is not None}
     sizes = {name: size / GIB for name, field in SIZES.items() if (size := getattr(measured, field)) is not None}
     served: dict[str, Any] = {}
@@ -128,7 +128,10 @@ def _measured(measured: Measurement) -> dict[str, Any]:
 
 
 def read_trial(data: Mapping[str, Any]) -> Trial:
-    """Return the trial of `trial`. Raises TypeError, LookupError, ValueError, AttributeError for other data."""
+    """Convert the result of `trial` back to a trial.
+
+    Raises TypeError, LookupError, ValueError, AttributeError for other data.
+    """
     predicted, measured = dict(data.get("predicted") or {}), data.get("measured")
     saved = {**data, **{name: predicted.pop(name) for name in SEARCH_FIELDS if name in predicted}}
     search_fields = {n: parse(saved[n]) for n, parse in SEARCH_FIELDS.items() if saved.get(n) is not None}
@@ -168,7 +171,7 @@ def _read_measured(data: Mapping[str, Any]) -> Measurement:
 
 
 def _flat(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures without the nesting of `nest_statistics`."""
+    """Return figures by flat names, which reverses `nest_statistics`."""
     nested = {name: value for name, value in figures.items() if isinstance(value, Mapping)}
     statistics = {f"{name}.{each}": figure for name, value in nested.items() for each, figure in value.items()}
     return {name: value for name, value in figures.items() if name not in nested} | statistics
@@ -197,12 +200,15 @@ def read_plan(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stop_reason(data: Mapping[str, Any]) -> str:
-    """Return why the run of a result.json stopped, in the selected language; empty while it is in progress."""
+    """Return why the run of a result.json stopped, in the selected language.
+
+    It is empty while the run is in progress.
+    """
     return from_record(data.get("stopped_because") or "", data.get("stopped_message"))
 
 
 def noise_warnings(plan: Plan) -> Iterator[str]:
-    """Yield warnings that the machine became faster or slower, and that cold trials differ from warm ones."""
+    """Yield warnings if the machine became faster or slower, and if cold trials differ from warm ones."""
     if plan.drifted and plan.drift is not None:
         yield _(
             "machine drift: the speed of the baseline changed by {drift:+.1%} between its first and last run; "
@@ -218,16 +224,19 @@ def noise_warnings(plan: Plan) -> Iterator[str]:
 
 
 def _side_by_side(plan: Plan) -> dict[str, Any] | None:
-    """Return whether trials ran side by side, and the slowdown as a share of the time alone; None if unknown."""
+    """Return whether trials ran side by side, and their slowdown as a share of the time alone.
+
+    It is None if unknown.
+    """
     if (found := plan.interference) is None:
         return None
     return {**asdict(found), "quiet": found.is_negligible, "text": found.text, "message": found.text.record}
 
 
 def front(plan: Plan) -> list[Mapping[str, Any]]:
-    """Return the Pareto-optimal load points of output tokens per second of a device and of a user, fastest first.
+    """Return the Pareto-optimal load points of output tokens per second, per device and per user, fastest first.
 
-    A user's rate is the inverse of the median time per token.
+    The rate of a user is the inverse of the median time per token.
     """
     points = [
         {"trial": trial.number, **point, PER_USER: 1.0 / point["tpot_s.p50"]}
@@ -241,7 +250,7 @@ def front(plan: Plan) -> list[Mapping[str, Any]]:
 
 
 def slow_devices(plan: Plan) -> dict[str, list[int]]:
-    """Return the warnings about slow devices, without their figures, each with the numbers of its trials."""
+    """Return the warnings about slow devices without their figures, each with the numbers of its trials."""
     found: dict[str, list[int]] = {}
     for each in (*plan.trials, *plan.repeats):
         for line in each.measurement.slow if each.measurement else ():

@@ -1,4 +1,4 @@
-"""Text of candidates, states of trials, counts of combinations and serving metrics."""
+"""Formats candidates, states of trials, counts of combinations and serving metrics as text."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +20,15 @@ from flagcore.i18n.width import columns, left
 from flagcore.report.formats import NAMES, shown, size_text
 
 Stage: TypeAlias = tuple[str | None, str, int]
-"""A stage of the search space: None for a total, else the rule that removed candidates (empty: no rule); its name, and
-the number of candidates.
-"""
+"""A stage of the search space: the rule that removed candidates, the name of the stage, and the number of candidates.
+The rule is None for a total, and empty if no rule removed them."""
 
 
 def funnel_stages(counts: Counts, fidelity: str = RUN) -> Iterator[Stage]:
-    """Yield the totals, and the combinations and candidates that were removed, by reason; trials only if any ran."""
+    """Yield the totals, and the combinations and candidates that were removed, by reason.
+
+    The states of trials are included only if any trial ran.
+    """
     yield None, _("combinations"), counts.combinations
     yield from ((rule, _("illegal: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.illegal))
     yield "", _("duplicates"), counts.merged
@@ -41,7 +43,7 @@ def funnel_stages(counts: Counts, fidelity: str = RUN) -> Iterator[Stage]:
 
 
 def funnel(counts: Counts, fidelity: str = RUN) -> str:
-    """Return the number of combinations that each rule eliminated, one line per rule, and the states of trials."""
+    """Return how many combinations each rule removed, one line per rule, and the states of trials, as text."""
     stages = funnel_stages(counts, fidelity)
     rows = [(name, number) if rule is None else (f"  {name}", -number) for rule, name, number in stages]
     width, longest = max(columns(name) for name, number in rows), max(len(f"{number:,}") for name, number in rows)
@@ -53,7 +55,7 @@ def _largest_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def repeats_text(lost: Mapping[int, str]) -> list[str]:
-    """Return a note on repeats without a measurement, which are not part of the counts, or an empty text."""
+    """Return a note on repeats without a measurement, which the counts do not include, or an empty string."""
     states = [_("trial {number} {state}", number=number, state=state_name(state)) for number, state in lost.items()]
     if not states:
         return []
@@ -68,14 +70,14 @@ def repeats_text(lost: Mapping[int, str]) -> list[str]:
 
 
 def state_name(state: str, fidelity: str = RUN) -> str:
-    """Return the displayed name of a state of trials at a fidelity."""
+    """Return the name of a trial's state as it is shown to users, for trials of a fidelity."""
     if fidelity == PROBE and state == TrialState.MEASURED.value:
         return _("probed")
     return _(state.replace("_", " "))
 
 
 def search_time_text(time: SearchTime) -> str:
-    """Return a text with the upper bound for the time of a search."""
+    """Return the upper bound for the time of a search as text."""
     trials = ngettext("{count} trial", "{count} trials", time.trials)
     repeats = ngettext("{count} repeat", "{count} repeats", time.repeats)
     text = _("At most {trials} and {repeats}", trials=trials, repeats=repeats)
@@ -96,7 +98,7 @@ def assumed_text(assumed: Mapping[str, object]) -> str:
 
 
 def scaled_text(seconds: float, nodes: int = 0, of_nodes: int = 0) -> str:
-    """Return the measured time from which a step was scaled, as text, and the nodes if they were fewer."""
+    """Return as text the measured time from which a whole step was scaled, and the nodes if they were fewer."""
     if nodes:
         text = N_("scaled from {seconds} s on {nodes} of {of_nodes} nodes")
         return _(text, seconds=shown(seconds), nodes=nodes, of_nodes=of_nodes)
@@ -112,12 +114,12 @@ def duration_text(seconds: float) -> str:
 
 
 def candidate_text(candidate: Candidate, knobs: Knobs) -> str:
-    """Return a candidate in one line, without knobs that have their neutral value."""
+    """Return a candidate in one line. Knobs at their neutral value are left out."""
     return values_text(candidate.as_dict(), knobs)
 
 
 def best_text(best: Trial | None, speedup: Speedup | None, knobs: Knobs) -> str:
-    """Return the best trial of a run with its speedup in one line of English."""
+    """Return the best trial of a run and its speedup in one line of English."""
     text = f"best trial {best.number}: {candidate_text(best.candidate, knobs)}" if best else "no best"
     if speedup is None:
         return text
@@ -125,7 +127,7 @@ def best_text(best: Trial | None, speedup: Speedup | None, knobs: Knobs) -> str:
 
 
 def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
-    """Return knobs and their values in one line, see `candidate_text`."""
+    """Return knobs and their values in one line, as `candidate_text` does."""
     parts: list[str] = []
     for name, value in values.items():
         knob = knob_of(name, knobs)
@@ -147,17 +149,17 @@ def value_text(value: object) -> str:
 
 
 def knob_of(name: str, knobs: Knobs) -> Knob:
-    """Return the knob with a name; for an unknown name, a knob without further fields."""
+    """Return the knob with this name. An unknown name gives a knob without other fields."""
     return knobs.get(name) or Knob(name=name)
 
 
 def details(flag: str, knobs: Knobs) -> list[str]:
-    """Return the names of the knobs that detail a flag."""
+    """Return the names of the knobs that refine a flag."""
     return [knob.name for knob in knobs.values() if knob.part_of == flag]
 
 
 def layers_text(layers: Sequence[int]) -> str:
-    """Return the layers of each pipeline stage as text; equal neighbors are joined."""
+    """Return the layers of each pipeline stage as text. Equal neighbors are joined."""
     runs = [(count, len(list(equal))) for count, equal in groupby(layers)]
     return ", ".join(f"{number} x {count}" if number > 1 else str(count) for count, number in runs)
 
@@ -172,7 +174,10 @@ def candidate_line(name: str, record: Mapping[str, Any], knobs: Knobs) -> str:
 
 
 def candidate_columns(records: Sequence[Mapping[str, Any]], knobs: Knobs) -> dict[str, str]:
-    """Return headings and keys of knobs that differ between records or are not neutral, and of all sizes."""
+    """Return the columns of knobs: their headings and keys.
+
+    They are all sizes, and the knobs that differ between records or are not neutral.
+    """
     names = dict.fromkeys(name for record in records for name in record["candidate"])
     values = {name: [record["candidate"].get(name) for record in records] for name in names}
     shown_knobs = [name for name, some in values.items() if _has_column(knob_of(name, knobs), some)]
@@ -186,7 +191,7 @@ def _has_column(knob: Knob, values: Sequence[Any]) -> bool:
 
 
 def _is_set(knob: Knob, value: object) -> bool:
-    """Return whether a value is not neutral. Without a neutral value, None and False are neutral."""
+    """Return whether a value is not neutral. If the knob has no neutral value, None and False count as neutral."""
     return value is not None and value != (False if knob.neutral is None else knob.neutral)
 
 
@@ -197,7 +202,7 @@ TRAINING_UNITS = {TOKENS_PER_SECOND_PER_DEVICE: "tokens/s/device", "step_time_s"
 
 
 def heading(objective: str) -> str:
-    """Return the heading of an objective, with its unit."""
+    """Return the heading of an objective's column, with the unit."""
     if objective in TRAINING_UNITS:
         return TRAINING_UNITS[objective]
     if objective in RATES:
@@ -212,7 +217,7 @@ def objective_text(objective: str, figure: float) -> str:
 
 
 def interval_text(record: Mapping[str, Any]) -> str:
-    """Return the 80% interval of a predicted candidate relative to its rate or objective; empty if it is unknown."""
+    """Return the 80% interval of a predicted candidate, relative to its rate or objective. It is empty if unknown."""
     interval = record.get("objective") or record.get("tokens_per_second_per_device")
     if not interval:
         return ""
@@ -222,7 +227,7 @@ def interval_text(record: Mapping[str, Any]) -> str:
 
 
 def figures_text(figures: Mapping[str, Any], objective: str) -> str:
-    """Return rates and latencies (nested, as in a result) in one line, without the objective."""
+    """Return rates and latencies in one line, without the objective. `figures` are nested as in a result."""
     rates = [name for name in ("output_tokens_per_s", "requests_per_s") if name != objective and name in figures]
     parts = [f"{shown(figures[name])} {SHORT_RATES[name]}" for name in rates]
     parts += [f"{_('highest load')} {shown(figures[HIGHEST_LOAD])}"] if HIGHEST_LOAD in figures else []
@@ -234,7 +239,7 @@ def figures_text(figures: Mapping[str, Any], objective: str) -> str:
 
 
 def short_line(measured: Measurement, objective: str) -> str:
-    """Return the main figures of a measurement for a line of progress, the objective first."""
+    """Return the main figures of a measurement for a line of progress, with the objective first."""
     figures = [objective_text(objective, objective_value(objective, measured.step_time_s))]
     rate = measured.figures.get("output_tokens_per_s")
     figures += [f"{shown(rate)} {SHORT_RATES['output_tokens_per_s']}"] if rate and not is_rate(objective) else []
@@ -250,19 +255,21 @@ def limits_text(limits: Mapping[str, float]) -> str:
 
 
 def slo_text(missed: Mapping[str, float]) -> str:
-    """Return whether a prediction keeps the latency limits, or the figures that exceed them."""
+    """Return as text that a prediction meets the latency limits, or the figures that exceed them."""
     return ", ".join(_("{name} too high", name=latency_name(name)) for name in missed) or _("kept")
 
 
 def latency_name(figure: str) -> str:
-    """Return the usual name of a statistic of a latency, such as p99 TTFT."""
+    """Return the usual name of a latency's statistic, such as p99 TTFT."""
     latency, _, statistic = figure.partition(".")
     return f"{statistic} {SHORT_LATENCIES.get(latency, latency)}".strip()
 
 
 def notes(plan: Plan) -> list[str]:
-    """Return the notes on the best measurement, on trials with few steps or on a busy machine, and warnings about
-    percentiles of too few requests."""
+    """Return notes on the best measurement, and on trials with few steps or on a busy machine.
+
+    They also warn about percentiles of too few requests.
+    """
     best = plan.best or plan.fastest
     measurement = best.measurement if best else None
     noted = [*(measurement.notes if measurement else ()), *_slow_trials(plan)]
@@ -276,7 +283,7 @@ def notes(plan: Plan) -> list[str]:
 
 
 def _slow_trials(plan: Plan) -> list[str]:
-    """Return a note on trials that had no time for all their steps, and one on what slowed the machine down."""
+    """Return a note on trials without enough time for all their steps, and one on what slowed the machine down."""
     trials = [each for each in (*plan.trials, *plan.repeats) if not each.source]
     cut = [each for each in trials if each.finished_steps_s or (each.measurement and each.measurement.few_steps)]
     found = []
@@ -304,7 +311,7 @@ def load_text(point: Mapping[str, Any]) -> str:
 
 
 def serving_load_text(serve: ServeSpec) -> str:
-    """Return the requests of a serving job, and the clients or rates of its load points."""
+    """Return as text the requests of a serving job, and the clients or rates of its load points."""
     loads = serve.loads
     points = [load_text({name: value for name, value in asdict(load).items() if value is not None}) for load in loads]
     if serve.highest is not None:
@@ -325,12 +332,12 @@ def serving_load_text(serve: ServeSpec) -> str:
 
 
 def at_load(text: str, load: str) -> str:
-    """Return a figure with the load of its measurement, if there are several load points."""
+    """Return a figure's text with the load at which it was measured, if there are several load points."""
     return _("{value} at {load}", value=text, load=load) if load else text
 
 
 def gain_text(objective: str, gain: float) -> str:
-    """Return a speedup as the change of the objective: an increase of a rate, or a decrease of a latency."""
+    """Return a speedup as a change of the objective: an increase of a rate, or a decrease of a latency."""
     if objective not in SERVING:
         return f"{gain:+.1%} tokens/s"
     if is_rate(objective):
@@ -339,7 +346,7 @@ def gain_text(objective: str, gain: float) -> str:
 
 
 def run_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of runs with texts for a table: states in the selected language, figures with units."""
+    """Return the records of runs as texts for a table: states in the selected language, figures with units."""
     return [{**each, **_run_texts(each)} for each in records]
 
 

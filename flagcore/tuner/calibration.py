@@ -33,10 +33,13 @@ SCHEMA = 1
 class Calibration:
     """Measurements of kernels and collectives on `devices` devices of a chip.
 
-    `rows`: the measurements, as plain data. `aliases`: other names of the chip at that time; for a CPU, they name the
-    processor. `driver`, `torch`: versions. `how`: the tool that measured. `date`: ISO 8601. `others`: share of the CPUs
-    that other processes used meanwhile, from 0 to 1; None if unknown. `facts`: figures of a chip that no plugin lists,
-    else None.
+    - `rows`: the measurements, as plain data.
+    - `aliases`: other names of the chip at that time; for a CPU, they name the processor.
+    - `driver`, `torch`: versions.
+    - `how`: the tool that measured.
+    - `date`: ISO 8601.
+    - `others`: share of the CPUs that other processes used meanwhile, from 0 to 1; None if unknown.
+    - `facts`: figures of a chip that no plugin lists, else None.
     """
 
     chip: str

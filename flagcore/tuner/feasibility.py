@@ -22,7 +22,7 @@ from flagcore.tuner.stages.predict import predict_columns, record
 from flagcore.tuner.stages.rank import learn
 
 NEAREST_ROWS = 64
-"""This number of candidates, those closest to the limits, are also predicted at lower loads."""
+"""The number of candidates for which lower loads are predicted, too: those nearest to the limits."""
 HALVINGS, BISECTIONS = 10, 4
 """The load is halved at most HALVINGS times. Bisection in BISECTIONS steps then finds the highest load within the
 limits to 7%."""

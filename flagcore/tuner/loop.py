@@ -37,10 +37,10 @@ from flagcore.tuner.trial_runner import (
 )
 
 if TYPE_CHECKING:
-    from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
+    from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
 
 MAX_SHARE_OF_PROBES = 0.5
-"""Probes before the first run may take this share of `control.max_time`."""
+"""The maximum share of `control.max_time` for probes before the first run."""
 
 MAX_CONSECUTIVE_BUSY = 3
 """The search stops after this number of consecutive trials whose devices were busy."""

@@ -27,7 +27,7 @@ from flagcore.tuner.stages.probe import combine, probe, ranks_to_probe, trial_of
 from flagcore.tuner.stages.shorten import SmallerTask, shorten
 
 if TYPE_CHECKING:
-    from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
+    from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
 
 
 def predicted_trial(problem: Problem, candidate: Candidate, role: Role, fidelity: str) -> Trial:
@@ -87,8 +87,9 @@ def memory_needed(task: Task, trial: Trial) -> float:
 class TrialRunner:
     """Runs and probes trials.
 
-    `groups`: one platform for each group of devices; a trial without a group runs on the first. `probe_devices`: the
-    number of ranks that a probe runs in parallel. `pool`: interrupts trials when the search ends.
+    - `groups`: one platform for each group of devices; a trial without a group runs on the first.
+    - `probe_devices`: the number of ranks that a probe runs in parallel.
+    - `pool`: interrupts trials when the search ends.
     """
 
     problem: Problem
@@ -151,7 +152,7 @@ class TrialRunner:
 
         outcome = started(cold=cold)
         if outcome.state is TrialState.FAILED and outcome.warm and not outcome.inconclusive:
-            forked, outcome = outcome, started(cold=True)  # the cause may be the fork instead of the candidate
+            forked, outcome = outcome, started(cold=True)  # the failure may be due to the fork
             reason = outcome.reason or f"it was started again, because its forked process failed: {forked.reason}"
             outcome = replace(
                 outcome, reason=reason, duration_s=(forked.duration_s or 0.0) + (outcome.duration_s or 0.0)
@@ -265,7 +266,7 @@ class TrialPool:
         """End all trials and yield their outcomes. Trials without an outcome are interrupted for `reason`."""
         self._stopping.set()
         for number, entry in sorted(self._entries.items()):
-            if entry.claim.acquire(blocking=False):  # it was interrupted before it ran
+            if entry.claim.acquire(blocking=False):  # the trial was interrupted before it started
                 entry.done.set()
             entry.done.wait()
             del self._entries[number]

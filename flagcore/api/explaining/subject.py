@@ -36,11 +36,16 @@ CHUNK = 1 << 18
 class Subject:
     """A candidate of a snapshot.
 
-    `requested`: the candidate as the user gave it. `candidate`: the equivalent one that the engine runs. `columns`: its
-    columns with one row. `row`: its row in the space, or None if it is outside. `broken`: the legality rules that it
-    breaks; if there are any, `predicted` is None. `trials`: its trials. `runs`: its measured runs. `named`: the knobs
-    that `name` contains. If `name` does not determine a candidate of the space, the fastest matching one is used, and
-    `others` are the rows of the next ones.
+    - `requested`: the candidate as the user gave it.
+    - `candidate`: the equivalent one that the engine runs.
+    - `columns`: its columns with one row.
+    - `row`: its row in the space, or None if it is outside.
+    - `broken`: the legality rules that it breaks; if there are any, `predicted` is None.
+    - `trials`: its trials.
+    - `runs`: its measured runs.
+    - `named`: the knobs that `name` contains.
+    - `others`: if `name` does not determine a candidate of the space, the fastest matching one is used, and these are
+      the rows of the next ones.
     """
 
     def __init__(

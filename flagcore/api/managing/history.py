@@ -95,7 +95,7 @@ def _save(
     experience: bool,
 ) -> tuple[Trial, ...]:
     """Write the trials to the folder of a run and, with `experience`, their measurements for use by other runs."""
-    from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
+    from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
 
     directory.open()
     try:
@@ -200,7 +200,8 @@ class _RowConverter:
             return replace(trial, reason=row.error or "it has no figure of the objective")
         row_figures = tuple(row.figures.values())
         earlier = self.lines_of_figures.setdefault(row_figures, row.line) if row_figures else row.line
-        if earlier != row.line:  # after a failed task, the recorder repeats the figures of the previous task
+        # After a failed task, the recorder of the other tuner repeats the figures of the previous task.
+        if earlier != row.line:
             return replace(trial, reason=f"repeats the figures of line {earlier}, as {self.title} does after a failure")
         return replace(trial, state=TrialState.MEASURED, measurement=measurement)
 

@@ -42,12 +42,15 @@ MAX_CLOCK_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class HostReport:
-    """The report of a host. `problem` is the reason why it cannot be used, or an empty string.
+    """The report of a host.
 
-    `clock_s`: how many seconds its clock is ahead. `devices`, `versions`: None if flagcore is not installed on the
-    host. `torch`: the device type and the backend of torch, or None without torch. `files`: digests of files and
-    folders; empty for missing ones. `busy`: a line for each device that does not respond, or whose memory others use.
-    `kind`: hosts of the same kind must have the same devices and versions.
+    - `problem`: why it cannot be used, or an empty string.
+    - `clock_s`: how many seconds its clock is ahead.
+    - `devices`, `versions`: None if flagcore is not installed on the host.
+    - `torch`: the device type and the backend of torch, or None without torch.
+    - `files`: digests of files and folders; empty for missing ones.
+    - `busy`: a line for each device that does not respond, or whose memory others use.
+    - `kind`: hosts of the same kind must have the same devices and versions.
     """
 
     host: str
@@ -90,7 +93,7 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[s
     state = trial.connections[0].ready or {}
     ended = trial.wait(SECONDS + 30) or trial.stop()
     found: dict[str, Any] = {name: state[name] for name in ("python", "clock_s", "free_disk_bytes")}
-    with suppress(OSError, ValueError, KeyError, TypeError):  # otherwise, flagcore is not installed on the host
+    with suppress(OSError, ValueError, KeyError, TypeError):  # raised if flagcore is not installed on the host
         figures = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
         found |= {
             "devices": tuple(Device(**{**each, "host": host}) for each in figures["devices"]),

@@ -83,7 +83,7 @@ def remove_run(folder: Path | str) -> None:
         raise RunError(_("{folder} is in progress: stop it first", folder=place))
     engines = json_file(place / "result.json").get("engines") or ()
     for each in place.iterdir():
-        if each.name in engines and _is_run(each):  # a result.json may name any path
+        if each.name in engines and _is_run(each):  # checked, because a result.json may name any path
             remove_run(each)
     for name in FILES:
         file = place / name

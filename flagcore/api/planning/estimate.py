@@ -147,7 +147,7 @@ def _assumed(task: Task) -> Mapping[str, Any]:
 
 
 def before_trials(problem: Problem) -> Counts:
-    """Return the number of combinations for each outcome that is possible before any trial."""
+    """Return the counts of all combinations by outcome, before any trial."""
     return count(problem.space, problem.pruned, learn(()))
 
 
@@ -351,10 +351,10 @@ table 4."""
 PRECISIONS = ("bf16", "fp16")
 """The precisions for which that range holds. In fp8, the peak is twice as high, and the MFU is lower."""
 FAR_BELOW = 0.5
-"""The share of the lower end of the range below which an MFU is far below. Chosen."""
+"""The share of the lower end of the range below which an MFU is far below. Chosen by hand."""
 LARGE = 1e9
-"""The minimum number of parameters for a comparison with that range. Chosen; kernels of smaller models use less of a
-device."""
+"""The minimum number of parameters for a comparison with that range. Chosen by hand; kernels of smaller models use less
+of a device."""
 MIN_PART = 0.05
 """The minimum share of a part of a step that is listed."""
 MAX_BATCH_DOUBLINGS = 3

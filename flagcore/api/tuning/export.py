@@ -45,8 +45,9 @@ from flagcore.tuner.store.directory import writable, write
 class Outcome(Notebook):
     """The result of `flag tune`: the plan, its folder, and `data`, which is the content of `result.json`.
 
-    `run_best`: whether the spec requests to start the best at the end. `can_start`: whether the best can be started
-    without changes. `reported`: whether the report page was written.
+    - `run_best`: whether the spec requests to start the best at the end.
+    - `can_start`: whether the best can be started without changes.
+    - `reported`: whether the report page was written.
     """
 
     plan: Plan

@@ -52,7 +52,7 @@ from flagcore.tuner.loop import tune as run_loop
 from flagcore.tuner.store.directory import RunDirectory, writable, write
 
 if TYPE_CHECKING:
-    from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
+    from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
 
 PROBE_STRATEGY = "learned"
 """The name of the strategy that chooses the probes before the first run."""
@@ -212,7 +212,7 @@ class _EngineRun:
         return baseline if same_spec else self.spec.baseline
 
     def _open_store(self, problem: Problem) -> OptunaStore:
-        from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
+        from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
 
         directory, storage = self.directory, self.storage
         directory.open(new=self.new)

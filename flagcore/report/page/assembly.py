@@ -1,4 +1,4 @@
-"""The sections of a report page in order, including environment and facts of chips, and a result as plain text."""
+"""Assembles the sections of a report page, including environment and chip facts, and formats a result as plain text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ from flagcore.report.text import repeats_text
 
 
 def page(run: RunData) -> Page:
-    """Return the page of a run; empty sections are omitted."""
+    """Return the page of a run. Empty sections are left out."""
     resources = (kinds, step_time, memory, pipeline)
     sections = (summary, serving, trials, funnel, improvements, *resources, progress, accuracy, environment, chips)
     title = N_("Serving on {hardware}: {run}") if run.serves else N_("Training on {hardware}: {run}")
@@ -57,7 +57,7 @@ UNITS = {"bytes": (2**30, "GiB"), "bytes/s": (1e9, "GB/s"), "flops/s": (1e12, "T
 
 
 def environment(run: RunData) -> Section:
-    """Return versions, environment variables and the spec."""
+    """Return the section with versions, environment variables and the spec."""
     trial = next((each for each in [run.best, *run.all_trials] if each and each.measurement), None)
     measured = trial.measurement if trial else None
     facts = [(_("Hardware"), Cell(run.hardware)), (_("flagcore of this page"), Cell(__version__))]
@@ -80,7 +80,7 @@ def environment(run: RunData) -> Section:
 
 
 def chips(run: RunData) -> Section:
-    """Return the facts of the chips behind the predictions, each with its source."""
+    """Return the section with the facts of the chips on which predictions are based, each with its source."""
     blocks: list[Block] = []
     if run.insight.get("kernels_guessed"):
         text = _(

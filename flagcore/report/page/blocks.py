@@ -1,6 +1,6 @@
-"""The elements of a page, and the traces and layouts of its charts. Their text is not escaped; the renderers do that.
+"""The elements of a page, and the traces and layouts of its charts. Their text is not escaped; renderers escape it.
 
-Charts are readable without colour: each series also has a pattern, symbol or dash.
+Charts are readable without colour: each series also has its own pattern, symbol or dash.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from flagcore.report.formats import shown, size_text
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table. `value` is the unrounded number, `link` an anchor of the page or a relative path.
+    """A cell of a table.
 
-    `note` is less important text after it.
+    `value`: the unrounded number. `link`: an anchor of the page or a relative path. `note`: less important text after
+    the text of the cell.
     """
 
     text: str
@@ -28,13 +29,13 @@ class Cell:
 
     @property
     def whole(self) -> str:
-        """The text with its note."""
+        """The text of the cell with its note."""
         return f"{self.text} {self.note}" if self.note else self.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table. `sortable` lets readers of the HTML page sort it by any column."""
+    """A table. If it is `sortable`, readers of the HTML page can sort it by any column."""
 
     caption: str
     headings: tuple[str, ...]
@@ -43,13 +44,13 @@ class Table:
 
     @property
     def figures(self) -> tuple[bool, ...]:
-        """For each column: whether it has only numbers and empty cells."""
+        """For each column, whether it contains only numbers and empty cells."""
         return tuple(any(row[place].value is not None for row in self.rows) for place in range(len(self.headings)))
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph; `warning` highlights it."""
+    """A paragraph. If it is a `warning`, it is highlighted."""
 
     text: str
     warning: bool = False
@@ -57,7 +58,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names with values, the most important first. `lead` shows them large, as the answer of the page."""
+    """Names with values, the most important first. With `lead`, they are shown large, as the page's main result."""
 
     items: Sequence[tuple[str, Cell]]
     lead: bool = False
@@ -65,7 +66,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Preformatted text: a command, a file, the end of a log. `copied` adds a button that copies the text."""
+    """Preformatted text, such as a command, a file or the end of a log. With `copied`, a button copies the text."""
 
     caption: str
     text: str
@@ -74,7 +75,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A plotly chart (`traces` and `layout` in its JSON), its summary in one sentence, and its data as a table."""
+    """A plotly chart: `traces` and `layout` in plotly's JSON, a summary in one sentence, and the data as a table."""
 
     title: str
     summary: str
@@ -85,7 +86,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Collapsed:
-    """Blocks without charts that are hidden until a click on a line of text."""
+    """Blocks without charts that are hidden until the user clicks on a line of text."""
 
     anchor: str
     title: str
@@ -97,7 +98,7 @@ Block: TypeAlias = Text | Facts | Code | Table | Chart | Collapsed
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading with blocks; `anchor` is its id in the page."""
+    """A heading with blocks. `anchor` is its id in the page."""
 
     anchor: str
     title: str
@@ -114,29 +115,32 @@ class Page:
 
 
 def cell(value: Any) -> Cell:
-    """Return a value as a cell, with four significant digits; `-` for None."""
+    """Return a value as a cell. Numbers get four significant digits, None becomes `-`."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Cell(f"{value:,}" if isinstance(value, int) else shown(value), float(value))
     return Cell(shown(value))
 
 
 def highlighted(value: float | None, mark: str = "~") -> Cell:
-    """Return a number with a mark before it as a cell: `~` is predicted or partly modelled; `-` for None."""
+    """Return a number as a cell with a mark before it. The mark `~` means predicted or partly modelled.
+
+    None becomes `-`.
+    """
     return cell(value) if value is None else Cell(mark + cell(value).text, float(value))
 
 
 def percent(share: float | None, mark: str = "", *, signed: bool = False) -> Cell:
-    """Return a share in percent with a mark before it as a cell; `-` for None."""
+    """Return a share in percent as a cell with a mark before it. None becomes `-`."""
     return Cell("-") if share is None else Cell(mark + (f"{share:+.1%}" if signed else f"{share:.1%}"), share)
 
 
 def size(gib: float | None, mark: str = "") -> Cell:
-    """Return a size in GiB with a mark before it as a cell, in the unit that fits; `-` for None."""
+    """Return a size in GiB as a cell in a suitable unit, with a mark before it. None becomes `-`."""
     return Cell("-") if gib is None else Cell(mark + size_text(gib), float(gib))
 
 
 def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], *, sortable: bool = False) -> Table:
-    """Return a table of cells, or of values that are converted to cells."""
+    """Return a table. Values that are not cells are converted to cells."""
     cells = tuple(tuple(each if isinstance(each, Cell) else cell(each) for each in row) for row in rows)
     return Table(caption=caption, headings=tuple(headings), rows=cells, sortable=sortable)
 
@@ -148,7 +152,7 @@ SYMBOLS = ("circle", "diamond-open", "square", "triangle-up-open", "x", "star-op
 MARGIN = {"l": 10, "r": 16, "t": 10, "b": 10}
 """Margins in pixels; axes add space for their labels."""
 LOG_FROM = 8.0
-"""Minimum ratio of the largest to the smallest value for a logarithmic axis."""
+"""The minimum ratio of the largest to the smallest value for which an axis is logarithmic."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 TEXTS = {"name": 40, "text": 60, "hovertext": 60, "x": 22, "y": 22, "categoryarray": 22}
 """Keys of a trace or layout that contain text, and the width at which it is wrapped."""
@@ -165,7 +169,7 @@ def bars(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any
 
 
 def points(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
-    """Return markers; `mode` may add lines."""
+    """Return markers. `mode` may add lines between them."""
     colour = COLOURS[series % len(COLOURS)]
     marker = {"color": colour, "symbol": SYMBOLS[series % len(SYMBOLS)], "size": 9, "line": {"width": 1.5}}
     trace = {"type": "scatter", "mode": "markers", "name": name, "x": list(x), "y": list(y), "marker": marker}
@@ -178,26 +182,26 @@ def line(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any
 
 
 def stars(name: str, places: Sequence[tuple[float, str]]) -> list[dict[str, Any]]:
-    """Return a star on each horizontal bar of `places`, its value and its position."""
+    """Return a star on each horizontal bar in `places`. A place is the value and the position of the bar."""
     trace = points(name, 5, *zip(*places, strict=True)) if places else {}
     return [trace | {"marker": {**trace["marker"], "symbol": "star", "size": 13}}] if places else []
 
 
 def error_bars(bounds: Sequence[tuple[float, float, float]], **more: Any) -> dict[str, Any]:
-    """Return error bars of values with their lowest and highest bounds."""
+    """Return error bars. Each bound contains a value, its lower and its upper bound."""
     above, below = ([each[2] - each[0] for each in bounds], [each[0] - each[1] for each in bounds])
     return {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "width": 4, **more}
 
 
 def limit_line(name: str, x: float) -> dict[str, Any]:
-    """Return a vertical line at `x` for the `shapes` of a layout, with a legend entry."""
+    """Return a vertical line at `x` for the `shapes` of a layout. It has an entry in the legend."""
     style = {"color": COLOURS[5], "width": 2, "dash": "dash"}
     coordinates = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
     return {"type": "line", "name": name, "showlegend": True, "line": style, **coordinates}
 
 
 def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
-    """Return a layout with titles of both axes. `more` overrides the defaults; axes are merged."""
+    """Return a layout with titles for both axes. `more` overrides the defaults, and is merged with them for axes."""
     axes = {
         "xaxis": {"title": {"text": x}, "automargin": True, "tickangle": 0, **more.pop("xaxis", {})},
         "yaxis": {"title": {"text": y}, "automargin": True, **more.pop("yaxis", {})},
@@ -207,19 +211,19 @@ def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
 
 
 def rows_layout(x: str, rows: int, *, each: int = 34, **more: Any) -> dict[str, Any]:
-    """Return a layout for horizontal bars, the first at the top, with a height for the number of rows."""
+    """Return a layout for horizontal bars, with the first bar at the top. Its height depends on the number of rows."""
     yaxis: Mapping[str, Any] = {"autorange": "reversed", "type": "category", **more.pop("yaxis", {})}
     return layout(x, "", height=130 + each * max(rows, 2), yaxis=yaxis, **more)
 
 
 def spread_axis(values: Sequence[float]) -> dict[str, Any]:
-    """Return an axis from 0, or a logarithmic one for positive values that span more than a factor of `LOG_FROM`."""
+    """Return an axis from 0. For positive values that span more than a factor of `LOG_FROM`, it is logarithmic."""
     is_wide = bool(values) and min(values) > 0 and max(values) > LOG_FROM * min(values)
     return {"type": "log"} if is_wide else {"rangemode": "tozero"}
 
 
 def drawn(data: Any, width: int | None = None) -> Any:
-    """Return traces or a layout with their texts as labels."""
+    """Return traces or a layout with all texts escaped and wrapped as by `label`."""
     if isinstance(data, Mapping):
         return {key: drawn(value, TEXTS.get(key)) for key, value in data.items()}
     if isinstance(data, (list, tuple)):

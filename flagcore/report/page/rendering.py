@@ -1,8 +1,8 @@
-"""A page as HTML, as Markdown, and its blocks as plain text. In text, charts are tables.
+"""Renders a page as HTML or Markdown, and its blocks as plain text. In Markdown and plain text, charts become tables.
 
-The HTML file opens offline: style, script and plotly's library are inline. All data of a run is escaped: text by
-jinja2, data of charts so that it cannot close its script element. A content security policy blocks network access and
-all other scripts.
+The HTML file opens offline: style, script and plotly's library are inline. All data of a run is escaped. jinja2 escapes
+text; the data of charts is escaped so that it cannot close its script element. A content security policy blocks network
+access and all other scripts.
 """
 
 import json
@@ -125,7 +125,7 @@ def _code_block(text: str) -> str:
 
 
 def plain_text(block: Block | None) -> Iterator[str]:
-    """Yield a block as paragraphs of plain text; nothing for code and collapsed blocks."""
+    """Yield a block as paragraphs of plain text. Code and collapsed blocks yield nothing."""
     if isinstance(block, Text):
         yield block.text
     elif isinstance(block, Facts):

@@ -1,4 +1,4 @@
-"""The bottleneck of the best configuration and changes that reduce it, its memory, and the parts of its step time."""
+"""Sections on the bottleneck of the best configuration, on changes that reduce it, on memory, and on the step time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
@@ -29,12 +29,15 @@ from flagcore.report.result import number
 from flagcore.report.text import knob_of, value_text, values_text
 
 MAX_CHANGES = 8
-"""Maximum number of listed changes."""
+"""The maximum number of listed changes."""
 STEP = "step_time_s.value"
 
 
 def improvements(run: RunData) -> Section | None:
-    """Return the bottleneck of the best and changes that reduce it; None without a best or a predicted time."""
+    """Return the section on the bottleneck of the best and changes that reduce it.
+
+    Returns None if there is no best, or if it has no predicted time.
+    """
     if run.best is None or predicted_s(run.best) is None:
         return None
     blocks: list[Block] = [Text(_bottleneck(run, run.best))]
@@ -44,7 +47,10 @@ def improvements(run: RunData) -> Section | None:
 
 
 def _limiting_part(best: Trial) -> str:
-    """Return the part of the predicted time that is the bottleneck; empty if it is the memory, or unknown."""
+    """Return the part of the predicted time that is the bottleneck.
+
+    Returns an empty string if memory is the bottleneck, or if it is unknown.
+    """
     limit = lookup(best.predicted, "limit")
     return next((part for part in time_parts(best) if part_name(part) == limit), "")
 
@@ -70,7 +76,7 @@ def _bottleneck(run: RunData, best: Trial) -> str:
 
 
 def _changes(run: RunData, best: Trial, knobs: Sequence[Record]) -> Block:
-    """Return the faster candidates that reduce the bottleneck and differ from the best in one knob."""
+    """Return faster candidates that reduce the bottleneck. Each differs from the best in one knob."""
     is_memory, part = lookup(best.predicted, "limit") == "memory", _limiting_part(best)
     key = "memory.device_used_gib" if is_memory else f"time.{part}" if part else STEP
     step, own = (predicted(best, name) or 0.0 for name in (STEP, key))
@@ -111,7 +117,7 @@ def _changes(run: RunData, best: Trial, knobs: Sequence[Record]) -> Block:
 
 
 def _changes_one_knob(change: Record, run: RunData) -> bool:
-    """Return whether a candidate differs in one knob only, or also in knobs that detail this knob."""
+    """Return whether a candidate differs from the best in one knob, apart from knobs that detail this knob."""
     changed_knobs = change["differs"]
     return sum(knob_of(knob, run.knobs).part_of not in changed_knobs for knob in changed_knobs) == 1
 
@@ -152,7 +158,7 @@ def _seconds(value: Record) -> float:
 
 LEVELS = NAMES["memory_levels"]
 MEASURED = {name: f"{name.removesuffix('_gib')}_bytes" for name in LEVELS} | {"reserved_gib": "peak_reserved_bytes"}
-"""Names of the levels in a measurement."""
+"""The names of the memory levels in a measurement."""
 GIB = 2**30
 STEP_TEXTS = (
     N_("Step time"),
@@ -168,7 +174,7 @@ REQUEST_TEXTS = (
 
 
 def memory(run: RunData) -> Section | None:
-    """Return the memory of one device per stage of the best; None without a best."""
+    """Return the section on the memory of one device per stage of the best, or None if there is no best."""
     if run.best is None:
         return None
     prediction, measured = memory_of(run.best), run.best.measurement
@@ -252,7 +258,7 @@ def _components(run: RunData, title: str) -> Table:
 
 
 def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
-    """Return the maximum of the measured figures over the ranks of each stage; ranks are in the order of stages."""
+    """Return the maximum of the measured figures over the ranks of each stage. Ranks are ordered by stage."""
     found: list[dict[str, float]] = [{} for _ in range(count)]
     ranks = run.metrics(run.best).get("ranks") if run.best and run.best.measurement else None
     if not isinstance(ranks, list) or not ranks or len(ranks) % count:
@@ -267,7 +273,7 @@ def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
 
 
 def step_time(run: RunData) -> Section | None:
-    """Return the parts of the step time of the best and the baseline; None without a prediction."""
+    """Return the section on the parts of the step time of the best and the baseline, or None without a prediction."""
     trials = {_(name): trial for name, trial in (("best", run.best), ("baseline", run.baseline)) if trial}
     if run.best and run.baseline and run.best.candidate == run.baseline.candidate:
         del trials[_("baseline")]
@@ -286,7 +292,7 @@ def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Chart:
     _title, title, summary = REQUEST_TEXTS if run.serves else STEP_TEXTS
     times = {name: time_parts(trial) for name, trial in trials.items()}
     totals = {name: sum(time.values()) for name, time in times.items()}
-    # of a server the mean of a request
+    # for a server, the mean time of a request
     steps = {n: served(trial, "e2e_s.mean") if run.serves else measured_s(trial) for n, trial in trials.items()}
     traces, rows = list[dict[str, Any]](), list[list[Any]]()
     for place, part in enumerate(dict.fromkeys(part for time in times.values() for part in time)):
@@ -312,7 +318,7 @@ def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Chart:
 
 
 def _measured_parts(run: RunData, trial: Trial) -> list[Any]:
-    """Return the medians of the measured parts of a step after the warm-up; empty without a measurement."""
+    """Return the median of each measured part of a step after the warm-up. It is empty if no parts were measured."""
     count = len(trial.measurement.step_times_s) if trial.measurement else 0
     steps, parts = run.metrics(trial).get("steps"), run.labels.measured_parts
     if not count or not isinstance(steps, list) or trial.fidelity != RUN or not parts:

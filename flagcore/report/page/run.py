@@ -1,4 +1,4 @@
-"""The data of a report: the result of a run, its predictions, and files of its folder."""
+"""The data of a report: the result of a run, its predictions, and the files in its folder."""
 
 from __future__ import annotations
 
@@ -27,28 +27,34 @@ from flagcore.report.text import candidate_text, heading, state_name
 
 INSIGHT = "insight.json"
 TAIL_LINES, TAIL_BYTES = 25, 4000
-"""Maximum number of lines, and of bytes, of the end of a log."""
+"""The maximum number of lines, and of bytes, that are shown from the end of a log."""
 MAX_LISTED, MAX_FAILED = 500, 100
-"""Maximum number of trials in tables, and of those without a time among them. Charts have all."""
+"""The maximum number of trials in tables, and the maximum number of trials without a time among them. Charts show all
+trials."""
 MAX_FILE = 1 << 20
-"""Maximum size of a displayed file in bytes."""
+"""The maximum size of a file that is shown, in bytes."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 WHOLE_PATH = r"(?<![\w.~-])(?:{})(?![\w-]|\.\w)"
-"""Paths that are not a part of another name."""
+"""A pattern for a path that is not part of a longer name."""
 
 Record: TypeAlias = Mapping[str, Any]
 Figures: TypeAlias = tuple[float, float, float]
-"""The objective of a configuration: its median or prediction, its lowest and its highest value."""
+"""The objective of a configuration: its median or prediction, its lowest value and its highest value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData(Plan):
     """The plan of a run as read from its result.json, and its `insight` (`flagcore.api.managing.report`).
 
-    `folder` has the files of trials. `called` is the folder in commands, relative to the working directory; `.` if it
-    is elsewhere. `warnings` are shown at the top of the page. `secrets` are values that must not be shown. `labels` are
-    those of the engine. `data` is the content of result.json; `stop_reason` (in the selected language), `notes`, the
-    `cost` of the best and the results of several `engines`, or their errors, are from it.
+    - `folder`: the folder with the files of trials.
+    - `called`: the name of the folder in commands, relative to the working directory, or `.` if it is elsewhere.
+    - `warnings`: shown at the top of the page.
+    - `secrets`: values that must not be shown.
+    - `labels`: the labels of the engine.
+    - `data`: the content of result.json.
+    - `stop_reason`, `notes`, `cost`: why the run stopped (in the selected language), notes, and the cost of the best,
+      all from `data`.
+    - `engines`: the results or errors of several engines, from `data`.
     """
 
     folder: Path
@@ -65,7 +71,10 @@ class RunData(Plan):
 
     @classmethod
     def from_json(cls, data: Record, folder: Path, **context: Any) -> RunData:
-        """Return the run of a result.json. Raises TypeError, LookupError, ValueError, AttributeError for other data."""
+        """Create the run from a result.json.
+
+        Raises TypeError, LookupError, ValueError, AttributeError for other data.
+        """
         engines = {
             name: each["error"] if "error" in each else cls.from_json(each, folder / name)
             for name, each in (data.get("engines") or {}).items()
@@ -83,14 +92,14 @@ class RunData(Plan):
 
     @classmethod
     def redacted(cls, data: Record, insight: Record, secrets: Sequence[str], folder: Path, **context: Any) -> RunData:
-        """Return a run without its secrets, because users share reports. `data` has the format of result.json."""
+        """Create a run without its secrets, because users share reports. `data` has the format of result.json."""
         paths = own_paths(folder)
         plain, insight = (_shortened(redact_data(each, secrets), paths) for each in (data, insight))
         return cls.from_json(plain, folder, insight=insight, secrets=tuple(secrets), **context)
 
     @property
     def serves(self) -> bool:
-        """Whether the run is for serving."""
+        """Whether the job is serving."""
         return self.objective in SERVING
 
     @property
@@ -100,7 +109,7 @@ class RunData(Plan):
 
     @property
     def unit(self) -> str:
-        """The objective with its unit."""
+        """The name of the objective with its unit."""
         return heading(self.objective) if self.serves else "tokens/s/device"
 
     @property
@@ -110,7 +119,7 @@ class RunData(Plan):
 
     @property
     def all_trials(self) -> list[Trial]:
-        """Probes, trials and repeats in their order."""
+        """All probes, trials and repeats, in this order."""
         return sorted([*self.probes, *self.trials, *self.repeats], key=lambda trial: trial.number)
 
     @property
@@ -120,11 +129,11 @@ class RunData(Plan):
 
     @property
     def is_unmeasured(self) -> bool:
-        """Whether no measurement could be the best, or exceeds the latency limits."""
+        """Whether there is no measurement that could be the best or that exceeds the latency limits."""
         return self.best is None and self.fastest is None
 
     def figure(self, trial: Trial) -> float | None:
-        """Return the measured objective of a trial, None without a measurement."""
+        """Return the measured objective of a trial, or None if it was not measured."""
         if not trial.measurement:
             return None
         if not self.serves:
@@ -132,42 +141,48 @@ class RunData(Plan):
         return objective_value(self.objective, trial.measurement.step_time_s)
 
     def predicted(self, trial: Trial, bound: str = "value") -> float | None:
-        """Return the predicted objective of a trial, or its `low` or `high` bound; None without a prediction."""
+        """Return the predicted objective of a trial, or its `low` or `high` bound.
+
+        Returns None without a prediction.
+        """
         key = "objective" if self.serves else "tokens_per_second_per_device"
         return predicted(trial, f"{key}.{bound}")
 
     def runs(self, trial: Trial) -> list[Trial]:
-        """Return a trial and its repeats."""
+        """Return a trial followed by its repeats."""
         same_candidate = (each for each in self.repeats if each.candidate == trial.candidate)
         return [trial, *(each for each in same_candidate if each.number != trial.number)]
 
     def final_runs(self, trial: Trial) -> list[Trial]:
-        """Return the measured runs of a trial's configuration; scaled ones only if there are no others."""
+        """Return the measured runs of a trial's configuration. Scaled runs are returned only if there are no others."""
         runs = [each for each in self.runs(trial) if each.state is TrialState.MEASURED]
         whole = [each for each in runs if each.measurement and each.measurement.scaled_from is None]
         return whole or [each for each in runs if each.measurement]
 
     def figures(self, trial: Trial) -> Figures | None:
-        """Return the median of a configuration's runs with their range, or its prediction with its 80% interval."""
+        """Return the median over a configuration's runs with their range, or its prediction with its 80% interval."""
         if self.fidelity == ESTIMATE:
             value, low, high = (self.predicted(trial, bound) for bound in ("value", "low", "high"))
             return None if value is None or low is None or high is None else (value, low, high)
         values = [value for each in self.final_runs(trial) if (value := self.figure(each)) is not None]
         if not values:
             return None
-        # of times, as in the search
+        # the median is over times, as in the search
         middle = 1.0 / median(1.0 / each for each in values) if self.is_rate else median(values)
         return middle, min(values), max(values)
 
     def median_s(self, trial: Trial) -> float | None:
-        """Return the median step time of the runs of a trial's configuration, or its predicted step time."""
+        """Return the median step time over the runs of a trial's configuration, or else its predicted step time."""
         if self.fidelity == ESTIMATE:
             return seconds(trial)
         times = [time for each in self.final_runs(trial) if (time := seconds(each))]
         return median(times) if times else None
 
     def broken_limits(self, trial: Trial) -> str:
-        """Return the limits that a trial, or else its repeats, exceeded; empty if none."""
+        """Return the limits that a trial exceeded, or else the limits that its repeats exceeded.
+
+        It is empty if there are none.
+        """
         broken = {each.number: "; ".join(each.measurement.broken) for each in self.runs(trial) if each.measurement}
         if own := broken.pop(trial.number, ""):
             return own
@@ -176,7 +191,10 @@ class RunData(Plan):
 
     @property
     def nearest(self) -> Trial | None:
-        """The trial nearest to the limits if none meets them, by the median of its runs (of two runs, the worse)."""
+        """The trial nearest to the limits if no trial meets them.
+
+        The median over its runs counts; of two runs, it is the worse one.
+        """
         if self.best is not None or not self.limits:
             return None
         ranked = []
@@ -192,14 +210,17 @@ class RunData(Plan):
 
     @property
     def listed(self) -> frozenset[int]:
-        """The numbers of the trials that tables list: the best, the baseline, the first failed, and the fastest."""
+        """The numbers of the trials in tables: the best, the baseline, the first failed trials, and the fastest."""
         own = [each for each in (self.best, self.baseline) if each]
         failed = [each for each in self.all_trials if seconds(each) is None][:MAX_FAILED]
         fastest = sorted(self.all_trials, key=lambda each: seconds(each) or inf)
         return frozenset(list(dict.fromkeys(each.number for each in (*own, *failed, *fastest)))[:MAX_LISTED])
 
     def name(self, trial: Trial) -> str:
-        """Return the number of a trial with its role, or with its fidelity if that is not the fidelity of the run."""
+        """Return the number of a trial with its role.
+
+        If its fidelity differs from the run's, the fidelity replaces the role.
+        """
         role = "" if trial.role is Role.SEARCH else trial.role.value
         if trial.fidelity != self.fidelity:
             role = trial.fidelity
@@ -208,7 +229,7 @@ class RunData(Plan):
         return " ".join(filter(None, [str(trial.number), _(role), imported, best]))
 
     def cell(self, trial: Trial) -> Cell:
-        """Return the name of a trial as a link to its details."""
+        """Return the name of a trial as a link to the details of the trial."""
         return Cell(self.name(trial), float(trial.number), f"#trial-{trial.number}")
 
     def configuration(self, trial: Trial) -> str:
@@ -216,11 +237,11 @@ class RunData(Plan):
         return candidate_text(trial.candidate, self.knobs)
 
     def state_text(self, trial: Trial) -> str:
-        """Return the displayed name of the state of a trial."""
+        """Return the name of a trial's state as it is shown to users."""
         return state_name(trial.state.value, trial.fidelity)
 
     def text_of(self, file: Path) -> str:
-        """Return a text file without secrets and without absolute paths; empty if it is missing or too large."""
+        """Return a text file without secrets and absolute paths. It is empty if the file is missing or too large."""
         return str(_shortened(text_file(file, self.secrets), own_paths(self.folder)))
 
     def trial_folder(self, trial: Trial) -> Path:
@@ -228,13 +249,13 @@ class RunData(Plan):
         return self.folder / "trials" / str(trial.number)
 
     def metrics(self, trial: Trial) -> Record:
-        """Return the metrics.json of a trial, empty if it cannot be read."""
+        """Return the content of a trial's metrics.json. It is empty if the file cannot be read."""
         return json_file(self.trial_folder(trial) / "metrics.json")
 
     def tails(self, trial: Trial) -> list[tuple[str, str]]:
-        """Return names and ends of the logs of a trial and of its probed ranks.
+        """Return the names and the ends of the logs of a trial and of its probed ranks.
 
-        Empty logs and links out of the folder are omitted.
+        Empty logs, and links to files outside the folder, are left out.
         """
         folder, whole = self.trial_folder(trial), (self.folder / "trials").resolve()
         try:
@@ -250,47 +271,47 @@ class RunData(Plan):
 
 
 def predicted(trial: Trial, key: str) -> float | None:
-    """Return the number at a dotted key of the prediction of a trial; None if it is unknown."""
+    """Return the number at a dotted key of a trial's prediction, or None if it is unknown."""
     return number(lookup(trial.predicted, key))
 
 
 def believed(trial: Trial, key: str) -> float | None:
-    """Return the number at a dotted key of the corrected prediction of a trial; None if it is unknown."""
+    """Return the number at a dotted key of a trial's corrected prediction, or None if it is unknown."""
     return number(lookup(trial.believed or {}, key))
 
 
 def predicted_s(trial: Trial) -> float | None:
-    """Return the predicted seconds of a step, for servers the objective in seconds; None if unknown."""
+    """Return the predicted seconds of a step (for servers, the objective in seconds), or None if unknown."""
     return predicted(trial, "step_time_s.value")
 
 
 def time_parts(trial: Trial) -> Mapping[str, float]:
-    """Return the predicted seconds of each part of a step or request; empty if unknown."""
+    """Return the predicted seconds of each part of a step or request. It is empty if they are unknown."""
     return lookup(trial.predicted, "time") or {}
 
 
 def memory_of(trial: Trial) -> Record:
-    """Return the predicted memory of a device in GiB by level; empty if unknown."""
+    """Return the predicted memory of a device in GiB for each level. It is empty if unknown."""
     return lookup(trial.predicted, "memory") or {}
 
 
 def measured_s(trial: Trial) -> float | None:
-    """Return the measured seconds of a step; None without a measurement."""
+    """Return the measured seconds of a step, or None if the trial was not measured."""
     return trial.measurement.step_time_s if trial.measurement else None
 
 
 def seconds(trial: Trial) -> float | None:
-    """Return the measured step time; for an estimate, the predicted step time."""
+    """Return the measured step time in seconds. For an estimate, it is the predicted step time."""
     return predicted_s(trial) if trial.state is TrialState.PREDICTED else measured_s(trial)
 
 
 def served(trial: Trial, name: str) -> float | None:
-    """Return a measured figure of servers; None if it is unknown."""
+    """Return a measured figure of a server, or None if it is unknown."""
     return number(trial.measurement.figures.get(name)) if trial.measurement else None
 
 
 def tail(file: Path) -> str:
-    """Return the last lines of a text file, empty if it cannot be read."""
+    """Return the last lines of a text file. It is empty if the file cannot be read."""
     try:
         with open_regular(file) as log:
             size = os.fstat(log.fileno()).st_size
@@ -305,7 +326,10 @@ def tail(file: Path) -> str:
 
 
 def text_file(file: Path, secrets: Collection[str] = ()) -> str:
-    """Return a text file without `secrets` and texts in the form of secrets; empty if it is missing or too large."""
+    """Return a text file without `secrets` and other texts that look like secrets.
+
+    The result is empty if the file is missing or too large.
+    """
     try:
         text = read_regular(file, MAX_FILE).decode("utf-8", errors="replace")
     except OSError:
@@ -316,7 +340,7 @@ def text_file(file: Path, secrets: Collection[str] = ()) -> str:
 def own_paths(folder: Path) -> Mapping[str, str]:
     """Return the absolute paths that a page shortens: folders around the run, of the user, and of Python.
 
-    Paths around the run become relative to it. Others, such as shared storage, are kept.
+    Paths around the run become relative to it. Other paths, such as shared storage, are not shortened.
     """
     folder = folder.resolve()
     paths = {str(Path.home()): "~", sys.prefix: "…", sys.base_prefix: "…"}
@@ -340,7 +364,7 @@ def _shortened(data: Any, paths: Mapping[str, str]) -> Any:
 
 
 def json_file(file: Path) -> Record:
-    """Return the object in a JSON file; empty if it cannot be read."""
+    """Return the object in a JSON file. It is empty if the file cannot be read."""
     try:
         data = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The reduction of the search space by rules, the progress of the search, and predicted against measured."""
+"""Sections on the search: how rules reduced the space, its progress, and predicted against measured figures."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -28,7 +28,7 @@ from flagcore.report.text import funnel_stages, repeats_text
 
 
 def progress(run: RunData) -> Section | None:
-    """Return the best so far over time; None without trials."""
+    """Return the section on the best value so far over time, or None if there are no trials."""
     if run.fidelity == ESTIMATE or not run.trials:
         return None
     first, listed = {trial.number for trial in run.trials}, run.listed
@@ -96,7 +96,7 @@ def _improvement(run: RunData, first: float, last: float) -> str:
 
 
 def funnel(run: RunData) -> Section:
-    """Return the counts from all combinations to the untried candidates, with the text of each rule."""
+    """Return the section with the counts from all combinations to the untried candidates, and the text of each rule."""
     counts, messages = run.counts, run.insight.get("messages", {})
     rows = [
         [name, cell(number if rule is None else -number), messages.get(rule, "")]
@@ -110,7 +110,7 @@ def funnel(run: RunData) -> Section:
 
 
 def accuracy(run: RunData) -> Section | None:
-    """Return the errors of predictions; None if no trial is both predicted and measured."""
+    """Return the section on the errors of predictions, or None if no trial is both predicted and measured."""
     key = "objective" if run.serves else "step_time_s"
     pairs = []
     for trial in run.trials:
@@ -134,7 +134,7 @@ def _scatter(run: RunData, pairs: Sequence[tuple[Trial, float, tuple[float, floa
     values = [each for _, measured, bounds in pairs for each in (measured, *bounds)]
     value_range, kind = [min(values), max(values)], spread_axis(values)
     errors = error_bars([bounds for *_, bounds in pairs], thickness=1)
-    errors["visible"] = len(pairs) <= MAX_LISTED  # thousands of bars are slow, and hide each other
+    errors["visible"] = len(pairs) <= MAX_LISTED  # thousands of bars are slow to draw, and hide each other
     hits = sum(low <= measured <= high for _, measured, (_value, low, high) in pairs)
     return Chart(
         title=_("Predicted against measured"),
@@ -167,7 +167,7 @@ def _scatter(run: RunData, pairs: Sequence[tuple[Trial, float, tuple[float, floa
 
 
 def learning(run: RunData) -> Iterator[Text | Table]:
-    """Yield the errors of predictions before and after learning, per trial; nothing without learning."""
+    """Yield the errors of predictions before and after learning, per trial. Without learning, nothing is yielded."""
     errors = run.prediction_error
     pairs = [
         (trial, before, after)
@@ -197,5 +197,5 @@ def learning(run: RunData) -> Iterator[Text | Table]:
 
 
 def _error_text(share: float) -> str:
-    """Return a relative error as percent, or as a factor from 100% on."""
+    """Return a relative error as a percentage. From 100% on, it is given as a factor."""
     return f"{share:.1%}" if share < 1.0 else _("a factor of {factor}", factor=f"{1.0 + share:.3g}")

@@ -1,4 +1,4 @@
-"""Serving: throughput against latency with its Pareto front, limits, and statistics of latencies."""
+"""Sections on serving: throughput against latency with the Pareto front, limits, and statistics of latencies."""
 
 from collections.abc import Iterator, Sequence
 
@@ -35,7 +35,7 @@ FRONT = {
 
 
 def serving(run: RunData) -> Section | None:
-    """Return load points and latencies; None for training."""
+    """Return the section on load points and latencies, or None for training."""
     if not run.serves or not any(_points(trial) for trial in run.trials):
         return None
     limits = limits_text(run.limits)
@@ -51,7 +51,7 @@ def _points(trial: Trial) -> Sequence[Record]:
 
 
 def front_table(run: RunData) -> Table | None:
-    """Return the Pareto front of throughput and latency; None for one load point."""
+    """Return the table of the Pareto front of throughput and latency, or None if there is only one load point."""
     if not any(len(_points(trial)) > 1 for trial in run.trials):
         return None
     rows = [
@@ -62,7 +62,7 @@ def front_table(run: RunData) -> Table | None:
 
 
 def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
-    """Yield a chart of output tokens per second and device against a latency, with one marker per load point."""
+    """Yield a chart of output tokens per second and device against a latency. Each load point has a marker."""
     measured = [
         (trial, point, x, y)
         for trial in run.trials
@@ -116,8 +116,9 @@ def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
 
 
 def _statistics(run: RunData) -> Iterator[Table]:
-    """Yield the statistics of each latency for the best (or else the trial nearest to the limits) and the baseline,
-    each followed by its repeats.
+    """Yield the statistics of each latency, for the best and the baseline, each followed by its repeats.
+
+    If there is no best, the trial nearest to the limits replaces it.
     """
     first, baseline = run.best or run.nearest, run.baseline
     if first and baseline and baseline.candidate == first.candidate:

@@ -1,4 +1,4 @@
-"""The summary: the best configuration, its speedup with the uncertainty, and the command that starts it."""
+"""The summary section: the best configuration, its speedup with the uncertainty, and the command that starts it."""
 
 import shlex
 from collections import Counter
@@ -56,16 +56,16 @@ from flagcore.report.text import (
 )
 
 MIN_DAYS = 2
-"""Shorter jobs are shown in hours, minutes or seconds."""
+"""Jobs that take fewer days are shown in hours, minutes or seconds."""
 MAX_RIVALS = 5
-"""Maximum number of listed candidates that do not differ significantly from the best."""
+"""The maximum number of listed candidates that do not differ significantly from the best."""
 
 MAX_BARS = 10
-"""Maximum number of configurations, with the best and the baseline."""
+"""The maximum number of configurations, including the best and the baseline."""
 
 
 def summary(run: RunData) -> Section:
-    """Return the section of the summary."""
+    """Return the summary section."""
     blocks: list[Block] = [Text(note, warning=True) for note in run.warnings]
     best = run.best
     if best is None:
@@ -88,14 +88,17 @@ def summary(run: RunData) -> Section:
 
 
 def stopped(run: RunData) -> list[Text]:
-    """Return why the run stopped; empty while it is in progress, and without a best, where `no_best` says it."""
+    """Return why the run stopped.
+
+    It is empty while the run is in progress, and if there is no best, because `no_best` then gives the reason.
+    """
     return [Text(_("Stopped: {reason}.", reason=run.stop_reason))] if run.best and run.stop_reason else []
 
 
 def no_best(run: RunData) -> str:
-    """Return why there is no best: the trial nearest to the limits, and why the run stopped.
+    """Return paragraphs on why there is no best: the trial nearest to the limits, and why the run stopped.
 
-    Without a measurement, the most frequent failure and the command that continues follow.
+    If nothing was measured, the most frequent failure and the command that continues the run follow.
     """
     count, closest, nearest = len(run.trials), run.nearest, ""
     if not run.trials:
@@ -117,8 +120,10 @@ def no_best(run: RunData) -> str:
 
 
 def _ways_on(run: RunData) -> Iterator[str]:
-    """Yield the most frequent failure with its logs, unless it is why the run stopped, and the command that resumes the
-    run or starts it again."""
+    """Yield the most frequent failure with its logs, and the command that resumes the run or starts it again.
+
+    The failure is left out if it is the reason why the run stopped.
+    """
     failures = [each for each in run.trials if each.state is not TrialState.INTERRUPTED]
     failures = [each for each in failures if str(each.reason) not in run.stopped_because]
     if failures:
@@ -148,17 +153,20 @@ def _answer(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
 
 
 def _mark(run: RunData) -> str:
-    """Return the mark of figures that are predicted or partly modelled."""
+    """Return the mark for figures that are predicted or partly modelled."""
     return "" if run.fidelity == RUN else "~"
 
 
 def _speed(run: RunData, best: Trial) -> Cell:
-    """Return the median objective of the best with the range of its runs, or its 80% interval if it was not run."""
+    """Return the median objective of the best with the range over its runs.
+
+    If it was not run, return its 80% interval.
+    """
     figures, count, note = run.figures(best), len(run.final_runs(best)), ""
     value = figures[0] if figures else run.figure(best) or run.predicted(best)
     name, points = figure_name(run.objective), best.measurement.points if best.measurement else ()
     loads = [load_text(point) for point in points if number(point.get(name)) == served(best, name)]
-    load = loads[0] if len(points) > 1 and loads else ""  # at which the best was rated
+    load = loads[0] if len(points) > 1 and loads else ""  # the load at which the best was rated
     if figures and run.fidelity == ESTIMATE:
         note = _("(80%: {low} to {high})", low=shown(figures[1]), high=shown(figures[2]))
     elif figures and count > 1:
@@ -188,7 +196,7 @@ def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
 
 
 def _cost(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
-    """Yield time, cost and energy of the planned job and of tokens, as far as they are known."""
+    """Yield time, cost and energy of the planned job, and cost and energy of tokens, where they are known."""
     cost, mark = run.cost, _mark(run) if best.measurement else "~"
     source = _("(by the TDP of the devices)") if cost.get("energy_source") == TDP else _("(by telemetry)")
     if days := cost.get("planned_days"):
@@ -209,7 +217,7 @@ def _cost(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
 
 
 def _step(run: RunData, best: Trial) -> Cell:
-    """Return the median step time of the best with the range of its runs, its spread, or its 80% interval."""
+    """Return the median step time of the best with the range over its runs, its spread, or its 80% interval."""
     step = best.measurement
     runs = [measured_s(each) or 0.0 for each in run.final_runs(best)]
     if len(runs) > 1 and step is not None and step.scaled_from is None and step.modelled_s is None:
@@ -260,7 +268,7 @@ def _gain(run: RunData, best: Trial) -> Cell:
 
 
 def _fastest_without_limits(run: RunData, best: Trial) -> str:
-    """Return the figures of the fastest load point of all trials, and the limits that it exceeds."""
+    """Return the figures of the fastest load point over all trials, and the limits that it exceeds."""
     name = figure_name(run.objective)
     points = [(trial, point) for trial in run.trials if trial.measurement for point in trial.measurement.points]
     by_speed = [(seconds(run.objective, value), trial, point) for trial, point in points if (value := point.get(name))]
@@ -307,7 +315,7 @@ def _commands(run: RunData, best: Trial) -> Iterator[Block]:
 
 
 def _flags(run: RunData, best: Trial) -> list[str]:
-    """Return the flags of the engine that set the knobs of the best; empty if they do not set all of them."""
+    """Return the flags of the engine that set the knobs of the best. It is empty if flags cannot set all of them."""
     flags: list[str] = []
     for name, value in best.candidate.items:
         if knob := run.knobs.get(name):
@@ -331,7 +339,7 @@ def _engines(run: RunData) -> Table:
 
 
 def configurations(run: RunData) -> Chart | None:
-    """Return a bar for each of the fastest configurations, the best first; None for fewer than two."""
+    """Return a chart with a bar for each of the fastest configurations, the best first. None for fewer than two."""
     best = run.best
     if best is None:
         return None
@@ -389,13 +397,16 @@ def _traces(run: RunData, chosen: list[tuple[Trial, Figures]], labels: list[str]
         texts = {"text": [shown(value) for value, _low, _high in figures], "textposition": "inside"}
         style = {"insidetextanchor": "start", "textangle": 0, "textfont": {"color": "#000000"}, "width": 0.7}
         trace = bars(name, kind, [each[0] for each in figures], [labels[place] for place in own])
-        pattern = {**trace["marker"]["pattern"], "size": 10, "solidity": 0.1}  # numbers stay readable
+        pattern = {**trace["marker"]["pattern"], "size": 10, "solidity": 0.1}  # so that numbers stay readable
         marker = {**trace["marker"], "color": COLOURS[colour], "pattern": pattern}
         yield {**trace, **texts, **style, **ranges, "marker": marker}
 
 
 def why(run: RunData) -> str:
-    """Return why the best is faster than the baseline, or than the second if it is the baseline; empty if unknown."""
+    """Return why the best is faster than the baseline. If it is the baseline, it is compared with the second.
+
+    The text is empty if the causes are unknown.
+    """
     best, other, name = run.best, run.baseline, _("the baseline")
     if best is None or not run.trials:
         return ""

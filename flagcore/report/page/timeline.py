@@ -1,4 +1,4 @@
-"""The pipeline schedule as a timeline of passes, and the stages by kind of chip on a mixed cluster."""
+"""Sections with the pipeline schedule as a timeline of passes, and with the stages of each kind of chip."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,18 +25,19 @@ from flagcore.report.page.run import RunData
 
 KINDS = NAMES["passes"]
 MAX_PASSES = 4200
-"""Maximum number of passes in a timeline: more are indistinguishable, and slow in browsers."""
+"""The maximum number of passes in a timeline. More would be indistinguishable, and slow in browsers."""
 MAX_SIMULATED = 50_000
-"""Maximum number of passes to simulate for the idle time of stages; the drawn part represents longer steps."""
+"""The maximum number of passes that are simulated to get the idle time of stages. For longer steps, the drawn part is
+representative."""
 MAX_DETAILED = 400
-"""Maximum number of passes with patterns, outlines and numbers, which cannot be seen on narrow bars."""
+"""The maximum number of passes that have patterns, outlines and numbers. On narrower bars, they cannot be seen."""
 HIGH = 0.85
 """The height of a bar as a share of its row."""
 LAYOUT: dict[str, Any] = {"barmode": "overlay", "uniformtext": {"mode": "hide", "minsize": 8}}
 
 
 def pipeline(run: RunData) -> Section | None:
-    """Return the timelines of the best configuration; None without pipelines."""
+    """Return the section with the timelines of the best configuration, or None if it has no pipeline."""
     pipelines = _pipelines(run)
     blocks: list[Block] = []
     for passes in pipelines:
@@ -47,7 +48,7 @@ def pipeline(run: RunData) -> Section | None:
 
 
 def _pipelines(run: RunData) -> list[Passes]:
-    """Return the passes of each different pipeline of the best configuration; empty if they are unknown."""
+    """Return the passes of each different pipeline of the best configuration. It is empty if they are unknown."""
     found: list[dict[str, Any]] = [
         {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
         for data in run.insight.get("pipelines") or ()
@@ -61,7 +62,7 @@ def _chip_names(run: RunData) -> list[str]:
 
 
 class Timeline:
-    """The passes of one pipeline: `count` stages, on as many devices."""
+    """The timeline of one pipeline's passes. It has `count` stages on as many devices."""
 
     def __init__(self, passes: Passes) -> None:
         self.passes, self.schedule, self.count = passes, SCHEDULES[passes.schedule], len(passes.forward_s)
@@ -71,8 +72,9 @@ class Timeline:
         self.passes_per_microbatch = (3 if self.schedule.splits_backward else 2) * self.count * parts
 
     def microbatches_to_show(self) -> int | None:
-        """Return the number of micro-batches that show the start, the middle and the end of a step; None for more than
-        `MAX_PASSES`.
+        """Return the number of micro-batches that show the start, the middle and the end of a step.
+
+        Returns None if they have more than `MAX_PASSES` passes.
         """
         number = min(self.passes.microbatches, max(2 * self.count, 8))
         if self.passes.virtual > 1:
@@ -80,7 +82,7 @@ class Timeline:
         return number if self.passes_per_microbatch * number <= MAX_PASSES else None
 
     def blocks(self) -> list[Block]:
-        """Return the chart, or why there is none and the seconds per micro-batch."""
+        """Return the chart, or why there is none, and the seconds per micro-batch."""
         number = self.microbatches_to_show()
         text = _("No timeline: {count} stages have too many passes to draw.", count=self.count)
         if number is not None:
@@ -127,7 +129,7 @@ class Timeline:
         )
 
     def _bars(self, series: int, of_kind: Sequence[ExecutedPass], has_details: bool, is_paired: bool) -> dict[str, Any]:
-        """Return the bars of the passes of one kind."""
+        """Return the bars for passes of one kind."""
         trace = bars(
             _(KINDS[of_kind[0].kind]),
             series,
@@ -149,8 +151,9 @@ class Timeline:
         return trace
 
     def _seconds(self, counted: int, played: Sequence[ExecutedPass] = (), step: float = 0.0) -> Table:
-        """Return the seconds per micro-batch and the busy time of each device and, of a simulated step, its idle
-        time.
+        """Return a table with the seconds per micro-batch and the busy time of each device.
+
+        If the step was simulated (`played`), the table also has the idle time.
         """
         passes = self.passes
         columns: dict[str, Sequence[float]] = {_("~forward, s"): passes.forward_s, _("~backward, s"): passes.backward_s}
@@ -186,7 +189,10 @@ class Timeline:
 
 
 def kinds(run: RunData) -> Section | None:
-    """Return the stages by kind of chip of the best configuration; None with one node group, or without a best."""
+    """Return the section on the stages of the best configuration by kind of chip.
+
+    Returns None if there is only one node group, or no best.
+    """
     chips, pipelines = run.insight.get("chips") or [], _pipelines(run)
     if len(chips) < 2 or run.best is None or not pipelines or not all(each.groups for each in pipelines):
         return None

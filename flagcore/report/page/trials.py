@@ -1,4 +1,4 @@
-"""A sortable table of all trials, and the ends of their logs."""
+"""Sections with a sortable table of all trials, and the ends of their logs."""
 
 from dataclasses import asdict
 
@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 def trials(run: RunData) -> Section:
-    """Return a table of all trials, and the details of each."""
+    """Return the section with a table of all trials, and the details of each."""
     if not run.all_trials:
         return Section("trials", _("Trials"), (Text(_("No trial has finished.")),))
     listed, count = run.listed, len(run.all_trials)
@@ -45,7 +45,7 @@ def trials(run: RunData) -> Section:
 
 
 def trial_table(run: RunData, *, whole: bool = False) -> Table:
-    """Return a table with one row per trial; the `whole` table has durations and reasons, and omits empty columns."""
+    """Return a table with one row per trial. If it is `whole`, it has durations and reasons, and no empty columns."""
     if run.serves:
         figures = [run.unit, _("spread"), f"~{run.unit}", _("vs base"), *LATENCIES]
     else:

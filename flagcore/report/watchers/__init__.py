@@ -1,7 +1,7 @@
 """Watchers: plugins that send the events of a run to other tools. `flag tune --watch NAME` selects them.
 
-They implement the hook `flagcore_on_event`, and know of flagcore only what plugins know. This module has the figures of
-a trial in the form that experiment trackers take.
+They implement the hook `flagcore_on_event`, and use only what flagcore offers to all plugins. This module converts the
+figures of a trial to the form that experiment trackers need.
 """
 
 import math
@@ -10,11 +10,11 @@ from typing import Any
 
 PARTS = ("predicted", "measured")
 SKIPPED = ("effective", "versions", "components", "time_limit")
-"""Mappings of a trial that are no figures."""
+"""Mappings of a trial that contain no figures."""
 
 
 def metrics(trial: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a trial's prediction and measurement by dotted names, and its duration."""
+    """Return the finite numbers of a trial's prediction and measurement by dotted names, and the trial's duration."""
     found = {"duration_s": float(trial["duration_s"])}
     for part in PARTS:
         found.update(_numbers(trial.get(part) or {}, part))
@@ -22,7 +22,7 @@ def metrics(trial: Mapping[str, Any]) -> dict[str, float]:
 
 
 def params(trial: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
-    """Return the knobs of a trial by name; knobs without a value are text."""
+    """Return the knobs of a trial by name. The value of a knob without a value is a text."""
     known = (str, int, float, bool)
     return {name: value if isinstance(value, known) else str(value) for name, value in trial["candidate"].items()}
 

@@ -19,11 +19,11 @@ except ImportError as error:
 EXPERIMENT = "MLFLOW_EXPERIMENT_NAME"
 RUN_TAG, PARENT_TAG, NAME_TAG = "flagcore.run", "mlflow.parentRunId", "mlflow.runName"
 STATUS = {"measured": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED"}
-"""MLflow's status by the state of a trial; others failed."""
+"""MLflow's status for each state of a trial. Trials in other states have failed."""
 
 
 class MlflowWatcher:
-    """Remembers the experiment and the parent run of each run."""
+    """Logs events to MLflow, and remembers the experiment and the parent run of each run."""
 
     def __init__(self) -> None:
         self._client: Any = None
@@ -31,7 +31,7 @@ class MlflowWatcher:
 
     @hookimpl
     def flagcore_on_event(self, event: RunEvent) -> None:
-        """Create the parent, log a trial that has ended, or end the parent."""
+        """Create the parent run, log a trial that has ended, or end the parent run, depending on the event."""
         self._client = self._client or MlflowClient()
         experiment, parent = self._parents.get(event.run) or self._begin(event)
         if event.kind == TRIAL_FINISHED and event.trial:
@@ -40,7 +40,7 @@ class MlflowWatcher:
             self._client.set_terminated(parent, "FINISHED" if event.best else "FAILED")
 
     def _begin(self, event: RunEvent) -> tuple[str, str]:
-        """Return the experiment and the parent of a run, also of one that is resumed."""
+        """Return the experiment and the parent run of a run, which may be resumed."""
         name = os.environ.get(EXPERIMENT, "flagcore")
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)

@@ -1,6 +1,6 @@
 """Logs each trial as a run of Weights & Biases, in a group with the name of the run.
 
-Its own variables select the project and the mode (WANDB_PROJECT, WANDB_MODE, WANDB_DIR).
+The variables of Weights & Biases select the project and the mode (WANDB_PROJECT, WANDB_MODE, WANDB_DIR).
 """
 
 import os
@@ -18,7 +18,7 @@ except ImportError as error:
 
 @hookimpl
 def flagcore_on_event(event: RunEvent) -> None:
-    """Log a trial that has ended. A trial that is logged again replaces itself."""
+    """Log a trial that has ended. If a trial is logged again, it replaces the earlier log."""
     trial = event.trial
     if event.kind != TRIAL_FINISHED or trial is None:
         return

@@ -13,7 +13,7 @@ TIMEOUT_SECONDS = 10.0
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """A redirect is an error: the event would be lost."""
+    """Treats a redirect as an error, because the event would be lost."""
 
     def redirect_request(self, *arguments: object, **named: object) -> None:
         return None
@@ -24,7 +24,7 @@ _OPENER = build_opener(_NoRedirect)
 
 @hookimpl
 def flagcore_on_event(event: RunEvent) -> None:
-    """Post an event. Raises OSError if the server does not accept it, ValueError without a URL."""
+    """Post an event as JSON. Raises OSError if the server does not accept it, and ValueError if no URL is set."""
     url = os.environ.get(URL, "")
     if urlsplit(url).scheme not in ("http", "https"):
         raise ValueError(f"set {URL} to the http(s) URL that takes the events")
@@ -35,7 +35,7 @@ def flagcore_on_event(event: RunEvent) -> None:
 
 
 def text(event: RunEvent) -> str:
-    """Return an event in one line."""
+    """Return an event as one line of text."""
     words = [event.run, event.kind.replace("_", " ")]
     if event.trial:
         words.append(f"{event.trial['number']}: {event.trial['state']}")

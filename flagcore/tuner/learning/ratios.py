@@ -25,12 +25,19 @@ from flagcore.domain.space import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Prior standard deviations of the logarithm of measured over predicted, and length scales in octaves.
+    """Standard deviations of the prior of the logarithm of measured over predicted.
 
-    `chip`, `task`: of errors that all candidates on a chip, or of a task, have in common. `part`, `part_of_task`: of a
-    part of the step, on a chip and in one task. `size`: of the function of kernel sizes. `knob`: of the function of one
-    knob. `own`: of the function of all knobs in a task. `row`: of a single candidate. `slowdown`: replaces `task` in
-    rare runs that are slower as a whole, on a busy machine; 0 if there are none.
+    Each is the deviation of one term of the sum (see the module). Length scales are in octaves.
+
+    - `chip`, `task`: errors that all candidates on a chip, or of a task, share.
+    - `part`, `part_of_task`: the error of a part of the step, on a chip and in one task.
+    - `size`: the smooth function of kernel sizes.
+    - `knob`: the smooth function of one knob.
+    - `own`: the smooth function of all knobs in a task.
+    - `row`: the error of a single candidate.
+    - `slowdown`: replaces `task` in rare runs that are slower as a whole, as on a busy machine. 0 means that there are
+      none.
+    - `size_length`, `knob_length`: the length scales of the smooth functions.
     """
 
     chip: float
@@ -60,7 +67,7 @@ context is known, more if it is estimated. The length scales are chosen."""
 QUANTILE_90 = 1.2815515655446004
 """The 90% quantile of the standard normal distribution, which is the upper bound of an 80% interval."""
 MAX_INTERVALS = 1000
-"""The maximum number of intervals over which a median is taken. Chosen: the intervals differ little."""
+"""The maximum number of intervals over which a median is taken. Chosen by hand: the intervals differ little."""
 
 
 def time_scales(predictions: Predictions) -> Scales:
@@ -151,18 +158,18 @@ def _additive_rbf_kernel(left: FloatArray, right: FloatArray, length: float) -> 
 
 
 PRIOR_WEIGHT = 4.0
-"""The weight of a process's prior scale, as a number of measurements. Chosen."""
+"""The weight of a process's prior scale, as a number of measurements. Chosen by hand."""
 
 ERROR_FACTORS, FACTOR_PROBABILITIES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.2, 0.45, 0.2, 0.08, 0.04, 0.03)
-"""Factors of `Scales.row`, and their prior probabilities. Chosen: for step times, they give errors of 1.5% to 50% per
-candidate; large errors are rare."""
+"""Factors of `Scales.row`, and their prior probabilities. Chosen by hand: for step times, they give errors of 1.5% to
+50% per candidate; large errors are rare."""
 
 PRIOR_VALIDITY = 0.97
-"""The prior probability that earlier runs apply to the current task. Chosen."""
+"""The prior probability that earlier runs apply to the current task. Chosen by hand."""
 
 SLOWDOWN, SLOWDOWN_RATIO = 0.1, 2.0
 """The prior probability that `Scales.slowdown` applies. It is considered only if all trials of the task take at least
-SLOWDOWN_RATIO times as long as predicted, or all are faster by this ratio. Chosen."""
+SLOWDOWN_RATIO times as long as predicted, or all are faster by this ratio. Chosen by hand."""
 
 MIN_PROBABILITY = 1e-3
 """Processes with a smaller posterior probability are dropped. Chosen to limit the run time."""

@@ -23,21 +23,22 @@ MAX_ROWS = 4096
 limit the time between two trials."""
 
 MIN_NOISE = 0.01
-"""The minimum relative noise of a step time. Chosen."""
+"""The minimum relative noise of a step time. Chosen by hand."""
 
 PARTIAL_NOISE = 0.05
-"""The minimum relative noise of a trial that was stopped early, because its first steps are less representative.
-Chosen."""
+"""The minimum relative noise of a trial that was stopped early, because its first steps are less representative. Chosen
+by hand."""
 
 FIRST_STEP_NOISE, UNFINISHED_NOISE = 0.3, 0.15
 """The relative noise of the step time of a trial that ended before it was measured: with one finished step, and with
-more. Chosen."""
+more. Chosen by hand."""
 
 PROBE_NOISE = 0.05
-"""The minimum relative noise of a probe: its communication is modelled, and no other rank runs meanwhile. Chosen."""
+"""The minimum relative noise of a probe: its communication is modelled, and no other rank runs meanwhile. Chosen by
+hand."""
 
 MEMORY_NOISE = 0.01
-"""The minimum relative noise of memory in use. Chosen."""
+"""The minimum relative noise of memory in use. Chosen by hand."""
 
 FIGURE_NOISE = 0.1
 """The relative noise of a latency. Chosen as a typical difference between runs of a load: the slowest of a hundred
@@ -45,7 +46,7 @@ requests varies by this much."""
 
 MIN_EXCESS, MAX_EXCESS = 0.02, 0.5
 """Logarithms of memory ratios. A trial that runs out of memory is assumed to need MIN_EXCESS more than the capacity,
-but at most MAX_EXCESS more than predicted. A failure with a larger excess has another cause. Chosen."""
+but at most MAX_EXCESS more than predicted. A failure with a larger excess has another cause. Chosen by hand."""
 
 
 def observed_times(context: SearchContext) -> Observations:
@@ -253,9 +254,13 @@ def expected_seconds(
 ) -> FloatArray:
     """Return the expected duration of trials in seconds.
 
-    `log_time`: logarithms of step times in seconds. `full`: durations of complete trials. `fits`: probabilities that
-    trials fit. `success`: probabilities that they succeed if they fit. A failed trial takes the median time of earlier
-    trials that failed in the same way; before the first one, the overhead and one step.
+    A failed trial takes the median time of earlier trials that failed in the same way. Before the first such trial, it
+    takes the overhead and one step.
+
+    - `log_time`: logarithms of step times in seconds.
+    - `full`: durations of complete trials.
+    - `fits`: probabilities that trials fit.
+    - `success`: probabilities that they succeed if they fit.
     """
     is_probe = context.task.spec.control.fidelity == PROBE
     one_step = full if is_probe else overhead_seconds(context) + np.exp(log_time)
@@ -274,10 +279,10 @@ SUCCESS_STATES = (TrialState.MEASURED, TrialState.STOPPED)
 
 PRIOR_FAILURES, PRIOR_SUCCESSES = 0.001, 0.2
 """The beta prior of the probability that a knob's value makes a trial fail, as numbers of failed and successful trials.
-Chosen: half a percent of trials fail per value, and one failure outweighs the prior."""
+Chosen by hand: half a percent of trials fail per value, and one failure outweighs the prior."""
 
 ITERATIONS = 50
-"""The number of iterations of expectation-maximization. Chosen: the estimates converge."""
+"""The number of iterations of expectation-maximization. Chosen by hand: the estimates converge."""
 
 
 def success_probability(context: SearchContext, rows: IntArray) -> FloatArray:
@@ -359,10 +364,12 @@ def improvement_probability(
     """Return how likely a candidate improves on `best`, and by how much at most.
 
     The first value is the probability that a candidate succeeds and is faster than `best` by more than `min_gain`. The
-    second is the gain that is exceeded with a probability of 5%. `log_times`: joint samples of the logarithms of step
-    times, with one sample per row and one candidate per column. `fits`: probability that each candidate fits; these are
-    independent. `success`: probability that each does not fail otherwise; these are fully correlated, so if a candidate
-    fails, all less reliable ones fail, too. The result is deterministic.
+    second is the gain that is exceeded with a probability of 5%. The result is deterministic.
+
+    - `log_times`: joint samples of the logarithms of step times, with one sample per row and one candidate per column.
+    - `fits`: probability that each candidate fits; these are independent.
+    - `success`: probability that each does not fail otherwise; these are fully correlated, so if a candidate fails, all
+      less reliable ones fail, too.
     """
     rng = np.random.default_rng(1)
     succeeds = (rng.random(log_times.shape) < fits) & (rng.random((len(log_times), 1)) < success)

@@ -81,8 +81,8 @@ def _platform_on(platform: Platform, units: Sequence[Unit]) -> Platform:
 
 FREE_SHARE = 0.95
 """A device counts as free if at least this share of a trial's memory budget is free, because displays use up to a few
-percent. Chosen. It also counts as free if no more memory is in use than the memory model expects without tensors,
-because the drivers of some chips use more."""
+percent. Chosen by hand. It also counts as free if no more memory is in use than the memory model expects without
+tensors, because the drivers of some chips use more."""
 
 POLL_SECONDS = 2.0
 SETTLE_SECONDS = 5.0

@@ -26,9 +26,10 @@ without fitted curves (0.94 to 1.7); this is the median over the sources."""
 class Hardware:
     """The hardware of a spec.
 
-    `groups`: the node groups in the order of the spec. `supports`: the engine support of each group's chip. `support`:
-    the engine support of all groups together. `devices`: all devices that were detected on this machine and on the
-    hosts of the spec.
+    - `groups`: the node groups in the order of the spec.
+    - `supports`: the engine support of each group's chip.
+    - `support`: the engine support of all groups together.
+    - `devices`: all devices that were detected on this machine and on the hosts of the spec.
     """
 
     groups: tuple[NodeGroup, ...]

@@ -22,17 +22,17 @@ from flagcore.tuner.learning.trials import expected_step_times, fastest_open_row
 
 SLACK = 3.0
 """The time limit of a trial's steps, relative to the upper bound of their predicted time. It allows for other jobs,
-slow file systems and compilation. Chosen: the limit ends trials that hang, not slow ones."""
+slow file systems and compilation. Chosen by hand: the limit ends trials that hang, not slow ones."""
 
 START_SLACK = 2.0
-"""The time limit of a trial's start, relative to the longest start of the run so far. Chosen."""
+"""The time limit of a trial's start, relative to the longest start of the run so far. Chosen by hand."""
 
 RESERVE = 0.05
 """The share of a trial's time limit that is reserved for the time after its steps: writing results, and the end of its
-processes. Chosen."""
+processes. Chosen by hand."""
 
 UNKNOWN_SECONDS = 3600.0
-"""The limit of a trial whose step time is not predicted. Chosen."""
+"""The limit of a trial whose step time is not predicted. Chosen by hand."""
 
 
 def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], launches: int = 1) -> TimeLimit:
@@ -143,13 +143,13 @@ def seconds_used(trials: Sequence[Trial]) -> float:
 
 MIN_TRIALS = 4
 """The number of trials, including the baseline, that share the time of a search with slow steps. Messages advise enough
-time for this number. Chosen: fewer trials compare too little."""
+time for this number. Chosen by hand: fewer trials compare too little."""
 
 MAX_WITHOUT_STEP = 2
-"""The search ends if this number of trials reach their time limit, and no trial has finished a step. Chosen."""
+"""The search ends if this number of trials reach their time limit, and no trial has finished a step. Chosen by hand."""
 
 SUGGESTED_SLACK = 1.2
-"""The time that messages advise, relative to the expected time. Chosen."""
+"""The time that messages advise, relative to the expected time. Chosen by hand."""
 
 
 def share_of_time(control: Control, state: SearchState, role: Role, candidates: int, left: float | None) -> float:

@@ -27,11 +27,11 @@ from flagcore.errors import FlagError
 
 EARLY_STOP_RATIO, NOISES = 1.2, 2.0
 """A trial is stopped early if its steps take longer than the best trial's by the factor EARLY_STOP_RATIO, or by NOISES
-times the relative noise of the best, whichever is larger. Chosen: in 434 pairs of trials on two busy CPU cores, they
-stop 50% of the slower trials and no faster one."""
+times the relative noise of the best, whichever is larger. Chosen by hand: in 434 pairs of trials on two busy CPU cores,
+they stop 50% of the slower trials and no faster one."""
 FEW_STEPS = 0.15
 """Half the width of the relative 80% interval of a step time that is measured in a single step. It shrinks with the
-square root of the number of steps. If the steps spread more widely, their spread is used instead. Chosen."""
+square root of the number of steps. If the steps spread more widely, their spread is used instead. Chosen by hand."""
 POLL_SECONDS = 0.5
 ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
 """The values of `Exit.ended_by` with which a trial still counts as measured if it finished its steps."""

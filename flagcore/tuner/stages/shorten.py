@@ -139,11 +139,12 @@ def _scaled(trial: Trial, growth: Growth) -> Trial:
 
 FIXED_FACTOR = 2.0
 """The uncertainty of the fixed part of a step (pipeline fill, gradient exchange, optimizer). Its time is between
-1/FIXED_FACTOR and FIXED_FACTOR times the predicted time. Chosen; docs/accuracy.md lists errors of parts of a step."""
+1/FIXED_FACTOR and FIXED_FACTOR times the predicted time. Chosen by hand; docs/accuracy.md lists errors of parts of a
+step."""
 
 UNMODELLED_SHARE = 0.05
 """The share of a shortened step that work outside the model may take, such as data loading, logging, or the host.
-Chosen."""
+Chosen by hand."""
 
 
 def shorten(platform: Platform, candidate: Candidate, columns: Columns, step_s: float | None) -> Shortened | None:
@@ -168,9 +169,9 @@ def scale_steps(batch: int, whole_batch: int, short_s: float, whole_s: float) ->
     """Return the scale from steps of `batch` samples to whole steps, given the predicted times of both.
 
     A step has a fixed part F and a part V that is proportional to the batch. A short step takes t = F + V, a whole step
-    T = F + (B/b) V. The measured t is scaled by T/t. The interval follows from the uncertainty of F: F is at least
-    1/FIXED_FACTOR of the predicted time. It is at most FIXED_FACTOR times the predicted time, or longer than predicted
-    by UNMODELLED_SHARE of the step.
+    takes T = F + (B/b) V. The measured t is scaled by T/t. The interval follows from the uncertainty of F. Its lower
+    bound is 1/FIXED_FACTOR times the prediction. Its upper bound is FIXED_FACTOR times the prediction, or the
+    prediction plus UNMODELLED_SHARE of the step if that is longer.
     """
     ratio = whole_batch / batch
     variable = (whole_s - short_s) / (ratio - 1.0)

@@ -221,7 +221,8 @@ def from_frozen(frozen: FrozenTrial) -> Trial:
     if state is TrialState.MEASURED and not measured:
         raise ValueError(f"trial {frozen.number} was measured, but has no figures")
     predicted = dict(attributes["predicted"])
-    saved = {name: predicted.pop(name) for name in SEARCH_FIELDS if name in predicted} | attributes  # older journals
+    # Older journals store these fields in the prediction.
+    saved = {name: predicted.pop(name) for name in SEARCH_FIELDS if name in predicted} | attributes
     fields = {name: read(saved[name]) for name, read in SEARCH_FIELDS.items() if saved.get(name) is not None}
     fields |= {name: result[name] for name in ENDED if name in result}
     return Trial(

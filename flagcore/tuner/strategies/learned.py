@@ -35,7 +35,7 @@ JOINT_ROWS = 256
 expected gain are used. Chosen to limit the time between two trials."""
 
 SAMPLES = 2000
-"""The number of samples of the joint distribution. Chosen: the standard error of a probability of 5% is half a
+"""The number of samples of the joint distribution. Chosen by hand: the standard error of a probability of 5% is half a
 percent."""
 
 MIN_GAIN, MIN_PROBABILITY = 0.01, 0.05
@@ -43,30 +43,33 @@ MIN_GAIN, MIN_PROBABILITY = 0.01, 0.05
 MIN_PROBABILITY. Chosen, and tested on synthetic step times."""
 
 MIN_MEASURED = 3
-"""The minimum number of measurements before the search may stop, because earlier runs may not be comparable.
-Chosen."""
+"""The minimum number of measurements before the search may stop, because earlier runs may not be comparable. Chosen by
+hand."""
 
 MIN_CONFIRMED = 2
 """The same minimum if this run's measurements confirm the earlier runs. Chosen on 48 published sweeps (vTrain, 2 and 4
 devices)."""
 
 MAX_DEVIATIONS = 2.0
-"""A measurement confirms earlier runs if it is within this number of standard deviations of their prediction. Chosen:
-95% of a normal distribution."""
+"""A measurement confirms earlier runs if it is within this number of standard deviations of their prediction. Chosen by
+hand: 95% of a normal distribution."""
 
 MIN_SHARE_RATIO, MAX_PART_ERROR = 4.0, 0.5
 """A part of an open candidate's step counts as not measured if its share of the step is more than MIN_SHARE_RATIO times
-its share in every measured candidate. Such a part may be shorter than predicted by the share MAX_PART_ERROR. Chosen:
-with two thirds, the search finds the same candidates, but needs more trials."""
+its share in every measured candidate. Such a part may be shorter than predicted by the share MAX_PART_ERROR. Chosen by
+hand: with two thirds, the search finds the same candidates, but needs more trials."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
     """The posterior of some open rows.
 
-    `log_predicted`, `log_time`: logarithms of the predicted and the expected step time in seconds. `fits`: probability
-    that a trial fits. `success`: probability that it succeeds if it fits. `feasible`: probability that it meets the
-    limits if it succeeds. `full_s`: seconds of a trial that succeeds. `cost_s`: expected seconds of a trial.
+    - `log_predicted`, `log_time`: logarithms of the predicted and the expected step time in seconds.
+    - `fits`: probability that a trial fits.
+    - `success`: probability that it succeeds if it fits.
+    - `feasible`: probability that it meets the limits if it succeeds.
+    - `full_s`: seconds of a trial that succeeds.
+    - `cost_s`: expected seconds of a trial.
     """
 
     rows: IntArray
@@ -124,7 +127,7 @@ class Learned:
 
 
 def _evaluate(context: SearchContext) -> _Evaluation:
-    """Return the posterior of the open rows with the fastest predictions."""
+    """Evaluate the open candidates with the fastest predictions: their expected times, probabilities and costs."""
     predicted, rows = predicted_times(context), fastest_open_rows(context)
     features = context.features(rows)
     observed = observed_times(context)

@@ -19,7 +19,7 @@ from flagcore.domain.trial import TrialState as State
 from flagcore.errors import UsageError
 
 OUT_OF_MEMORY_FACTOR = 2.0
-"""The assumed step time of a trial that ran out of memory, relative to the slowest measured trial. Chosen."""
+"""The assumed step time of a trial that ran out of memory, relative to the slowest measured trial. Chosen by hand."""
 
 
 @dataclass(slots=True)
