@@ -153,7 +153,9 @@ class Imported:
         return spec_error(key, error.problem, value=error.value, fix=error.fix, file=self.file)
 
     def _key_of_argument(self, words: str) -> str:
-        """Return the key of a flag or of the program in the configuration. Only notes have keys without a value."""
+        """Return the key of a flag or of the program in the configuration. Keys without a value are found in the
+        notes.
+        """
         if not words.startswith("--"):
             return "experiment.task.entrypoint"
         name = flag_name(words.split()[0].lstrip("-"))

@@ -12,7 +12,7 @@ _NAME = re.compile(r"instinct|\bMI\d{2,3}|radeon (ai )?pro|radeon rx", re.IGNORE
 """Names of accelerators and discrete GPUs, but not of graphics units of a CPU, such as `Radeon 780M`."""
 _CARD = re.compile(r"card(\d+)")
 _UNITS = {**UNITS, "KB": 2**10, "MB": 2**20, "GB": 2**30}
-"""amd-smi divides by powers of two: 196592 MB of an MI300X are 206141652992 bytes."""
+"""amd-smi prints MB but means MiB: 196592 MB of an MI300X are 206141652992 bytes."""
 
 
 def is_amd(name: str) -> bool:

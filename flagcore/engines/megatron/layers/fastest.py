@@ -148,7 +148,7 @@ def layouts(train: Training, layout: Layout) -> list[str]:
 
 
 def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Training, FloatArray]:
-    """Return the inputs with further splits, and the number of each candidate's split.
+    """Return the inputs with `split` added to their splits, and the number of each candidate's split.
 
     The final norm is on the stage of the last layer, or on the stage with the loss.
     """

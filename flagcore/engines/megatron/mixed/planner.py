@@ -98,12 +98,12 @@ def _with_space(task: Task, values: Mapping[str, str | tuple[KnobValue, ...]]) -
 
 
 def values_alone(task: Task, group: int | None = None) -> dict[str, str | tuple[KnobValue, ...]]:
-    """Return the sizes and the recompute of the listed meshes, as values for candidates without meshes.
+    """Return the sizes and the recompute of the listed meshes, as values of the knobs for candidates without meshes.
 
-    With `group`, only meshes on this node group alone are used; the result is empty unless the group is `LARGE`,
-    because the whole space of smaller groups is searched. Candidates without meshes need no other values: their sizes
-    are also sizes of meshes. PP and DP are omitted, because virtual stages, which meshes cannot have, favour longer
-    pipelines.
+    With `group`, only texts with a single mesh on this node group are used. The result is then empty unless the group
+    is `LARGE`, because the whole space of smaller groups is searched. Candidates without meshes need no other values:
+    their sizes are also sizes of meshes. PP and DP are omitted, because virtual stages, which meshes cannot have,
+    favour longer pipelines.
     """
     if group is not None and task.cluster.groups[group].devices <= LARGE:
         return {}
@@ -294,11 +294,12 @@ def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -
 def _kinds(
     parts: Sequence[MeshOptions], number: int, microbatches: float
 ) -> Iterator[tuple[MeshOptions, FloatArray, FloatArray, FloatArray]]:
-    """Yield the kinds of stages on mesh `number`: the first stage, the last one, and the stages between.
+    """Yield the kinds of stages on mesh `number`: the first stage of the pipeline, the last one, and the stages
+    between.
 
-    A mesh may lack some of them. Each item contains the mesh, the number of such stages, the maximum number of layers
-    of each, and the seconds of embedding and head. For the stages between, the maximum is the mean of the maxima of the
-    first and the last of them.
+    A mesh may not contain all of them. Each item consists of the mesh, the number of such stages, the maximum number of
+    layers of each stage, and the seconds of embedding and head. For the stages between, the maximum is the mean of the
+    maxima of the first and the last of them.
     """
     options, zeros = parts[number], np.zeros(parts[0].pp.shape)
     stages, after = options.pp.astype(np.float64), zeros + sum(part.pp for part in parts[number + 1 :])

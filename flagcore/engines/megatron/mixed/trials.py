@@ -84,7 +84,9 @@ def shares(task: Task, candidate: Candidate) -> list[dict[str, Any]]:
 
 
 def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
-    """Return the values of a candidate. If the trial program runs meshes, their equal sizes replace the meshes."""
+    """Return the values of a candidate. If flagcore's trial program runs its meshes, their common sizes replace
+    `meshes`.
+    """
     values = candidate.as_dict()
     if not runs_meshes(task.spec):
         return values

@@ -256,7 +256,10 @@ class Moments:
 
     @classmethod
     def from_modules(cls, row: Sequence[Module], offset: FloatArray | float = 0.0, split: int = 0) -> Moments:
-        """Return the peaks of a layer plus `offset`. The first `split` modules do not depend on the later ones."""
+        """Return the peaks of a layer with these modules, plus `offset`.
+
+        The first `split` modules do not depend on the later ones.
+        """
         without_savings, later_bytes, saving = np.zeros(()), np.zeros(()), []
         for index, module in reversed(list(enumerate(row))):
             if index == split - 1:

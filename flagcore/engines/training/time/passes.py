@@ -43,7 +43,7 @@ class Seconds(ArrayRecord):
 
     @classmethod
     def from_compute(cls, compute: FloatArray, **others: FloatArray) -> Seconds:
-        """Return the seconds of kernels and of the `others` named; missing fields are 0."""
+        """Return an instance with `compute` and the fields in `others`. All other fields are 0."""
         zeros = np.zeros_like(compute)
         parts = {"tensor": zeros, "context": zeros, "expert": zeros, "launches": zeros, **others}
         return cls(compute, **parts)
