@@ -40,7 +40,10 @@ def legality(platform: Platform) -> Legality:
 
 
 def _release_rules(task: Task, workload: Workload, engine_axes: Sequence[Axis]) -> Iterator[Rule]:
-    """Yield a rule for each knob that the engine release does not support: it must have its neutral value."""
+    """Yield a rule for each knob that the engine release does not support.
+
+    The rule requires the knob's neutral value.
+    """
     knobs = {knob.name: knob for knob in workload.knobs if not knob.is_available(task.spec.work.engine_version)}
     for axis in engine_axes:
         if knob := knobs.get(axis.knob):
@@ -331,7 +334,7 @@ class _Crossing:
 
 
 def _codes(axis: Axis) -> IntArray:
-    """Return the codes of an axis: first those of the values to cross, then those of other valid values."""
+    """Return the codes of an axis: first for the values to cross, then for other valid values."""
     values = (*axis.values, axis.neutral, *axis.extra_values)
     return np.array(list(dict.fromkeys(axis.encode(value) for value in values)), dtype=np.int64)
 

@@ -74,7 +74,7 @@ class Candidates:
         return self.task.spec.serve
 
     def encoding(self, row: int, images: Sequence[ImageWork]) -> list[float]:
-        """Return the seconds that the vision tower takes for the images of each request; empty if there is no tower."""
+        """Return the seconds that the vision tower takes for the images of each request. Empty if there is no tower."""
         return [] if self.encoder is None else self.encoder.seconds(row, images)
 
     def draw(self, load: Load) -> SimulatedLoad:

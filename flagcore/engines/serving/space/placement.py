@@ -214,7 +214,7 @@ def merges(transfer: str) -> tuple[Merge, ...]:
 
 
 def _places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int, int]] | None:
-    """Return each instance's hosts, its first device there, and its number of devices; None if they do not fit.
+    """Return each instance's hosts, its first device there, and its number of devices, or None if they do not fit.
 
     `parts`: the number of devices of each instance. CPU cores are divided evenly instead. Large instances are placed
     first, each on the first host with room for it or, if it is larger than a host, on whole hosts.
