@@ -205,8 +205,10 @@ class Posterior:
 class _Fit:
     """A Gaussian process fitted to measurements.
 
-    `root`: Cholesky root of the measurements' covariance. `weights`: inverse covariance times measured values. `scale`:
-    posterior scale of all variances. `log_likelihood`: log-likelihood up to a constant.
+    - `root`: the Cholesky root of the measurements' covariance.
+    - `weights`: the inverse covariance times the measured values.
+    - `scale`: the posterior scale of all variances.
+    - `log_likelihood`: the log-likelihood, up to a constant.
     """
 
     root: FloatArray

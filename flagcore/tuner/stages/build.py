@@ -206,7 +206,8 @@ def canonical(columns: Columns, merges: Sequence[Merge]) -> dict[str, IntArray]:
 class _Crossing:
     """Builds a space axis by axis.
 
-    `rows` are the legal rows of the first `crossed` axes. `illegal` and `merged` count combinations that are removed.
+    - `rows`: the legal rows of the first `crossed` axes.
+    - `illegal`, `merged`: the numbers of combinations that were removed by each rule, and that were merged.
     """
 
     axes: tuple[Axis, ...]
