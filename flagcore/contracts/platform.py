@@ -171,7 +171,9 @@ class PruningRule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The cost models of the first node group, from plugins or else from the core, and those of other groups.
+    """The cost models of a task, from plugins or else from the core.
+
+    If there are several node groups, `memory`, `kernels` and `collectives` belong to the first group.
 
     `guessed`: whether kernel times come from the core's roofline, neither measured nor fitted.
     `synchronous`: whether the host computes, as on a CPU. Then kernels do not hide the time of launches.
@@ -391,7 +393,7 @@ class Plugins(Protocol):
 
 
 class RunningLaunch(Protocol):
-    """A started launch."""
+    """A launch that was started, and may still be running."""
 
     def poll(self) -> Exit | None:
         """Return the exit of the launch, or None if it is still running."""

@@ -69,7 +69,7 @@ class Workload(ABC):
         return ()
 
     def merges(self, task: Task, /) -> tuple[Merge, ...]:
-        """Return the merges of equivalent candidates, by default none."""
+        """Return the merges of equivalent candidates. By default there are none."""
         return ()
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:

@@ -1,4 +1,4 @@
-"""The support for an engine on a chip."""
+"""Whether and how an engine runs on a chip, and which values and settings work there."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

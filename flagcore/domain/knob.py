@@ -167,7 +167,7 @@ class Knob:
     flags: tuple[Flag, ...] = ()
     """The engine's flags for the knob, in order of preference. Empty if there are none."""
     passes_neutral: bool = False
-    """Whether the flag is also passed for the neutral value."""
+    """Whether the command line also contains the flag if the value is neutral."""
     aliases: tuple[str, ...] = ()
     """Other names that specs and job records use."""
     negated_knob: str = ""
@@ -175,7 +175,7 @@ class Knob:
     versions: str = ""
     """A PEP 440 specifier of the engine releases that support the knob. Empty means all."""
     effects: Mapping[KnobValue, Effect] = field(default_factory=dict)
-    """The effect of each value; plugins leave out `neutral`. If it is not empty, it lists all other valid values."""
+    """The effect of each value. Plugins leave out `neutral`. A knob with effects has no other values."""
     requires: tuple[Requirement, ...] = ()
     """Conditions on other knobs, which apply if this knob's value is not neutral."""
     experts_only: bool = False
@@ -311,7 +311,7 @@ def _parsed(knob: Knob, value: object) -> Any:
 
     A value of kind words becomes one sorted, comma-separated text.
     """
-    if knob.effects:  # True does not equal 1
+    if knob.effects:  # True must not match 1, although Python treats them as equal
         equal = (each for each in knob.values if each == value and isinstance(each, bool) == isinstance(value, bool))
         return next(equal, _INVALID)
     if knob.kind == "int":
@@ -337,7 +337,7 @@ def _parsed_int(knob: Knob, value: object) -> Any:
     if isinstance(number, bool) or not isinstance(number, int):
         return _INVALID
     if number == 0 and knob.neutral is None:
-        return None  # 0 is the code of None, which means not set
+        return None  # in columns, code 0 stands for None, which means not set
     too_small = knob.minimum is not None and number < knob.minimum and value not in knob.spellings
     too_large = knob.maximum is not None and number > knob.maximum
     return _INVALID if too_small or too_large else number

@@ -355,7 +355,7 @@ class Observations:
 
     @classmethod
     def empty(cls) -> Observations:
-        """Return an object without measurements."""
+        """Return observations of no candidates."""
         return cls(Features({}, {}, {}), np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64))
 
     @classmethod
@@ -377,7 +377,7 @@ class PastMeasurements:
 
     @classmethod
     def empty(cls) -> PastMeasurements:
-        """Return an object without measurements."""
+        """Return the measurements for a chip and engine without other tasks."""
         return cls(time=Observations.empty(), memory=Observations.empty())
 
 

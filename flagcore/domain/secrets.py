@@ -93,7 +93,7 @@ def redact_data(data: Any, known: Collection[str] = ()) -> Any:
     if not isinstance(data, str):
         return data
     redacted = redact_text(data, known)
-    return data if redacted == data else redacted  # an unchanged Message can still be translated
+    return data if redacted == data else redacted  # return the Message itself, which can still be translated
 
 
 def redact_arguments(words: Sequence[str], known: Collection[str] = ()) -> Iterator[str]:
@@ -145,7 +145,7 @@ def _redact_match(match: re.Match[str], *, whole_line: bool = False) -> str:
     if not is_secret(name) or REDACTED in value or not _is_value(first_word):
         return match[0]
     if name.lower().endswith("token") and re.fullmatch(r"[\d.]+", value.strip("\"',;")):
-        return match[0]  # a number, such as a token id
+        return match[0]  # a number such as a token id is not a secret
     if whole_line or value[0] not in "\"'":
         return prefix + REDACTED
     return f"{prefix}{value[0]}{REDACTED}{value[0]}"

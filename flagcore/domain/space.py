@@ -205,7 +205,7 @@ def decode(
             divisor *= size
             continue
         remainder, divisor = remainder // divisor if divisor > 1 else remainder, 1
-        quotient = remainder // size  # in NumPy, division is many times faster than the operator %
+        quotient = remainder // size  # many times faster than NumPy's operator %
         columns[knob] = values.take(remainder - quotient * size)
         remainder = quotient
     return columns

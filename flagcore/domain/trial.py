@@ -38,7 +38,7 @@ class TrialState(Enum):
 
     @property
     def failed(self) -> bool:
-        """Whether the trial failed, in any way."""
+        """Whether the trial failed: out of memory, invalid, failed, timed out or interrupted."""
         return self not in (TrialState.PREDICTED, TrialState.RUNNING, TrialState.MEASURED, TrialState.STOPPED)
 
 

@@ -240,11 +240,14 @@ class Connection:
 
 PERIOD_SECONDS = 0.5
 CLOSE_SECONDS = 2.0
-"""Time for a channel to close before its process on this machine is killed."""
+"""Seconds in which a channel may close. Afterwards, its process on this machine is killed."""
 
 
 class Agents:
-    """The connections to idle agents, which have no trial, with one per host. A thread keeps them alive."""
+    """The connections to idle agents, at most one per host. An idle agent has no trial.
+
+    A thread keeps the agents alive.
+    """
 
     def __init__(self, channel: Callable[[str], Sequence[str]]) -> None:
         self.channel = channel

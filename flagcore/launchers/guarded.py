@@ -192,7 +192,7 @@ def start(
 ) -> Guarded:
     """Start `argv` under a guard in `directory`, and wait until it runs.
 
-    The environment of this process, updated with `environment`, is used. `environment` must contain a MARKER. The guard
+    The trial gets the environment of this process, updated with `environment`, which must contain a MARKER. The guard
     writes the verdict to `exit.json` in `folder`. Raises OSError if the trial cannot be started.
     """
     order = _encode_order(argv, environment, directory, folder, limits)

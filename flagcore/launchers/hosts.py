@@ -161,7 +161,7 @@ class HostsLauncher(Launcher):
 
 
 class HostLost(LaunchError):
-    """A host that cannot be reached."""
+    """A host cannot be reached."""
 
     def __init__(self, host: str, problem: str) -> None:
         super().__init__(f"host {host}: {problem}")

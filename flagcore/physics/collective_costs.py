@@ -78,7 +78,7 @@ def topology_of(group: NodeGroup) -> Topology:
 def _link_level(link: Link, devices: int) -> Level:
     crowding = (PCIE_CROWDING if link.peer_access else STAGED_CROWDING) if link.topology == "pcie" else 0.0
     pair_share = {"mesh": 1.0 / max(devices - 1, 1), "ring": 0.5 if devices > 2 else 1.0}.get(link.topology, 1.0)
-    shared = link.topology == "shared-memory"  # the processor itself copies, one step after the other
+    shared = link.topology == "shared-memory"  # the processor copies the data itself, one step after another
     return Level(
         name=link.name,
         devices=devices,
@@ -186,7 +186,7 @@ class Collectives:
         return np.where(outer > inner, sent * payload_bytes / rate, 0.0)
 
     def _crossing_startup(self, kind: str, index: int, members: list[FloatArray]) -> FloatArray:
-        """Return the start-up time of the level `index`: for an all-reduce that of a tree, else that of a ring."""
+        """Return the start-up time of the level `index`: a tree's for an all-reduce, else a ring's."""
         level, innermost = self.topology.levels[index], self.topology.levels[0]
         outer, inner = members[index], members[index - 1]
         blocks = np.maximum(np.ceil(outer / inner), 1.0)

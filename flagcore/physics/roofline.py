@@ -39,7 +39,7 @@ class Curve:
     gemm_share: Positive = 0.81
     """The share of the peak flops that large matrix products reach."""
     gemm_shares: Mapping[str, Positive] = field(default_factory=dict)
-    """The values of `gemm_share` for precisions that differ from it."""
+    """The values that replace `gemm_share`, by precision."""
     units: Positive = 132.0
     """The number of compute units. Tiles run in waves of this size, and the last wave may be incomplete."""
     tile: Positive = 64.0
@@ -52,7 +52,7 @@ class Curve:
     memory_share: Positive = 0.91
     """The share of the memory bandwidth that copies and the operands of matrix products reach."""
     elementwise_share: Positive = 0.77
-    """The share of the memory bandwidth that element-wise kernels reach, such as activations and optimizers."""
+    """The share of the memory bandwidth that element-wise kernels, such as activations and optimizers, reach."""
     kernel_seconds: NotNegative = 2e-6
     """The minimum time of a kernel on the device."""
     attention_share: Positive = 0.72

@@ -63,7 +63,7 @@ def workload(name: str, key: str = "engine") -> Workload:
 
 
 def workload_of(work: TrainSpec | ServeSpec) -> Workload:
-    """Return the engine of a job. Raises like `workload`."""
+    """Return the engine of a job. Raises SpecError or NoDevice like `workload`."""
     return workload(work.engine, "serve.engine" if isinstance(work, ServeSpec) else "train.engine")
 
 
@@ -102,17 +102,17 @@ def _kind(engine: str) -> str:
 
 
 def launcher(name: str) -> Launcher:
-    """Return the launcher `name`. Raises like `workload`."""
+    """Return the launcher `name`. Raises SpecError or NoDevice like `workload`."""
     return _named(LAUNCHERS, Launcher, name, "auto_tuner.launcher")
 
 
 def strategy(name: str) -> Strategy:
-    """Return the strategy `name`. Raises like `workload`."""
+    """Return the strategy `name`. Raises SpecError or NoDevice like `workload`."""
     return _named(STRATEGIES, Strategy, name, "auto_tuner.strategy")
 
 
 def importer(name: str | None = None) -> Importer:
-    """Return the importer `name`. Raises like `workload`.
+    """Return the importer `name`. Raises SpecError or NoDevice like `workload`.
 
     If `name` is None, return the only installed importer with `has_trees`. Raises UsageError if there is not exactly
     one.
@@ -128,9 +128,9 @@ def importer(name: str | None = None) -> Importer:
 
 
 def watcher(name: str) -> Callable[[RunEvent], object]:
-    """Return the hook `flagcore_on_event` of the watcher `name` as a function. Raises like `workload`.
+    """Return the hook `flagcore_on_event` of the watcher `name` as a function.
 
-    The function lets exceptions of the watcher through.
+    The function lets exceptions of the watcher through. Raises SpecError or NoDevice like `workload`.
     """
 
     def load(found: object) -> Plugin:
@@ -144,13 +144,13 @@ def watcher(name: str) -> Callable[[RunEvent], object]:
 
 
 def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
-    """Return the object `name` in `group`, after checking that it implements `protocol`. Raises like `workload`."""
+    """Return the object `name` in `group` if it implements `protocol`. Raises SpecError or NoDevice like `workload`."""
     found: T = _checked(group, name, partial(check_protocol, protocol), key)
     return found
 
 
 def _checked(group: str, name: str, check: Callable[[object], T], key: str) -> T:
-    """Return the result of `check` for the object `name` in `group`. Raises like `workload`."""
+    """Return the result of `check` for the object `name` in `group`. Raises SpecError or NoDevice like `workload`."""
     points, kind = installed(group), KINDS[group]
     if name not in points:
         similar = get_close_matches(name, points, n=3)

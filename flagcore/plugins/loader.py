@@ -296,7 +296,7 @@ def make_plugin(name: str, module: object, distribution: Distribution | None = N
         raise BadPlugin(str(error)) from error
     callers = manager.get_hookcallers(module) or []
     for caller in callers:
-        if not caller.has_spec():  # manager.check_pending() also rejects these, but without a suggestion
+        if not caller.has_spec():  # manager.check_pending() also rejects such hooks, but without a suggestion
             hooks_without_prefix = [hook.removeprefix("flagcore_") for hook in HOOKS]
             similar = get_close_matches(caller.name.removeprefix("flagcore_"), hooks_without_prefix, n=1)
             hint = f"did you mean flagcore_{similar[0]}?" if similar else f"the hooks are {', '.join(HOOKS)}"

@@ -81,10 +81,7 @@ def part_name(part: str) -> str:
 
 
 def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
-    """Return a prediction as text: the parts of the model, of the memory and of the time.
-
-    `labels` are those of the engine.
-    """
+    """Return a prediction as text: the parts of the model, of the memory and of the time, with the engine's labels."""
     if record.get("status", "ok") != "ok":
         return f"{record['status']}: {record['reason']}"
     if "objective" in record:

@@ -301,7 +301,7 @@ def _slow_trials(plan: Plan) -> list[str]:
 
 
 def load_text(point: Mapping[str, Any]) -> str:
-    """Return the load of a load point."""
+    """Return the load of a load point as text."""
     if "concurrency" in point:
         return _("{count} clients", count=f"{point['concurrency']:g}")
     if "request_rate" not in point:

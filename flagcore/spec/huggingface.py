@@ -233,7 +233,7 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 _STRETCHED = ("linear", "dynamic")
-"""Types of rope scaling whose factor must be applied to `max_position_embeddings`. For other types, it is included."""
+"""Types of rope scaling whose factor must be applied to `max_position_embeddings`. Other types already include it."""
 
 
 def context_of(config: Mapping[str, Any]) -> int | None:
@@ -246,7 +246,7 @@ def context_of(config: Mapping[str, Any]) -> int | None:
     if not isinstance(length, int) or length < 1:
         return None
     rope = _section(config, "rope_scaling") or _section(config, "rope_parameters")
-    if any(isinstance(each, Mapping) for each in rope.values()):  # a separate scaling for each kind of layer
+    if any(isinstance(each, Mapping) for each in rope.values()):  # each kind of layer has its own scaling
         return None
     kind, factor, original = rope.get("rope_type", rope.get("type")), rope.get("factor"), length
     if not isinstance(factor, (int, float)) or factor <= 1 or str(config.get("model_type")).startswith("gemma3"):

@@ -295,7 +295,7 @@ def _loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tup
     if rates := _as_list(profile.request_rate):
         return tuple(Load(**fields, request_rate=float(rate)) for rate in rates)
     if profile.trace is not None and profile.concurrency is None:
-        return (Load(**fields),)  # the trace may have arrival times
+        return (Load(**fields),)  # no rate and no concurrency, because the trace may have arrival times
     clients = _as_list(profile.concurrency) or [min(DEFAULT_CONCURRENCY, number or DEFAULT_CONCURRENCY)]
     return tuple(Load(**fields, concurrency=each) for each in clients)
 

@@ -64,7 +64,10 @@ def nothing_fits_text(problem: Problem, cheapest_change: Callable[[], str] | Non
 
 
 def only_baseline_text(problem: Problem) -> str:
-    """Return a line about the smallest of the other candidates if only the baseline fits, else an empty string."""
+    """If only the baseline fits, return a line about the other candidate that needs the least memory.
+
+    Otherwise, return an empty string.
+    """
     if problem.pruned.open_rows.tolist() != [problem.space.find(problem.baseline)]:
         return ""
     rows = np.flatnonzero(~problem.predictions.fits)

@@ -24,9 +24,9 @@ from flagcore.tuner.stages.shorten import pruning_of_trials, rules_of_trials
 def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = False) -> Problem:
     """Complete `spec`, build the space, predict all candidates and prune them.
 
-    No trial runs if `plan` is true or the fidelity is `estimate`. If no trial could run on this machine either, the
-    problem describes production on the chip. Raises NothingFits if no combination is legal; the message counts what
-    each rule removed.
+    No trial runs if `plan` is true or the fidelity is `estimate`. In this case, if trials could not run on this
+    machine, the problem uses the defaults of production on the chip. Raises NothingFits if no combination is legal; the
+    message counts the combinations that each rule removed.
     """
     platform = complete(spec, plugins, workload, plan=plan or spec.control.fidelity == ESTIMATE)
     legal = legality(platform)

@@ -72,7 +72,7 @@ def plan_shortened_steps(
 
 
 def memory_needed(task: Task, trial: Trial) -> float:
-    """Return the predicted memory that a trial needs on one node, in bytes; 0 if unknown.
+    """Return the predicted memory that a trial needs on one node, in bytes. It is 0 if unknown.
 
     For servers and probes, which may use fewer devices, it is the memory of one device.
     """
@@ -227,7 +227,7 @@ class TrialPool:
 
     @property
     def free_group(self) -> int | None:
-        """The first group of devices without a trial; None if `limit` trials run."""
+        """The first group of devices without a trial, or None if `limit` trials run."""
         used = {trial.group or 0 for trial in self.trials}
         free = (group for group in range(self.limit) if group not in used)
         return next(free, None) if len(used) < self.limit else None

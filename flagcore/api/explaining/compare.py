@@ -143,7 +143,7 @@ def _gap(a: Subject, b: Subject) -> tuple[float | None, str]:
 
 
 def overlap(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Return whether some step of the slower candidate was as fast as some step of the faster one, over all runs."""
+    """Return whether the step times of two candidates overlap, given the step time of each run."""
     return max(first) >= min(second) and max(second) >= min(first)
 
 

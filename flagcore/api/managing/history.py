@@ -271,7 +271,7 @@ def read_tree(
 
 
 def check_tree(found: ImportedSpec) -> None:
-    """Raise SpecError if an imported spec is invalid. Its keys are those of the other tuner.
+    """Raise SpecError if an imported spec is invalid. It names the keys of the other tuner.
 
     The model may be missing.
     """

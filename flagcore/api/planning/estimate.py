@@ -208,12 +208,17 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
 def mixing_of(spec: Spec, problem: Problem, plugins: Plugins) -> dict[str, Any] | None:
     """Return the fastest plan that mixes kinds of chips, and the fastest plan of each kind alone, as plain data.
 
-    Returns None if no mixed plan has a predicted time. `split` is how the mixed plan divides the work between the
-    kinds. `others` are the fastest plans that divide it in the other ways of the engine. `of_sum` is the throughput
-    relative to the sum over all kinds alone, `of_best_alone` relative to the fastest kind alone, `best_alone`. `idle`
-    is the share of the pipeline's time in which the devices of a kind have no work. `limit` is the bottleneck of the
-    mixed plan. `slowest` is the kind with the slowest stage. `layers` are the layers of the plan's stages. `balanced`
-    contains the layers and the step time of the derived split, or is None if the plan already has that split.
+    Returns None if no mixed plan has a predicted time.
+
+    - `split`: how the mixed plan divides the work between the kinds.
+    - `others`: the fastest plans that divide it in the other ways of the engine.
+    - `of_sum`: the throughput relative to the sum over all kinds alone.
+    - `of_best_alone`: the throughput relative to the fastest kind alone, `best_alone`.
+    - `idle`: the share of the pipeline's time in which the devices of a kind have no work.
+    - `limit`: the bottleneck of the mixed plan.
+    - `slowest`: the kind with the slowest stage.
+    - `layers`: the layers of the plan's stages.
+    - `balanced`: the layers and the step time of the derived split, or None if the plan already has that split.
     """
     order, titles = rows_by_time(problem), problem.task.cluster.names
     ways = problem.workload.splits(problem.task, problem.space.columns(order))
@@ -395,7 +400,7 @@ def mfu_warning(problem: Problem, without: Collection[str], predicted: Mapping[s
 
 
 def _why(predicted: Mapping[str, Any]) -> str:
-    """Return the largest parts of a step other than compute, or that its kernels are slow."""
+    """Return a phrase with the largest parts of a step other than compute, or a phrase about slow kernels."""
     time, step = predicted["time"], sum(predicted["time"].values())
     parts = sorted((part for part in time if part != "compute_s"), key=lambda part: -time[part])
     large = [part for part in parts[:3] if time[part] > MIN_PART * step]

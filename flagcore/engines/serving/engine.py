@@ -5,8 +5,8 @@ Job records of published runs omit some settings. They are filled in as follows:
 - The KV cache has 8-bit elements if the chip computes in 4 bits and the weights have fewer than 16 bits: recipes for
   such chips use such a cache, and the numbers of requests in published points confirm it. Otherwise it has 16 bits.
 - If the weights take more than 80% of a device's memory, the engine may use 95% of that memory.
-- If the engine's release is missing or is a commit, `PublishedRuns.release` is used, which was released around the time
-  of the measurements.
+- A missing release, or a commit instead of a release, is replaced with `PublishedRuns.release`, which dates from the
+  time of the measurements.
 - Other settings come from the engine's `PublishedRuns`, then from its defaults.
 """
 
@@ -136,7 +136,7 @@ class Engine(EngineProfile, Workload):
         result = np.ones(next(iter(columns.values())).size, dtype=np.bool_)
         for name, column in columns.items():
             value, order = values.get(name), orders.get(name, 0)
-            if isinstance(value, str):  # the code of a word is known only to its axis
+            if isinstance(value, str):  # its code is not known here, so no row is certain
                 return np.zeros_like(result)
             code = 0 if value is None else int(value)
             if order > 0 and code > 0:

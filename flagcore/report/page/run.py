@@ -193,7 +193,7 @@ class RunData(Plan):
     def nearest(self) -> Trial | None:
         """The trial nearest to the limits if no trial meets them.
 
-        The median over its runs counts; of two runs, it is the worse one.
+        The comparison uses the median over a trial's runs, or the worse one of two runs.
         """
         if self.best is not None or not self.limits:
             return None

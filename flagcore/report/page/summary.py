@@ -403,7 +403,7 @@ def _traces(run: RunData, chosen: list[tuple[Trial, Figures]], labels: list[str]
 
 
 def why(run: RunData) -> str:
-    """Return why the best is faster than the baseline. If it is the baseline, it is compared with the second.
+    """Return why the best is faster than the baseline, or than the second-best if it is the baseline itself.
 
     The text is empty if the causes are unknown.
     """

@@ -205,8 +205,10 @@ class Posterior:
 class _Fit:
     """A Gaussian process fitted to measurements.
 
-    `root`: Cholesky root of the measurements' covariance. `weights`: inverse covariance times measured values. `scale`:
-    posterior scale of all variances. `log_likelihood`: log-likelihood up to a constant.
+    - `root`: the Cholesky root of the measurements' covariance.
+    - `weights`: the inverse covariance times the measured values.
+    - `scale`: the posterior scale of all variances.
+    - `log_likelihood`: the log-likelihood, up to a constant.
     """
 
     root: FloatArray
@@ -242,8 +244,9 @@ class _Fit:
 class _TaskPrior:
     """The prior of a task before its trials, with or without earlier runs.
 
-    `probability`: prior probability of this prior. `factor_log_probabilities`: log-probability of each of
-    ERROR_FACTORS. `past`, `fit`: the points of earlier runs and the fit to them; None without earlier runs.
+    - `probability`: the prior probability that this is the right prior.
+    - `factor_log_probabilities`: the log-probability of each of ERROR_FACTORS.
+    - `past`, `fit`: the points of earlier runs and the fit to them, or None without earlier runs.
     """
 
     scales: Scales
@@ -266,7 +269,8 @@ class _TaskPrior:
 class _Process:
     """A task prior that is fitted to the trials of the task.
 
-    `row`: standard deviation of the single candidate's error. `probability`: posterior probability of the process.
+    - `row`: the standard deviation of the single candidate's error.
+    - `probability`: the posterior probability of the process.
     """
 
     task_prior: _TaskPrior
@@ -330,7 +334,7 @@ class Ratios:
     def _posteriors(self, points: Points) -> Iterator[tuple[_Process, FloatArray, tuple[FloatArray, FloatArray]]]:
         """Yield each process, its posterior mean at `points`, and two roots of the explained covariance.
 
-        Earlier runs explain the part of the first root, the trials of the task the part of the second.
+        The first root is the part that earlier runs explain, the second the part that the task's trials explain.
         """
         by_prior = {}
         for process in self._processes:

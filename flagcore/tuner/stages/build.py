@@ -40,7 +40,10 @@ def legality(platform: Platform) -> Legality:
 
 
 def _release_rules(task: Task, workload: Workload, engine_axes: Sequence[Axis]) -> Iterator[Rule]:
-    """Yield a rule for each knob that the engine release does not support: it must have its neutral value."""
+    """Yield a rule for each knob that the engine release does not support.
+
+    The rule requires the knob's neutral value.
+    """
     knobs = {knob.name: knob for knob in workload.knobs if not knob.is_available(task.spec.work.engine_version)}
     for axis in engine_axes:
         if knob := knobs.get(axis.knob):
@@ -203,7 +206,8 @@ def canonical(columns: Columns, merges: Sequence[Merge]) -> dict[str, IntArray]:
 class _Crossing:
     """Builds a space axis by axis.
 
-    `rows` are the legal rows of the first `crossed` axes. `illegal` and `merged` count combinations that are removed.
+    - `rows`: the legal rows of the first `crossed` axes.
+    - `illegal`, `merged`: the numbers of combinations that were removed by each rule, and that were merged.
     """
 
     axes: tuple[Axis, ...]
@@ -331,7 +335,7 @@ class _Crossing:
 
 
 def _codes(axis: Axis) -> IntArray:
-    """Return the codes of an axis: first those of the values to cross, then those of other valid values."""
+    """Return the codes of an axis: first for the values to cross, then for other valid values."""
     values = (*axis.values, axis.neutral, *axis.extra_values)
     return np.array(list(dict.fromkeys(axis.encode(value) for value in values)), dtype=np.int64)
 

@@ -26,8 +26,10 @@ def complete(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = F
     """Return the platform of `spec`: the completed task, and what plugins provide for it.
 
     The order of the steps matters, because each uses the values of earlier steps. No step replaces a value of the spec.
-    `plan`: whether no trial will run. Raises SpecError for values that the engine or its release does not support;
-    NoDevice if no device is found, if a chip is unknown, or if the engine cannot run on it.
+    `plan` is whether no trial will run.
+
+    Raises SpecError for values that the engine or its release does not support. Raises NoDevice if no device is found,
+    if a chip is unknown, or if the engine cannot run on it.
     """
     workload.check_release(spec)
     platform = complete_by_plugins(spec, plugins, workload, engine_version(spec, workload))

@@ -25,7 +25,8 @@ Unit: TypeAlias = str | int | Device
 def divide(platform: Platform) -> tuple[tuple[Platform, ...], str]:
     """Divide the devices into up to `control.parallel_trials` disjoint groups, and return the platform of each group.
 
-    If there is only one group although the spec asks for several, the second value is the reason; else it is empty.
+    If the spec asks for several groups, but only one is possible, the second value is the reason. Otherwise, it is
+    empty.
     """
     control = platform.task.spec.control
     if control.parallel_trials == 1 or control.fidelity != RUN:
@@ -103,9 +104,11 @@ def wait_for_devices(
 ) -> str:
     """Wait at most `seconds` until the devices of a trial are free.
 
-    Return why they are still busy, or an empty string if they are free. `need_bytes`: memory that the trial needs,
-    which counts only if devices share the memory of the machine. `on_wait`: called once with the reason if the trial
-    has to wait. `pause`: called to sleep for a number of seconds. Devices without readings count as free.
+    Return why they are still busy, or an empty string if they are free. Devices without readings count as free.
+
+    - `need_bytes`: the memory that the trial needs. It is checked only if devices share the memory of the machine.
+    - `on_wait`: called once with the reason if the trial has to wait.
+    - `pause`: called to sleep for a number of seconds.
     """
     deadline, has_waited = time.monotonic() + seconds, False
     while busy := "; ".join(_busy_devices(platform, need_bytes)):

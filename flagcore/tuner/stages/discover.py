@@ -18,8 +18,9 @@ from flagcore.physics.roofline import Roofline
 from flagcore.vendorkit.machine import cores
 
 UNMEASURED_RUN_SLOWDOWN = 1.15
-"""The ratio of measured to predicted times on a chip without measurements. Each published source has a median ratio
-without fitted curves (0.94 to 1.7); this is the median over the sources."""
+"""The factor by which a run is slower than the core's roofline on a chip without measurements. Each published source
+gives a median ratio of measured to predicted times without fitted curves (0.94 to 1.7). This is the median over the
+sources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
 
 
 def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
-    """Return the cost models for `cluster`: those of plugins, or of the core where plugins have none."""
+    """Return the cost models for `cluster`. The core provides those that no plugin has."""
     supports = [plugins.engine_support(group.chip, engine) for group in cluster.groups]
     costs_of_groups = [_costs_of(*each, plugins, engine) for each in zip(cluster.groups, supports, strict=True)]
     first, *others = costs_of_groups

@@ -153,7 +153,7 @@ SUGGESTED_SLACK = 1.2
 
 
 def share_of_time(control: Control, state: SearchState, role: Role, candidates: int, left: float | None) -> float:
-    """Return the share of the `left` seconds of a search for its next trial; infinite if `left` is None.
+    """Return the share of the `left` seconds of a search for its next trial. It is infinite if `left` is None.
 
     `candidates`: the number of candidates, including those that already have a trial.
     """

@@ -47,8 +47,10 @@ def measure(
 ) -> Trial:
     """Wait for a running trial, and return it with a measurement or with the reason for its failure.
 
-    `best`: the best trial so far; if it is None, the trial is not stopped early. `on_poll`: called repeatedly while the
-    trial runs. On an exception such as KeyboardInterrupt, the processes of the trial are ended.
+    On an exception such as KeyboardInterrupt, the processes of the trial are ended.
+
+    - `best`: the best trial so far. If it is None, the trial is not stopped early.
+    - `on_poll`: called repeatedly while the trial runs.
     """
     return _Watch(platform, trial, folder, best).finished(running, on_poll)
 
@@ -284,7 +286,7 @@ class Readings:
     def take(self, *, in_steps: bool) -> None:
         """Read all devices, at most once per second. A reader that raises is not called again.
 
-        With `in_steps`, power readings also count as the power of measured steps.
+        `in_steps`: whether measured steps run now, so that power readings also count for them.
         """
         if time.monotonic() < self._next_time:
             return

@@ -29,8 +29,7 @@ PARALLEL_POLL_SECONDS = 0.1
 class _RunningRank:
     probe: RankProbe
     process: Future[RunningLaunch]
-    """Done once the rank has started. A future, because a slow host must not delay the heartbeats of the other
-    ranks."""
+    """The start of the rank, as a future, because a slow host must not delay the heartbeats of the other ranks."""
     folder: str
 
 
@@ -49,10 +48,14 @@ def probe(
 ) -> Probe:
     """Probe `ranks` of `candidate`, in parallel on `devices` devices of each host.
 
-    `ranks`: by default those that `Workload.probe_ranks` returns. Each rank has its own folder in `folder`. `limit`:
-    the time limit of all ranks together. `on_rank`: called before each rank starts. Ranks that succeeded in the folders
-    of `earlier` probes are not repeated. Without `finish`, the probe ends when a rank fails, and ranks that still run
-    are dropped. Raises FlagError if a rank cannot be started. On an exception, all processes are ended.
+    Each rank has its own folder in `folder`. Raises FlagError if a rank cannot be started. On an exception, all
+    processes are ended.
+
+    - `limit`: the time limit of all ranks together.
+    - `ranks`: by default, the ranks that `Workload.probe_ranks` returns.
+    - `on_rank`: called before each rank starts.
+    - `earlier`: folders of earlier probes. Ranks that succeeded there are not repeated.
+    - `finish`: if it is false, the probe ends when a rank fails, and ranks that still run are dropped.
     """
     chosen = tuple(ranks) or ranks_to_probe(platform, candidate)
     predicted = _predict_ranks(platform, candidate, chosen)

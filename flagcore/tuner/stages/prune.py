@@ -122,7 +122,10 @@ def _by_memory(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool =
 
 
 def _predicted_at_least(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArray:
-    """Return a mask of the rows whose predicted value is at least that of `row`. It is True where either is unknown."""
+    """Return a mask of the rows whose predicted value is at least the value of `row`.
+
+    It is True where either is unknown.
+    """
     if row is None or not np.isfinite(predicted[row]):
         return np.ones(rows.shape, dtype=np.bool_)
     less: BoolArray = predicted[rows] < predicted[row]

@@ -47,8 +47,8 @@ PRIOR = Growth(np.array([1.0, 0.0]), np.diag([0.6**2, 0.02**2]))
 class Scale(NamedTuple):
     """The factor from the step time on some nodes to the step time on more nodes.
 
-    `low`, `high`: its 80% interval. `own`: the relative half width of the interval that the candidate does not share
-    with others.
+    - `low`, `high`: its 80% interval.
+    - `own`: the relative half width of the part of the interval that the candidate does not share with others.
     """
 
     factor: float

@@ -1,7 +1,7 @@
 """Search strategies, which choose the order of trials. Only this package and the store may import optuna.
 
-This module has the strategies that do not learn: the order of predictions, and random search, the reference for all
-others.
+This module contains the strategies that do not learn: the order of predictions, and random search, to which all others
+are compared.
 """
 
 from collections.abc import Callable

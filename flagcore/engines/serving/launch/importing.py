@@ -82,7 +82,7 @@ def _server_command(engine: EngineProfile, command: Sequence[str], directory: Pa
 
 
 def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | None:
-    """Return the indices at which an engine's program begins and ends in a command; None if it is not there."""
+    """Return the indices at which an engine's program begins and ends in a command, or None if it is not there."""
     for start in range(len(words)):
         for pattern in engine.program.commands:
             part = [os.path.basename(each) for each in words[start : start + len(pattern)]]

@@ -118,7 +118,7 @@ def instances_of(
 
 
 def router_of(platform: Platform, engine: EngineProfile, candidate: Candidate, count: int) -> Router | None:
-    """Return the router in front of `count` instances; None if they need none or nginx suffices. Raises UsageError."""
+    """Return the router in front of `count` instances. None if they need none or nginx suffices. Raises UsageError."""
     values, is_aware = candidate.as_dict(), platform.task.spec.serve.prefix_aware
     return engine.router(platform.task, values) if values.get(PREFILL_DECODE) or (count > 1 and is_aware) else None
 
@@ -140,7 +140,7 @@ def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str,
 
 
 def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
-    """Return the groups of equal servers of a candidate and their router; None if it needs no router.
+    """Return the groups of equal servers of a candidate and their router, or None if it needs no router.
 
     See `Workload.groups`. Raises UsageError if the target cannot start such servers.
     """

@@ -93,14 +93,14 @@ KNOBS = PROGRAM.knobs
 
 
 def total_context(task: Task) -> int:
-    """Return the total context of all slots in tokens, if `engine_args` fix it; 0 if it depends on the slots."""
+    """Return the total context of all slots in tokens, if `engine_args` fix it, or 0 if it depends on the slots."""
     others = PROGRAM.parse(task.spec).others
     fixed = others.get("ctx-size", others.get("c"))
     return fixed if isinstance(fixed, int) and not isinstance(fixed, bool) else 0
 
 
 def slot_context(task: Task, context: int | None) -> int:
-    """Return the context of one slot in tokens, rounded up to SLOT_GRAIN; by default that of the longest request."""
+    """Return `context`, or by default the tokens of the longest request, rounded up to a multiple of SLOT_GRAIN."""
     return -(-(context or longest_request(task.spec.serve.loads, task.spec.model.vision)) // SLOT_GRAIN) * SLOT_GRAIN
 
 
@@ -124,7 +124,7 @@ def host_cache_mib(task: Task) -> float:
 
 
 def _trained_context(spec: Spec) -> int | None:
-    """Return the context with which the model was trained, llama.cpp's default; None if the weights are missing."""
+    """Return the context with which the model was trained, llama.cpp's default, or None if the weights are missing."""
     weights = spec.serve.weights
     try:
         return None if weights is None else context_length(weights)

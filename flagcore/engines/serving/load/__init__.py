@@ -1,1 +1,1 @@
-"""Requests as clients send them: prompts, arrivals, the client, and measurements."""
+"""The load client: generates requests, sends them to servers, and measures the answers."""

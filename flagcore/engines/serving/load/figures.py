@@ -64,7 +64,7 @@ class SteadyState:
         self._next = float(MIN_COUNTED)
 
     def most(self, load: Load) -> int:
-        """Return the maximum number of requests of `load`, which may not become precise."""
+        """Return the number of requests after which `load` ends even if its metrics are not precise."""
         fewest = self.enough
         fitting = MAX_TOKENS // (load.input_len + load.prefix_len)
         return max(fewest, min(MAX_RATIO * fewest, fitting))
@@ -92,7 +92,7 @@ class SteadyState:
         return window if window is not None and enough and window.error <= PRECISION else None
 
     def window(self, answers: Sequence[Answer], end_s: float) -> Window | None:
-        """Return the steady state before `end_s`; None if the ramp takes half of the requests or more."""
+        """Return the steady state before `end_s`, or None if the ramp takes half of the requests or more."""
         sent = sorted((answer for answer in answers if answer.start_s < end_s), key=lambda answer: answer.start_s)
         ramps = [_ramp(_known(sent, name)) for name in ("ttft_s", "e2e_s")]
         # The first wave does not count either, because it finds free slots.
@@ -109,7 +109,7 @@ class SteadyState:
 
 
 def cut(answers: Sequence[Answer], end_s: float, fewest: int) -> Window | None:
-    """Return the window from the first send to `end_s`; None if it has fewer than `fewest` answers.
+    """Return the window from the first send to `end_s`, or None if it has fewer than `fewest` answers.
 
     All requests sent before `end_s` must be answered. The first wave counts, as in a load with a fixed number of
     requests.
@@ -123,7 +123,7 @@ def cut(answers: Sequence[Answer], end_s: float, fewest: int) -> Window | None:
 
 
 def _ramp(values: FloatArray) -> int | None:
-    """Return the number of values before the steady state; None if it is at least half of them.
+    """Return the number of values before the steady state, or None if it is at least half of them.
 
     It is the cut that minimizes the standard error of the mean of the remaining values (MSER-5: White, Cobb and Spratt,
     "A comparison of five steady-state truncation heuristics for simulation", Winter Simulation Conference 2000).

@@ -1,4 +1,4 @@
-"""Decides whether a load can end before all its requests are answered, and searches the highest load within limits."""
+"""Decides whether a load can end before all its requests are answered, and searches for the highest load."""
 
 import math
 import time
@@ -141,7 +141,7 @@ class Begun:
     answered: int = 0
 
     def guess_s(self, tokens: float) -> float | None:
-        """Return `needed_s` or, if it is unknown, an estimate from the events so far; None if there are no events."""
+        """Return `needed_s` or, if it is unknown, an estimate from the events so far. None if there are no events."""
         events = self.tokens - self.left
         return self.needed_s(tokens) or (self.seconds * tokens / events if events else None)
 

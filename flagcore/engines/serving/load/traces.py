@@ -190,7 +190,7 @@ def _lengths(rows: Sequence[Mapping[str, Any]], folder: Path) -> Traffic:
 
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
-    """Return the timestamps of the rows in seconds; None if no row has one."""
+    """Return the timestamps of the rows in seconds, or None if no row has one."""
     if not any("timestamp" in row for row in rows):
         return None
     return [_number(row.get("timestamp"), "timestamp", number) / 1e3 for number, row in enumerate(rows, 1)]

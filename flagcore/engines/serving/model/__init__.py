@@ -1,1 +1,1 @@
-"""Memory and time of a serving engine for columns of candidates."""
+"""Predicts memory, latencies and rates of a serving engine, for many candidates at once."""

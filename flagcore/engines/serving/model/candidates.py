@@ -74,7 +74,7 @@ class Candidates:
         return self.task.spec.serve
 
     def encoding(self, row: int, images: Sequence[ImageWork]) -> list[float]:
-        """Return the seconds that the vision tower takes for the images of each request; empty if there is no tower."""
+        """Return the seconds that the vision tower takes for the images of each request. Empty if there is no tower."""
         return [] if self.encoder is None else self.encoder.seconds(row, images)
 
     def draw(self, load: Load) -> SimulatedLoad:
@@ -130,7 +130,7 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
 def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
     """Return the metrics of a load on one candidate.
 
-    `kinds`: the row and the number of instances of each of its kinds.
+    `kinds`: the row and the number of instances for each kind of its instances.
     """
     overheads = replace(context.overheads, prompt_token=TOKENIZER) if load.is_text else context.overheads
     prices = [

@@ -1,4 +1,4 @@
-"""Predicts memory, latencies and rates of servers for columns of candidates."""
+"""Combines memory, iteration times and simulated loads into the predictions of candidates."""
 
 import os
 from dataclasses import fields, replace
@@ -181,7 +181,7 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
 
 
 def _file_weight_bytes(task: Task) -> float | None:
-    """Return the bytes per weight of the task's weights file; None if it has none, or if it has 16 bits per weight."""
+    """Return the bytes per weight of the task's weights file. None if it has none, or if it has 16 bits per weight."""
     weights = task.spec.serve.weights
     if weights is None or not os.path.isfile(weights):
         return None

@@ -318,7 +318,7 @@ class SimulatedLoad:
     def _rows(self, lanes: int) -> IntArray:
         """Return the indices of the requests on one of `lanes` equal lanes.
 
-        A prefix-aware router divides requests unevenly. In this case, the lane has the median number of requests.
+        A prefix-aware router divides requests unevenly, so the lane with the median number of requests is used.
         """
         if lanes not in self.rows:
             self.rows[lanes] = np.arange(0, self.input_len.size, lanes)
@@ -372,7 +372,7 @@ class SimulatedLoad:
         times = self._one_lane(price, min(lanes, flight), lane_flight, prefill)
         if self.arrivals is not None:  # the last request of the load may run on another lane
             times = replace(times, seconds=max(times.seconds, float(self.arrivals[-1] + times.e2e[-1])))
-        figures = figures_of(times, flight / lane_flight, slo)  # the equivalent number of full lanes
+        figures = figures_of(times, flight / lane_flight, slo)  # the second argument: full lanes
         return figures | {HIT_RATE: self._hit_rate(price, min(lanes, flight))} if self.parts else figures
 
     def _one_lane(self, price: Price, lanes: int, flight: int, prefill: Prefill | None) -> RequestTimes:

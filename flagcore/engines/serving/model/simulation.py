@@ -263,7 +263,7 @@ class Simulation:
         self.parse_groups[index] = len(self.parse_ends) - 1
 
     def _tokenized_time(self) -> float:
-        """Return the time at which the next request is tokenized; one thread tokenizes all requests in order."""
+        """Return the time at which the next request is tokenized. One thread tokenizes all requests in order."""
         parsed = max(self.parse_ends[self.parse_groups[self.next]], self.tokenized)
         request = self.requests[self.next]
         return parsed + self.overheads.prompt_token * request.prompt + request.read

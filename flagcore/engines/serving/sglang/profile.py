@@ -146,7 +146,10 @@ def chunk_sizes(task: Task, columns: Columns) -> IntArray:
 
 
 def memory_share(task: Task, columns: Columns) -> FloatArray:
-    """Return SGLang's default share of memory for weights and cache, without its reserve; NaN if it is unknown."""
+    """Return SGLang's default share of memory for weights and cache, or NaN if the memory is unknown.
+
+    The share leaves SGLang's reserve free.
+    """
     tensor = columns[TP] * columns[DP]
     mib = Hardware.of(task).memory_bytes / 2**20
     graph = np.where(columns[EAGER] == 1, 0, memory_defaults(task, tensor)[1])
@@ -213,7 +216,7 @@ def _drafted(other_args: Mapping[str, EngineArg], columns: Columns) -> IntArray:
 def _cache_bytes(
     task: Task, other_args: Mapping[str, EngineArg], get: Columns, devices: IntArray, element: FloatArray
 ) -> FloatArray:
-    """Return the bytes of one device's cache if its number of tokens is fixed; NaN if the memory determines it."""
+    """Return the bytes of one device's cache if its number of tokens is fixed, or NaN if the memory determines it."""
     fixed = other_args.get("max-total-tokens")
     if not isinstance(fixed, int) and not Hardware.of(task).on_cores:
         return np.full(devices.shape, np.nan)

@@ -39,7 +39,7 @@ def find_command(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def package_folders(program: str) -> tuple[str, ...]:
-    """Return the folders of installed packages of the Python interpreter that runs `program`; empty for a binary."""
+    """Return the package folders of the Python interpreter that runs `program`, or none for a binary."""
     python = interpreter(program)
     if python is None:
         return ()
@@ -60,7 +60,7 @@ def _sys_path(python: str) -> list[str]:
 
 
 def interpreter(program: str) -> str | None:
-    """Return the Python interpreter that runs `program`; None if it is not a Python program.
+    """Return the Python interpreter that runs `program`, or None if it is not a Python program.
 
     It is `program` itself, or the interpreter that the first line of the script names.
     """
@@ -80,7 +80,7 @@ def interpreter(program: str) -> str | None:
 
 @lru_cache(maxsize=64)
 def package_version(program: str, *names: str) -> str:
-    """Return the version of the first package in `names` that is installed for `program`'s Python; empty if none is."""
+    """Return the version of the first package in `names` that is installed for `program`'s Python. Empty if none is."""
     folders = package_folders(program)
     for name in names:
         for distribution in metadata.distributions(name=name, path=list(folders)) if folders else ():
@@ -98,6 +98,6 @@ def check_version(spec: Spec, installed: str) -> None:
 
 
 def release(version: str) -> tuple[int, ...] | None:
-    """Return the numbers of a version, such as (0, 11, 2) for 0.11.2rc1+cpu; None for an invalid version."""
+    """Return the numbers of a version, such as (0, 11, 2) for 0.11.2rc1+cpu, or None for an invalid version."""
     parts = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version)
     return tuple(int(part) for part in parts.groups(default="0")) if parts else None

@@ -37,7 +37,7 @@ RESERVED_FLAGS: Mapping[str, str] = {
 
 
 class EngineArgs(NamedTuple):
-    """The `engine_args` of a spec: knob values that all candidates then have in common, and other flags."""
+    """The `engine_args` of a spec. `fixed`: knob values, the same for all candidates. `others`: all other flags."""
 
     fixed: dict[str, KnobValue]
     others: dict[str, EngineArg]
@@ -82,7 +82,7 @@ class Program:
     - `overheads`: fields of `Overheads` (model/work.py), by the first release to which they apply, the newest first.
     - `block_sizes`: supported block sizes, by attention backend.
     - `cache_types`: bytes per cached element, by word of the knob for the cache type.
-    - `word_releases`: releases that accept a word, by knob and word. Words that are not listed are in all releases.
+    - `word_releases`: by knob, the words that only some releases accept, with a specifier of these releases as the key.
     - `defaults`: the engine's own values of knobs that are not set.
     - `dynamo`: how Dynamo runs the engine; None if it does not.
     """
@@ -227,7 +227,7 @@ class Program:
             return tuple(spec.serve.command or self.program)
 
     def version(self, spec: Spec) -> str:
-        """Return the engine version in the spec, or else that of the installed package; empty if it is unknown."""
+        """Return the engine version in the spec, or else that of the installed package. Empty if it is unknown."""
         if spec.serve.engine_version:
             return spec.serve.engine_version
         try:

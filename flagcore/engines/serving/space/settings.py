@@ -106,7 +106,7 @@ class PublishedRuns:
 
     - `cache_type`: the 8-bit type of the KV cache in runs with narrow weights on chips that compute in 4 bits.
     - `memory_flag`: the flag for the engine's share of memory, which runs raise if the weights fill most of a device.
-    - `release`: an engine release that dates from the time of the measurements, for records without one.
+    - `release`: the engine release for records that name none. It dates from the time of the measurements.
     - `engine_args`: other flags of the published recipes.
     """
 

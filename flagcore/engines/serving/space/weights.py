@@ -47,7 +47,7 @@ _ALLOWED = ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "SGLANG_ALLOW_OVERWRITE_LONGER_CONT
 
 
 def context_limit(spec: Spec) -> int | None:
-    """Return the maximum context of the model in tokens.
+    """Return the maximum context length of the weights' model in tokens.
 
     None if it is unknown, or if flags or environment variables may extend it. Source: `_get_and_verify_max_len` in
     vLLM 0.32 `config/model.py`.
@@ -65,7 +65,7 @@ def context_limit(spec: Spec) -> int | None:
 
 
 def _config(weights: str) -> dict[str, Any]:
-    """Return the contents of a config.json, given its path or its directory; empty if it cannot be read."""
+    """Return the contents of a config.json, given its path or its directory. Empty if it cannot be read."""
     try:
         with open(weights if weights.endswith(".json") else os.path.join(weights, _CONFIG), encoding="utf-8") as file:
             config = json.load(file)
@@ -146,7 +146,7 @@ def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.
 
 
 def min_devices(task: Task) -> int:
-    """Return the smallest power of two of devices whose memory can hold the weights; 1 if the memory is unknown.
+    """Return the smallest power of two of devices whose memory can hold the weights, or 1 if the memory is unknown.
 
     It does not exceed the number of devices, and it divides the number of attention heads.
     """

@@ -136,7 +136,7 @@ class LoadRunner:
         return points
 
     def _search(self, key: str) -> list[dict[str, Any]]:
-        """Search the highest load, and return all measured load points, without loads that were stopped.
+        """Search for the highest load, and return all measured load points, without loads that were stopped.
 
         `key`: concurrency or request_rate. A load above the limits, or one that the servers refuse or do not finish, is
         tried again at once, because disturbances can only raise latencies. The highest load within the limits runs
@@ -248,7 +248,7 @@ class LoadRunner:
     def _measure(
         self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
     ) -> dict[str, Any] | None:
-        """Send a load and return its metrics; None if it was stopped because it will exceed one of `limits`."""
+        """Send a load and return its metrics. None if it was stopped because it will exceed one of `limits`."""
         if self.is_cut_off:
             self._warm_up(1)  # returns when the servers have dropped the requests of the last load
         local = [server for server in self.all if isinstance(server, Server)]

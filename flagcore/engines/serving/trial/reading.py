@@ -105,7 +105,7 @@ class _Point:
 
 
 def _minimal_goodput(name: str, figures: Mapping[str, float], answer_count: object) -> float:
-    """Return half a request as the goodput of a load without good requests, so that such loads can be compared.
+    """Return the goodput of half a good request for a load that has none, so that such loads can be compared.
 
     Returns 0 for other metrics than goodput.
     """
@@ -129,7 +129,7 @@ def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, objec
 
 
 def _resident_bytes(data: Mapping[str, Any], core_counts: Sequence[int]) -> int | None:
-    """Return the resident bytes per core of the fullest instance; None if they are unknown."""
+    """Return the resident bytes per core of the fullest instance, or None if they are unknown."""
     resident = zip(data.get("resident_bytes", ()), core_counts, strict=False)
     shares = [bytes_ / max(cores, 1) for bytes_, cores in resident]
     return int(max(shares, default=0)) or None
@@ -149,7 +149,7 @@ ROUNDING = 0.01
 
 
 def with_measured_acceptance(task: Task, trials: Sequence[Trial]) -> Task:
-    """Return the task with the median acceptance of drafted tokens in its trials; unchanged if none reports one."""
+    """Return the task with the median acceptance of its trials, or the unchanged task if no trial reports one."""
     found = [
         acceptance(tokens, drafted)
         for trial in trials
@@ -165,7 +165,7 @@ def with_measured_acceptance(task: Task, trials: Sequence[Trial]) -> Task:
 
 
 def _tokens_per_iteration(figures: Mapping[str, float]) -> float | None:
-    """Return the mean number of tokens that a sequence gets in one iteration; None if it is unknown.
+    """Return the mean number of tokens that a sequence gets in one iteration, or None if it is unknown.
 
     Each iteration yields one token of the model itself and the accepted drafts. The mean includes iterations without
     drafts, which are frequent with n-grams and do not show in the acceptance rate that engines report.

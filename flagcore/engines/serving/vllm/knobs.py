@@ -177,7 +177,7 @@ def is_async(task: Task) -> bool:
 def _cache_bytes(
     task: Task, other_args: Mapping[str, EngineArg], get: Columns, ranks: IntArray, devices: IntArray
 ) -> FloatArray:
-    """Return the bytes of one device's cache if they are fixed; NaN if the memory share determines them."""
+    """Return the bytes of one device's cache if they are fixed, or NaN if the memory share determines them."""
     fixed = other_args.get("kv-cache-memory-bytes")
     if isinstance(fixed, int):
         return fixed * ranks / devices
