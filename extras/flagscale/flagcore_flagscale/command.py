@@ -22,7 +22,7 @@ FOLDERS = {
     "checkpoint": {"save": "checkpoints", "load": "checkpoints"},
     "logging": {"wandb_save_dir": "wandb", "tensorboard_dir": "tensorboard"},
 }
-"""Default folders below exp_dir in FlagScale."""
+"""The folders below exp_dir that FlagScale uses by default."""
 NOT_PASSED = ("log_dir", "details_dir", "scripts_dir", "pids_dir")
 PORT = 29500
 """The master port for jobs on several nodes. All nodes must know it, but FlagScale would use a random free port."""

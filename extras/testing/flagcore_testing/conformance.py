@@ -35,7 +35,7 @@ class PluginConformance:
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_conformance(self, subject: Subject, check: Check) -> None:
-        """Fail with the problem and the fix."""
+        """Run one check, and fail with its problems and fixes."""
         result = run(check, subject)
         if result.state == "skipped":
             pytest.skip(result.message)

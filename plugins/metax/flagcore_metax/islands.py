@@ -22,8 +22,8 @@ BETWEEN_NODES_SECONDS = 34e-6
 
 
 def island_size(group: NodeGroup, topo: str | None) -> int:
-    """Return the number of devices of a C500 node that a bridge joins, from `topo` (the output of `mx-smi topo -m`), or
-    4. ht-smi calls the link HT.
+    """Return the number of devices of a C500 node that a bridge joins. It is read from `topo`, the output of `mx-smi
+    topo -m`, or else 4. ht-smi calls the link HT.
     """
     return group_size(group, topo, "MX|HT", ISLAND)
 

@@ -219,7 +219,7 @@ def _files(folder: Path) -> set[str]:
 
 
 def _top_level_imports(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
-    """Yield the packages that the module imports on load, with their lines."""
+    """Yield each package that the module imports when it is loaded, with its line number."""
     for node in body:
         if isinstance(node, ast.Import):
             yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
