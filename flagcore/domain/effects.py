@@ -304,7 +304,7 @@ def _merge(axes: Sequence[Axis], cases: _Cases[Merge]) -> Merge:
 
 
 def _by_codes(axes: Sequence[Axis], cases: _Cases[T]) -> tuple[tuple[str, ...], dict[tuple[int, ...], T]]:
-    """Return the knobs on which a rule or merge depends, and its version for each combination of their codes."""
+    """Return the knobs on which a rule or merge depends, and which one applies to each combination of their codes."""
     relevant = _relevant_axes(axes, cases)
     codes = {values: tuple(axes[index].encode(values[index]) for index in relevant) for values in cases}
     by_codes = {codes[values]: each for values, each in cases.items() if each}

@@ -1,8 +1,8 @@
 """Reads plain data, which means JSON-like values of limited size, from YAML and JSON files, and reports errors in it.
 
 YAML is read with the core schema of YAML 1.2, like in most editors, and not with PyYAML's schema of YAML 1.1. So `on`,
-`yes` and `1:30` are text, and `1e3` is a number. Other tags, merge keys, duplicate keys and several documents in a file
-are errors.
+`yes` and `1:30` are text, and `1e3` is a number. Tags outside this schema, merge keys, duplicate keys and several
+documents in a file are errors.
 """
 
 import json
@@ -248,7 +248,7 @@ def parse_yaml(text: str, *, file: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader with the scalar types of YAML 1.2 and limits on size and depth. It rejects other tags."""
+    """A SafeLoader with the scalar types of YAML 1.2 and limits on size and depth. It rejects all other tags."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own declaration)
     yaml_constructors = {}  # noqa: RUF012

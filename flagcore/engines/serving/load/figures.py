@@ -64,7 +64,7 @@ class SteadyState:
         self._next = float(MIN_COUNTED)
 
     def most(self, load: Load) -> int:
-        """Return the maximum number of requests of `load`, which may not become precise."""
+        """Return the number of requests after which `load` ends even if its metrics are not precise."""
         fewest = self.enough
         fitting = MAX_TOKENS // (load.input_len + load.prefix_len)
         return max(fewest, min(MAX_RATIO * fewest, fitting))

@@ -1,4 +1,4 @@
-"""Decides whether a load can end before all its requests are answered, and searches the highest load within limits."""
+"""Decides whether a load can end before all its requests are answered, and searches for the highest load."""
 
 import math
 import time

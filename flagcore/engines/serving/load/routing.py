@@ -28,8 +28,8 @@ PREFILL, DECODE = "prefill", "decode"
 """Kinds of servers that only prefill or only decode."""
 NIXL, P2P, FOLDER, BOOTSTRAP = "nixl", "p2p", "folder", "bootstrap"
 """How the decode server finds the cache of a prompt. NIXL: the answer of the prefill server says where it is. P2P: the
-request's id contains the addresses of both servers. FOLDER: files are named by the prompt. BOOTSTRAP: both servers get
-the request at the same time, with a common number."""
+request's id contains the addresses of both servers. FOLDER: it looks up the prompt in a shared folder. BOOTSTRAP: both
+servers get the request at the same time, with a common number."""
 _REMOTE_KEYS = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 _REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(_REMOTE_KEYS)}
 PIECE_TOKENS, PIECE_CHARACTERS = 16, 64

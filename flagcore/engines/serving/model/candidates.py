@@ -130,7 +130,7 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
 def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
     """Return the metrics of a load on one candidate.
 
-    `kinds`: the row and the number of instances of each of its kinds.
+    `kinds`: the row and the number of instances for each kind of its instances.
     """
     overheads = replace(context.overheads, prompt_token=TOKENIZER) if load.is_text else context.overheads
     prices = [

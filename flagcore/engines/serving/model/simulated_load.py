@@ -318,7 +318,7 @@ class SimulatedLoad:
     def _rows(self, lanes: int) -> IntArray:
         """Return the indices of the requests on one of `lanes` equal lanes.
 
-        A prefix-aware router divides requests unevenly. In this case, the lane has the median number of requests.
+        A prefix-aware router divides requests unevenly, so the lane with the median number of requests is used.
         """
         if lanes not in self.rows:
             self.rows[lanes] = np.arange(0, self.input_len.size, lanes)

@@ -146,7 +146,10 @@ def chunk_sizes(task: Task, columns: Columns) -> IntArray:
 
 
 def memory_share(task: Task, columns: Columns) -> FloatArray:
-    """Return SGLang's default share of memory for weights and cache, without its reserve, or NaN if it is unknown."""
+    """Return SGLang's default share of memory for weights and cache, or NaN if the memory is unknown.
+
+    The share leaves SGLang's reserve free.
+    """
     tensor = columns[TP] * columns[DP]
     mib = Hardware.of(task).memory_bytes / 2**20
     graph = np.where(columns[EAGER] == 1, 0, memory_defaults(task, tensor)[1])

@@ -151,8 +151,8 @@ TP, PP, DP, EP = (
     "data_parallel_size",
     "expert_model_parallel_size",
 )
-"""DP is attention data parallelism inside one instance. An instance has TP x PP x DP devices, even if the engine's
-flags count differently."""
+"""The knobs for parallel sizes. DP is attention data parallelism inside one instance. An instance has TP x PP x DP
+devices, even if the engine's flags count differently."""
 
 
 def count(values: Mapping[str, KnobValue], knob: str) -> int:

@@ -39,7 +39,7 @@ def find_command(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def package_folders(program: str) -> tuple[str, ...]:
-    """Return the folders of installed packages of the Python interpreter that runs `program`. Empty for a binary."""
+    """Return the package folders of the Python interpreter that runs `program`, or none for a binary."""
     python = interpreter(program)
     if python is None:
         return ()

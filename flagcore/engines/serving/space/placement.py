@@ -102,7 +102,7 @@ def known_roles(task: Task) -> tuple[str, ...]:
 def auto_roles(task: Task) -> tuple[KnobValue, ...]:
     """Return the values of `auto` for PREFILL_DECODE.
 
-    They are not set (None) and, if the objective is a rate, the divisions of all devices between two kinds.
+    They are None (not set) and, if the objective is a rate, the divisions of all devices between two kinds.
     """
     return (None, *(_divisions(task) if is_rate(task.spec.objective) else ()))
 
@@ -179,10 +179,10 @@ def _broken_by_code(task: Task, check: Check) -> BoolArray:
 
 
 def transfer_rule(task: Task, transfer: str, is_broken: Mapping[int, Check], message: str) -> Rule:
-    """Return the rule against methods of transfer that cannot move caches between two kinds of instances.
+    """Return the rule that excludes pairs of kinds between which the chosen method cannot move caches.
 
-    `transfer`: the knob for the method. `is_broken`: for the code of a method, a function that returns whether the
-    method cannot move caches between a pair of kinds.
+    `transfer`: the knob for the method. `is_broken`: for the code of each method, a function that returns whether the
+    method cannot serve a pair.
     """
     tables = {code: _broken_by_code(task, check) for code, check in is_broken.items()}
 

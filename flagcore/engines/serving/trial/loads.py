@@ -136,7 +136,7 @@ class LoadRunner:
         return points
 
     def _search(self, key: str) -> list[dict[str, Any]]:
-        """Search the highest load, and return all measured load points, without loads that were stopped.
+        """Search for the highest load, and return all measured load points, without loads that were stopped.
 
         `key`: concurrency or request_rate. A load above the limits, or one that the servers refuse or do not finish, is
         tried again at once, because disturbances can only raise latencies. The highest load within the limits runs

@@ -105,7 +105,7 @@ class _Point:
 
 
 def _minimal_goodput(name: str, figures: Mapping[str, float], answer_count: object) -> float:
-    """Return half a request as the goodput of a load without good requests, so that such loads can be compared.
+    """Return the goodput of half a good request for a load that has none, so that such loads can be compared.
 
     Returns 0 for other metrics than goodput.
     """

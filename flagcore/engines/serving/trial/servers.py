@@ -287,7 +287,10 @@ class Remote(Served):
         return int(self._read("servers")[self._number]["resident_bytes"])
 
     def _read(self, key: str) -> dict[str, Any]:
-        """Return a part of the host's report. Empty if there is no report. Retry while it is being written."""
+        """Return a part of the host's report, or an empty one if there is no report.
+
+        Tries again while the report is being written.
+        """
         while True:
             try:
                 return dict(json.loads(self._report.read_text("utf-8"))[key])
@@ -382,7 +385,7 @@ def free_port() -> int:
 
 
 def listeners(port: int) -> list[int | None]:
-    """Return the process ids of the sockets that listen on `port`, or None for a process of another user."""
+    """Return the process id of each socket that listens on `port`, or None if the process is another user's."""
     return [each.pid for each in _listening_sockets() if each.laddr.port == port]
 
 
