@@ -209,7 +209,7 @@ def _fact(value: object, source: Source) -> Fact | None:
 
 
 BUSY = 0.1
-"""The share of the processors used by other processes from which a warning is given."""
+"""The minimum share of the processors, used by other processes, for which a warning is given."""
 
 
 def busy(others: float) -> list[str]:

@@ -192,7 +192,10 @@ class Connection:
                 self.problem = f"sent an invalid message: {line[:80]!r}"
 
     def _take_ready(self, ready: Mapping[str, Any]) -> None:
-        """Store the state of the host before a trial, and whether a problem prevents one. Raises one of INVALID."""
+        """Store the state of the host before a trial. Set `problem` if the host cannot run a trial.
+
+        Raises one of INVALID.
+        """
         numbers = {name: int(ready[name]) for name in ("port", "free_disk_bytes", "left")}
         clock_s = float(ready["time"]) - time.time()
         self.ready = {**numbers, "clock_s": clock_s, "python": _plain(ready["python"])}

@@ -46,11 +46,11 @@ class HostReport:
 
     - `problem`: why it cannot be used, or an empty string.
     - `clock_s`: how many seconds its clock is ahead.
-    - `devices`, `versions`: None if flagcore is not installed on the host.
+    - `devices`, `versions`: its devices and versions, or None if flagcore is not installed on the host.
     - `torch`: the device type and the backend of torch, or None without torch.
-    - `files`: digests of files and folders; empty for missing ones.
+    - `files`: digests of files and folders. The digest of a missing file is empty.
     - `busy`: a line for each device that does not respond, or whose memory others use.
-    - `kind`: hosts of the same kind must have the same devices and versions.
+    - `kind`: the kind of the host. Hosts of the same kind must have the same devices and versions.
     """
 
     host: str

@@ -50,7 +50,7 @@ class ServerReports:
 
     @classmethod
     def read(cls, package: str, **fields: Any) -> ServerReports:
-        """Read the reports from `reports.yaml` in an engine's package. Its keys are fields; `fields` are added."""
+        """Read the reports from `reports.yaml` in an engine's package. `fields`: fields that the file lacks."""
         data = yaml.load(files(package).joinpath("reports.yaml").read_text("utf-8"), _LOADER)
         data["failures"] = tuple(
             FailurePattern(pattern="|".join(row["lines"]), state=TrialState(row["state"]), advice=row.get("advice", ""))

@@ -259,7 +259,7 @@ def linear(
 
     Products of `attention` may have a wider precision than others, and `wide` products have 16 bits. Weights in a
     storage format are read in this format and multiplied in a wider one. The engine's overheads already include the
-    casts of operands, so they are subtracted from the time of the product.
+    casts of operands, so the time of casts is subtracted from the product.
     """
     ones = np.ones_like(tokens)
     precision = serving.wide_precision if wide else serving.attention_precision if attention else serving.precision

@@ -30,8 +30,8 @@ class Limit:
 
     - `seconds`: the time that the trial had.
     - `start_s`: the seconds that its servers took to start.
-    - `key`, `value_s`: the setting that limits the time, and its value in seconds. `seconds` is lower than the value if
-      the setting limits several trials together.
+    - `key`, `value_s`: the setting that limits the time, and its value in seconds. `seconds` may be only what was left
+      of it.
     """
 
     seconds: float
