@@ -75,10 +75,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests with a finished run and SLOW_CHECKS as slow, and put FIRST first, or shuffle."""
+    """Mark tests with a finished run and SLOW_CHECKS as slow, repeat failed slow tests once, and put FIRST first, or
+    shuffle."""
     for item in items:
         if {"runs", "example_folder"} & {*getattr(item, "fixturenames", ())} or item.name.startswith(SLOW_CHECKS):
             item.add_marker("slow")
+        if item.get_closest_marker("slow") or item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.flaky(reruns=1))  # real processes and clocks; `-rR` lists what was repeated
 
     def order(item: pytest.Item) -> int:
         return next((place for place, prefix in enumerate(FIRST) if item.nodeid.startswith(prefix)), len(FIRST))

@@ -58,6 +58,7 @@ DEV = [
     "pre-commit>=3.5",
     "pytest>=8",
     "pytest-cov>=5",
+    "pytest-rerunfailures>=16",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
     "ruff>=0.6",

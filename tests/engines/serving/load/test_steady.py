@@ -87,7 +87,7 @@ def measured(delays_s: list[float], **changes: object) -> LoadResult:
 
 @pytest.mark.slow
 def test_only_the_steady_state_of_a_real_load_counts() -> None:
-    result = measured([1.0] * 8 + [0.01], concurrency=8)
+    result = measured([1.0] * 8 + [0.05], concurrency=8)
     assert result.problems == ()
     assert result.window is not None
     assert result.completed >= MIN_COUNTED
