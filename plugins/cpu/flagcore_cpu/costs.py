@@ -9,9 +9,10 @@ import numpy as np
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip
 from flagcore.domain.space import FloatArray
-from flagcore.physics.roofline import Curve, Roofline
+from flagcore.physics.roofline import BYTES, Curve, Roofline
+from flagcore_cpu.machine import Processor
 from flagcore_cpu.measure import ATTENTION
-from flagcore_cpu.rates import Rates
+from flagcore_cpu.rates import MAPPED_BYTES, Rates
 
 LAUNCH = 2.8
 """Ratio of the host's time for a kernel of a layer to its time for a tiny kernel alone: 6.5 and 2.3 microseconds on an
@@ -55,7 +56,10 @@ class MeasuredCosts:
         return self.products.curve
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
-        return self.products.gemm_seconds(m, n, k, precision)
+        """Return the time of a product whose result is a new tensor. A large one has new pages, which take time."""
+        result_bytes = m * n * BYTES.get(precision, 2.0)
+        pages = np.where(result_bytes >= MAPPED_BYTES, result_bytes * self.rates.new_page_seconds, 0.0)
+        return self.products.gemm_seconds(m, n, k, precision) + pages
 
     def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
         return self.forward.attention_seconds(shape, precision)
@@ -80,24 +84,32 @@ class MeasuredCosts:
         return 1.0
 
 
+SERVER_SHARE = 0.54
+"""Share of the fp32 rate with instructions of 256 bits that the products of xllamacpp's server reach with weights in
+q8_0: 0.48 on an AMD EPYC (Zen 4), 0.60 on an Intel Xeon (Sapphire Rapids). The wheel is built for AVX2."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCosts(Roofline):
-    """Kernel costs (`flagcore.contracts.KernelCosts`) of a server with its own kernels, which compute all formats with
-    fp32 multiply-adds.
+    """Kernel costs (`flagcore.contracts.KernelCosts`) of a server with its own kernels, which compute all formats at
+    the same rate.
     """
 
     @classmethod
-    def of(cls, chip: Chip, curve: Curve) -> ServerCosts:
-        """Return the costs of a server on `chip`."""
+    def of(cls, chip: Chip, curve: Curve, processor: Processor | None) -> ServerCosts:
+        """Return the costs of a server on `chip`, the cores of `processor`."""
         fp32 = chip.dense_flops_per_second["fp32"]
-        chip = replace(chip, dense_flops_per_second=dict.fromkeys(("fp32", "bf16", "fp16"), fp32))
+        lanes = 0.5 if processor and processor.is_wide else 1.0
+        rate = replace(fp32, value=fp32.value * lanes * SERVER_SHARE / curve.gemm_share)
+        chip = replace(chip, dense_flops_per_second=dict.fromkeys(("fp32", "bf16", "fp16"), rate))
         return cls(chip=chip, curve=curve)
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
         """Return the time of reading the weights plus the time of each row of the batch.
 
-        The computation of rows does not overlap with reading the weights: 4, 8 and 16 rows took 14, 24 and 38 ms of
-        processor time, and one row 4 ms (50 million parameters in q8_0, one thread of an AMD EPYC, Zen 4).
+        The computation of rows does not overlap with reading the weights. Rows of 1, 4, 8 and 16 sequences took 4, 14,
+        24 and 38 ms of processor time (50 million parameters in q8_0, one thread of an AMD EPYC, Zen 4), and 7, 16, 27
+        and 44 ms (Sapphire Rapids).
         """
         rows = Roofline(chip=self.chip, curve=replace(self.curve, tile=1.0, memory_share=1e9))
         reading = k * n * (2.0 / (self._bandwidth() * self.curve.memory_share))

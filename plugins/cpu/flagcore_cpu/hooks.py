@@ -90,7 +90,7 @@ class CpuPlugin(VendorPlugin):
         if not isinstance(costs, Roofline):
             return costs
         if engine in SERVER_BYTES:
-            return ServerCosts.of(chip, costs.curve)
+            return ServerCosts.of(chip, costs.curve, Processor.read())
         here = _rates(Processor.read(), measure=False)
         return MeasuredCosts.of(chip, costs.curve, here) if here else costs
 

@@ -72,6 +72,11 @@ class Processor:
         """A text that identifies the processor: its model and its instruction sets."""
         return " ".join([self.model, *sorted(self.flags)])
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether torch's kernels use vector units of 512 bits, twice as fast as instructions of 256 bits."""
+        return self.width == 512 and {"avx512f", "avx2", "fma"} <= self.flags
+
     def flops_per_cycle(self) -> dict[str, float]:
         """Return the operations per cycle of torch's kernels by precision. Some kernels need more than the instructions
         of a format.
@@ -82,7 +87,7 @@ class Processor:
         """
         flags, fp32 = self.flags, 16.0 if self.flags & {"avx", "asimd"} else 8.0
         if {"avx2", "fma"} <= flags and self.width > 128:
-            fp32 = 64.0 if "avx512f" in flags and self.width == 512 else 32.0
+            fp32 = 64.0 if self.is_wide else 32.0
         bf16 = fp16 = PLAIN_LOOP
         if {"avx512bw", "avx512vl", "avx512dq"} <= flags:
             bf16 = 1024.0 if "amx_bf16" in flags else (2.0 if "avx512_bf16" in flags else 0.5) * fp32

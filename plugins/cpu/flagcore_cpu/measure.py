@@ -1,7 +1,7 @@
 """Measures the kernels of torch on this machine with all cores busy: `python -m flagcore_cpu.measure CORES SECONDS`.
 
 It prints one JSON object. Each of up to `MAX_PROCESSES` processes has one thread, like a rank in training, and measures
-at about the same time as the others. Times are processor times and minima, so other programs hardly change them. Beside
+at about the same time as the others. Times are medians of processor times, so other programs hardly change them. Beside
 other programs it takes longer than `SECONDS`.
 """
 
@@ -50,8 +50,8 @@ CALLS = 200
 Found = dict[str, Any]
 
 
-def fastest(call: Callable[[], object], end: float) -> float:
-    """Return the shortest processor time of `call`, which is repeated until the processor time `end`: once to warm up,
+def usual(call: Callable[[], object], end: float) -> float:
+    """Return the median processor time of `call`, which is repeated until the processor time `end`: once to warm up,
     then at least twice.
     """
     call()
@@ -60,7 +60,7 @@ def fastest(call: Callable[[], object], end: float) -> float:
         start = now()
         call()
         times.append(now() - start)
-    return min(times)
+    return median(times)
 
 
 def launch(torch: Any, end: float) -> Found:
@@ -73,14 +73,14 @@ def launch(torch: Any, end: float) -> Found:
             result = result * weight
         result.backward()
 
-    return {"launch_s": fastest(chain, end) / (3 * CALLS)}
+    return {"launch_s": usual(chain, end) / (3 * CALLS)}
 
 
 def elementwise(torch: Any, end: float) -> Found:
     """Measure a mix of training kernels: a conversion to a new tensor, four kernels in place, and a copy."""
-    rows, begin = [], now()
+    rows, slot = [], (end - now()) / (len(ELEMENTS) + 1)
     tensors = [torch.ones(ELEMENTS[-1], dtype=each) for each in (torch.bfloat16, torch.float32, torch.float32)]
-    for place, count in enumerate(ELEMENTS, 1):
+    for count in ELEMENTS:
         narrow, wide, other = (each[:count] for each in tensors)
 
         def mix(narrow: Any = narrow, wide: Any = wide, other: Any = other) -> None:
@@ -90,9 +90,8 @@ def elementwise(torch: Any, end: float) -> Found:
                 other.add_(1.0)
             wide.copy_(other)
 
-        until = begin + (end - begin) * place / len(ELEMENTS)
-        rows.append([46 * count, fastest(mix, until)])
-    copied = fastest(lambda: wide.copy_(other), end)
+        rows.append([46 * count, usual(mix, now() + slot)])
+    copied = usual(lambda: wide.copy_(other), now() + slot)
     return {"elementwise": rows, "bytes_per_second": 8 * ELEMENTS[-1] / copied}
 
 
@@ -104,7 +103,7 @@ def attention(torch: Any, end: float) -> Found:
         forward = partial(torch.nn.functional.scaled_dot_product_attention, *inputs, is_causal=True)
         output = forward()
         backward = partial(torch.autograd.grad, output, inputs, torch.ones_like(output), retain_graph=True)
-        found[name] = [fastest(forward, now() + slot), fastest(backward, now() + slot)]
+        found[name] = [usual(forward, now() + slot), usual(backward, now() + slot)]
     return {"attention_s": found}
 
 
@@ -131,7 +130,7 @@ def products(torch: Any, name: str, end: float) -> float:
                 gradient.t() @ value
 
         until = end - left * (1.0 - 1.0 / (len(TOKENS_AND_SIDES) - place))
-        rates.append(work / fastest(layers, until))
+        rates.append(work / usual(layers, until))
     return median(rates)
 
 
@@ -156,7 +155,7 @@ def reduction(torch: Any, number: int, store: str, end: float) -> Found:
             times.append(2.0 * (now() - start))
             going.fill_(time.perf_counter() < until)
             dist.all_reduce(going, op=dist.ReduceOp.MIN)
-        rows.append([size, min(times)])
+        rows.append([size, median(times)])
     return {"reduction": rows}
 
 

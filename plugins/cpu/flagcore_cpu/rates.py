@@ -29,6 +29,13 @@ TIMEOUT_SECONDS = 90.0
 MAX_RUNNING = 4
 """Maximum number of runnable threads per core. If there are more, nothing is measured. Chosen."""
 
+MAPPED_BYTES = 32 * 2**20
+"""Size from which glibc returns the memory of a tensor to the system, so that the next one has new pages:
+DEFAULT_MMAP_THRESHOLD_MAX of its malloc."""
+
+NEW_SHARE = 4 / 46
+"""Bytes of the new tensor per byte that the element-wise kernels of `measure` move."""
+
 CHOOSING_VARIABLES = (
     "PYTHONPATH",
     "ATEN_CPU_CAPABILITY",
@@ -65,6 +72,13 @@ class Rates:
             raise ValueError("rates are missing")
         if not all(0 < each < float("inf") for each in figures):
             raise ValueError("rates must be above 0")
+
+    @property
+    def new_page_seconds(self) -> float:
+        """The seconds per byte of a tensor with new pages: the additional time of the largest element-wise kernels."""
+        *_, (smaller, smaller_s), (larger, larger_s) = self.elementwise
+        tensor_bytes = larger * NEW_SHARE
+        return max(larger_s - smaller_s * larger / smaller, 0.0) / tensor_bytes if tensor_bytes > MAPPED_BYTES else 0.0
 
     @property
     def how(self) -> str:

@@ -1,13 +1,16 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from flagcore_cpu import discover, rates
+from flagcore_cpu.costs import ServerCosts
 from flagcore_cpu.hooks import plugin
 from flagcore_cpu.machine import Processor, this_machine
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
+from flagcore.physics.roofline import Curve
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.chip_file import load_chips
 
@@ -229,3 +232,15 @@ def test_a_server_with_kernels_of_its_own_computes_all_formats_as_fp32(monkeypat
     assert seconds["fp16"] == pytest.approx(seconds["fp32"])
     first, second, third = seconds["bf16"]
     assert (third - second) / (second - first) == pytest.approx(62)
+
+
+def test_a_server_with_kernels_of_its_own_does_not_use_wide_vector_units() -> None:
+    narrow = Processor("", frozenset({"avx2", "fma"}), 2e9, "", 512, 1.0)
+    wide = replace(narrow, flags=narrow.flags | {"avx512f"})
+    rows, side = np.array([16.0, 32.0]), np.full(2, 1024.0)
+    row_s = [
+        float(np.diff(ServerCosts.of(file_chip(), Curve(), each).gemm_seconds(rows, side, side, "fp32"))[0])
+        for each in (narrow, wide, replace(wide, width=256))
+    ]
+    assert row_s[1] == pytest.approx(2 * row_s[0])
+    assert row_s[2] == pytest.approx(row_s[0])

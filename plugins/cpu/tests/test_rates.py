@@ -170,3 +170,14 @@ def found() -> Rates:
 def measured_chip() -> Chip:
     (chip,) = load_chips("flagcore_cpu")
     return this_machine(chip, None, found())
+
+
+def test_large_results_of_products_have_new_pages() -> None:
+    (chip,) = load_chips("flagcore_cpu")
+    found = rates.read(json.dumps(FOUND))
+    costs = MeasuredCosts.of(this_machine(chip, None, found), Curve(), found)
+    rows, inner = np.full(2, 64.0), np.full(2, 512.0)
+    below, above = (2**23 - 1) / 64, 2**23 / 64
+    reused, new = costs.gemm_seconds(rows, np.array([below, above]), inner, "fp32")
+    assert new - reused == pytest.approx(2**25 * found.new_page_seconds, rel=0.01)
+    assert found.new_page_seconds == pytest.approx((3e-2 - 1.2e-2) / (4e8 * 4 / 46))

@@ -129,7 +129,7 @@ def test_prompts_are_the_same_for_each_candidate(tmp_path: Path) -> None:
 
 def test_tokens_are_counted_by_the_server_not_by_pieces(tmp_path: Path) -> None:
     trials.run(trials.platform(tmp_path, "well"), tmp_path)  # sends two tokens in a piece
-    assert trials.servers(tmp_path)[0]["OMP_WAIT_POLICY"] == "passive"  # the engine's
+    assert trials.servers(tmp_path)[0]["GOMP_SPINCOUNT"] == "10000"  # the engine's
     (point,) = json.loads((trials.trial_folder(tmp_path) / METRICS).read_text())["points"]
     (repeat,) = point["repeats"]
     rate = repeat["figures"]["output_tokens_per_s"]
@@ -148,9 +148,9 @@ def test_requests_go_to_all_instances_each_on_separate_cores(tmp_path: Path) -> 
 
 def test_user_variables_override_engine_variables(tmp_path: Path) -> None:
     platform = trials.platform(tmp_path, "well")
-    spec = dataclasses.replace(platform.task.spec, envs={"OMP_WAIT_POLICY": "active"})
+    spec = dataclasses.replace(platform.task.spec, envs={"GOMP_SPINCOUNT": "1"})
     trials.run(dataclasses.replace(platform, task=dataclasses.replace(platform.task, spec=spec)), tmp_path)
-    assert trials.servers(tmp_path)[0]["OMP_WAIT_POLICY"] == "active"
+    assert trials.servers(tmp_path)[0]["GOMP_SPINCOUNT"] == "1"
 
 
 @pytest.mark.parametrize("behaviour", ["has_children", "ignores_sigterm"])
