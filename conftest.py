@@ -19,6 +19,7 @@ if MACHINE not in sys.path:  # in processes that tests start, it is on PYTHONPAT
     sys.path.insert(0, MACHINE)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [MACHINE, str(ROOT), os.environ.get("PYTHONPATH")]))
 importlib.import_module("fixed_machine")
+os.environ["FLAGCORE_LANG"] = "en"  # whatever the locale is
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets programs in the background ignore it
 
 TOGETHER = {

@@ -2,6 +2,7 @@
 
 from flagcore.api.explaining.compare import compare
 from flagcore.api.explaining.states import explain, explain_candidate
+from flagcore.api.inputs import ChangedSpec, changed_spec
 from flagcore.api.managing.calibration import calibrate, calibrations, forget, summary
 from flagcore.api.managing.history import ImportedTrials, check_tree, import_history, read_tree
 from flagcore.api.managing.hosts import check_hosts

@@ -1,10 +1,11 @@
 """Reads specs as users pass them, loads their plugins, and logs warnings to the logger `flagcore`."""
 
 import logging
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, HOSTFILE, Spec, Task, TrainSpec
-from flagcore.errors import FlagError, SpecError, join_errors
+from flagcore.errors import FlagError, SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.plugins import (
     LAUNCHERS,
@@ -36,14 +37,29 @@ from flagcore.report.formats import as_yaml
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.spec.clusters import without_spares
 from flagcore.spec.convert import check_engines
-from flagcore.spec.plain_data import KeyPath, plain, spec_error
+from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_error
 from flagcore.spec.serving import engines_of, select_engine
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
 from flagcore.tuner.problem import rows_by_time, sizes_fixed_at_one
 from flagcore.tuner.store.directory import write
 
-SpecLike: TypeAlias = Path | str | Mapping[str, Any]
+
+@dataclass(frozen=True)
+class ChangedSpec:
+    """A spec file in which some keys have other values, as with `--set KEY=VALUE`.
+
+    `changes` are the values by dotted key, such as `cluster.nodes`. `os.fspath` returns the file.
+    """
+
+    spec: "Path | str | ChangedSpec"
+    changes: Mapping[str, Any]
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.spec)
+
+
+SpecLike: TypeAlias = Path | str | ChangedSpec | Mapping[str, Any]
 """A spec: its file, or its content as data. Relative paths in data are relative to the working directory."""
 
 DEVICE_KNOBS = ("instances", "tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -57,8 +73,41 @@ def spec_data(spec: SpecLike, data: Mapping[str, Any] | None = None) -> tuple[Pa
     """Return the file and the content of a spec. The content is `data` if that is given. Raises SpecError."""
     if isinstance(spec, Mapping):
         return UNNAMED, dict(plain(spec if data is None else data, file=str(UNNAMED)))
+    if isinstance(spec, ChangedSpec):
+        file, content = spec_data(spec.spec, data)
+        return file, _with_changes(content, spec.changes, file)
     file = Path(spec)
     return file, spec_as_data(file) if data is None else dict(data)
+
+
+def _with_changes(data: Mapping[str, Any], changes: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return a spec's data with the values of `changes`. Raises SpecError if a key is inside a value such as a path."""
+    changed = deepcopy(dict(data))
+    for key, value in changes.items():
+        *names, last = key.split(".")
+        section: Any = changed
+        for depth, name in enumerate(names, start=1):
+            section[name] = {} if section.get(name) is None else section[name]
+            section = section[name]
+            if not isinstance(section, dict):
+                problem = _("has no keys, so {key} cannot be set", key=key)
+                raise spec_error(".".join(names[:depth]), problem, value=section, file=str(file))
+        section[last] = value
+    return changed
+
+
+def changed_spec(spec: Path | str, settings: Iterable[str]) -> ChangedSpec:
+    """Return a spec with the changes of `settings`, each `KEY=VALUE` with a YAML value.
+
+    Raises UsageError or SpecError.
+    """
+    changes = {}
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.split(".")):
+            raise UsageError(_("--set {text}: expected KEY=VALUE, such as cluster.nodes=2", text=text))
+        changes[key] = plain(parse_yaml(value, file="--set"), file="--set")
+    return ChangedSpec(spec, changes)
 
 
 RUNS = Path("runs")

@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from flagcore import plugins
-from flagcore.api.inputs import UNNAMED, SpecLike, loaded_plugins, parsed, spec_data, warn_about_problem
+from flagcore.api.inputs import (
+    UNNAMED,
+    ChangedSpec,
+    SpecLike,
+    loaded_plugins,
+    parsed,
+    spec_data,
+    warn_about_problem,
+)
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
 from flagcore.contracts import Platform, Plugins, Problem, SearchContext, Workload
 from flagcore.domain.chip import Chip
@@ -121,6 +129,8 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     run = load_run(place)
     if chip is not None:
         raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
+    if isinstance(where, ChangedSpec):
+        raise UsageError(_("--set {key} needs a spec; {run} is a run", key=next(iter(where.changes)), run=place))
     home = run_home(run)
     identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
     spec = _with_its_hardware(read_spec(home / SPEC, None, without), identity)

@@ -18,7 +18,7 @@ from click import core, decorators, exceptions, formatting, parser, types
 from flagcore import __version__
 from flagcore.cli.options import FORMAT_OF_MESSAGES, say
 from flagcore.errors import FlagError
-from flagcore.i18n import LANGUAGES, VARIABLE, _, choose, did_you_mean, language
+from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, choose_by_locale, did_you_mean, language
 from flagcore.i18n.width import wrapped
 
 MODULES = {
@@ -28,6 +28,24 @@ MODULES = {
     "flagcore.cli.tune": ("export", "manifest", "report", "run", "runs", "tune"),
 }
 COMMANDS = {name: module for module, names in MODULES.items() for name in names}
+GROUPS = {
+    N_("Start"): ("init", "import", "tune"),
+    N_("Plan"): ("estimate", "probe", "compare"),
+    N_("Inspect"): ("explain", "report", "runs"),
+    N_("Use the result"): ("run", "export", "manifest"),
+    N_("Hardware"): ("devices", "doctor", "calibrate"),
+    N_("Extend"): ("plugins", "schema", "completion"),
+}
+"""The commands by what they are for, in the order of `flag --help`."""
+SYNONYMS = {
+    "plan": "estimate",
+    "predict": "estimate",
+    "optimize": "tune",
+    "serve": "run",
+    "start": "run",
+    "list": "runs",
+}
+"""Names that users try, with the command that they mean."""
 
 
 class Commands(click.Group):
@@ -36,6 +54,13 @@ class Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands in alphabetical order."""
         return sorted(COMMANDS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands in groups, each with its whole summary."""
+        for title, names in GROUPS.items():
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(_(title)):
+                formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in commands if each])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command with this name, or None if the name is unknown."""
@@ -48,9 +73,8 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that the arguments name. For an unknown name, raises UsageError with a close match."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            ctx.fail(
-                "; ".join(filter(None, [_("no such command {name!r}", name=args[0]), did_you_mean(args[0], COMMANDS)]))
-            )
+            hint = did_you_mean(SYNONYMS.get(args[0], args[0]), COMMANDS)
+            ctx.fail("; ".join(filter(None, [_("no such command {name!r}", name=args[0]), hint])))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -131,7 +155,9 @@ def _configure_streams() -> None:
 def _choose_language() -> None:
     """Select the language of the environment. It is English if a stream cannot encode that language."""
     requested = os.environ.get(VARIABLE, "")
-    if not choose(requested):
+    if not requested:
+        choose_by_locale()
+    elif not choose(requested):
         say(f"flag: {VARIABLE} = {requested!r} is not a supported language; use {' or '.join(LANGUAGES)}")
         sys.exit(2)
     if language() != "en" and not all(map(_encodes_chinese, (sys.stdout, sys.stderr))):

@@ -82,6 +82,28 @@ def chip(text: str = N_("Plan for this chip instead of the one in the spec.")) -
     return click.option("--chip", metavar="NAME", help=text, shell_complete=_chips)
 
 
+def settings(argument: str) -> Callable[[F], F]:
+    """Add `--set`, which changes keys of the spec that the command receives as `argument`, and of a tree's source."""
+
+    def decorate(command: F) -> F:
+        @wraps(command)
+        def with_settings(settings: tuple[str, ...], **others: Any) -> Any:
+            from flagcore import api
+
+            spec = others[argument]
+            if settings and isinstance(spec, tuple) and spec[0] is not None:
+                others[argument] = (api.changed_spec(spec[0], settings), spec[1])
+            elif settings and spec is not None and not isinstance(spec, tuple):
+                others[argument] = api.changed_spec(spec, settings)
+            return command(**others)
+
+        text = N_("Change a key of the spec, such as cluster.nodes=2 (repeatable).")
+        made: Any = with_settings
+        return click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=text)(made)  # type: ignore[no-any-return]
+
+    return decorate
+
+
 def objective(command: F) -> F:
     """Add `--objective`."""
     text = N_("Optimize this instead of the objective in the spec, such as cost.")
@@ -151,19 +173,32 @@ def _with_tree(command: F, path: str, name: str, overrides: list[str], others: d
 
 
 def new_file(command: F) -> F:
-    """Add `-o`. The command receives `output`, which it passes to `write_new`."""
+    """Add `-o` and `--force`. The command receives `output`, which it passes to `write_new`.
+
+    Without `--force`, a file that exists is a UsageError before the command begins.
+    """
+
+    @wraps(command)
+    def with_new_file(*arguments: Any, output: Path | None, force: bool, **others: Any) -> Any:
+        if output is not None and output.exists() and not force:
+            raise click.UsageError(_("{file} exists; use --force to replace it, or choose another file", file=output))
+        return command(*arguments, output=output, **others)
+
+    decorated: Any = with_new_file
     text = N_("Output file [default: stdout].")
-    kind = click.Path(path_type=Path)
-    return click.option("-o", "--output", type=kind, metavar="FILE", help=text)(command)
+    for add in (
+        click.option("--force", is_flag=True, help=N_("Replace the output file if it exists.")),
+        click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help=text),
+    ):
+        decorated = add(decorated)
+    return decorated  # type: ignore[no-any-return]
 
 
 def write_new(text: str, output: Path | None) -> None:
-    """Print a text, or write it to a file that must not exist yet."""
+    """Print a text, or write it to a file."""
     if output is None:
         click.echo(text, nl=False)
         return
-    if output.exists():
-        raise click.UsageError(_("{file} exists; delete it or choose another file", file=output))
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:

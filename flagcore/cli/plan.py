@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 @click.option(
     "--jobs", type=click.Path(), metavar="FILE", help="Predict job records from a JSON Lines file (- for stdin)."
 )
+@options.settings("source")
 @options.chip()
 @options.objective
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of candidates to list.")
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 @options.output
 @options.plugins
 def estimate_command(
-    source: tuple[str | None, dict[str, Any] | None],
+    source: tuple[str | api.ChangedSpec | None, dict[str, Any] | None],
     jobs: str | None,
     top: int,
     every: bool,
@@ -54,8 +55,8 @@ def estimate_command(
         raise click.UsageError(_("--explain does not support --format csv"))
     if (spec is None) == (jobs is None):
         raise click.UsageError(_("either SPEC or --jobs FILE is required"))
-    if spec is not None and spec.endswith(".jsonl"):
-        raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=spec))
+    if spec is not None and os.fspath(spec).endswith(".jsonl"):
+        raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=os.fspath(spec)))
     if spec is not None:
         _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, data=data, **arguments)
     elif jobs is not None:
@@ -69,6 +70,7 @@ def estimate_command(
 OPTIONS_OF_SPECS = {
     "chip": N_("--chip requires SPEC: job records name their chip"),
     "objective": N_("--objective requires SPEC: job records are not ranked"),
+    "settings": N_("--set requires SPEC"),
     "top": N_("--top requires SPEC: every job record is predicted"),
 }
 
@@ -109,7 +111,7 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
     options.show_records(answers, form, options.columns("jobs", *figures, "jobs_fit"))
 
 
-def _estimate_spec(spec: str, top: int, explain: str | None, form: str, **arguments: Any) -> None:
+def _estimate_spec(spec: str | api.ChangedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:
     from flagcore import api
     from flagcore.report.estimate import estimate_columns, estimate_texts
 
@@ -202,6 +204,7 @@ def _records(file: str) -> Iterator[Any]:
     metavar="R",
     help="Global rank to probe (repeatable) [default: the most informative ranks].",
 )
+@options.settings("spec")
 @options.chip(N_("Plan for this chip, which must be on this machine."))
 @click.option(
     "--seconds",
@@ -246,6 +249,7 @@ def probe_command(spec: str, candidate: str | None, top: int, quiet: bool, form:
 @click.command("explain")
 @click.argument("spec", metavar="SPEC|RUN", type=click.Path())
 @click.argument("candidate", nargs=-1, metavar="[CANDIDATE]...")
+@options.settings("spec")
 @options.chip()
 @options.output
 @options.plugins
@@ -282,6 +286,7 @@ def explain_command(spec: str, candidate: tuple[str, ...], form: str, **argument
 @click.command("compare")
 @click.argument("names", nargs=-1, metavar="A B")
 @click.option("--spec", type=click.Path(), metavar="SPEC", help="Compare two candidates of this spec.")
+@options.settings("spec")
 @options.chip()
 @options.output
 @options.plugins

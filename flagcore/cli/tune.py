@@ -29,6 +29,8 @@ def _watchers(context: click.Context, parameter: click.Parameter, typed: str) ->
     type=click.Choice(("estimate", "probe", "run")),
     help="Predict only, probe ranks on one device, or run [default: as in SPEC, else run].",
 )
+@options.settings("source")
+@options.chip(N_("Tune for this chip instead of the one in the spec."))
 @options.objective
 @click.option(
     "--watch", multiple=True, metavar="NAME", shell_complete=_watchers, help="Send events to a watcher (repeatable)."
@@ -41,7 +43,8 @@ def _watchers(context: click.Context, parameter: click.Parameter, typed: str) ->
 @options.formats
 @options.plugins
 def tune_command(
-    source: tuple[str | None, dict[str, Any] | None],
+    source: tuple[Any, dict[str, Any] | None],
+    chip: str | None,
     log_format: str,
     quiet: bool,
     verbose: bool,
@@ -65,6 +68,8 @@ def tune_command(
     spec, data = source
     if spec is None:
         raise click.UsageError(_("Missing argument") + " 'SPEC'.")
+    if chip is not None:
+        spec = api.ChangedSpec(spec, {"cluster.chip": chip})
     shown = json_lines(sys.stderr, quiet) if log_format == "json" else progress(sys.stderr, quiet, verbose)
     try:
         with fitted(None), shown as on_event:  # tables in the files that it writes are not wrapped
@@ -89,9 +94,10 @@ def tune_command(
 def _resuming_command() -> str:
     """Return the command that continues this run: the arguments of this command without `--new`."""
     given = click.get_current_context().params
-    names = ("config_path", "config_name", "run_dir", "storage", "fidelity", "objective")
+    names = ("config_path", "config_name", "run_dir", "storage", "fidelity", "chip", "objective")
     words = [given["spec"], *(given["overrides"] or ())]
     words += [word for name in names if given[name] for word in (f"--{name.replace('_', '-')}", given[name])]
+    words += [word for text in given["settings"] for word in ("--set", text)]
     words += [word for name in given["without"] for word in ("--no-plugin", name)]
     words += [word for name in given["watch"] for word in ("--watch", name)]
     return shlex.join(["flag", "tune", *(str(word) for word in words if word)])
@@ -187,6 +193,7 @@ def _targets(context: click.Context, parameter: click.Parameter, typed: str) -> 
 @click.option(
     "--volume", metavar="CLAIM:PATH", help="Persistent volume claim and its mount point, for kubernetes and dynamo."
 )
+@options.settings("where")
 @options.chip()
 @options.plugins
 def export_command(

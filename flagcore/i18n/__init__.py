@@ -36,10 +36,17 @@ def choose(language: str) -> bool:
     return True
 
 
-def language() -> str:
-    """Return the selected language. By default it is the one in the environment variable, or else English."""
-    if not _chosen and not choose(os.environ.get(VARIABLE, "")):
+def choose_by_locale() -> None:
+    """Select the language of the locale for messages, which LC_ALL, LC_MESSAGES or LANG set. English is the default."""
+    locales = (os.environ.get(name, "") for name in ("LC_ALL", "LC_MESSAGES", "LANG"))
+    if not choose(next(filter(None, locales), "")):
         choose("en")
+
+
+def language() -> str:
+    """Return the selected language: that of the environment variable, or else that of the locale."""
+    if not _chosen and not choose(os.environ.get(VARIABLE, "") or "?"):
+        choose_by_locale()
     return _chosen
 
 

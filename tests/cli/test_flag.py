@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
+from flagcore.cli.main import COMMANDS
 from tests.cli.conftest import FLAG, Project, Ran
 
 pytestmark = pytest.mark.slow
@@ -126,3 +129,35 @@ def test_a_misspelt_command_gets_a_suggestion(flag: Callable[..., Ran]) -> None:
     assert "'estimat'" in completed.err
     assert "'estimate'?" in completed.err
     assert "?" not in flag("zzz").err
+    assert "'estimate'?" in flag("plan").err
+
+
+def test_help_lists_each_command_once_with_its_whole_summary(flag: Callable[..., Ran]) -> None:
+    text = flag("--help").out
+    assert "..." not in text.partition("Options:")[2]
+    assert all(len(re.findall(rf"^  {name}  ", text, re.MULTILINE)) == 1 for name in COMMANDS)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_keys_of_a_spec_can_be_set(flag: Callable[..., Ran], project: Project) -> None:
+    spec = project.spec()
+    changes = ("--set", "cluster.devices_per_node=4", "--set", "auto_tuner.space.micro_batch_size=[1]")
+    changes += ("--set", "cluster.memory_per_device=null")
+    row, *_ = json.loads(flag("estimate", spec, *changes, "--json").out)
+    assert row["candidate"]["micro_batch_size"] == 1
+    folder = str(project.folder / "run")
+    tuned = flag("tune", spec, *changes, "--chip", "H100-SXM", "--fidelity", "estimate", "--run-dir", folder, "--json")
+    assert tuned.code == 0, tuned.err
+    saved = yaml.safe_load((project.folder / "run" / "spec.yaml").read_text())
+    assert saved["cluster"] | {"chip": "H100-SXM", "devices_per_node": 4} == saved["cluster"]
+    assert flag("explain", folder, *changes).code == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["cluster.nodes", "=1", "cluster..nodes=1", "cluster.nodes=[1", "model.name.x=1", "a=1"]
+)
+def test_a_bad_setting_is_one_message(text: str, flag: Callable[..., Ran], project: Project) -> None:
+    completed = flag("estimate", project.spec(), "--set", text)
+    assert (completed.code, completed.out) == (2, "")
+    assert len(completed.err.splitlines()) == 1
+    assert text.partition("=")[0] in completed.err or "--set" in completed.err

@@ -66,3 +66,24 @@ def test_a_terminal_that_cannot_encode_chinese_gets_english(project: Project) ->
     completed = project.run("--help", PYTHONIOENCODING="ascii")
     assert completed.code == 0
     assert completed.out.startswith("Usage: flag")
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_chinese"),
+    [
+        ({"LANG": "zh_CN.UTF-8"}, True),
+        ({"LANG": "zh_CN.UTF-8", "FLAGCORE_LANG": "en"}, False),
+        ({"LANG": "zh_CN.UTF-8", "LC_ALL": "C"}, False),
+        ({"LANG": "en_US.UTF-8", "LC_MESSAGES": "zh_CN.UTF-8"}, True),
+        ({"LANG": "tr_TR.UTF-8"}, False),
+        ({}, False),
+    ],
+)
+def test_the_locale_selects_the_language(
+    variables: dict[str, str], is_chinese: bool, flag: Flag, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FLAGCORE_LANG", "LC_ALL", "LC_MESSAGES", "LANG"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert bool(CHINESE.search(flag("runs", "--help").out)) is is_chinese

@@ -35,8 +35,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("engine", ["megatron", "vllm"])
 def test_a_new_spec_is_estimated_and_exported(flag: Flag, engine: str, tmp_path: Path) -> None:
-    made = flag("init", "--model", "model", "--engine", engine, "--chip", "H100-SXM", "-o", "spec.yaml")
+    argv = ("init", "--model", "model", "--engine", engine, "--chip", "H100-SXM", "-o", "spec.yaml")
+    made = flag(*argv)
     assert made.code == 0, made.err
+    assert flag(*argv).code == 2  # the file exists
+    assert flag(*argv, "--force").code == 0
     assert "# engine: " in (tmp_path / "spec.yaml").read_text()
     estimated = flag("estimate", "spec.yaml", "--top", "1", "--json")
     assert estimated.code == 0, estimated.err

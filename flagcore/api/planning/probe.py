@@ -1,5 +1,6 @@
 """Probes candidates: one device of this machine runs single ranks of a job of any size."""
 
+import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,7 +10,7 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import parse_candidate
-from flagcore.api.inputs import loaded_plugins, warn_about_problem
+from flagcore.api.inputs import ChangedSpec, loaded_plugins, warn_about_problem
 from flagcore.api.snapshot import read_spec
 from flagcore.contracts import Problem, Workload
 from flagcore.domain.knob import Knobs
@@ -45,7 +46,7 @@ class Probed(Notebook):
 
 
 def probe(
-    spec_file: Path | str,
+    spec_file: Path | str | ChangedSpec,
     *,
     candidate: str | None = None,
     top: int = 1,
@@ -66,7 +67,7 @@ def probe(
     """
     spec = read_spec(spec_file, chip, without)
     if spec.cluster.groups:
-        raise UsageError(_("{file} has cluster.groups: a probe needs one kind of chip", file=spec_file))
+        raise UsageError(_("{file} has cluster.groups: a probe needs one kind of chip", file=os.fspath(spec_file)))
     workload = plugins.workload_of(spec.work)
     workload.ready_to_probe(spec)
     if seconds is not None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 from flagcore import plugins
 from flagcore.api.candidate_parser import broken_rules_of
 from flagcore.api.explaining.subject import columns_of, named_columns
+from flagcore.api.inputs import ChangedSpec
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
@@ -36,7 +37,7 @@ class Exported:
 
 
 def export(
-    where: Path | str,
+    where: Path | str | ChangedSpec,
     target: str,
     candidate: str = "best",
     *,
@@ -54,7 +55,7 @@ def export(
     """
     place = Path(where)
     job_id = job_name(place.stem) if name is None else checked_name(name)
-    snapshot = load_snapshot(place, chip, without)
+    snapshot = load_snapshot(where, chip, without)
     exporter = _exporter(snapshot, target)
     chosen = _candidate(snapshot, candidate)
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
