@@ -172,8 +172,8 @@ def why_no_trial(context: SearchContext) -> Message | None:
 
     A decision is made only after a trial that ended before its last step. The search ends if fp32 is much faster than
     the precision of the job. It also ends if nothing is measured, and either no open candidate is expected to finish
-    two steps in a trial, or MAX_WITHOUT_STEP trials finished no step. A search of servers ends if MAX_WITHOUT_STEP trials
-    reached their time limit, and nothing is measured.
+    two steps in a trial, or MAX_WITHOUT_STEP trials finished no step. A search of servers ends if MAX_WITHOUT_STEP
+    trials reached their time limit, and nothing is measured.
     """
     task, control = context.task, context.task.spec.control
     trials = [trial for trial in context.trials if not trial.source]

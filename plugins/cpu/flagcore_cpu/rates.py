@@ -29,8 +29,8 @@ TIMEOUT_SECONDS = 90.0
 MAX_RUNNING = 4
 """Maximum number of runnable threads per core for a full measurement. Chosen."""
 CROWDED_SECONDS = 0.3
-"""`SECONDS` on a machine with more threads, where each takes several. The rates of products differ by up to 15%, but the
-time to start a reduction by a factor of 6, so they are not stored."""
+"""`SECONDS` on a machine with more threads, where each takes several. These rates are not stored: those of products
+differ by up to 15%, but the time to start a reduction by a factor of 6."""
 
 MAPPED_BYTES = 32 * 2**20
 """Size from which glibc returns the memory of a tensor to the system, so that the next one has new pages:
