@@ -265,7 +265,6 @@ for _kind, _pattern, _first in (
 ):
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_CORE + _kind, re.compile(_pattern + r"\Z"), _first)
-for _kind in ("null", "bool", "float", "str", "seq", "map"):
-    _Loader.add_constructor(_CORE + _kind, yaml.SafeLoader.yaml_constructors[_CORE + _kind])
+for _tag in (None, *(_CORE + kind for kind in ("null", "bool", "float", "str", "seq", "map"))):
+    _Loader.add_constructor(_tag, yaml.SafeLoader.yaml_constructors[_tag])  # that of None rejects all other tags
 _Loader.add_constructor(_CORE + "int", _Loader.construct_integer)
-_Loader.add_constructor(None, _Loader.construct_undefined)
