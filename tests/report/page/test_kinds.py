@@ -1,6 +1,5 @@
 """The kinds of chips of a mixed cluster: stages, layers, memory and idle times are those of timeline and plan."""
 
-
 import pytest
 
 from tests.report.page.conftest import Runs
