@@ -88,18 +88,6 @@ def test_a_serving_job_that_is_no_mapping_is_the_only_problem(value: object, mod
     assert refused.value.key == "serve"
 
 
-def test_a_custom_client_has_one_load_point_and_a_report_in_its_folder() -> None:
-    client = {"command": ["client", "{port}"], "report": "report.json"}
-    assert serve({"concurrency": [8]}, client=client).report == "report.json"
-    for profile, changed, key in (
-        ({"concurrency": [1, 8]}, client, "serve.client"),
-        ({"concurrency": 8}, {**client, "report": "../report.json"}, "serve.client.report"),
-        ({"concurrency": 8}, {**client, "report": ".."}, "serve.client.report"),
-        ({"concurrency": 8}, {**client, "report": "client.log"}, "serve.client.report"),
-    ):
-        assert error_of(profile, client=changed).key == key
-
-
 @pytest.mark.parametrize("more", [{"slo": {"itl_s": {"mean": 1.0}}}, {"tuner": {"objective": "tpot_s.p99"}}])
 def test_answers_of_one_token_have_no_time_of_further_tokens(more: dict[str, Any]) -> None:
     assert error_of({"output_len": 1}, **more).key == "serve.profile.output_len"

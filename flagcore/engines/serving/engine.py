@@ -328,7 +328,7 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     if fewest < needed.get(name, 0):
         yield f"serve.slo.{name}: {fewest} requests are too few, use serve.profile.num_prompts >= {needed[name]}"
     is_open = all(in_flight(load).concurrency is None and load.request_rate != math.inf for load in serve.loads)
-    if is_open and serve.highest is None and serve.client is None and spec.objective in FIXED_RATES:
+    if is_open and serve.highest is None and spec.objective in FIXED_RATES:
         fix = (
             "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
         )
