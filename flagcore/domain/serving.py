@@ -62,7 +62,6 @@ class Images:
     buckets: tuple[tuple[int, int, float], ...]
     base_items_per_request: int = 1
     num_mm_items_range_ratio: float = 0.0
-    format: str = "png"
 
     @property
     def counts(self) -> tuple[int, int]:

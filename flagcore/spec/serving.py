@@ -70,8 +70,6 @@ class ImagesSection(Section):
     """Number of images of a request."""
     num_mm_items_range_ratio: Fraction = 0.0
     """Numbers of images are uniform between (1 - ratio) x and (1 + ratio) x base_items_per_request."""
-    format: Literal["png", "jpeg"] = "png"
-    """Format of the images; jpeg needs Pillow."""
 
 
 class ProfileSection(Section):

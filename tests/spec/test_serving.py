@@ -30,8 +30,8 @@ def error_of(*args: Any, **kwargs: Any) -> SpecError:
 
 
 def test_images_have_sizes_with_shares() -> None:
-    found = serve({"images": {"bucket_config": {"1280x720": 3, "256x128": 1}, "format": "jpeg"}}).loads[0].images
-    assert found == Images(buckets=((1280, 720, 0.75), (256, 128, 0.25)), format="jpeg")
+    found = serve({"images": {"bucket_config": {"1280x720": 3, "256x128": 1}}}).loads[0].images
+    assert found == Images(buckets=((1280, 720, 0.75), (256, 128, 0.25)))
     assert Images(buckets=(), base_items_per_request=3, num_mm_items_range_ratio=0.5).counts == (1, 5)
     assert serve({}).loads[0].images is None
 
