@@ -39,7 +39,7 @@ PLANNED |= {"examples/train-1024-probe.yaml": ("flagcore_nvidia",)}
 """Files that plan for chips of plugins."""
 NOT_RUN = {
     "flag run runs/serve-cpu": "needs weights and a server; tests of serving start a winner",
-    "flag tune spec.yaml --watch tensorboard --watch webhook": "tests/report/watchers run the watchers",
+    "flag tune spec.yaml --watch tensorboard --watch webhook": "tests of watchers run them",
     'pip install "flagcore[tensorboard]"': "not in the index yet; tools/release.py installs what extras require",
     "optuna-dashboard runs/own/journal.log": "a server of another project; tests of the store read the study",
 }

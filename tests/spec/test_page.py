@@ -32,7 +32,6 @@ EXAMPLES: dict[str, Any] = {
     "serve.profile.concurrency": [16, 64],
     "serve.profile.request_rate": "inf",
     "serve.profile.images": {"bucket_config": {"1280x720": 1}},
-    "serve.client": {"command": ["guidellm", "benchmark", "--target", "{url}", "--output-path", "{report}"]},
     "auto_tuner.space": {},
 }
 """Values of keys for which the schema alone gives no valid value, or only an empty one."""
@@ -128,8 +127,6 @@ def parse_example(key: str, example: object, base: dict[str, Any], tmp_path: Pat
         data["cluster"] = {"groups": {"chip": "C550"}}
     if path == ["cluster", "host_envs"]:
         data["cluster"] = {"hostfile": "hosts.txt"}
-    if path[:2] == ["serve", "client"]:
-        data["serve"]["client"] = {"command": ["x"]}
     if path[:3] == ["serve", "profile", "images"]:
         data["serve"].setdefault("profile", {})["images"] = {"bucket_config": {"8x8": 1}}
     place = data

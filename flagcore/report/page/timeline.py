@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from flagcore.domain.prediction import Passes, idle_of, longest
+from flagcore.domain.prediction import Passes, longest
 from flagcore.errors import NotModelled
 from flagcore.i18n import _
 from flagcore.physics.pipelines import SCHEDULES, ExecutedPass, simulate, step_seconds
@@ -186,7 +186,6 @@ def kinds(run: RunData) -> Section | None:
         return None
     names, seconds = _chip_names(run), longest(pipelines)
     memory = {int(each["stage"]): each["device_used_gib"] for each in run.insight.get("stages") or []}
-    layers_by_group: dict[int, list[int | None]] = {}
     rows, busy_s = list[list[Any]](), list[tuple[float, str]]()
     for each in pipelines:
         unknown = (None,) * len(each.groups)
@@ -196,13 +195,6 @@ def kinds(run: RunData) -> Section | None:
             used = size(memory.get(len(rows)), "~")
             rows.append([len(rows), names[group], layers, *map(highlighted, times), used, percent(share, "~")])
             busy_s.append((each.microbatches * sum(times), names[group]))
-            layers_by_group.setdefault(group, []).append(layers)
-    kind_rows = []
-    for group, (chip, name) in enumerate(zip(chips, names, strict=True)):
-        own = layers_by_group.get(group, [])
-        known = None if None in own else sum(filter(None, own))
-        devices, idle_share = chip["nodes"] * chip["devices_per_node"], percent(idle_of(pipelines, group), "~")
-        kind_rows.append([name, devices, len(own), known, idle_share])
     slowest_s, slowest = max(busy_s)
     text = _(
         "{configuration}: the slowest stage is busy for ~{seconds} s of a step, on {name}.",
@@ -212,6 +204,4 @@ def kinds(run: RunData) -> Section | None:
     )
     headings = [_("stage"), _("chip"), _("layers"), _("~forward, s"), _("~backward, s"), _("~in use"), _("~idle, %")]
     by_stage = table(_("Each stage: seconds per micro-batch, memory of a device, and idle time"), headings, rows)
-    headings = [_("chip"), _("devices"), _("stages"), _("layers"), _("~idle, %")]
-    caption = _("Each kind: idle is the share of the pipeline's time without work")
-    return Section("kinds", _("Kinds of chips"), (Text(text), by_stage, table(caption, headings, kind_rows)))
+    return Section("kinds", _("Kinds of chips"), (Text(text), by_stage))
