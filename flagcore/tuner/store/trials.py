@@ -30,7 +30,7 @@ FIGURES = {
     if kind in (int, float, int | None, float | None)
 }
 """The fields of a measurement that contain a single number, each with whether the number may be unknown."""
-ENDED = ("source", "inconclusive", "lost_host", "warm", "finished_steps_s", "telemetry")
+ENDED = ("source", "inconclusive", "lost_host", "warm", "finished_steps_s", "silent_s", "telemetry")
 """The fields of a trial that are set when it ends, besides its state, reason, duration, log and measurement."""
 MAX_INT = 2**63 - 1
 STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaState.PRUNED}
