@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flagcore.contracts import Choice, Event, Launcher, OnEvent, Plugins, Problem, SearchContext, Strategy, Workload
+from flagcore.contracts import Choice, Event, Launcher, OnEvent, Problem, SearchContext, Strategy, Workload
 from flagcore.domain.plan import Plan, interference, measured_alone, summarize
 from flagcore.domain.prediction import PastMeasurements
 from flagcore.domain.search_state import has_time_to_repeat, next_repeat, seconds_left, stop_reason
@@ -20,6 +20,7 @@ from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError, Interrupted, LaunchError
 from flagcore.i18n import N_, Message, _
+from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.feasibility import dry_run, require_candidate, require_predicted_time
 from flagcore.tuner.problem import build_problem, require_launchable, with_learned
 from flagcore.tuner.stages.devices import divide, parallel_probe_ranks, require_devices
@@ -53,7 +54,7 @@ class Dependencies:
     `probe_strategy` chooses the candidates to probe before the first run. If it is None, `strategy` chooses them.
     """
 
-    plugins: Plugins
+    plugins: LoadedPlugins
     workload: Workload
     launcher: Launcher
     strategy: Strategy
