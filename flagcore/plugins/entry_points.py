@@ -114,16 +114,15 @@ def strategy(name: str) -> Strategy:
 def importer(name: str | None = None) -> Importer:
     """Return the importer `name`. Raises SpecError or NoDevice like `workload`.
 
-    If `name` is None, return the only installed importer with `has_trees`. Raises UsageError if there is not exactly
-    one.
+    If `name` is None, return the only installed importer. Raises UsageError if there is not exactly one.
     """
     if name is None:
-        of_trees = [found for each in names(IMPORTERS) if (found := importer(each)).has_trees]
-        if len(of_trees) != 1:
-            if not of_trees:
-                raise UsageError("no importer of another tuner's config is installed; install an extra that has one")
-            raise UsageError(f"several importers of configs are installed: {', '.join(each.name for each in of_trees)}")
-        return of_trees[0]
+        installed = names(IMPORTERS)
+        if not installed:
+            raise UsageError("no importer of another tuner's config is installed; install an extra that has one")
+        if len(installed) > 1:
+            raise UsageError(f"several importers of configs are installed: {', '.join(installed)}")
+        name = installed[0]
     return _named(IMPORTERS, Importer, name, "importer")
 
 
