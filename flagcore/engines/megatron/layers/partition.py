@@ -61,7 +61,7 @@ class Fronts:
         """Return all placements of `leading` layers. With `early`, also return those with early multi-token
         prediction.
         """
-        found = list(cls.all(leading))
+        found = list(cls._late(leading))
         between = [replace(each, early=True, between=True) for each in found if not each.last]
         return [*found, *between, *(replace(each, early=True) for each in found)] if early else found
 
@@ -76,7 +76,7 @@ class Fronts:
         return [*range(len(self.dense)), *[-2] * self.between, -1]
 
     @classmethod
-    def all(cls, leading: int) -> Iterator[Fronts]:
+    def _late(cls, leading: int) -> Iterator[Fronts]:
         """Yield all placements of `leading` layers. The first placement has all of them on the first stage."""
         yield cls((leading,))
         if leading > MAX_LEADING:
@@ -116,11 +116,6 @@ class Fronts:
         limits = [np.where(virtual > 1, np.inf, float(count)) for count in self.dense[:full]]
         last = np.where(virtual > 1, np.inf, 0.0) if self.early else any_number
         return [*limits, *[any_number] * (len(self.leading) - 1 - full), last]
-
-
-def all_fronts(train: Training) -> list[Fronts]:
-    """Return all ways to place the leading dense layers and multi-token prediction."""
-    return Fronts.every(leading_layers(train), early=train.options.early_mtp)
 
 
 def leading_layers(train: Training) -> int:
@@ -237,7 +232,7 @@ def best_splits(
     if most is not None:
         later = np.arange(most.shape[2]) >= layout.pipeline[:, None] - 1.0 - early
         possible &= np.all(later | (most.max(axis=1) >= layout.virtual[:, None]), axis=1)
-    for number, fronts in enumerate(all_fronts(train)):
+    for number, fronts in enumerate(Fronts.every(leading, early=train.options.early_mtp)):
         if fronts.early != early:
             continue
         rows = np.flatnonzero(possible & fronts.fit(layout.pipeline))

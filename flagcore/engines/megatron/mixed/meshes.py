@@ -63,7 +63,7 @@ MBS, SP, SPLIT = "micro_batch_size", "sequence_parallel", "layer_split"
 MICROBATCHES, ALL_REPLICAS = "microbatches", "replicas"
 """Columns of a mesh with replicas: the micro-batches of each replica, and the number of replicas of all meshes."""
 _OF_REPLICAS = {"mbs": MBS, "x": MICROBATCHES}
-DP, TP, PP = (SIZES[name] for name in ("dp", "tp", "pp"))
+DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,9 @@ from flagcore.engines.megatron.mixed import hetero
 from flagcore.engines.megatron.mixed.meshes import (
     AFTER_REPLICAS,
     ALL_REPLICAS,
+    CP,
     DP,
+    EP,
     MBS,
     MESHES,
     MICROBATCHES,
@@ -240,6 +242,7 @@ def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Seque
     kept = np.flatnonzero(~beats.any(axis=0) & (room[0] >= 1.0))
     useful = options[kept]
     alike = 2 * useful.pp + (useful.ep > 1)
+    # Of the rooms, that for 16 micro-batches in flight decides: the first stages of a pipeline hold about as many.
     return useful[np.flatnonzero(_rank(alike, useful.layer) | _rank(alike, -room[2][kept]))]
 
 
@@ -323,7 +326,6 @@ NEARBY = {2: 64, 3: 8}
 """Maximum distance between tried whole numbers of micro-batches and the real numbers, by the number of kinds (else
 2)."""
 
-CP, EP = SIZES["cp"], SIZES["ep"]
 Rows = Mapping[str, Any]
 """Columns of options for the replicas of a node group: sizes, and times of the replicas."""
 
