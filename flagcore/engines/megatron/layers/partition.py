@@ -326,7 +326,7 @@ def _move_layers(
     goes, (now_held, (least, limits)) = moving, (layers, bounds)
     if moving.size < possible.size:
         now_held, least, limits = layers[:, moving], least[:, moving], limits[:, moving]
-        paces, middles = _some(paces, moving), [each[moving] for each in middles]
+        paces, middles = _of_rows(paces, moving), [each[moving] for each in middles]
     while moving.size:
         now, after = (_seconds(fronts, paces, middles, now_held + more) for more in (0.0, 1.0))
         after = np.where(now_held + 1.0 > limits, np.inf, after)
@@ -339,12 +339,12 @@ def _move_layers(
         moving, now_held, least, limits = moving[goes], now_held[:, goes], least[:, goes], limits[:, goes]
         now_held[giver[goes], np.arange(goes.size)] -= 1.0
         now_held[taker[goes], np.arange(goes.size)] += 1.0
-        paces, middles = _some(paces, goes), [each[goes] for each in middles]
+        paces, middles = _of_rows(paces, goes), [each[goes] for each in middles]
         layers[:, moving] = now_held
     return slowest
 
 
-def _some(paces: Sequence[Pace], rows: IntArray) -> list[Pace]:
+def _of_rows(paces: Sequence[Pace], rows: IntArray) -> list[Pace]:
     """Return the paces of the candidates `rows`. Stages on one node group share a pace."""
     found = {id(each): each[rows] for each in paces}
     return [found[id(each)] for each in paces]

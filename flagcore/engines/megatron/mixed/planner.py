@@ -150,8 +150,8 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
                     scores[order][text] = min(scores[order].get(text, np.inf), score)
     found: list[str] = []
     every = {text: score for of_order in scores.values() for text, score in of_order.items()}
-    for some, most in ((every, PLANNED), *((of_order, PLANNED // len(scores)) for of_order in scores.values())):
-        found += sorted(some, key=some.__getitem__)[:most]
+    for by_text, most in ((every, PLANNED), *((of_order, PLANNED // len(scores)) for of_order in scores.values())):
+        found += sorted(by_text, key=by_text.__getitem__)[:most]
     return tuple(dict.fromkeys(found))
 
 
