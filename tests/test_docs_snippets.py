@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 from flagcore.cli.main import flag
 from flagcore.domain.spec import TrainSpec
-from flagcore.spec import parse_spec, read_spec
+from flagcore.spec.convert import parse_spec, read_spec
 from flagcore.spec.serving import engines_of, select_engine
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
 from tests.shown import SHOWN

@@ -22,7 +22,7 @@ from flagcore.engines.serving.llamacpp import profile as llama_knobs
 from flagcore.engines.serving.sglang import profile as sglang_knobs
 from flagcore.engines.serving.vllm import knobs as vllm_knobs
 from flagcore.errors import SpecError
-from flagcore.spec import parse_spec
+from flagcore.spec.convert import parse_spec
 from tests.cli.conftest import Ran
 from tests.cli.conftest import flag as flag
 from tests.engines.flagscale.accounting import TREES, unaccounted
