@@ -11,6 +11,8 @@ MAX_SHOWN = 3
 """Jobs with wrong verdicts that are listed per source."""
 HEAD = """# Accuracy
 
+<!-- accuracy -->
+
 Predictions compared with measured training runs, by source. `make accuracy` generates this page from job records with a
 `measured` part. Each record is predicted by `flag estimate --jobs`; none is omitted.
 
@@ -23,6 +25,8 @@ Predictions compared with measured training runs, by source. `make accuracy` gen
 In the plots, blue points are within the predicted interval (or there is none), orange points outside. Dashed lines mark
 a factor of 1.25.
 """
+
+END = "<!-- end -->\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,7 @@ def text(
         _section("Single ranks", [RANKS, *_ranks(ranks)]) if ranks else "",
         _section("Memory verdicts", _verdicts(verdicts)) if verdicts else "",
         _section("Rejected records", _unpredicted_section(unpredicted)),
+        END,
     ]
     return "\n".join(section for section in sections if section)
 

@@ -115,7 +115,7 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/tutorial.md", "flag: runs/train-cpu belongs to another task"): refusal,
     ("docs/tutorial.md", " iteration"): log_line,
     ("docs/spec.md", "node-a slots=8"): hostfile,
-    ("docs/hosts.md", "node-1 slots=8 type=A800"): hostfile,
+    ("docs/mixed.md", "node-1 slots=8 type=A800"): hostfile,
     ("docs/hosts.md", "flag manifest"): left_to_readers,
     ("CONTRIBUTING.md", "flagcore/ "): folders,
     ("docs/how-it-predicts.md", "static ="): left_to_readers,

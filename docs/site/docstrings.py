@@ -1,4 +1,4 @@
-"""Texts of the reference from docstrings: the results of the Python API, and the hooks of plugins."""
+"""Texts of the reference from docstrings: the results of the Python API, the fields of result.json, and the hooks."""
 
 import inspect
 import re
@@ -7,6 +7,7 @@ from typing import Any
 
 import flagcore
 from flagcore import hooks
+from flagcore.report import result
 
 GROUPS = (hooks.ChipHooks, hooks.CostHooks, hooks.EngineHooks, hooks.TrialHooks)
 HOOKS = {name: hook for group in GROUPS for name, hook in vars(group).items() if name.startswith("flagcore_")}
@@ -36,6 +37,17 @@ def render_result(mark: str) -> str:
 def render_hook(mark: str) -> str:
     """Return the docstring of a hook: `hook NAME`."""
     return inspect.cleandoc(HOOKS[mark.split()[1]].__doc__ or "")
+
+
+def render_record(mark: str) -> str:
+    """Return the table of the fields of a record, from the docstring of its function in flagcore/report/result.py.
+
+    `record NAME`.
+    """
+    text = inspect.cleandoc(getattr(result, mark.split()[1]).__doc__ or "")
+    items = re.findall(r"^- (`.+?`): (.+?)(?=^- |\Z)", text, re.DOTALL | re.MULTILINE)
+    rows = (f"| {names} | {' '.join(meaning.split())} |" for names, meaning in items)
+    return "\n".join(["| field | meaning |", "| --- | --- |", *rows])
 
 
 def _functions() -> str:

@@ -31,6 +31,7 @@ RENDERERS: Mapping[str, Callable[[str], str]] = {
     "keys": spec_tables.render,
     "flagscale": flagscale_names.render,
     "python": docstrings.render_result,
+    "record": docstrings.render_record,
     "hook": docstrings.render_hook,
     "vendors": vendor_pages.render_overview,
 }

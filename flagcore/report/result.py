@@ -31,7 +31,46 @@ def number(value: Any) -> float | None:
 
 
 def result(plan: Plan, run_dir: str) -> dict[str, Any]:
-    """Return a plan in the format of result.json."""
+    """Return a plan in the format of result.json. The documentation lists the fields as they are described here.
+
+    - `schema_version`: 1.
+    - `run_dir`: The run folder.
+    - `chip`, `devices`: Name of the chip and number of devices.
+    - `objective`: `name`, such as `output_tokens_per_s` or `ttft_s.p99`, and `direction` (`max` or `min`).
+    - `fidelity`: The fidelity of `trials`: `estimate`, `probe` or `run`.
+    - `stopped_because`: Why the search stopped.
+    - `stopped_message`: The same as `template` and `values`, for translation. Absent for a fixed text.
+    - `counts`: The number of combinations by outcome. Two sums always balance: `combinations` = `illegal` (by rule)
+      + `merged` (equal to another) + `candidates`, and `candidates` = `does_not_fit` + `pruned` (by rule) + `measured`
+      + `stopped` + `failed` + `untried`.
+    - `baseline`, `best`: Trials, or null: the first trial of the candidate, or its first repeat if the first trial ran
+      shortened steps or side by side. `best` is null if no trial met the limits of the SLO.
+    - `limits`, `fastest`: The limits of `serve.slo` in seconds, and the number of the trial that is fastest regardless
+      of them. Absent without an SLO.
+    - `gain`: The lowest of `gains`: 0.25 is 25% more throughput than the baseline. Null if unknown.
+    - `gains`: The throughput of the best over the baseline, minus one: of the first runs, then of each round of
+      repeats. For a latency, the value of the baseline over that of the best, minus one.
+    - `speedup`: `median`, `low` and `high` of `gains`, the number of `rounds`, and whether it is `significant`: every
+      round is faster, and the difference exceeds the noise. Null if unknown.
+    - `noise`: The results of the repeats: `drift` (last run of the baseline over its first, minus one), `drifted`
+      (whether it exceeds the noise), `not_told_apart` (numbers of trials that may be as fast as the best), `medians`
+      (of candidates with several runs), `cold_start` (cold over warm runs of a finalist, minus one),
+      `cold_start_differs` (whether it exceeds the noise).
+    - `side_by_side`: The interference of trials that run at once: `slowdown` of a step as a fraction of its time alone,
+      `noise` of the run alone, `quiet` (whether trials run at once), `trials` (numbers of both runs), and `text`, with
+      `message` for translation. Null if unknown.
+    - `predictions_off`: Median error of the predicted step times as a fraction: `before` any trial, and `after`
+      learning. Null without corrected predictions.
+    - `trials`: One per candidate, in order of execution.
+    - `repeats`: Runs of the baseline, the best and its rivals at the end.
+    - `probes`: Trials that were probed before the first run. Not part of the counts.
+    - `slow_devices`: Slow devices (`device 3 of node 0`, or the name of its host) with the numbers of the trials in
+      which they were slow.
+    - `notes`: Caveats, such as trials without time for all their steps, a busy machine, or a p99 of fewer than 100
+      requests.
+    - `front`: Of servers: the Pareto front of `output_tokens_per_s_per_device` and `output_tokens_per_s_per_user` (the
+      inverse of the median time per token) over all load points, highest rate of a device first.
+    """
     because = plan.stopped_because
     fastest = plan.fastest.number if plan.fastest else None
     return {
@@ -67,10 +106,33 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
 
 
 def trial(each: Trial) -> dict[str, Any]:
-    """Return a trial in the format of result.json.
+    """Return a trial in the format of result.json. The documentation lists the fields as they are described here.
 
-    `measured_over` contains ratios of the measured step time: to the time as `predicted` before all trials, and to the
-    time as `believed`.
+    - `number`: Its number, and its folder under `trials/`.
+    - `role`: `baseline`, `search` or `repeat`; in the journal also `interference`.
+    - `candidate`: Each knob with its value; null is not set.
+    - `state`: `measured`, `stopped`, `out_of_memory`, `invalid`, `failed`, `timed_out` or `interrupted`. The last five
+      count as failed. An estimate has the state `predicted` and is not part of the counts.
+    - `reason`: Why the state is not `measured`, or null.
+    - `fidelity`: `run`, `probe` or `estimate`.
+    - `group`: The number of its group of devices if other trials ran at the same time. Null if it ran alone.
+    - `inconclusive`: Whether other processes or trials disturbed it. Such a trial removes no candidate, and its
+      candidate may be tried again.
+    - `warm`: Whether it was forked from a process that had imported its modules.
+    - `time_limit`: `seconds`, `because` (the origin of the limit), and `target_s`, after which the trial ends with
+      fewer steps (null: only at its limit). Null for trials that flagcore did not run.
+    - `shortened`: `global_batch_size` of a shortened step, `whole` that of a whole step, `scale` from one time to the
+      other with its 80% interval `low` to `high`. Null if the steps were whole.
+    - `predicted`: The prediction before it ran.
+    - `cost`: Of `baseline` and `best`: the cost figures of `predicted`, from the measured time if there is one.
+    - `measured`: The measurement, or null.
+    - `measured_over`: The measured step time over `predicted`, and over `believed` (the corrected prediction when the
+      trial was chosen). Null if unknown.
+    - `duration_s`: Wall-clock time of the trial.
+    - `log`: Its stdout, relative to the run folder.
+    - `source`: The file of an imported trial, or null.
+    - `finished_steps_s`, `telemetry`: If there is no measurement, the times of the finished steps (on an accelerator
+      without the first), and the telemetry, as in `measured`.
     """
     search_fields = each.search_fields
     run_fields = {name: search_fields.pop(name, None) for name in RUN_FIELDS}
