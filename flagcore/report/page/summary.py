@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.plan import DAY, TDP
+from flagcore.domain.plan import DAY
 from flagcore.domain.serving import nest_statistics
 from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
@@ -198,7 +198,7 @@ def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
 def _cost(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     """Yield time, cost and energy of the planned job, and cost and energy of tokens, where they are known."""
     cost, mark = run.cost, _mark(run) if best.measurement else "~"
-    source = _("(by the TDP of the devices)") if cost.get("energy_source") == TDP else _("(by telemetry)")
+    source = _("(by the TDP of the devices)")
     if days := cost.get("planned_days"):
         text = _("{days} days", days=shown(days)) if days >= MIN_DAYS else duration_text(days * DAY)
         price = cost.get("planned_cost")
@@ -212,8 +212,6 @@ def _cost(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     ):
         if (energy := number(cost.get(key))) is not None:
             yield name, Cell(f"{mark}{energy_text(energy)}", energy, note=source)
-    if (joules := served(best, "joules_per_output_token")) is not None:
-        yield _("Joules per output token"), Cell(shown(joules), joules)
 
 
 def _step(run: RunData, best: Trial) -> Cell:
