@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -15,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from flagcore import __version__, plugins
+from flagcore import plugins
 from flagcore.api.calibrated_plugins import VENDOR, busy, facts_of, uncatalogued
 from flagcore.api.inputs import loaded_plugins, warn
 from flagcore.domain.chip import Chip, Device
@@ -213,7 +214,8 @@ def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: in
 
 
 def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], others: float) -> Calibration:
-    method = f"flag calibrate of flagcore {__version__} in {found['seconds']:.0f} s, Python {platform.python_version()}"
+    tuner = f"flag calibrate of flagcore {version('flagcore')}"
+    method = f"{tuner} in {found['seconds']:.0f} s, Python {platform.python_version()}"
     return Calibration(
         chip=chip.name,
         aliases=chip.aliases,
