@@ -21,9 +21,10 @@ from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.huggingface import format_of_weights
 from flagcore.spec.knobs import Engines, section_of, serving_types, serving_values
-from flagcore.spec.models import Shape, model_of
+from flagcore.spec.models import model_of
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, document_of, with_fields
+from flagcore.spec.shapes import Shape
 from flagcore.spec.validate import (
     Context,
     Devices,
