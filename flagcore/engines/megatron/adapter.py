@@ -120,8 +120,9 @@ class Megatron(contracts.Workload):
         neutral: dict[str, tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in SPACE_KNOBS}
         auto = (DP, TP, PP, EP, SP, DIST_OPT, RECOMPUTE)
         neutral[SPLIT] = (None, "balanced")
-        full = zip(meshes.RECOMPUTE_KNOBS[1:], (("full",), ("uniform",), (1,)), strict=True)
-        return {**neutral, **dict.fromkeys(auto, AUTO), **dict(full)}
+        recompute: tuple[tuple[KnobValue, ...], ...] = (("full",), ("uniform",), (1,))
+        full = dict(zip(meshes.RECOMPUTE_KNOBS[1:], recompute, strict=True))
+        return {**neutral, **dict.fromkeys(auto, AUTO), **full}
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
         """Return the row of the candidate with the smallest TP x PP that fits.
