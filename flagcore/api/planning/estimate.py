@@ -356,7 +356,7 @@ table 4."""
 PRECISIONS = ("bf16", "fp16")
 """The precisions for which that range holds. In fp8, the peak is twice as high, and the MFU is lower."""
 FAR_BELOW = 0.5
-"""The share of the lower end of the range below which an MFU is far below. Chosen by hand."""
+"""An MFU is reported as far below the range if it is less than this share of the lower end. Chosen by hand."""
 LARGE = 1e9
 """The minimum number of parameters for a comparison with that range. Chosen by hand; kernels of smaller models use less
 of a device."""

@@ -296,7 +296,7 @@ def _width(flags: Flags, hidden: int, gated: bool) -> Any:
     width = math.ceil(int(int(4 * hidden * 2 / 3) * (factor or 1)) / multiple) * multiple
     for key, value in (("multiple_of", multiple), ("hidden_dim_multiplier", factor)):
         if value is not None:
-            flags.note(key, f"with {value} ffn_hidden_size is {width}", "model.ffn_hidden_size")
+            flags.note(key, f"used to compute ffn_hidden_size = {width}", "model.ffn_hidden_size")
     return width
 
 

@@ -312,8 +312,9 @@ def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]
 
 
 def _precision(mixed: object) -> dict[str, Any]:
-    """Return the flags for `mixed_precision`: a config, or the name of one. They take precedence over the ones in
-    `model`.
+    """Return the flags of `mixed_precision`, which is a config or the name of a config.
+
+    They take precedence over flags of `model`.
     """
     if isinstance(mixed, Mapping):
         fields = {key: mixed.get(key) for key in ("bf16", "fp16", "fp8")}
