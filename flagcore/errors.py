@@ -53,7 +53,7 @@ class SpecError(UsageError):
 
 
 class SpecErrors(SpecError):
-    """Several invalid keys of one file: `problems` has a SpecError for each. The other fields are those of the first."""
+    """Several invalid keys of one file: `problems` has one SpecError each, the fields are of the first."""
 
     def __init__(self, problems: Sequence[SpecError]) -> None:
         self._problems = tuple(each for problem in problems for each in problem.problems)

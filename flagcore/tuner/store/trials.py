@@ -170,7 +170,7 @@ def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, 
         if url is None:
             return ()
         message = _(
-            "{url} has no trials of this run; a relative path in it is relative to the folder in which the run was tuned",
+            "{url} has no trials of this run; a relative path in it starts at the working folder of the tuning",
             url=url,
         )
         raise RunError(message) from None
