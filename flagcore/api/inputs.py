@@ -34,10 +34,9 @@ from flagcore.plugins import (
     workload_of,
 )
 from flagcore.report.formats import as_yaml
-from flagcore.spec import parse_spec, spec_as_data
 from flagcore.spec.clusters import without_spares
-from flagcore.spec.convert import check_engines
-from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_error
+from flagcore.spec.convert import check_engines, parse_spec
+from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, spec_error
 from flagcore.spec.serving import engines_of, select_engine
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
@@ -106,7 +105,7 @@ def changed_spec(spec: Path | str, settings: Iterable[str]) -> ChangedSpec:
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")):
             raise UsageError(_("--set {text}: expected KEY=VALUE, such as cluster.nodes=2", text=text))
-        changes[key] = plain(parse_yaml(value, file="--set"), file="--set")
+        changes[key] = parse_yaml(value, file="--set")
     return ChangedSpec(spec, changes)
 
 

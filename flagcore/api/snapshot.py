@@ -35,7 +35,6 @@ from flagcore.domain.trial import RUN, Trial
 from flagcore.errors import FlagError, RunError, UsageError
 from flagcore.i18n import _
 from flagcore.plugins import engines
-from flagcore.spec import read_job
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.feasibility import no_time
 from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
@@ -248,6 +247,8 @@ def past(
     Records that cannot be read or predicted, and records of servers with another `objective`, are skipped. `knobs` are
     the plugins' knobs that a record may contain.
     """
+    from flagcore.spec.jobs import read_job  # takes long to import, and is needed only if there are earlier runs
+
     tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     installed = engines()
     for job_record in islice(records, MAX_PAST):

@@ -167,7 +167,7 @@ MAX_EXPLAINED = 100_000
 def _records(file: str) -> Iterator[Any]:
     """Yield the record of each line, or the line's error. Raises UsageError if the file is empty."""
     from flagcore.errors import UsageError
-    from flagcore.spec import read_job_lines
+    from flagcore.spec.jobs import read_job_lines
 
     name = "stdin" if file == "-" else file
     try:

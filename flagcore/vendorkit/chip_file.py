@@ -30,7 +30,7 @@ from flagcore.domain.chip import Chip, NotNegative, Source
 from flagcore.errors import SpecError
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.collective_curves import Curve as CollectiveCurve
-from flagcore.physics.kernel_table import RUN_SLOWDOWN, SIZES, Kernel, KernelSheet, KernelTable
+from flagcore.physics.kernel_table import RUN_SLOWDOWN, SIZES, Kernel, KernelSheet, with_measured
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.vendorkit.fields import build, read_yaml
 
@@ -195,7 +195,7 @@ def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
         raise SpecError(file=f"{location}/provenance.yaml", key="the file", problem="is missing next to kernels.jsonl")
     reading = read_provenance(provenance.read_text("utf-8"), f"{location}/provenance.yaml")
     sheet = read_kernels(kernels.read_text("utf-8"), f"{location}/kernels.jsonl", reading)
-    return KernelTable.from_sheet(Roofline(chip=chip, curve=curve or Curve()), sheet)
+    return with_measured(Roofline(chip=chip, curve=curve or Curve()), sheet)
 
 
 def serving_costs(package: str, chip: Chip) -> KernelCosts | None:

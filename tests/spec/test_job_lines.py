@@ -5,7 +5,7 @@ import io
 import pytest
 
 from flagcore.errors import SpecError
-from flagcore.spec import read_job_lines
+from flagcore.spec.jobs import read_job_lines
 
 WRONG = {
     "cut short": (b'{"id": "a", ', "cannot be read as JSON"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from flagcore.errors import SpecError
-from flagcore.spec import read_job
+from flagcore.spec.jobs import read_job
 from tests.small import ENGINES, SHAPE
 
 ErrorOf = Callable[..., SpecError]

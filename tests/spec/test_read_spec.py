@@ -10,7 +10,8 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
 from flagcore.engines.megatron.space.knobs import KNOBS
 from flagcore.errors import SpecError
-from flagcore.spec import parse_spec, read_spec, spec_as_data
+from flagcore.spec.convert import parse_spec, read_spec
+from flagcore.spec.plain_data import spec_as_data
 from tests.small import ENGINES
 
 Read = Callable[..., Spec]

@@ -6,7 +6,7 @@ import pytest
 
 from flagcore.domain.knob import Effect, Knob
 from flagcore.errors import SpecError
-from flagcore.spec import parse_spec
+from flagcore.spec.convert import parse_spec
 from flagcore.spec.validate import MAX_PROBLEMS
 from tests.small import ENGINES, SHAPE
 

@@ -20,7 +20,7 @@ from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData, json_file, predicted
 from flagcore.report.page.summary import no_best
 from flagcore.report.text import heading
-from flagcore.spec import spec_as_data
+from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.store.directory import IDENTITY, LOCK
 
 FILES = (

@@ -301,7 +301,7 @@ def test_a_chart_compares_the_configurations_best_first(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("changes", "shown"),
     [
-        ([({"a": 2}, 0.9), ({"a": 4, "b": 2}, 0.5), ({"a": 8}, 1.2)], ["a 2"]),
+        ([({"a": 2}, 0.9), ({"a": 4, "b": 2}, 0.5), ({"a": 8}, 1.2), ({"a": 16}, 0.4)], ["a 16", "a 2"]),
         ([({"a": 2, "a_detail": 3}, 0.9)], ["a 2, a_detail 3"]),
         ([({"a": 4, "b": 2}, 0.5), ({"a": 8}, 1.2)], []),
     ],
