@@ -22,7 +22,7 @@ from flagcore.api.inputs import (
     warn_about_problem,
 )
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
-from flagcore.contracts import Platform, Plugins, Problem, SearchContext, Workload
+from flagcore.contracts import Platform, Problem, SearchContext, Workload
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.effects import engine_task
@@ -34,7 +34,7 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.domain.trial import RUN, Trial
 from flagcore.errors import FlagError, RunError, UsageError
 from flagcore.i18n import _
-from flagcore.plugins import engines
+from flagcore.plugins import LoadedPlugins, engines
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.feasibility import no_time
 from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
@@ -222,7 +222,7 @@ MAX_LOG_RATIO = 3.0
 factor is not a model error."""
 
 
-def past_of_problem(problem: Problem, plugins: Plugins, run: str) -> PastMeasurements:
+def past_of_problem(problem: Problem, plugins: LoadedPlugins, run: str) -> PastMeasurements:
     """Return the measurements of earlier runs, except `run`, on the chip of a problem.
 
     The result is empty if the spec disables them.
@@ -237,7 +237,7 @@ def past_of_problem(problem: Problem, plugins: Plugins, run: str) -> PastMeasure
 def past(
     records: Iterable[Mapping[str, Any]],
     chip: Chip,
-    plugins: Plugins,
+    plugins: LoadedPlugins,
     workload: Workload,
     objective: str,
     knobs: Sequence[Knob] = (),
@@ -284,7 +284,7 @@ def past(
 def _observations(
     number: int,
     members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]],
-    plugins: Plugins,
+    plugins: LoadedPlugins,
     workload: Workload,
 ) -> tuple[Observations, Observations]:
     task = members[0][0]

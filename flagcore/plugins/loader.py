@@ -286,7 +286,6 @@ def make_plugin(name: str, module: object, distribution: Distribution | None = N
         value = getattr(module, member) if member.startswith("flagcore_") else None
         if inspect.isroutine(value) and not hasattr(value, "flagcore_impl"):
             raise BadPlugin(f"{member} lacks @hookimpl, so it would never be called; add the decorator")
-    _check_api_version(module)
     manager = pluggy.PluginManager("flagcore")
     for group in HOOK_GROUPS:
         manager.add_hookspecs(group)
@@ -310,15 +309,3 @@ def make_plugin(name: str, module: object, distribution: Distribution | None = N
         hooks=tuple(sorted(caller.name for caller in callers)),
         manager=manager,
     )
-
-
-def _check_api_version(module: object) -> None:
-    """Raise BadPlugin if a plugin was written for a later version of the hooks, or if its `HOOKS_API` is invalid."""
-    api = getattr(module, "HOOKS_API", hooks.HOOKS_API)
-    if isinstance(api, bool) or not isinstance(api, int) or api < 1:
-        raise BadPlugin(
-            f"has HOOKS_API = {api!r}, which is not a version of the hooks; write HOOKS_API = {hooks.HOOKS_API}"
-        )
-    if api > hooks.HOOKS_API:
-        fix = "install a newer flagcore, or an older version of the plugin"
-        raise BadPlugin(f"was written for HOOKS_API {api}, but this flagcore has HOOKS_API {hooks.HOOKS_API}; {fix}")

@@ -249,31 +249,24 @@ CHUNK = 1 << 16
 
 
 def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
-    """Return two candidates for each value of each knob with several values. All are predicted to fit.
+    """Return the fastest candidate that is predicted to fit, for each value of each knob with several values.
 
-    `fastest` is the fastest predicted candidate with the value. `nearest` is the fastest of the candidates that differ
-    from row `best` in the fewest knobs. Candidates without a predicted time are ignored.
+    Candidates without a predicted time are ignored. `best` is the row of the best candidate.
     """
     space, predictions = problem.space, problem.predictions
     own = {knob: int(code[0]) for knob, code in space.columns(np.array([best])).items()}
     counts = Counter[tuple[str, int]]()
     fastest: dict[tuple[str, int], tuple[float, int]] = {}
-    nearest: dict[tuple[str, int], tuple[int, float, int]] = {}
     for rows in space.chunks(CHUNK):
         usable = rows.start + np.flatnonzero(np.isfinite(predictions.step_time_s[rows]) & predictions.fits[rows])
         columns, seconds = space.columns(usable), predictions.step_time_s[usable]
-        distance = np.sum([codes != own[knob] for knob, codes in columns.items()], axis=0)
-        by_distance = np.lexsort((usable, seconds, distance))
         by_time = np.lexsort((usable, seconds))
         for knob, codes in columns.items():
             for code in np.unique(codes).tolist():
                 key, first = (knob, code), by_time[np.argmax(codes[by_time] == code)]
-                near = by_distance[np.argmax(codes[by_distance] == code)]
                 counts[key] += int(np.count_nonzero(codes == code))
                 time = (float(seconds[first]), int(usable[first]))
                 fastest[key] = min(fastest.get(key, time), time)
-                place = (int(distance[near]), float(seconds[near]), int(usable[near]))
-                nearest[key] = min(nearest.get(key, place), place)
     by_knob = []
     for axis in space.axes:
         keys = sorted(key for key in counts if key[0] == axis.knob)
@@ -282,7 +275,6 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
                 "value": axis.decode(key[1]),
                 "candidates": counts[key],
                 "fastest": _candidate(problem, fastest[key][-1], best),
-                "nearest": _candidate(problem, nearest[key][-1], best),
             }
             for key in keys
         ]

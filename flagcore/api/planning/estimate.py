@@ -9,7 +9,7 @@ import numpy as np
 
 from flagcore.api.inputs import SpecLike, loaded_plugins, spec_data, with_objective
 from flagcore.api.snapshot import build_problem_of_spec, prediction_records, read_spec
-from flagcore.contracts import Platform, Plugins, Problem, Workload
+from flagcore.contracts import Platform, Problem, Workload
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
@@ -20,6 +20,7 @@ from flagcore.domain.space import IntArray
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import _
+from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import Estimate
 from flagcore.report.explanation import part_name
 from flagcore.report.formats import lookup, size_text
@@ -205,7 +206,7 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
     }
 
 
-def mixing_of(spec: Spec, problem: Problem, plugins: Plugins) -> dict[str, Any] | None:
+def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> dict[str, Any] | None:
     """Return the fastest plan that mixes kinds of chips, and the fastest plan of each kind alone, as plain data.
 
     Returns None if no mixed plan has a predicted time.
@@ -266,7 +267,7 @@ def _balanced(problem: Problem, row: IntArray) -> dict[str, Any] | None:
     return {"layers": list(pipelines[0].layers), "step_time_s": seconds}
 
 
-def _alone(spec: Spec, mixed: Problem, group: int, plugins: Plugins) -> dict[str, Any] | None:
+def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> dict[str, Any] | None:
     """Return the fastest plan of one kind of chips, or None if it cannot run the job or has no predicted time."""
     workload, fixed = mixed.workload, {name: values for name, values in spec.space.items() if values != AUTO}
     space = {**workload.values_alone(mixed.task, group), **fixed}
