@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from flagcore.domain.knob import Knobs
 from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, noise, speed
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import RUN, Role, Trial, TrialState
+from flagcore.domain.trial import RUN, Role, Trial, TrialState, step_value
 from flagcore.i18n import N_, Message
 
 MAX_SLOWDOWN = 0.05
@@ -268,11 +268,8 @@ def measured_to_predicted(trial: Trial, field: Literal["predicted", "believed"])
 
     `field`: which prediction to use, as in `Trial`.
     """
-    record: Any = trial.believed if field == "believed" else trial.predicted
-    step = record.get("step_time_s") if isinstance(record, Mapping) else None
-    value = step.get("value") if isinstance(step, Mapping) else None
-    measured = trial.measurement.step_time_s if trial.measurement else None
-    return measured / value if measured and isinstance(value, float) and 0 < value < math.inf else None
+    predicted = step_value(trial.believed if field == "believed" else trial.predicted)
+    return trial.measurement.step_time_s / predicted if trial.measurement and predicted else None
 
 
 def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:

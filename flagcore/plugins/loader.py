@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib.metadata import Distribution, EntryPoint, distributions, version
 from threading import current_thread, main_thread
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from stevedore.named import NamedExtensionManager
 
-from flagcore import __version__, hooks
+from flagcore import hooks
 from flagcore.domain.engine import ValueRule
 from flagcore.errors import NoDevice
 
@@ -104,9 +104,11 @@ def _incompatible(distribution: Distribution) -> str | None:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if canonicalize_name(requirement.name) == "flagcore" and not requirement.specifier.contains(
-            __version__, prereleases=True
+            version("flagcore"), prereleases=True
         ):
-            return f"needs {requirement}, but this is flagcore {__version__}; install a version for this release"
+            return (
+                f"needs {requirement}, but this is flagcore {version('flagcore')}; install a version for this release"
+            )
     return None
 
 
