@@ -288,10 +288,10 @@ def _search(
 def _start(
     total: int, least: FloatArray, limits: FloatArray, counts: Sequence[FloatArray]
 ) -> tuple[FloatArray, BoolArray]:
-    """Return an even split, or another one within the limits, and which candidates have a split.
+    """Return a first split within the limits, even if possible, and whether each candidate has one.
 
-    The rows of the split are the ends, then the stages between on each node group. `counts` are the numbers of these
-    stages.
+    The first rows of the split are the stages at the ends; the others are the middle stages of each node group, whose
+    numbers are `counts`.
     """
     ends = len(least) - len(counts)
     number = np.stack([*np.ones_like(least[:ends]), *counts])

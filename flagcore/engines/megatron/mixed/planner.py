@@ -247,7 +247,7 @@ def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Seque
 
 
 def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
-    """Return which options are among the `MAX_SIZES` with the lowest `figure` of all options with the same `alike`."""
+    """Return, for each option, whether it has one of the `MAX_SIZES` lowest values of `figure` in its group `alike`."""
     order = np.lexsort((figure, alike))
     place = np.empty_like(order)
     place[order] = np.arange(order.size) - np.searchsorted(alike[order], alike[order])
