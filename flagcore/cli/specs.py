@@ -13,7 +13,6 @@ from flagcore.i18n import N_, _
 
 
 @click.command("init")
-@click.option("--pid", type=click.IntRange(1), help="Read the command and variables of this running process.")
 @click.option("--model", metavar="PATH", help="Hugging Face directory, config.json or GGUF file.")
 @click.option("--engine", metavar="NAME", help="Engine that trains or serves the model.")
 @options.chip(N_("Chip of the cluster [default: detected when the spec is used]."))
@@ -27,7 +26,6 @@ from flagcore.i18n import N_, _
 @click.option("--concurrency", type=click.IntRange(1), help="Serving: requests in flight.")
 @options.new_file
 def init_command(
-    pid: int | None,
     model: str | None,
     engine: str | None,
     chip: str | None,
@@ -40,21 +38,10 @@ def init_command(
 
     On a terminal, missing values are asked for. Otherwise --model and --engine are required, and the other values have
     their defaults.
-
-    With --pid, the spec is that of a running server or job, as with `flag import`: its arguments are the baseline.
-    Secrets are left out, and named.
     """
     from flagcore import api
     from flagcore.plugins import WORKLOADS, names
 
-    if pid is not None:
-        if ignored := [name for name, value in {**given, "nodes": nodes, "devices": devices}.items() if value]:
-            option = "--" + ignored[0].replace("_", "-")
-            raise click.UsageError(_("{option} cannot be combined with --pid", option=option))
-        process = api.read_process(pid, engine=engine, model=model, chip=chip)
-        options.print_notes(process.notes)
-        options.write_new(process.as_yaml(), output)
-        return
     model = model or _ask(_("Hugging Face directory or GGUF file"), "--model")
     engine = engine or _ask(_("Engine ({names})", names=", ".join(names(WORKLOADS))), "--engine")
     defaults = api.defaults_of(engine)
@@ -106,14 +93,14 @@ class _Importers(click.Group):
         return [*commands, *names(WORKLOADS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        from flagcore.plugins import IMPORTERS, importer, missing_extra, names
+        from flagcore.plugins import IMPORTERS, missing_extra, names
 
         if cmd_name not in self.list_commands(ctx):
             if fix := missing_extra(IMPORTERS, cmd_name.removesuffix(HISTORY)):
                 raise click.UsageError(_("{package} is not installed: run `{command}`", package=cmd_name, command=fix))
             return None
         if cmd_name in names(IMPORTERS):
-            return translated(config_command if importer(cmd_name).has_trees else recipe_command)
+            return translated(config_command)
         return translated(history_command if cmd_name.endswith(HISTORY) else command_command)
 
 
@@ -130,44 +117,17 @@ def import_command() -> None:
 )
 @options.new_file
 @click.pass_context
-def config_command(context: click.Context, /, directory: Path, config_name: str, **given: Any) -> None:
+def config_command(
+    context: click.Context, /, directory: Path, config_name: str, overrides: tuple[str, ...], output: Path | None
+) -> None:
     """Convert the config of another tuner in DIR to a spec.
 
     OVERRIDES are those of hydra (a.b=c). Comments, also printed to stderr, mark keys that are dropped or have another
     meaning here. Relative paths start at the working directory.
     """
-    _convert(context, directory, config_name, **given)
-
-
-@click.command()
-@click.argument("recipe", metavar="RECIPE", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
-@options.chip(N_("Chip of the cluster [default: that in the name of the recipe, or detected]."))
-@options.new_file
-@click.pass_context
-def recipe_command(context: click.Context, /, recipe: Path, **given: Any) -> None:
-    """Convert a recipe of another tool to a spec.
-
-    RECIPE is its saved config, a directory of checkpoints with it, or its name if the tool is installed. OVERRIDES
-    (a.b=c, or YAML files) change its keys. Comments, also printed to stderr, mark keys that are dropped or have another
-    meaning here.
-    """
-    _convert(context, recipe.parent, recipe.name, **given)
-
-
-def _convert(
-    context: click.Context,
-    directory: Path,
-    name: str,
-    overrides: tuple[str, ...],
-    output: Path | None,
-    chip: str | None = None,
-) -> None:
     from flagcore import api
 
-    config = api.read_tree(directory, name, overrides, importer=context.info_name)
-    if chip is not None:
-        config.data["cluster"]["chip"] = chip
+    config = api.read_tree(directory, config_name, overrides, importer=context.info_name)
     options.print_notes(config.notes)
     api.check_tree(config)
     options.write_new(config.as_yaml(), output)

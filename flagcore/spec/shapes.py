@@ -1,6 +1,6 @@
 """Inline shapes of models, and rules that concern several sizes of a model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError, join_errors
@@ -72,7 +72,10 @@ def model_of_shape(shape: Shape) -> Model:
     Raises SpecError with all broken rules.
     """
     sizes, problems = shape.model_dump(), dict[str, SpecError]()
-    fail = _collector(problems, sizes)
+
+    def fail(key: str, problem: str, fix: str) -> None:
+        problems[key] = spec_error((key,), problem, value=sizes[key], fix=fix)
+
     if shape.multi_latent_attention:
         for key in _MLA_SIZES:
             if sizes[key] is None:
@@ -111,15 +114,6 @@ def model_of_shape(shape: Shape) -> Model:
     return model
 
 
-def _collector(problems: dict[str, SpecError], values: Mapping[str, object]) -> Callable[[str, str, str], None]:
-    """Return a function that adds an error to `problems`, given a key, the problem and the fix."""
-
-    def fail(key: str, problem: str, fix: str) -> None:
-        problems[key] = spec_error((key,), problem, value=values[key], fix=fix)
-
-    return fail
-
-
 def check_model(model: Model, names: Mapping[str, str]) -> None:
     """Raise SpecError if sizes of `model` contradict each other.
 
@@ -131,21 +125,25 @@ def check_model(model: Model, names: Mapping[str, str]) -> None:
 
 def _contradictions(model: Model, names: Mapping[str, str]) -> dict[str, SpecError]:
     """Return an error for each key whose value contradicts another key. `names` is as in `check_model`."""
-    key_of = {field: names.get(field, field) for field in Model.__dataclass_fields__}
     problems = dict[str, SpecError]()
-    fail = _collector(problems, {key: getattr(model, field) for field, key in key_of.items()})
+
+    def fail(field: str, problem: str, fix: str) -> None:
+        key = names.get(field, field)
+        problems[key] = spec_error((key,), problem, value=getattr(model, field), fix=fix)
+
     heads, groups, experts = model.num_attention_heads, model.num_query_groups, model.num_moe_experts
+    heads_key = names.get("num_attention_heads", "num_attention_heads")
     if heads % groups:
         divisors = [str(n) for n in range(1, min(heads, 1024) + 1) if heads % n == 0][-6:]
-        problem = _("must divide {name} = {value}", name=key_of["num_attention_heads"], value=heads)
-        fail(key_of["num_query_groups"], problem, _("use {values}", values=", ".join(divisors)))
+        problem = _("must divide {name} = {value}", name=heads_key, value=heads)
+        fail("num_query_groups", problem, _("use {values}", values=", ".join(divisors)))
     elif model.multi_latent_attention and groups != heads:
-        problem = f"must equal {key_of['num_attention_heads']} = {heads} with multi-latent attention"
-        fail(key_of["num_query_groups"], problem, f"use {heads}")
+        fail("num_query_groups", f"must equal {heads_key} = {heads} with multi-latent attention", f"use {heads}")
     if experts is not None and not 1 <= model.moe_router_topk <= experts:
-        problem = f"must be from 1 to {key_of['num_moe_experts']} = {experts}"
-        fail(key_of["moe_router_topk"], problem, f"use {experts} or fewer")
+        problem = f"must be from 1 to {names.get('num_moe_experts', 'num_moe_experts')} = {experts}"
+        fail("moe_router_topk", problem, f"use {experts} or fewer")
     if experts is not None and model.moe_first_dense_layers >= model.num_layers:
-        problem = f"must be below {key_of['num_layers']} = {model.num_layers} in a model with experts"
-        fail(key_of["moe_first_dense_layers"], problem, f"use {model.num_layers - 1} or fewer")
+        layers = f"{names.get('num_layers', 'num_layers')} = {model.num_layers}"
+        problem, fix = f"must be below {layers} in a model with experts", f"use {model.num_layers - 1} or fewer"
+        fail("moe_first_dense_layers", problem, fix)
     return problems

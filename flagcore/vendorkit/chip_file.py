@@ -76,7 +76,15 @@ def collective_table(package: str, chip: Chip) -> CollectiveTable | None:
     """Return the measured collectives that `package` ships for `chip`, or None. Raises SpecError for an invalid
     file.
     """
-    return _table(package, chip.name.casefold(), seen=())
+    name = chip.name.casefold()
+    found = _collectives(package, name)
+    if not isinstance(found, str):
+        return found
+    table = _collectives(package, found)
+    if not isinstance(table, CollectiveTable):
+        file = f"{package}/costs/{name}/{FILE}"
+        raise SpecError(file=file, key="same_as", value=found, problem="this chip has no curves of its own")
+    return table
 
 
 def read_collectives(text: str, file: str) -> CollectiveTable | str:
@@ -96,18 +104,9 @@ def read_collectives(text: str, file: str) -> CollectiveTable | str:
         raise SpecError(file=file, key="curves", problem=str(error)) from None
 
 
-def _table(package: str, name: str, seen: tuple[str, ...]) -> CollectiveTable | None:
-    path, location = files(package).joinpath("costs").joinpath(name).joinpath(FILE), f"{package}/costs/{name}/{FILE}"
-    if not path.is_file():
-        if seen:
-            raise SpecError(file=location, key="the file", problem=f"is missing; {seen[-1]} has it as same_as")
-        return None
-    found = read_collectives(path.read_text("utf-8"), location)
-    if isinstance(found, CollectiveTable):
-        return found
-    if found in seen or found == name:
-        raise SpecError(file=location, key="same_as", value=found, problem="is a cycle")
-    return _table(package, found, (*seen, name))
+def _collectives(package: str, name: str) -> CollectiveTable | str | None:
+    path = files(package).joinpath(f"costs/{name}/{FILE}")
+    return read_collectives(path.read_text("utf-8"), f"{package}/costs/{name}/{FILE}") if path.is_file() else None
 
 
 BUSY_SIDE = 1024.0

@@ -74,11 +74,6 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line[1:-1].split("|")] if line[:1] == line[-1:] == "|" and len(line) > 1 else []
 
 
-def columns(line: str) -> list[str]:
-    """Return the cells of a table line that are separated by two or more spaces instead of bars."""
-    return [word for word in re.split(r"\s{2,}", line.strip()) if word]
-
-
 def read_table(
     text: str,
     head: Callable[[list[str]], Head | None],
@@ -153,13 +148,6 @@ def _unique(listing: Listing) -> Listing:
     rows = sorted((row for row in listing.rows if count[row.device.index] == 1), key=lambda row: row.device.index)
     duplicates = (f"several devices have the index {index}" for index, many in sorted(count.items()) if many > 1)
     return Listing(tuple(rows), (*listing.left_out, *duplicates))
-
-
-def with_count(listing: Listing, count: str | None) -> Listing:
-    """Return `listing`, with a sentence in `left_out` if it contains fewer devices than the tool's own `count`."""
-    short = not listing.left_out and count is not None and len(listing.rows) < int(count)
-    message = f"it counts {count} devices, but lists {len(listing.rows)}"
-    return replace(listing, left_out=(message,)) if short else listing
 
 
 def with_driver(listing: Listing, driver: str | None) -> Listing:

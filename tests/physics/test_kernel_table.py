@@ -62,14 +62,7 @@ TABLE = with_measured(Roofline(chip=CHIP), measured())
 def test_a_table_recovers_the_efficiencies_of_the_measured_chip() -> None:
     unseen = (2048, 6144, 2048)
     assert gemm(TABLE, unseen) == pytest.approx(gemm(TRUTH, unseen), rel=0.02)
-    shape = AttentionShape(
-        batch=column(2),
-        heads=column(16),
-        groups=column(16),
-        queries=column(4096),
-        keys=column(4096),
-        head_dim=column(128),
-    )
+    shape = AttentionShape(**dict(zip(ATTENTION, map(column, (2, 16, 16, 4096, 4096, 128)), strict=True)))
     assert TABLE.attention_seconds(shape, "bf16") == pytest.approx(TRUTH.attention_seconds(shape, "bf16"), rel=0.02)
     assert TABLE.memory_seconds(column(3e8)) == pytest.approx(3e8 / 1e12 + 2e-6, rel=0.01)
     assert TABLE.host_copy_seconds(column(3e8)) == pytest.approx(3e8 / 4e10 + 1e-5, rel=0.01)

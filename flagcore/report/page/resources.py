@@ -1,4 +1,4 @@
-"""Sections on the bottleneck of the best configuration, on changes that reduce it, on memory, and on the step time."""
+"""Sections on the bottleneck of the best configuration, the influence of each knob, memory, and the step time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
@@ -23,13 +23,9 @@ from flagcore.report.page.run import Record, RunData, measured_s, memory_of, pre
 from flagcore.report.result import number
 from flagcore.report.text import knob_of, value_text, values_text
 
-MAX_CHANGES = 8
-"""The maximum number of listed changes."""
-STEP = "step_time_s.value"
-
 
 def improvements(run: RunData) -> Section | None:
-    """Return the section on the bottleneck of the best and changes that reduce it.
+    """Return the section on the bottleneck of the best and the influence of each knob.
 
     Returns None if there is no best, or if it has no predicted time.
     """
@@ -37,7 +33,7 @@ def improvements(run: RunData) -> Section | None:
         return None
     blocks: list[Block] = [Text(_bottleneck(run, run.best))]
     if knobs := run.insight.get("knobs") or []:
-        blocks += [_changes(run, run.best, knobs), *_sensitivity(run, knobs)]
+        blocks += _sensitivity(run, knobs)
     return Section("improvements", _("Bottleneck"), blocks)
 
 
@@ -59,46 +55,6 @@ def _bottleneck(run: RunData, best: Trial) -> str:
         step=shown(step),
         share=seconds / step,
     )
-
-
-def _changes(run: RunData, best: Trial, knobs: Sequence[Record]) -> Block:
-    """Return the untried candidates that differ from the best in one knob, and are predicted to be faster."""
-    step, tried = predicted_s(best) or 0.0, {_key(trial.candidate.as_dict()) for trial in run.trials}
-    changes = {
-        _key(value["nearest"]["candidate"]): (lookup(value["nearest"]["predicted"], STEP), value["nearest"])
-        for knob in knobs
-        for value in knob["values"]
-        if value["value"] != knob["best"]
-    }
-    faster = [
-        (seconds, change)
-        for key, (seconds, change) in changes.items()
-        if seconds < step and key not in tried and _changes_one_knob(change, run)
-    ]
-    if not faster:
-        return Text(_("No untried change of one knob is predicted to be faster and to fit."))
-    rows = []
-    for seconds, change in sorted(faster, key=lambda pair: pair[0])[:MAX_CHANGES]:
-        changed = [f"{knob_of(knob, run.knobs).title} {value_text(value)}" for knob, value in change["differs"].items()]
-        figure = lookup(change["predicted"], "objective.value") if run.serves else seconds
-        used = size(number(lookup(change["predicted"], "memory.device_used_gib")))
-        rows.append([", ".join(changed), cell(figure), percent(seconds / step - 1.0, signed=True), used])
-    return table(
-        _("Untried changes of one knob that are predicted to be faster"),
-        [_("change"), f"~{run.unit}" if run.serves else _("~step s"), _("~time vs best"), _("~in use")],
-        rows,
-        sortable=True,
-    )
-
-
-def _changes_one_knob(change: Record, run: RunData) -> bool:
-    """Return whether a candidate differs from the best in one knob, apart from knobs that detail this knob."""
-    changed_knobs = change["differs"]
-    return sum(knob_of(knob, run.knobs).part_of not in changed_knobs for knob in changed_knobs) == 1
-
-
-def _key(candidate: Record) -> str:
-    return repr(sorted(candidate.items()))
 
 
 def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:
