@@ -121,7 +121,8 @@ def test_contradiction_of_the_spec_is_a_warning(arguments: str, words: str, tmp_
 
 
 def test_command_that_agrees_with_the_spec_only_warns_of_its_knobs(tmp_path: Path) -> None:
-    (line,) = WORKLOAD.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path))
+    lines = WORKLOAD.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path))
+    (line,) = (line for line in lines if "engine_version" not in line)  # Python 3.13 installs a later release
     assert "--micro-batch-size" in line
 
 
