@@ -32,12 +32,12 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 FILES: dict[str, tuple[bytes, str]] = {  # tests/spec has more of them
     "empty": (b"", "is empty"),
     "a word": (b"hello", "must be a mapping"),
-    "two documents": (b"a: 1\n---\nb: 2", "one document"),
+    "two documents": (b"a: 1\n---\nb: 2", "single document"),
     "binary": (bytes(range(256)), "not UTF-8"),
-    "huge": (b"model: " + b"x" * (2 << 20), "larger than 1 MiB"),
+    "huge": (b"model: " + b"x" * (2 << 20), "1048576 bytes"),
     "an alias bomb": (BOMB.encode(), "more than 100,000 values"),
-    "deep": (b"model: " + b"[" * 100_000, "32 levels"),
-    "a python object": (b"model: !!python/object/apply:os.system ['touch x']", "has the tag"),
+    "deep": (b"model: " + b"[" * 100_000, "nested too deep"),
+    "a python object": (b"model: !!python/object/apply:os.system ['touch x']", "for the tag"),
     "a key given twice": (b"model: a\nmodel: b", "repeats the key"),
     "a terminal's escape": (b'model: "\\e[31m"', "control character"),
 }
