@@ -38,7 +38,7 @@ FILES: dict[str, tuple[bytes, str]] = {  # tests/spec has more of them
     "an alias bomb": (BOMB.encode(), "more than 100,000 values"),
     "deep": (b"model: " + b"[" * 100_000, "nested too deep"),
     "a python object": (b"model: !!python/object/apply:os.system ['touch x']", "for the tag"),
-    "a key given twice": (b"model: a\nmodel: b", "repeats the key"),
+    "a key given twice": (b"model: a\nmodel: b", "a key is repeated"),
     "a terminal's escape": (b'model: "\\e[31m"', "control character"),
 }
 
