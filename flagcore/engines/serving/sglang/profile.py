@@ -43,14 +43,14 @@ from flagcore.engines.serving.space.hardware import (
     max_in_flight,
 )
 from flagcore.engines.serving.space.installed import strip_dashes
-from flagcore.engines.serving.space.knobs import BACKEND, BALANCING, DRAFTED, EAGER, SPECULATION, TRANSFER, or_default
+from flagcore.engines.serving.space.knobs import BACKEND, DRAFTED, EAGER, SPECULATION, TRANSFER, or_default
 from flagcore.engines.serving.space.program import Program, as_words
 from flagcore.engines.serving.space.settings import PublishedRuns, Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
-REDUNDANT, HICACHE = "redundant_experts", "hicache_size"
+HICACHE = "hicache_size"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
 """The smallest default that SGLang uses for max_running_requests."""
@@ -311,7 +311,7 @@ def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
 
 def _rules(task: Task) -> tuple[Rule, ...]:
     """Return SGLang's legality rules for candidates."""
-    experts, on_cores = task.spec.model.num_moe_experts or 1, Hardware.of(task).on_cores
+    experts = task.spec.model.num_moe_experts or 1
     needed = longest_request(task.spec.serve.loads, task.spec.model.vision)
     layouts = (
         *rules.split_rules(task, data=True, span=True),
@@ -325,12 +325,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     return (
         *layouts,
         *placement.rules(task, layouts),
-        Rule(
-            name="transfer_on_cores",
-            knobs=(PREFILL_DECODE,),
-            message=f"{PREFILL_DECODE} needs devices: SGLang's backends do not move caches between CPU cores",
-            broken=lambda c: (c[PREFILL_DECODE] > 0) & on_cores,
-        ),
+        *rules.forbidden(task, PROGRAM),
         Rule(
             name="chunk_of_pages",
             knobs=(TP, DP, PAGE, CHUNK),
@@ -344,24 +339,6 @@ def _rules(task: Task) -> tuple[Rule, ...]:
             "tokens of the longest request",
             broken=lambda c: (c[CHUNK] == -1) & (PROGRAM.values(c, PREFILL) < needed),
         ),
-        *_model_rules(task),
-        *_release_rules(task),
-        *rules.context_rules(task, knobs.CONTEXT),
-        rules.block_rule(
-            PROGRAM, PAGE, f"must be a size that {BACKEND} supports", lambda sizes: np.zeros_like(sizes, dtype=np.bool_)
-        ),
-    )
-
-
-def _model_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules for knobs that only some models support."""
-    return (
-        Rule(
-            name="load_balancing",
-            knobs=(EP, BALANCING, REDUNDANT),
-            message=f"{BALANCING} and {REDUNDANT} need {EP} > 1",
-            broken=lambda c: ((c[BALANCING] == 1) | (c[REDUNDANT] > 0)) & (c[EP] <= 1),
-        ),
         *rules.speculation_rules(
             task,
             PROGRAM,
@@ -369,6 +346,11 @@ def _model_rules(task: Task) -> tuple[Rule, ...]:
             [each for each in NEED_DRAFT_MODEL if each != "EAGLE" or task.spec.model.mtp_num_layers == 0],
             DRAFT_FLAG,
             "NEXTN",
+        ),
+        *_release_rules(task),
+        *rules.context_rules(task, knobs.CONTEXT),
+        rules.block_rule(
+            PROGRAM, PAGE, f"must be a size that {BACKEND} supports", lambda sizes: np.zeros_like(sizes, dtype=np.bool_)
         ),
     )
 

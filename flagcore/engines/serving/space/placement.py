@@ -161,7 +161,7 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
         return any(bool(np.any(rule.broken(columns))) for rule in of_layout)
 
     def rule(name: str, check: Check, message: str) -> Rule:
-        table = _broken_by_code(task, check)
+        table = broken_by_code(task, check)
         return Rule(name=name, knobs=(PREFILL_DECODE,), message=message, broken=lambda c: table[c[PREFILL_DECODE]])
 
     cards = f"both kinds of {PREFILL_DECODE} must not exceed the {hardware.cards} devices"
@@ -173,26 +173,9 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
     )
 
 
-def _broken_by_code(task: Task, check: Check) -> BoolArray:
+def broken_by_code(task: Task, check: Check) -> BoolArray:
     """Return the result of `check` for each value of PREFILL_DECODE, by its code. Code 0, not set, gives False."""
     return np.array([False, *(check(roles(word)) for word in known_roles(task))])
-
-
-def transfer_rule(task: Task, transfer: str, is_broken: Mapping[int, Check], message: str) -> Rule:
-    """Return the rule that excludes pairs of kinds between which the chosen method cannot move caches.
-
-    `transfer`: the knob for the method. `is_broken`: for the code of each method, a function that returns whether the
-    method cannot serve a pair.
-    """
-    tables = {code: _broken_by_code(task, check) for code, check in is_broken.items()}
-
-    def broken(c: Columns) -> BoolArray:
-        result = np.zeros(c[PREFILL_DECODE].shape, dtype=np.bool_)
-        for code, table in tables.items():
-            result |= (c[transfer] == code) & table[c[PREFILL_DECODE]]
-        return result
-
-    return Rule(name="transfer_of_kinds", knobs=(PREFILL_DECODE, transfer), message=message, broken=broken)
 
 
 def merges(transfer: str) -> tuple[Merge, ...]:
