@@ -50,7 +50,7 @@ from flagcore.engines.serving.space.weights import cache_bytes_per_token
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
-REDUNDANT, HICACHE = "redundant_experts", "hicache_size"
+HICACHE = "hicache_size"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
 """The smallest default that SGLang uses for max_running_requests."""

@@ -199,7 +199,7 @@ class RolesKnob(Knob):
 
 
 ASYNC, BACKEND, SPECULATION, DRAFTED = "async_scheduling", "attention_backend", "speculation", "speculative_tokens"
-MOE, BALANCING, QUANTIZATION = "moe_backend", "enable_eplb", "quantization"
+MOE, QUANTIZATION = "moe_backend", "quantization"
 KV, PREFIX, EAGER = "kv_cache_type", "enable_prefix_caching", "enforce_eager"
 TRANSFER, TOWER = "kv_transfer", "mm_encoder_tp_mode"
 EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
