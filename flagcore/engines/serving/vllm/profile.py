@@ -48,6 +48,7 @@ from flagcore.engines.serving.space.knobs import (
     CONTEXT,
     DRAFTED,
     EAGER,
+    REDUNDANT,
     SPECULATION,
     TRANSFER,
 )
@@ -285,11 +286,14 @@ def _model_rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules for knobs that only some models support."""
     on_host = [PROGRAM.code(SPECULATION, method) for method in ("ngram", "suffix")]
     return (
-        Rule(
-            name="load_balancing",
-            knobs=(EP, BALANCING),
-            message=f"{BALANCING} needs {EP} > 1",
-            broken=lambda c: (c[BALANCING] == 1) & (c[EP] <= 1),
+        placement.of_each_kind(
+            task,
+            Rule(  # source: vLLM 0.32 `config/parallel.py`
+                name="load_balancing",
+                knobs=(EP, BALANCING, REDUNDANT),
+                message=f"{BALANCING} needs {EP} > 1, and {REDUNDANT} needs {BALANCING}",
+                broken=lambda c: ((c[BALANCING] == 1) & (c[EP] <= 1)) | ((c[REDUNDANT] > 0) & (c[BALANCING] != 1)),
+            ),
         ),
         Rule(
             name="speculation_needs_tokens",
