@@ -46,6 +46,7 @@ TOOLS = {
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.19"],
 }
+"""The tools that the watchers of `extras/watchers` write to, by extra."""
 DEV = [
     "babel>=2.14",
     "jsonschema>=4.21",
@@ -84,8 +85,9 @@ class CustomMetadataHook(MetadataHookInterface):
             return f"flagcore-{name}=={version}"
 
         own = {name: [part("plugins", name)] for name in VENDORS} | {name: [part("extras", name)] for name in EXTRAS}
-        parts = {**own, **ENGINES, **TOOLS}
-        everything = [need for name, needs in parts.items() if name not in ENGINES for need in needs]
+        watchers = {name: [part("extras", "watchers"), *needs] for name, needs in TOOLS.items()}
+        parts = {**own, **ENGINES, **watchers}
+        everything = list(dict.fromkeys(need for name, needs in parts.items() if name not in ENGINES for need in needs))
         metadata["dependencies"] = [*CORE, part("plugins", "cpu")]
         dev = [*DEV, *TOOLS["tensorboard"]]
         metadata["optional-dependencies"] = {**parts, "all": everything, "dev": dev, "docs": DOCS}

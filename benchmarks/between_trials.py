@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flagcore import api
 from flagcore.plugins import engines
-from flagcore.spec import read_spec
+from flagcore.spec.convert import read_spec
 
 TRIALS = 12
 PROGRAM = """

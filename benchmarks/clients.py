@@ -32,9 +32,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from client_reports import read_report
+
 from flagcore.domain.serving import LATENCIES, STATISTICS, Load
 from flagcore.engines.serving.load.figures import figures_of
-from flagcore.engines.serving.load.reports import read_report
 from flagcore.engines.serving.load.result import Answer, Target
 from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.load.traffic import salted

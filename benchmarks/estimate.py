@@ -125,7 +125,7 @@ def _stages(data: Figures) -> Figures:
     from flagcore.contracts import Problem
     from flagcore.domain.prediction import PastMeasurements
     from flagcore.domain.search_state import SearchState
-    from flagcore.spec import parse_spec
+    from flagcore.spec.convert import parse_spec
     from flagcore.tuner.stages.build import build, legality
     from flagcore.tuner.stages.complete import complete_by_plugins
     from flagcore.tuner.stages.predict import predict

@@ -29,7 +29,7 @@ from flagcore.engines.megatron.predict import base_inputs
 from flagcore.engines.training.layout import Layout, Training
 from flagcore.engines.training.time.step import step_time
 from flagcore.physics.roofline import Curve, Roofline
-from flagcore.spec import read_job
+from flagcore.spec.jobs import read_job
 from flagcore.tuner.stages.discover import costs
 
 PLUGINS = Path(__file__).parent.parent / "plugins"

@@ -28,7 +28,7 @@ from flagcore.domain.spec import Spec
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.launchers.local import free_port
 from flagcore.plugins import engines, load_plugins
-from flagcore.spec import parse_spec
+from flagcore.spec.convert import parse_spec
 from flagcore.tuner.stages.complete import complete_by_plugins
 
 STEP = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")

@@ -28,7 +28,8 @@ from flagcore.api.inputs import loaded_plugins
 from flagcore.contracts import Problem, Workload
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.engines.serving.trial.loads import keeps_limits
-from flagcore.spec import parse_spec, spec_as_data
+from flagcore.spec.convert import parse_spec
+from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.problem import build_problem
 from flagcore.tuner.stages.launch import planned_launch
 

@@ -33,7 +33,8 @@ from flagcore.contracts import Problem
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
 from flagcore.engines.megatron.space.options import settings_in_force
-from flagcore.spec import parse_spec, spec_as_data
+from flagcore.spec.convert import parse_spec
+from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.problem import build_problem
 from flagcore.tuner.stages.launch import launch
 from flagcore.tuner.stages.measure import measure

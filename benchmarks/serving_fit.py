@@ -30,7 +30,7 @@ from flagcore.engines.serving.model.memory import serving_memory
 from flagcore.engines.serving.model.predict import predict, serving_of, split_of
 from flagcore.engines.serving.model.work import Overheads
 from flagcore.physics.roofline import Curve, Roofline
-from flagcore.spec import read_job
+from flagcore.spec.jobs import read_job
 from flagcore.tuner.stages.discover import costs as costs_of
 from flagcore.tuner.stages.predict import record
 

@@ -26,7 +26,7 @@ from flagcore.domain.trial import TrialState
 from flagcore.errors import FlagError
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
-from flagcore.spec import read_job
+from flagcore.spec.jobs import read_job
 from flagcore.tuner.stages.build import build, canonical, legality
 from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.prune import prune

@@ -29,12 +29,6 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import RunEvent
 from flagcore.physics.collective_curves import CollectiveTable
 
-HOOKS_API = 1
-"""The version of this interface. It increases when a hook is removed, or when a hook demands more of a plugin.
-
-A plugin may set `HOOKS_API` to the version that it was written for. A plugin for a later version is not loaded, and
-`flag plugins list` shows why."""
-
 hookspec = pluggy.HookspecMarker("flagcore")
 hookimpl = pluggy.HookimplMarker("flagcore")
 

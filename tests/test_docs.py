@@ -195,8 +195,10 @@ def _kinds(kind: type[errors.FlagError]) -> Iterator[type[errors.FlagError]]:
 def _variables() -> set[str]:
     """Return the environment variables that the core reads or sets in trials, if their names are constants."""
     found: set[str] = set()
-    launchers = [*ROOT.glob("extras/kubernetes/flagcore_*/*.py"), *ROOT.glob("extras/ray/flagcore_*/*.py")]
-    for file in [*(ROOT / "flagcore").rglob("*.py"), *launchers]:
+    extras = (
+        file for name in ("kubernetes", "ray", "watchers") for file in ROOT.glob(f"extras/{name}/flagcore_*/*.py")
+    )
+    for file in [*(ROOT / "flagcore").rglob("*.py"), *extras]:
         text = file.read_text(encoding="utf-8")
         if "os.environ" not in text and "FLAGCORE_" not in text:
             continue

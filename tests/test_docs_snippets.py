@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 from flagcore.cli.main import flag
 from flagcore.domain.spec import TrainSpec
-from flagcore.spec import parse_spec, read_spec
+from flagcore.spec.convert import parse_spec, read_spec
 from flagcore.spec.serving import engines_of, select_engine
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
 from tests.shown import SHOWN
@@ -39,7 +39,7 @@ PLANNED |= {"examples/train-1024-probe.yaml": ("flagcore_nvidia",)}
 """Files that plan for chips of plugins."""
 NOT_RUN = {
     "flag run runs/serve-cpu": "needs weights and a server; tests of serving start a winner",
-    "flag tune spec.yaml --watch tensorboard --watch webhook": "tests/report/watchers run the watchers",
+    "flag tune spec.yaml --watch tensorboard --watch webhook": "tests of watchers run them",
     'pip install "flagcore[tensorboard]"': "not in the index yet; tools/release.py installs what extras require",
     "optuna-dashboard runs/own/journal.log": "a server of another project; tests of the store read the study",
 }

@@ -108,7 +108,7 @@ def in_a_process(tree: Path, *further: Path) -> Arguments:
 
 
 def read_tree(tree: Path) -> Arguments:
-    """Return the arguments of the tree that this process imports, with those for modelopt marked."""
+    """Return the arguments of the tree that this process imports, including those for modelopt."""
     importlib.import_module("torch._inductor.runtime.triton_heuristics")  # asks for triton: before it has a stand-in
     if not hasattr(typing, "override"):  # trees from 0.18 on are written for Python 3.12
         typing.override = lambda method: method  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ def read_tree(tree: Path) -> Arguments:
         from megatron.post_training.arguments import add_modelopt_args  # type: ignore[import-not-found]
 
         further = read_parser(_parser(arguments, add_modelopt_args))
-        found |= {flag: row | {"needs": "modelopt"} for flag, row in further.items() if flag not in found}
+        found |= {flag: row for flag, row in further.items() if flag not in found}
     return found
 
 

@@ -10,7 +10,7 @@ from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.plugins import WORKLOADS, engines, names, workload
-from flagcore.spec import parse_spec
+from flagcore.spec.convert import parse_spec
 from flagcore.vendorkit.chip_file import load_chips
 
 ENGINES = {each.name: each for each in map(workload, names(WORKLOADS)) if isinstance(each, Engine)}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from flagcore.plugins import WORKLOADS, engines
 from flagcore.plugins.loader import installed, origin
-from flagcore.spec import json_schema
+from flagcore.spec.serving import json_schema
 
 FILE = Path(__file__).parents[2] / "examples" / "spec.schema.json"
 

@@ -1,14 +1,11 @@
 """Plugins with the user's calibrations, chips that no plugin lists, and the load during a calibration."""
 
-import resource
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from flagcore.contracts import CollectiveCosts
 from flagcore.domain.chip import Chip, Device, Fact, Source, Support, normalize_name
@@ -220,28 +217,3 @@ def busy(others: float) -> list[str]:
     if others < BUSY:
         return []
     return [f"other programs used {others:.0%} of the processors: measure again on an idle machine"]
-
-
-class Load:
-    """The CPU use of other processes since this object was created.
-
-    It is the total use without this process and its children. Children are included once they have ended and were
-    waited for.
-    """
-
-    def __init__(self) -> None:
-        self._start = _read_times()
-
-    def used_by_others(self) -> float:
-        """Return the share of the processors' time that other processes have used since the start, from 0 to 1."""
-        total, idle, own = (now - then for now, then in zip(_read_times(), self._start, strict=True))
-        return min(1.0, max(0.0, (total - idle - own) / total)) if total > 0 else 0.0
-
-
-def _read_times() -> tuple[float, float, float]:
-    """Return three CPU times in seconds: total of all processors, idle, and of this process with its children."""
-    times = psutil.cpu_times()
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return total, idle, sum(each.ru_utime + each.ru_stime for each in used)

@@ -1,9 +1,7 @@
 """Parse a candidate as a user types it (`tp=2, mbs 16, dist-opt`), and find the rules that it breaks."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 from unicodedata import normalize
 
@@ -17,7 +15,6 @@ from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical
 
 YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "-", "")
-QUOTE = '"'
 MAX_TEXT = 80
 """The maximum length of the input that a message repeats."""
 
@@ -25,8 +22,8 @@ MAX_TEXT = 80
 def parse_candidate(text: str, problem: Problem) -> tuple[dict[str, IntArray], frozenset[str]]:
     """Return the columns of the candidate in `text`, and the names of the knobs that the text contains.
 
-    The text has the form `knob=value` or `knob value`, separated by commas or blanks. A flag may stand alone, or after
-    `no`. A missing knob gets its only value in the space if that value has an effect with the named knobs, else the
+    The text has the form `knob=value` or `knob value`, separated by commas. A flag may stand alone, or after `no`. A
+    missing knob gets its only value in the space if that value has an effect with the named knobs, else the
     engine's default. The data-parallel size follows from the number of devices. Raises UsageError.
     """
     axes = problem.legality.axes
@@ -99,32 +96,13 @@ def _named_knobs(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterato
     `listed` is the list of knobs for error messages.
     """
     names = "|".join(map(re.escape, sorted(by_name, key=len, reverse=True)))
-    begin = re.compile(rf"(?<!\S)(no\s+)?({names})(?=\s*=|\s|\d|$)", re.IGNORECASE)
-    for part in re.split(r"\s*,\s*", _from_json(text).strip()):
-        matches = list(begin.finditer(part))
-        if part and (not matches or matches[0].start() > 0):
-            name = re.split(r"[\s=]", part)[0].casefold()
-            hint = did_you_mean(name[:MAX_TEXT], by_name, cutoff=0.7)
+    knob_and_value = re.compile(rf"(no\s+)?({names})(?:\s*=\s*|\s+|(?=\d)|$)(.*)", re.IGNORECASE)
+    for part in filter(None, re.split(r"\s*,\s*", normalize("NFKC", text).strip())):
+        if (match := knob_and_value.fullmatch(part)) is None:
+            hint = did_you_mean(re.split(r"[\s=]", part)[0].casefold()[:MAX_TEXT], by_name, cutoff=0.7)
             problem = _("{text!r} is not a knob with a value, a trial, best or baseline", text=part[:MAX_TEXT])
             raise UsageError("; ".join(filter(None, [problem, hint, listed])))
-        for each, following in zip_longest(matches, matches[1:]):
-            value_end = following.start() if following else len(part)
-            value = part[each.end() : value_end].strip()
-            value_text = value.removeprefix("=").strip() if value else None
-            yield part[each.start() : value_end].strip(), bool(each[1]), by_name[each[2].casefold()], value_text
-
-
-def _from_json(text: str) -> str:
-    """Convert a JSON object of knobs to `knob=value`, and other text to ASCII punctuation. Raises UsageError."""
-    if not text.strip().startswith("{"):
-        return normalize("NFKC", text)
-    try:
-        knobs = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            _("{text!r} is not a JSON object of knobs: {reason}", text=text[:MAX_TEXT], reason=error)
-        ) from None
-    return ", ".join(f"{name}={json.dumps(value).strip(QUOTE)}" for name, value in knobs.items())
+        yield part, bool(match[1]), by_name[match[2].casefold()], match[3] or None
 
 
 def _value(text: str, axis: Axis) -> KnobValue:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flagcore.api.calibrated_plugins import CalibratedPlugins
-from flagcore.contracts import Problem, Workload
+from flagcore.contracts import Problem
 from flagcore.domain.chip import MUCH_SLOWER, Support, slowness, unknown_chip_hint
 from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knob, Knobs
@@ -34,10 +34,9 @@ from flagcore.plugins import (
     workload_of,
 )
 from flagcore.report.formats import as_yaml
-from flagcore.spec import parse_spec, spec_as_data
 from flagcore.spec.clusters import without_spares
-from flagcore.spec.convert import check_engines
-from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_error
+from flagcore.spec.convert import check_engines, parse_spec
+from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, spec_error
 from flagcore.spec.serving import engines_of, select_engine
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
@@ -46,20 +45,20 @@ from flagcore.tuner.store.directory import write
 
 
 @dataclass(frozen=True)
-class ChangedSpec:
-    """A spec file in which some keys have other values, as with `--set KEY=VALUE`.
+class LoadedSpec:
+    """The content of a spec that may differ from its file, as with `--set`, or whose file has another format.
 
-    `changes` are the values by dotted key, such as `cluster.nodes`. `os.fspath` returns the file.
+    Relative paths are relative to the directory of `file`. `os.fspath` returns `file`.
     """
 
-    spec: "Path | str | ChangedSpec"
-    changes: Mapping[str, Any]
+    file: Path | str
+    data: Mapping[str, Any]
 
     def __fspath__(self) -> str:
-        return os.fspath(self.spec)
+        return os.fspath(self.file)
 
 
-SpecLike: TypeAlias = Path | str | ChangedSpec | Mapping[str, Any]
+SpecLike: TypeAlias = Path | str | LoadedSpec | Mapping[str, Any]
 """A spec: its file, or its content as data. Relative paths in data are relative to the working directory."""
 
 DEVICE_KNOBS = ("instances", "tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -69,20 +68,22 @@ UNNAMED = Path("spec")
 """The name of a spec without a file, in messages and for the folder of its run."""
 
 
-def spec_data(spec: SpecLike, data: Mapping[str, Any] | None = None) -> tuple[Path, dict[str, Any]]:
-    """Return the file and the content of a spec. The content is `data` if that is given. Raises SpecError."""
+def spec_data(spec: SpecLike) -> tuple[Path, dict[str, Any]]:
+    """Return the file and the content of a spec. Raises SpecError."""
     if isinstance(spec, Mapping):
-        return UNNAMED, dict(plain(spec if data is None else data, file=str(UNNAMED)))
-    if isinstance(spec, ChangedSpec):
-        file, content = spec_data(spec.spec, data)
-        return file, _with_changes(content, spec.changes, file)
-    file = Path(spec)
-    return file, spec_as_data(file) if data is None else dict(data)
+        return UNNAMED, dict(plain(spec, file=str(UNNAMED)))
+    if isinstance(spec, LoadedSpec):
+        return Path(spec.file), dict(spec.data)
+    return Path(spec), spec_as_data(Path(spec))
 
 
-def _with_changes(data: Mapping[str, Any], changes: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return a spec's data with the values of `changes`. Raises SpecError if a key is inside a value such as a path."""
-    changed = deepcopy(dict(data))
+def changed_spec(spec: SpecLike, changes: Mapping[str, Any]) -> LoadedSpec:
+    """Return a spec with new values of keys, which are dotted, such as `cluster.nodes`.
+
+    Raises SpecError if a key is inside a value such as a path.
+    """
+    file, data = spec_data(spec)
+    changed = deepcopy(data)
     for key, value in changes.items():
         *names, last = key.split(".")
         section: Any = changed
@@ -93,21 +94,20 @@ def _with_changes(data: Mapping[str, Any], changes: Mapping[str, Any], file: Pat
                 problem = _("has no keys, so {key} cannot be set", key=key)
                 raise spec_error(".".join(names[:depth]), problem, value=section, file=str(file))
         section[last] = value
-    return changed
+    return LoadedSpec(file, changed)
 
 
-def changed_spec(spec: Path | str, settings: Iterable[str]) -> ChangedSpec:
-    """Return a spec with the changes of `settings`, each `KEY=VALUE` with a YAML value.
-
-    Raises UsageError or SpecError.
-    """
+def with_settings(spec: SpecLike, settings: Iterable[str]) -> LoadedSpec:
+    """Return a spec with changed keys. Each setting is `KEY=VALUE` with a YAML value. Raises UsageError, SpecError."""
     changes = {}
     for text in settings:
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")):
             raise UsageError(_("--set {text}: expected KEY=VALUE, such as cluster.nodes=2", text=text))
-        changes[key] = plain(parse_yaml(value, file="--set"), file="--set")
-    return ChangedSpec(spec, changes)
+        changes[key] = parse_yaml(value, file="--set")
+    if not isinstance(spec, Mapping) and Path(spec).is_dir():
+        raise UsageError(_("--set {key} needs a spec; {run} is a run", key=next(iter(changes)), run=os.fspath(spec)))
+    return changed_spec(spec, changes)
 
 
 RUNS = Path("runs")
@@ -121,13 +121,6 @@ def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[
     control = {key: value for key, value in old_control.items() if key != "fidelity"}
     control |= {} if fidelity is None else {"fidelity": fidelity}
     return dict(data) if control == old_control else {**data, "auto_tuner": {**tuner, "control": control}}
-
-
-def with_objective(data: Mapping[str, Any], objective: str | None) -> dict[str, Any]:
-    """Return a spec's data with this objective. If it is None, the spec's objective is kept."""
-    if objective is None:
-        return dict(data)
-    return {**data, "auto_tuner": {**(data.get("auto_tuner") or {}), "objective": objective}}
 
 
 PATHS = (("model",), ("serve", "weights"), ("serve", "profile", "trace"), ("cluster", "hostfile"))
@@ -239,8 +232,14 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
         engine_names = {name for knob in installed[engine].knobs for name in knob.names}
         plugin_knobs = load_plugins(without).knobs_on_any_chip(engine) if space_names - engine_names - {engine} else ()
         plugin_knobs = [knob for knob in plugin_knobs if knob.name not in engine_names]
-    with _with_unknown_chips(data.get("cluster"), file, without), _with_unknown_names(tuner, file):
+    unknown_names = list(_unknown_names(tuner, file))
+    try:
         spec = parse_spec(data, file=file, base=base, engines=installed, plugin_knobs=plugin_knobs)
+    except SpecError as error:
+        unknown_chips = _unknown_chips(data.get("cluster"), file, without)
+        raise join_errors([*error.problems, *unknown_chips, *unknown_names]) from None
+    if unknown_names:  # without other errors, an unknown chip is reported by the stage `discover`
+        raise join_errors(unknown_names)
     if not (isinstance(tuner, Mapping) and "launcher" in tuner):
         spec = _with_launcher(spec, any_number=data.get("cluster") == AUTO)
     spec = _with_hosts(spec)
@@ -299,32 +298,15 @@ def _with_hosts(spec: Spec) -> Spec:
     return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=nodes))
 
 
-@contextmanager
-def _with_unknown_names(tuner: object, file: str) -> Iterator[None]:
-    """Raise SpecError for a strategy or launcher that is not installed, together with the other errors of the spec."""
-    problems = list[SpecError]()
-    try:
-        yield
-    except SpecError as error:
-        problems += error.problems
-    for key, group, named_object in (("strategy", STRATEGIES, strategy), ("launcher", LAUNCHERS, launcher)):
+def _unknown_names(tuner: object, file: str) -> Iterator[SpecError]:
+    """Yield an error for a strategy or a launcher that is not installed."""
+    for key, group, find in (("strategy", STRATEGIES, strategy), ("launcher", LAUNCHERS, launcher)):
         name = tuner.get(key) if isinstance(tuner, Mapping) else None
         if isinstance(name, str) and name not in names(group):
             try:
-                named_object(name)
+                find(name)
             except SpecError as error:
-                problems.append(located(error, (), file))
-    if problems:
-        raise join_errors(problems)
-
-
-@contextmanager
-def _with_unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iterator[None]:
-    """Add errors about unknown chips to a SpecError. If the spec is otherwise valid, `discover` reports them."""
-    try:
-        yield
-    except SpecError as error:
-        raise join_errors([*error.problems, *_unknown_chips(cluster, file, without)]) from None
+                yield located(error, (), file)
 
 
 def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iterator[SpecError]:
@@ -354,8 +336,10 @@ def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without
     if len(several) < 2:
         parsed(data, file=str(file), base=base, without=without)
         return
-    with _with_unknown_chips(data.get("cluster"), str(file), without):
+    try:
         check_engines(data, file=str(file), base=base, engines=engines())
+    except SpecError as error:
+        raise join_errors([*error.problems, *_unknown_chips(data.get("cluster"), str(file), without)]) from None
     for name in several:
         try:
             parsed(select_engine(data, name), file=str(file), base=base, without=without)
@@ -370,7 +354,7 @@ def warn_about_problem(problem: Problem) -> None:
 
     The warnings are about engines that are untested on the chip, devices that no candidate or not the fastest one uses,
     a slow precision, environment variables that differ from the plugins', sizes that a rule fixes to 1, disabled
-    pruning rules, settings without effect, and flags that cannot be checked.
+    pruning rules, and settings without effect.
     """
     support, task, workload = problem.platform.support, problem.task, problem.workload
     engine, lines = task.spec.work.engine, list[object]()
@@ -381,8 +365,6 @@ def warn_about_problem(problem: Problem) -> None:
     lines += [*_idle_devices(problem), *_chip_notes(task)]
     lines += [*problem.platform.conflicts, *sizes_fixed_at_one(problem), *problem.pruned.broken_rules]
     lines += workload.spec_warnings(task.spec)
-    if isinstance(task.spec.work, ServeSpec):
-        lines += _unchecked_flags(task.spec.work, task.spec, workload)
     warn(lines)
 
 
@@ -428,19 +410,6 @@ def _idle_devices(problem: Problem) -> list[str]:
         text = _("the fastest predicted candidate uses {used} of {usable} devices", used=fastest, usable=usable_count)
         return [text] if fastest < usable_count else []
     return []
-
-
-def _unchecked_flags(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
-    """Return a warning that an engine's flags are not checked if the engine is not installed, else an empty list."""
-    if not serve.engine_args:
-        return []
-    try:
-        installed_version = workload.installed_version(replace(spec, work=replace(serve, engine_version=None)))
-    except FlagError:
-        installed_version = ""
-    flags = ", ".join(serve.engine_args)
-    text = f"serve.engine_args ({flags}): not checked, {serve.engine} is not installed here"
-    return [text] if installed_version == "" else []
 
 
 def warn(problems: Iterable[object]) -> None:

@@ -22,7 +22,7 @@ from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import SCHEMA_VERSION, read_plan
 from flagcore.report.text import best_text, candidate_columns
-from flagcore.spec import spec_as_data
+from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.stages.rank import learn
 from flagcore.tuner.store.directory import RunDirectory
 

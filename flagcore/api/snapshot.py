@@ -14,7 +14,7 @@ import numpy as np
 from flagcore import plugins
 from flagcore.api.inputs import (
     UNNAMED,
-    ChangedSpec,
+    LoadedSpec,
     SpecLike,
     loaded_plugins,
     parsed,
@@ -22,7 +22,7 @@ from flagcore.api.inputs import (
     warn_about_problem,
 )
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
-from flagcore.contracts import Platform, Plugins, Problem, SearchContext, Workload
+from flagcore.contracts import Platform, Problem, SearchContext, Workload
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.effects import engine_task
@@ -34,8 +34,7 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.domain.trial import RUN, Trial
 from flagcore.errors import FlagError, RunError, UsageError
 from flagcore.i18n import _
-from flagcore.plugins import engines
-from flagcore.spec import read_job
+from flagcore.plugins import LoadedPlugins, engines
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.feasibility import no_time
 from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
@@ -105,7 +104,6 @@ def build_problem_of_spec(
     spec: SpecLike,
     chip: str | None,
     without: Collection[str],
-    data: Mapping[str, Any] | None = None,
     *,
     plan: bool = False,
 ) -> Problem:
@@ -113,7 +111,7 @@ def build_problem_of_spec(
 
     Raises SpecError and other FlagErrors.
     """
-    parsed_spec = read_spec(spec, chip, without, data)
+    parsed_spec = read_spec(spec, chip, without)
     with loaded_plugins(without) as loaded:
         problem = build_problem(parsed_spec, loaded, plugins.workload_of(parsed_spec.work), plan=plan)
     warn_about_problem(problem)
@@ -123,14 +121,12 @@ def build_problem_of_spec(
 def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -> Snapshot:
     """Return the state of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
     place = UNNAMED if isinstance(where, Mapping) else Path(where)
-    if isinstance(where, Mapping) or not place.is_dir():
+    if isinstance(where, (Mapping, LoadedSpec)) or not place.is_dir():
         problem = build_problem_of_spec(where, chip, without, plan=True)
         return _snapshot(place, problem, None, PastMeasurements.empty())
     run = load_run(place)
     if chip is not None:
         raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
-    if isinstance(where, ChangedSpec):
-        raise UsageError(_("--set {key} needs a spec; {run} is a run", key=next(iter(where.changes)), run=place))
     home = run_home(run)
     identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
     spec = _with_its_hardware(read_spec(home / SPEC, None, without), identity)
@@ -202,11 +198,9 @@ def _snapshot(where: Path, problem: Problem, run: Run | None, past: PastMeasurem
     return Snapshot(where=where, problem=problem, search_state=search_state, pruned=pruned, context=context, run=run)
 
 
-def read_spec(
-    source: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
-) -> Spec:
+def read_spec(source: SpecLike, chip: str | None, without: Collection[str]) -> Spec:
     """Read a spec, optionally for another chip. Raises SpecError, UsageError."""
-    file, content = spec_data(source, data)
+    file, content = spec_data(source)
     spec = parsed(content, file=str(file), base=file.parent, without=without)
     if chip is None:
         return spec
@@ -223,7 +217,7 @@ MAX_LOG_RATIO = 3.0
 factor is not a model error."""
 
 
-def past_of_problem(problem: Problem, plugins: Plugins, run: str) -> PastMeasurements:
+def past_of_problem(problem: Problem, plugins: LoadedPlugins, run: str) -> PastMeasurements:
     """Return the measurements of earlier runs, except `run`, on the chip of a problem.
 
     The result is empty if the spec disables them.
@@ -238,7 +232,7 @@ def past_of_problem(problem: Problem, plugins: Plugins, run: str) -> PastMeasure
 def past(
     records: Iterable[Mapping[str, Any]],
     chip: Chip,
-    plugins: Plugins,
+    plugins: LoadedPlugins,
     workload: Workload,
     objective: str,
     knobs: Sequence[Knob] = (),
@@ -248,6 +242,8 @@ def past(
     Records that cannot be read or predicted, and records of servers with another `objective`, are skipped. `knobs` are
     the plugins' knobs that a record may contain.
     """
+    from flagcore.spec.jobs import read_job  # takes long to import, and is needed only if there are earlier runs
+
     tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     installed = engines()
     for job_record in islice(records, MAX_PAST):
@@ -283,7 +279,7 @@ def past(
 def _observations(
     number: int,
     members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]],
-    plugins: Plugins,
+    plugins: LoadedPlugins,
     workload: Workload,
 ) -> tuple[Observations, Observations]:
     task = members[0][0]

@@ -16,7 +16,7 @@ import click
 from click import core, decorators, exceptions, formatting, parser, types
 
 from flagcore import __version__
-from flagcore.cli.options import FORMAT_OF_MESSAGES, say
+from flagcore.cli.options import say
 from flagcore.errors import FlagError
 from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, choose_by_locale, did_you_mean, language
 from flagcore.i18n.width import wrapped
@@ -103,14 +103,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             signal.signal(number, _interrupt)
     _configure_streams()
     _choose_language()
-    FORMAT_OF_MESSAGES.clear()
     try:
-        arguments = list(argv) if argv is not None else None
-        status = translated(flag).main(args=arguments, prog_name="flag", standalone_mode=False)
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        status = translated(flag).main(args=arguments, prog_name="flag", standalone_mode=False, obj=arguments)
         if sys.stdout:
             sys.stdout.flush()
     except FlagError as error:
-        say(f"flag: {error}", "error")
+        say(f"flag: {error}")
         status = error.exit_code
         if type(error).exit_code == 1:
             raise
@@ -120,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         error.show()
         status = 2
     except (KeyboardInterrupt, click.Abort):
-        say(_("flag: interrupted"), "error")
+        say(_("flag: interrupted"))
         status = 130
     except BrokenPipeError:
         _discard_stdout()

@@ -24,35 +24,46 @@ F = TypeVar("F", bound=Callable[..., Any])
 FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 
 
-def output(command: F) -> F:
-    """Add `--format`, `--json` and `--wide`. The command receives `form`. All formats except tables are in English."""
+def _adding(call: Callable[..., Any], *parameters: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Return a decorator that adds parameters to a command, in the order of its help.
 
-    @wraps(command)
-    def with_language(*arguments: Any, **others: Any) -> Any:
-        with language_of(others["form"]):
-            return command(*arguments, **others)
+    `call` receives the command and the values of all parameters, and calls the command.
+    """
 
-    made: Any = with_language
-    return formats(made)  # type: ignore[no-any-return]
+    def decorate(command: F) -> F:
+        @wraps(command)
+        def called(*arguments: Any, **values: Any) -> Any:
+            return call(command, *arguments, **values)
+
+        decorated: Any = called
+        for add in reversed(parameters):
+            decorated = add(decorated)
+        return decorated  # type: ignore[no-any-return]
+
+    return decorate
 
 
-def formats(command: F) -> F:
-    """Add the same options as `output`, for a command that also writes files in the user's language."""
+def _formatted(command: Callable[..., Any], /, *arguments: Any, wide: bool, **others: Any) -> Any:
+    with on_terminal(wide):
+        return command(*arguments, **others)
 
-    @wraps(command)
-    def fitting(*arguments: Any, wide: bool, **others: Any) -> Any:
-        with on_terminal(wide):
-            return command(*arguments, **others)
 
-    decorated: Any = fitting
-    choice = click.Choice(FORMATS)
-    for add in (
-        click.option("--wide", is_flag=True, help="Do not wrap tables to the width of the terminal."),
-        click.option("--json", "form", flag_value="json", help="Same as --format json."),
-        click.option("--format", "form", type=choice, default="table", help="Output format [default: table]."),
-    ):
-        decorated = add(decorated)
-    return decorated  # type: ignore[no-any-return]
+def _output(command: Callable[..., Any], /, *arguments: Any, form: str, **others: Any) -> Any:
+    with language_of(form):
+        return _formatted(command, *arguments, form=form, **others)
+
+
+FORMAT_OPTIONS = (
+    click.option(
+        "--format", "form", type=click.Choice(FORMATS), default="table", help="Output format [default: table]."
+    ),
+    click.option("--json", "form", flag_value="json", help="Same as --format json."),
+    click.option("--wide", is_flag=True, help="Do not wrap tables to the width of the terminal."),
+)
+output = _adding(_output, *FORMAT_OPTIONS)
+"""Adds `--format`, `--json` and `--wide`. The command receives `form`. All formats except tables are in English."""
+formats = _adding(_formatted, *FORMAT_OPTIONS)
+"""Adds the same options as `output`, for a command that also writes files in the user's language."""
 
 
 def language_of(form: str) -> AbstractContextManager[None]:
@@ -70,128 +81,120 @@ def on_terminal(wide: bool = False) -> Iterator[None]:
         yield
 
 
-def plugins(command: F) -> F:
-    """Add `--no-plugin`. The command receives `without`, a tuple of plugin names."""
-    text = N_("Disable a plugin (repeatable).")
-    option = click.option("--no-plugin", "without", multiple=True, metavar="NAME", help=text, shell_complete=_plugins)
-    return option(command)
-
-
 def chip(text: str = N_("Plan for this chip instead of the one in the spec.")) -> Callable[[F], F]:
     """Add `--chip`."""
-    return click.option("--chip", metavar="NAME", help=text, shell_complete=_chips)
+    return click.option("--chip", metavar="NAME", help=text, shell_complete=completing(_chips))
 
 
-def settings(argument: str) -> Callable[[F], F]:
-    """Add `--set`, which changes keys of the spec that the command receives as `argument`, and of a tree's source."""
-
-    def decorate(command: F) -> F:
-        @wraps(command)
-        def with_settings(settings: tuple[str, ...], **others: Any) -> Any:
-            from flagcore import api
-
-            spec = others[argument]
-            if settings and isinstance(spec, tuple) and spec[0] is not None:
-                others[argument] = (api.changed_spec(spec[0], settings), spec[1])
-            elif settings and spec is not None and not isinstance(spec, tuple):
-                others[argument] = api.changed_spec(spec, settings)
-            return command(**others)
-
-        text = N_("Change a key of the spec, such as cluster.nodes=2 (repeatable).")
-        made: Any = with_settings
-        return click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=text)(made)  # type: ignore[no-any-return]
-
-    return decorate
-
-
-def objective(command: F) -> F:
-    """Add `--objective`."""
-    text = N_("Optimize this instead of the objective in the spec, such as cost.")
-    return click.option("--objective", metavar="NAME", help=text)(command)
-
-
-def _chips(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
-    """Complete the name of a chip from its name or an alias."""
+def _chips() -> Iterable[str]:
     from flagcore import api
 
-    chips = ((each["chip"], *each["aliases"]) for each in api.chip_table())
-    return [names[0] for names in chips if any(name.lower().startswith(typed.lower()) for name in names)]
+    return [each["chip"] for each in api.chip_table()]
 
 
-def _plugins(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+def settings(argument: str = "spec") -> Callable[[F], F]:
+    """Add `--set`, which changes keys of the spec that the command receives as `argument`."""
+
+    def call(command: Callable[..., Any], /, settings: tuple[str, ...], **others: Any) -> Any:
+        from flagcore import api
+
+        if settings and others[argument] is not None:
+            others[argument] = api.with_settings(others[argument], settings)
+        return command(**others)
+
+    text = N_("Change a key of the spec, such as cluster.nodes=2 (repeatable).")
+    return _adding(call, click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=text))
+
+
+objective = click.option(
+    "--objective", metavar="NAME", help=N_("Optimize this instead of the objective in the spec, such as cost.")
+)
+
+
+def completing(known: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
+    """Return a function for `shell_complete` that completes one of the known names."""
+    return lambda context, parameter, typed: [name for name in known() if name.lower().startswith(typed.lower())]
+
+
+def _plugins() -> Iterable[str]:
     from flagcore import api
 
-    return [each["name"] for each in api.plugin_table() if each["name"].startswith(typed)]
+    return [each["name"] for each in api.plugin_table()]
 
 
-def spec(command: F) -> F:
-    """Add the argument SPEC."""
-    return click.argument("spec", type=click.Path(path_type=str))(command)
+plugins = click.option(
+    "--no-plugin",
+    "without",
+    multiple=True,
+    metavar="NAME",
+    help=N_("Disable a plugin (repeatable)."),
+    shell_complete=completing(_plugins),
+)
+"""Adds `--no-plugin`. The command receives `without`, a tuple of plugin names."""
 
 
-def tree(command: F) -> F:
-    """Add the argument `source`: SPEC, or another tuner's config (`--config-path`, `--config-name`, OVERRIDES)."""
-
-    @wraps(command)
-    def with_source(
-        spec: str | None, overrides: tuple[str, ...], config_path: str | None, config_name: str | None, **others: Any
-    ) -> Any:
-        if config_path is None and config_name is None:
-            if overrides:
-                raise click.UsageError(
-                    _("unexpected argument {name!r}: overrides need --config-path", name=overrides[0])
-                )
-            return command(source=(spec, None), **others)
-        if config_path is None or config_name is None:
-            raise click.UsageError(_("--config-path and --config-name must be used together"))
-        if spec and "=" not in spec and not spec.startswith("~"):
-            raise click.UsageError(_("{name!r} is not an override (a.b=c); --config-path replaces SPEC", name=spec))
-        return _with_tree(command, config_path, config_name, [*filter(None, [spec]), *overrides], others)
-
-    decorated: Any = with_source
-    for add in (
-        click.option("--config-name", metavar="NAME", help="Top-level file of the config."),
-        click.option("--config-path", metavar="DIR", help="Read a config of another tuner instead of SPEC."),
-        click.argument("overrides", nargs=-1),
-        click.argument("spec", required=False, type=click.Path(path_type=str)),
-    ):
-        decorated = add(decorated)
-    return decorated  # type: ignore[no-any-return]
-
-
-def _with_tree(command: F, path: str, name: str, overrides: list[str], others: dict[str, Any]) -> Any:
-    """Call a command with the data of another tuner's config. Errors name the keys of that config."""
+def _with_tree(
+    command: Callable[..., Any],
+    /,
+    spec: str | None,
+    overrides: tuple[str, ...],
+    config_path: str | None,
+    config_name: str | None,
+    **others: Any,
+) -> Any:
+    """Call a command with `spec`, or with another tuner's config. Errors name the keys of that config."""
     from flagcore import api
     from flagcore.errors import SpecError
 
-    config = api.read_tree(Path(path), name, overrides)
+    if config_path is None and config_name is None:
+        if overrides:
+            raise click.UsageError(_("unexpected argument {name!r}: overrides need --config-path", name=overrides[0]))
+        return command(spec=spec, **others)
+    if config_path is None or config_name is None:
+        raise click.UsageError(_("--config-path and --config-name must be used together"))
+    if spec and "=" not in spec and not spec.startswith("~"):
+        raise click.UsageError(_("{name!r} is not an override (a.b=c); --config-path replaces SPEC", name=spec))
+    config = api.read_tree(Path(config_path), config_name, [*filter(None, [spec]), *overrides])
     print_notes(config.notes)
     try:
-        return command(source=(config.file, config.data), **others)
+        return command(spec=api.LoadedSpec(config.file, config.data), **others)
     except SpecError as error:
         raise config.translate_error(error) from None
 
 
-def new_file(command: F) -> F:
-    """Add `-o` and `--force`. The command receives `output`, which it passes to `write_new`.
+tree = _adding(
+    _with_tree,
+    click.argument("spec", required=False, type=click.Path(path_type=str)),
+    click.argument("overrides", nargs=-1),
+    click.option("--config-path", metavar="DIR", help="Read a config of another tuner instead of SPEC."),
+    click.option("--config-name", metavar="NAME", help="Top-level file of the config."),
+)
+"""Adds SPEC, or another tuner's config (`--config-path`, `--config-name`, OVERRIDES). The command receives `spec`."""
 
-    Without `--force`, a file that exists is a UsageError before the command begins.
-    """
 
-    @wraps(command)
-    def with_new_file(*arguments: Any, output: Path | None, force: bool, **others: Any) -> Any:
-        if output is not None and output.exists() and not force:
-            raise click.UsageError(_("{file} exists; use --force to replace it, or choose another file", file=output))
-        return command(*arguments, output=output, **others)
+def _with_new_file(
+    command: Callable[..., Any], /, *arguments: Any, output: Path | None, force: bool, **others: Any
+) -> Any:
+    if output is not None and output.exists() and not force:
+        raise click.UsageError(_("{file} exists; use --force to replace it, or choose another file", file=output))
+    return command(*arguments, output=output, **others)
 
-    decorated: Any = with_new_file
-    text = N_("Output file [default: stdout].")
-    for add in (
-        click.option("--force", is_flag=True, help=N_("Replace the output file if it exists.")),
-        click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help=text),
-    ):
-        decorated = add(decorated)
-    return decorated  # type: ignore[no-any-return]
+
+new_file = _adding(
+    _with_new_file,
+    click.option(
+        "-o",
+        "--output",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help=N_("Output file [default: stdout]."),
+    ),
+    click.option("--force", is_flag=True, help=N_("Replace the output file if it exists.")),
+)
+"""Adds `-o` and `--force`. The command receives `output`, which it passes to `write_new`.
+
+Without `--force`, a file that exists is a UsageError before the command begins.
+"""
 
 
 def write_new(text: str, output: Path | None) -> None:
@@ -218,18 +221,10 @@ def joined(records: list[dict[str, Any]], form: str, key: str, separator: str = 
     return [{**record, key: separator.join(record[key])} for record in records]
 
 
-FORMAT_OF_MESSAGES: list[Callable[[str, str], str]] = []
-"""The function that formats messages, given the level and the text. The list is empty for the default format."""
-
-
-def say(text: str, level: str = "info") -> None:
+def say(text: str) -> None:
     """Print a message to stderr, with lines that fit the terminal. If stderr is closed, nothing is printed."""
-    if not FORMAT_OF_MESSAGES:
-        text = _wrapped(text, _message_width())
-    for form in FORMAT_OF_MESSAGES:
-        text = form(level, text)
     with suppress(OSError, ValueError):
-        click.echo(text, err=True)
+        click.echo(_wrapped(text, _message_width()), err=True)
 
 
 def columns(*tables: str) -> dict[str, str]:

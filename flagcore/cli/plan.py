@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option(
     "--jobs", type=click.Path(), metavar="FILE", help="Predict job records from a JSON Lines file (- for stdin)."
 )
-@options.settings("source")
+@options.settings()
 @options.chip()
 @options.objective
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of candidates to list.")
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @options.output
 @options.plugins
 def estimate_command(
-    source: tuple[str | api.ChangedSpec | None, dict[str, Any] | None],
+    spec: str | api.LoadedSpec | None,
     jobs: str | None,
     top: int,
     every: bool,
@@ -50,7 +50,6 @@ def estimate_command(
 
     With --jobs the default format is jsonl. A config of another tuner (--config-path, --config-name) may replace SPEC.
     """
-    spec, data = source
     if explain is not None and form == "csv":
         raise click.UsageError(_("--explain does not support --format csv"))
     if (spec is None) == (jobs is None):
@@ -58,7 +57,7 @@ def estimate_command(
     if spec is not None and os.fspath(spec).endswith(".jsonl"):
         raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=os.fspath(spec)))
     if spec is not None:
-        _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, data=data, **arguments)
+        _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
     elif jobs is not None:
         for option in filter(_is_given, OPTIONS_OF_SPECS):
             raise click.UsageError(_(OPTIONS_OF_SPECS[option]))
@@ -111,7 +110,7 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
     options.show_records(answers, form, options.columns("jobs", *figures, "jobs_fit"))
 
 
-def _estimate_spec(spec: str | api.ChangedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:
+def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:
     from flagcore import api
     from flagcore.report.estimate import estimate_columns, estimate_texts
 
@@ -167,7 +166,7 @@ MAX_EXPLAINED = 100_000
 def _records(file: str) -> Iterator[Any]:
     """Yield the record of each line, or the line's error. Raises UsageError if the file is empty."""
     from flagcore.errors import UsageError
-    from flagcore.spec import read_job_lines
+    from flagcore.spec.jobs import read_job_lines
 
     name = "stdin" if file == "-" else file
     try:
@@ -182,7 +181,7 @@ def _records(file: str) -> Iterator[Any]:
 
 
 @click.command("probe")
-@options.spec
+@click.argument("spec", type=click.Path())
 @click.option(
     "--candidate",
     metavar="ID",
@@ -204,7 +203,7 @@ def _records(file: str) -> Iterator[Any]:
     metavar="R",
     help="Global rank to probe (repeatable) [default: the most informative ranks].",
 )
-@options.settings("spec")
+@options.settings()
 @options.chip(N_("Plan for this chip, which must be on this machine."))
 @click.option(
     "--seconds",
@@ -249,7 +248,7 @@ def probe_command(spec: str, candidate: str | None, top: int, quiet: bool, form:
 @click.command("explain")
 @click.argument("spec", metavar="SPEC|RUN", type=click.Path())
 @click.argument("candidate", nargs=-1, metavar="[CANDIDATE]...")
-@options.settings("spec")
+@options.settings()
 @options.chip()
 @options.output
 @options.plugins
@@ -257,8 +256,8 @@ def explain_command(spec: str, candidate: tuple[str, ...], form: str, **argument
     """Explain how the search space of SPEC was reduced: each rule, and how many combinations it eliminated.
 
     With RUN (the directory of a run), explain the space at the end of that run. With CANDIDATE, explain that one: why
-    it was eliminated, its prediction, the nearest measured candidate, and what would have to change. CANDIDATE is the
-    number of a trial, best, baseline, or knobs as in tables: "tp=2, mbs=16, dist-opt".
+    it was eliminated, its prediction, and what would have to change. CANDIDATE is the number of a trial, best,
+    baseline, or knobs as in tables: "tp=2, mbs=16, dist-opt".
     """
     from dataclasses import asdict
 
@@ -267,7 +266,7 @@ def explain_command(spec: str, candidate: tuple[str, ...], form: str, **argument
     from flagcore.report.explanation import eliminated, explanation_text
 
     if candidate:
-        _print(api.explain_candidate(spec, " ".join(candidate), **arguments), form)
+        _print(api.explain_candidate(spec, ", ".join(candidate), **arguments), form)
         return
     explanation = api.explain(spec, **arguments)
     if form == "table":
@@ -286,7 +285,7 @@ def explain_command(spec: str, candidate: tuple[str, ...], form: str, **argument
 @click.command("compare")
 @click.argument("names", nargs=-1, metavar="A B")
 @click.option("--spec", type=click.Path(), metavar="SPEC", help="Compare two candidates of this spec.")
-@options.settings("spec")
+@options.settings()
 @options.chip()
 @options.output
 @options.plugins

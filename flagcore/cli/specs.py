@@ -13,7 +13,6 @@ from flagcore.i18n import N_, _
 
 
 @click.command("init")
-@click.option("--pid", type=click.IntRange(1), help="Read the command and variables of this running process.")
 @click.option("--model", metavar="PATH", help="Hugging Face directory, config.json or GGUF file.")
 @click.option("--engine", metavar="NAME", help="Engine that trains or serves the model.")
 @options.chip(N_("Chip of the cluster [default: detected when the spec is used]."))
@@ -27,7 +26,6 @@ from flagcore.i18n import N_, _
 @click.option("--concurrency", type=click.IntRange(1), help="Serving: requests in flight.")
 @options.new_file
 def init_command(
-    pid: int | None,
     model: str | None,
     engine: str | None,
     chip: str | None,
@@ -40,21 +38,10 @@ def init_command(
 
     On a terminal, missing values are asked for. Otherwise --model and --engine are required, and the other values have
     their defaults.
-
-    With --pid, the spec is that of a running server or job, as with `flag import`: its arguments are the baseline.
-    Secrets are left out, and named.
     """
     from flagcore import api
     from flagcore.plugins import WORKLOADS, names
 
-    if pid is not None:
-        if ignored := [name for name, value in {**given, "nodes": nodes, "devices": devices}.items() if value]:
-            option = "--" + ignored[0].replace("_", "-")
-            raise click.UsageError(_("{option} cannot be combined with --pid", option=option))
-        process = api.read_process(pid, engine=engine, model=model, chip=chip)
-        options.print_notes(process.notes)
-        options.write_new(process.as_yaml(), output)
-        return
     model = model or _ask(_("Hugging Face directory or GGUF file"), "--model")
     engine = engine or _ask(_("Engine ({names})", names=", ".join(names(WORKLOADS))), "--engine")
     defaults = api.defaults_of(engine)

@@ -13,10 +13,10 @@ from flagcore.cli import options
 from flagcore.i18n import N_, _
 
 
-def _watchers(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+def _watchers() -> Sequence[str]:
     from flagcore.plugins import WATCHERS, names
 
-    return [name for name in names(WATCHERS) if name.startswith(typed)]
+    return names(WATCHERS)
 
 
 @click.command("tune")
@@ -29,23 +29,23 @@ def _watchers(context: click.Context, parameter: click.Parameter, typed: str) ->
     type=click.Choice(("estimate", "probe", "run")),
     help="Predict only, probe ranks on one device, or run [default: as in SPEC, else run].",
 )
-@options.settings("source")
+@options.settings()
 @options.chip(N_("Tune for this chip instead of the one in the spec."))
 @options.objective
 @click.option(
-    "--watch", multiple=True, metavar="NAME", shell_complete=_watchers, help="Send events to a watcher (repeatable)."
-)
-@click.option(
-    "--log-format", type=click.Choice(("text", "json")), default="text", help="Format of stderr [default: text]."
+    "--watch",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=options.completing(_watchers),
+    help="Send events to a watcher (repeatable).",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Hide progress.")
 @click.option("-v", "--verbose", is_flag=True, help="Show why each trial was chosen, and its log file.")
 @options.formats
 @options.plugins
 def tune_command(
-    source: tuple[Any, dict[str, Any] | None],
+    spec: Any,
     chip: str | None,
-    log_format: str,
     quiet: bool,
     verbose: bool,
     form: str,
@@ -60,22 +60,22 @@ def tune_command(
     action=auto_tune). Keys that are dropped, or have another meaning here, are reported.
     """
     from flagcore import api
-    from flagcore.cli.progress import json_lines, progress
+    from flagcore.cli.progress import progress
     from flagcore.errors import Interrupted
     from flagcore.report.formats import fitted
     from flagcore.report.text import candidate_columns
 
-    spec, data = source
     if spec is None:
         raise click.UsageError(_("Missing argument") + " 'SPEC'.")
     if chip is not None:
-        spec = api.ChangedSpec(spec, {"cluster.chip": chip})
-    shown = json_lines(sys.stderr, quiet) if log_format == "json" else progress(sys.stderr, quiet, verbose)
+        spec = api.changed_spec(spec, {"cluster.chip": chip})
     try:
-        with fitted(None), shown as on_event:  # tables in the files that it writes are not wrapped
-            outcome = api.tune(spec, on_event=on_event, data=data, **given)
+        # Tables in the files of the run are not wrapped.
+        with fitted(None), progress(sys.stderr, quiet, verbose) as on_event:
+            outcome = api.tune(spec, on_event=on_event, **given)
     except Interrupted as error:
-        raise Interrupted(_("{error}; resume with `{command}`", error=error, command=_resuming_command())) from None
+        command = _resuming_command(click.get_current_context().obj)
+        raise Interrupted(_("{error}; resume with `{command}`", error=error, command=command)) from None
     if form == "table":
         options.show(str(outcome))
     elif form == "json":
@@ -91,16 +91,9 @@ def tune_command(
         api.run_best(outcome.run_dir, stdout=2, on_ready=_ready)
 
 
-def _resuming_command() -> str:
+def _resuming_command(arguments: Sequence[str]) -> str:
     """Return the command that continues this run: the arguments of this command without `--new`."""
-    given = click.get_current_context().params
-    names = ("config_path", "config_name", "run_dir", "storage", "fidelity", "chip", "objective")
-    words = [given["spec"], *(given["overrides"] or ())]
-    words += [word for name in names if given[name] for word in (f"--{name.replace('_', '-')}", given[name])]
-    words += [word for text in given["settings"] for word in ("--set", text)]
-    words += [word for name in given["without"] for word in ("--no-plugin", name)]
-    words += [word for name in given["watch"] for word in ("--watch", name)]
-    return shlex.join(["flag", "tune", *(str(word) for word in words if word)])
+    return shlex.join(["flag", *(word for word in arguments if word != "--new")])
 
 
 @click.command("run")
@@ -167,10 +160,10 @@ def _ready(url: str) -> None:
     options.say(_("flag: ready at {url}", url=url))
 
 
-def _targets(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+def _targets() -> Sequence[str]:
     from flagcore import api
 
-    return [name for name in api.export_targets() if name.startswith(typed)]
+    return api.export_targets()
 
 
 @click.command("export")
@@ -181,7 +174,7 @@ def _targets(context: click.Context, parameter: click.Parameter, typed: str) -> 
     "target",
     required=True,
     metavar="TARGET",
-    shell_complete=_targets,
+    shell_complete=options.completing(_targets),
     help="The engine, slurm, kubernetes, compose or dynamo (servers), an importer, or a target of a plugin.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder [default: NAME-TARGET].")
@@ -213,7 +206,7 @@ def export_command(
 
     named = {"image": image, "kind": kind, "volume": volume}
     options_of_target = {name: value for name, value in named.items() if value is not None}
-    exported = api.export(where, target, " ".join(candidate) or "best", options=options_of_target, **given)
+    exported = api.export(where, target, ", ".join(candidate) or "best", options=options_of_target, **given)
     for file in exported.files:
         click.echo(file)
     for note in exported.notes:
@@ -243,7 +236,7 @@ def manifest_command(where: Path, **given: Any) -> None:
 
 @click.group("runs")
 def runs_command() -> None:
-    """List, show, compare or delete runs (the directories that `flag tune` writes)."""
+    """List or show runs (the directories that `flag tune` writes)."""
 
 
 @runs_command.command("list")
@@ -277,47 +270,6 @@ def runs_show(run: Path, form: str, without: tuple[str, ...]) -> None:
         click.echo(json.dumps(data, indent=1 if form == "json" else None, ensure_ascii=False))
     else:
         options.show_records([data] if form == "yaml" else data["trials"], form, options.columns("trials"))
-
-
-@runs_command.command("compare")
-@click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="RUN RUN...")
-@options.output
-def runs_compare(runs: tuple[Path, ...], form: str) -> None:
-    """Compare the best configurations of several runs side by side; gains are relative to the first.
-
-    `flag compare` compares two candidates in detail.
-    """
-    from flagcore import api
-    from flagcore.report.formats import lookup, shown, table
-    from flagcore.report.text import run_rows
-
-    if len(runs) < 2:
-        raise click.UsageError(_("expected at least two runs"))
-    records = api.compare_runs(runs)
-    if form != "table":
-        options.show_records(records, form, options.columns("runs", "runs_compared"))
-        return
-    knobs = {name: f"candidate.{name}" for name in api.differing_knobs(records)}
-    columns = {**options.columns("runs", "runs_compared"), **knobs}
-    rows = [[_(name), *(shown(lookup(each, key)) for each in run_rows(records))] for name, key in columns.items()]
-    options.show(table(rows[0], rows[1:]))
-    _say_unmeasured(records, form)
-
-
-@runs_command.command("rm")
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
-@click.option("-y", "--yes", is_flag=True, help=N_("Delete without asking."))
-def runs_rm(runs: tuple[Path, ...], yes: bool) -> None:
-    """Delete runs with all their trials and logs. Other files in their directories are kept."""
-    from flagcore import api
-
-    for record in [record for each in runs for record in api.compare_runs([each])]:
-        question = _("Delete {run} ({trials} trials)?", run=record["run"], trials=record.get("trials", "?"))
-        if not yes and not sys.stdin.isatty():
-            raise click.UsageError(_("{option} is required: stdin is not a terminal", option="--yes"))
-        if yes or click.confirm(question, err=True):
-            api.remove_run(record["run"])
-            options.say(_("Deleted {run}.", run=record["run"]))
 
 
 def _say_unmeasured(records: Sequence[Mapping[str, Any]], form: str) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from enum import Enum
-from functools import partial
 from statistics import median
 from typing import Annotated, Literal, TypeAlias
 
@@ -335,24 +334,16 @@ def slow_devices(
     `slow_ratio`: the ratio of speed test times from which a device is slow.
     `hosts`: the names of the nodes. Empty if they are unknown.
     """
+    slow_text = "takes {ratio:.3g}x the median time of the other devices in the speed test"
+    clock_text = "runs at {ratio:.2g}x the median clock of the other devices ({gigahertz:.3g} GHz)"
     lines = []
-    for name, describe in ((SPEED_TEST, partial(_speed_problem, slow_ratio)), (CLOCK, _clock_problem)):
+    for name, text in ((SPEED_TEST, slow_text), (CLOCK, clock_text)):
         figures = [(int(each["device"]), float(each[name])) for each in devices if each.get(name, 0.0) > 0.0]
-        for index, (number, figure) in enumerate(figures):
-            others = [other for _, other in figures[:index] + figures[index + 1 :]]
-            if others and (text := describe(figure, median(others))):
+        for index, (number, figure) in enumerate(figures if len(figures) > 1 else ()):
+            ratio = figure / median(other for _, other in figures[:index] + figures[index + 1 :])
+            if ratio >= slow_ratio if name == SPEED_TEST else ratio <= LOW_CLOCK_RATIO:
                 node = number // devices_per_node
                 host = hosts[node] if node < len(hosts) else f"node {node}"
-                lines.append(f"device {number % devices_per_node} of {host} {text}")
+                problem = text.format(ratio=ratio, gigahertz=figure / 1e9)
+                lines.append(f"device {number % devices_per_node} of {host} {problem}")
     return tuple(lines)
-
-
-def _speed_problem(slow_ratio: float, seconds: float, median_seconds: float) -> str:
-    ratio = seconds / median_seconds
-    return f"takes {ratio:.3g}x the median time of the other devices in the speed test" if ratio >= slow_ratio else ""
-
-
-def _clock_problem(hertz: float, median_hertz: float) -> str:
-    ratio = hertz / median_hertz
-    text = f"runs at {ratio:.2g}x the median clock of the other devices ({hertz / 1e9:.3g} GHz)"
-    return text if ratio <= LOW_CLOCK_RATIO else ""

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from flagcore.domain.knob import Knobs
 from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, noise, speed
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import RUN, Role, Trial, TrialState
+from flagcore.domain.trial import RUN, Role, Trial, TrialState, step_value
 from flagcore.i18n import N_, Message
 
 MAX_SLOWDOWN = 0.05
@@ -79,8 +79,8 @@ def interference(trials: Sequence[Trial]) -> Interference | None:
 
 HOUR, DAY = 3600.0, 86400.0
 JOULES_PER_KWH = 3.6e6
-MEASURED, TDP = "telemetry", "tdp"
-"""Values of `energy_source`: the power of a device was measured, or is its TDP."""
+TDP = "tdp"
+"""The value of `energy_source`: the power of a device is its TDP."""
 COST = (
     *("cost_per_million_tokens", "planned_days", "planned_cost"),
     *("energy_kwh_per_million_tokens", "planned_energy_kwh", "energy_source"),
@@ -88,16 +88,12 @@ COST = (
 """The names of the figures that `cost_figures` returns."""
 
 
-def cost_figures(
-    task: Task, step_time_s: float, tokens_per_s_per_device: float | None, watts: float | None = None
-) -> dict[str, float | str]:
+def cost_figures(task: Task, step_time_s: float, tokens_per_s_per_device: float | None) -> dict[str, float | str]:
     """Return the cost and energy of a million tokens, and the cost, energy and duration of the planned steps.
 
-    Unknown figures are absent. Energy from the TDP is also absent if the spec gives neither a price nor
-    `planned_steps`. If node groups differ in prices or chips, the means over all devices are used, because every device
-    is paid for as long as the job runs.
-
-    `watts`: the measured power of a device. None means its TDP.
+    Unknown figures are absent. Energy is that of the devices at their TDP. It is also absent if the spec gives neither
+    a price nor `planned_steps`. If node groups differ in prices or chips, the means over all devices are used, because
+    every device is paid for as long as the job runs.
     """
     price, steps = price_per_device_hour(task), task.spec.control.planned_steps
     figures: dict[str, float | str] = {}
@@ -109,14 +105,14 @@ def cost_figures(
         figures["planned_days"] = planned_s / DAY
         if price is not None:
             figures["planned_cost"] = planned_s / HOUR * price * task.cluster.devices
-    power = tdp_watts(task) if watts is None else watts
-    if power is None or (watts is None and price is None and steps is None):
+    power = tdp_watts(task)
+    if power is None or (price is None and steps is None):
         return figures
     if million_s is not None:
         figures["energy_kwh_per_million_tokens"] = million_s * power / JOULES_PER_KWH
     if planned_s is not None:
         figures["planned_energy_kwh"] = planned_s * task.cluster.devices * power / JOULES_PER_KWH
-    return {**figures, "energy_source": TDP if watts is None else MEASURED}
+    return {**figures, "energy_source": TDP}
 
 
 def price_per_device_hour(task: Task) -> float | None:
@@ -272,11 +268,8 @@ def measured_to_predicted(trial: Trial, field: Literal["predicted", "believed"])
 
     `field`: which prediction to use, as in `Trial`.
     """
-    record: Any = trial.believed if field == "believed" else trial.predicted
-    step = record.get("step_time_s") if isinstance(record, Mapping) else None
-    value = step.get("value") if isinstance(step, Mapping) else None
-    measured = trial.measurement.step_time_s if trial.measurement else None
-    return measured / value if measured and isinstance(value, float) and 0 < value < math.inf else None
+    predicted = step_value(trial.believed if field == "believed" else trial.predicted)
+    return trial.measurement.step_time_s / predicted if trial.measurement and predicted else None
 
 
 def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:

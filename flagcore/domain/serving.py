@@ -24,8 +24,6 @@ DEFAULT_CONCURRENCY = 64
 """The default number of requests in flight."""
 HIGHEST_LOAD = "highest_load"
 """The name of the figure for the highest rate or concurrency that meets the SLO, for a load with `auto`."""
-CLIENT_LOG = "client.log"
-"""The name of the file with the output of the user's load generator, in its working directory."""
 OPEN_LOOP_FLIGHT = 64
 """The number of requests in flight that is assumed for an open loop if its number of requests is not given."""
 
@@ -64,7 +62,6 @@ class Images:
     buckets: tuple[tuple[int, int, float], ...]
     base_items_per_request: int = 1
     num_mm_items_range_ratio: float = 0.0
-    format: str = "png"
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -136,7 +133,6 @@ class ServeSpec:
     `cards`: the maximum number of devices of a candidate. None means all devices.
     `engine_version`: the release of the engine. None means the installed one.
     `repeats`: how many times each load point runs.
-    `client`: a command that sends the load and writes the file `report`. None means flagcore's client.
     `highest`: `request_rate` or `concurrency`, if each trial searches for the highest value that meets the SLO. The
     value in the only load is then the upper bound of this search. None otherwise.
     `prefix_aware`: whether a request goes to the instance that has already received the longest prefix of its prompt,
@@ -155,8 +151,6 @@ class ServeSpec:
     cards: int | None = None
     engine_version: str | None = None
     repeats: int = 1
-    client: tuple[str, ...] | None = None
-    report: str = "report.json"
     highest: str | None = None
     prefix_aware: bool = False
     default_space: bool = False

@@ -84,7 +84,6 @@ class Measurement:
     - `points`: the figures of all load points.
     - `broken`: descriptions of the limits that were exceeded.
     - `notes`: what makes figures uncertain.
-    - `windows`: the start and end (of `time.monotonic`) of each run of the load point in `figures`. Not stored.
 
     Devices and values:
 
@@ -112,7 +111,6 @@ class Measurement:
     points: tuple[Mapping[str, float], ...] = ()
     broken: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    windows: tuple[tuple[float, float], ...] = ()
     devices: tuple[Mapping[str, float], ...] = ()
     slow: tuple[str, ...] = ()
     scaled_from: float | None = None

@@ -27,18 +27,6 @@ def right(text: str, width: int) -> str:
     return " " * (width - columns(text)) + text
 
 
-def cut(text: str, width: int) -> str:
-    """Return a text of at most `width` columns. A longer text is cut and ends in an ellipsis."""
-    if columns(text) <= width:
-        return text
-    kept = ""
-    for letter in text:
-        if columns(kept + letter) >= width:
-            break
-        kept += letter
-    return kept.rstrip() + "…"
-
-
 def pieces(text: str) -> list[str]:
     """Split a text where lines may break: into blanks, words, and wide characters with their punctuation."""
     return _PIECES.findall(text)

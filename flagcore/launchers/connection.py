@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.launch import Exit, Launch
-from flagcore.errors import LaunchError
 from flagcore.launchers import agent
 from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
 from flagcore.launchers.guarded import MARKER
@@ -354,18 +353,12 @@ def with_variables(launch: Launch) -> Launch:
 
 
 def allow_files(more: int) -> None:
-    """Raise the limit of open files if it is too low for `more` files.
-
-    Raises LaunchError if the hard limit is too low.
-    """
+    """Raise the limit of open files if it is too low for `more` files, as far as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed_files = len(os.listdir("/proc/self/fd")) + more + OTHER_FILES
     if resource.RLIM_INFINITY != soft < needed_files:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files, hard))
-        except ValueError:
-            problem = f"the channels to the hosts need {needed_files} open files, and {hard} are allowed"
-            raise LaunchError(f"{problem}; raise the hard limit (ulimit -Hn) or use fewer hosts") from None
+        most = needed_files if hard == resource.RLIM_INFINITY else min(needed_files, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def trial_files(folder: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Measured kernels of a chip, and kernel times that are predicted from them.
+"""Measured kernels of a chip, and a roofline that is fitted to them.
 
 A predicted time is the time of a fitted roofline, multiplied by a smooth correction factor. The factors are the ratios
 of measured to modelled times, interpolated between the measured sizes.
@@ -16,7 +16,7 @@ import numpy as np
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
-from flagcore.physics.roofline import HOST_LATENCY, RUNS_AS, Curve, Roofline
+from flagcore.physics.roofline import HOST_LATENCY, RUNS_AS, Curve, Roofline, attention_sizes
 
 ATTENTION = tuple(size.name for size in fields(AttentionShape))
 
@@ -315,65 +315,20 @@ RUN_SLOWDOWN = 1.25
 runs on many devices took 1.33 times (median of 155) as long as predicted from kernels of a similar chip. That chip has
 1.43 times the memory bandwidth, to which a factor of 1.06 is attributed."""
 
-SIMILAR_PRECISION = {"fp16": "bf16", "bf16": "fp16"}
-"""Precisions with similar kernels, whose corrections are used if a precision was not measured."""
 
+def with_measured(roofline: Roofline, sheet: KernelSheet) -> Roofline:
+    """Return `roofline` fitted to the kernels in `sheet`, with corrections learned from the remaining errors.
 
-@dataclass(frozen=True, slots=True)
-class KernelTable:
-    """Kernel costs from a fitted roofline and corrections. Implements `flagcore.contracts.KernelCosts`.
-
-    `corrections`: by kind of kernel and precision. Kernels that were not measured have none.
+    Its `run_slowdown` is RUN_SLOWDOWN, because the kernels were measured alone.
     """
-
-    roofline: Roofline
-    corrections: Mapping[tuple[str, str], Correction]
-
-    @classmethod
-    def from_sheet(cls, roofline: Roofline, sheet: KernelSheet) -> KernelTable:
-        """Return costs from `roofline` fitted to `sheet`, with corrections learned from the remaining errors."""
-        fitted = fit(roofline, sheet)
-        corrections: dict[tuple[str, str], Correction] = {}
-        for kind in ("gemm", "attention", "attention_backward", "elementwise"):
-            for precision in sheet.precisions(kind):
-                correction = _learn_correction(fitted, sheet, kind, precision)
-                if correction is not None:
-                    corrections[kind, precision] = correction
-        return cls(fitted, corrections)
-
-    @property
-    def curve(self) -> Curve:
-        """The fitted parameters."""
-        return self.roofline.curve
-
-    def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
-        return self._corrected("gemm", precision, self.roofline.gemm_seconds(m, n, k, precision), m, n, k)
-
-    def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
-        seconds = self.roofline.attention_seconds(shape, precision)
-        return self._corrected("attention", precision, seconds, *_attention_sizes(shape))
-
-    def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
-        seconds = self.roofline.attention_backward_seconds(shape, precision)
-        return self._corrected("attention_backward", precision, seconds, *_attention_sizes(shape))
-
-    def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
-        return self._corrected("elementwise", "", self.roofline.memory_seconds(bytes_moved), bytes_moved)
-
-    def run_slowdown(self) -> float:
-        """Return RUN_SLOWDOWN, because the kernels were measured alone."""
-        return RUN_SLOWDOWN
-
-    def launch_seconds(self) -> float:
-        return self.roofline.launch_seconds()
-
-    def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
-        return self.roofline.host_copy_seconds(bytes_moved)
-
-    def _corrected(self, kind: str, precision: str, seconds: FloatArray, *sizes: FloatArray) -> FloatArray:
-        similar = SIMILAR_PRECISION.get(precision, precision)
-        correction = self.corrections.get((kind, precision)) or self.corrections.get((kind, similar))
-        return seconds if correction is None else seconds * correction(*sizes)
+    fitted = fit(roofline, sheet)
+    corrections: dict[tuple[str, str], Correction] = {}
+    for kind in ("gemm", "attention", "attention_backward", "elementwise"):
+        for precision in sheet.precisions(kind):
+            correction = _learn_correction(fitted, sheet, kind, precision)
+            if correction is not None:
+                corrections[kind, precision] = correction
+    return replace(fitted, curve=replace(fitted.curve, run_slowdown=RUN_SLOWDOWN), corrections=corrections)
 
 
 def _learn_correction(roofline: Roofline, sheet: KernelSheet, kind: str, precision: str) -> Correction | None:
@@ -396,11 +351,7 @@ def _learn_correction(roofline: Roofline, sheet: KernelSheet, kind: str, precisi
     else:
         shape = rows.attention_shape()
         model = roofline.attention_seconds if kind == "attention" else roofline.attention_backward_seconds
-        axes, sizes, modelled = ATTENTION_AXES, np.stack(_attention_sizes(shape), axis=1), model(shape, precision)
+        axes, sizes, modelled = ATTENTION_AXES, np.stack(attention_sizes(shape), axis=1), model(shape, precision)
     residuals = np.log(rows.seconds / modelled)
     usable = np.isfinite(residuals) & (~rows.bound | (residuals < 0))
     return learn_grid(axes, sizes[usable], residuals[usable]) if usable.any() else None
-
-
-def _attention_sizes(shape: AttentionShape) -> tuple[FloatArray, FloatArray, FloatArray]:
-    return shape.batch * shape.heads, shape.keys, shape.head_dim

@@ -1,6 +1,6 @@
 """Kernel times from a chip's peak rates and the shares of these rates that kernels reach."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,9 @@ BLOCK = 128.0
 GROUP_TENSORS = 2.2
 """The memory traffic for summing gradients over query heads, in the backward pass of grouped-query attention. The unit
 is the size of a key tensor with one head per query head. Fitted to 33 backward shapes on one accelerator."""
+
+SIMILAR_PRECISION = {"fp16": "bf16", "bf16": "fp16"}
+"""Precisions with similar kernels, whose corrections are used if a precision was not measured."""
 
 HOST_LATENCY = 10e-6
 """The latency in seconds of a copy between device and host. An estimate."""
@@ -82,10 +85,14 @@ class Roofline:
     """A roofline model (Williams et al. 2009) with the efficiencies of `curve`. Implements `KernelCosts`.
 
     Times are NaN if a peak rate of the chip is unknown.
+
+    `corrections`: by kind of kernel and precision, a function of the kernel's sizes that returns the ratio of measured
+    to modelled times. `flagcore.physics.kernel_table` learns them. Kernels that were not measured have none.
     """
 
     chip: Chip
     curve: Curve = field(default_factory=Curve)
+    corrections: Mapping[tuple[str, str], Callable[..., FloatArray]] = field(default_factory=dict)
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
         """Return the time of one matrix product: the maximum of arithmetic and memory traffic, plus casts.
@@ -108,7 +115,8 @@ class Roofline:
         traffic = (m * k + k * n) * (operand_bytes / rate) + m * n * (max(operand_bytes, 2.0) / rate)
         seconds = _smooth_max(arithmetic, traffic) + curve.kernel_seconds
         cast = cast_bytes(m, k, precision)
-        return seconds if cast is None else seconds + self.memory_seconds(cast)
+        seconds = seconds if cast is None else seconds + self._elementwise_seconds(cast)
+        return self._corrected("gemm", precision, seconds, m, n, k)
 
     def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
         """Return the time of the forward pass of causal attention: two matrix products over the unmasked scores.
@@ -119,7 +127,8 @@ class Roofline:
         product = self._score_product(shape, precision, curve.attention_share, curve.attention_overhead)
         tensors = shape.heads * shape.queries + shape.groups * shape.keys
         moved_bytes = 2.0 * shape.batch * shape.head_dim * tensors * self._attention_bytes(precision)
-        return _smooth_max(2.0 * product, moved_bytes / self._stream_rate()) + curve.kernel_seconds
+        seconds = _smooth_max(2.0 * product, moved_bytes / self._stream_rate()) + curve.kernel_seconds
+        return self._corrected("attention", precision, seconds, *attention_sizes(shape))
 
     def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
         """Return the time of the backward pass of causal attention.
@@ -134,10 +143,14 @@ class Roofline:
         traffic = shape.batch * shape.head_dim * tensors * (width / self._stream_rate())
         summed = shape.batch * shape.heads * shape.keys * shape.head_dim * (shape.heads > shape.groups)
         sums = summed * (GROUP_TENSORS * width / self._stream_rate())
-        return _smooth_max(5.0 * product, traffic) + sums + curve.kernel_seconds
+        seconds = _smooth_max(5.0 * product, traffic) + sums + curve.kernel_seconds
+        return self._corrected("attention_backward", precision, seconds, *attention_sizes(shape))
 
     def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
         """Return the time of an element-wise kernel."""
+        return self._corrected("elementwise", "", self._elementwise_seconds(bytes_moved), bytes_moved)
+
+    def _elementwise_seconds(self, bytes_moved: FloatArray) -> FloatArray:
         rate = self._bandwidth() * self.curve.elementwise_share
         return bytes_moved * (1 / rate) + self.curve.kernel_seconds
 
@@ -152,6 +165,11 @@ class Roofline:
     def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
         """Return the time of a copy between device and host."""
         return bytes_moved * (1 / self.curve.host_bytes_per_second) + HOST_LATENCY
+
+    def _corrected(self, kind: str, precision: str, seconds: FloatArray, *sizes: FloatArray) -> FloatArray:
+        similar = SIMILAR_PRECISION.get(precision, precision)
+        correction = self.corrections.get((kind, precision)) or self.corrections.get((kind, similar))
+        return seconds if correction is None else seconds * correction(*sizes)
 
     def _score_product(self, shape: AttentionShape, precision: str, share: float, overhead: float) -> FloatArray:
         """Return the time of one matrix product over the unmasked scores, including the wait for the last block."""
@@ -178,6 +196,11 @@ class Roofline:
     def _bandwidth(self) -> float:
         fact = self.chip.memory_bandwidth_bytes_per_second
         return fact.value if fact is not None else float("nan")
+
+
+def attention_sizes(shape: AttentionShape) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the sizes on which corrections of attention kernels depend: sequences times heads, keys, head width."""
+    return shape.batch * shape.heads, shape.keys, shape.head_dim
 
 
 def cast_bytes(m: FloatArray, k: FloatArray, precision: str) -> FloatArray | None:

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class LoadedPlugins:
-    """The loaded plugins. Implements `flagcore.contracts.Plugins`.
+    """The hooks of the loaded plugins as typed methods. The rest of the core calls plugins through it.
 
     Exceptions and invalid results of plugins are recorded in `failures`.
     """

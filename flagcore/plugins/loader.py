@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib.metadata import Distribution, EntryPoint, distributions, version
 from threading import current_thread, main_thread
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from stevedore.named import NamedExtensionManager
 
-from flagcore import __version__, hooks
+from flagcore import hooks
 from flagcore.domain.engine import ValueRule
 from flagcore.errors import NoDevice
 
@@ -104,9 +104,11 @@ def _incompatible(distribution: Distribution) -> str | None:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if canonicalize_name(requirement.name) == "flagcore" and not requirement.specifier.contains(
-            __version__, prereleases=True
+            version("flagcore"), prereleases=True
         ):
-            return f"needs {requirement}, but this is flagcore {__version__}; install a version for this release"
+            return (
+                f"needs {requirement}, but this is flagcore {version('flagcore')}; install a version for this release"
+            )
     return None
 
 
@@ -286,7 +288,6 @@ def make_plugin(name: str, module: object, distribution: Distribution | None = N
         value = getattr(module, member) if member.startswith("flagcore_") else None
         if inspect.isroutine(value) and not hasattr(value, "flagcore_impl"):
             raise BadPlugin(f"{member} lacks @hookimpl, so it would never be called; add the decorator")
-    _check_api_version(module)
     manager = pluggy.PluginManager("flagcore")
     for group in HOOK_GROUPS:
         manager.add_hookspecs(group)
@@ -310,15 +311,3 @@ def make_plugin(name: str, module: object, distribution: Distribution | None = N
         hooks=tuple(sorted(caller.name for caller in callers)),
         manager=manager,
     )
-
-
-def _check_api_version(module: object) -> None:
-    """Raise BadPlugin if a plugin was written for a later version of the hooks, or if its `HOOKS_API` is invalid."""
-    api = getattr(module, "HOOKS_API", hooks.HOOKS_API)
-    if isinstance(api, bool) or not isinstance(api, int) or api < 1:
-        raise BadPlugin(
-            f"has HOOKS_API = {api!r}, which is not a version of the hooks; write HOOKS_API = {hooks.HOOKS_API}"
-        )
-    if api > hooks.HOOKS_API:
-        fix = "install a newer flagcore, or an older version of the plugin"
-        raise BadPlugin(f"was written for HOOKS_API {api}, but this flagcore has HOOKS_API {hooks.HOOKS_API}; {fix}")

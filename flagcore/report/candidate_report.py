@@ -41,7 +41,6 @@ class CandidateReport(Notebook):
     - `predicted`: the prediction, or None for an illegal candidate.
     - `believed`: the prediction corrected by trials.
     - `trials`: the trials of the candidate.
-    - `nearest`: the measured trial that `differs` in the fewest knobs.
     - `expected_s`: the step time as measured, else believed, else predicted.
     - `changes`: up to three other candidates: `allowed` is the nearest valid one, `faster` a faster one nearby, and
       `fastest` the fastest of all. Each has `differs`, `candidate`, `predicted`, `expected_s`, `trial` and `measured`.
@@ -66,7 +65,6 @@ class CandidateReport(Notebook):
     believed: Mapping[str, Any] | None = None
     expected_s: float | None = None
     trials: tuple[Mapping[str, Any], ...] = ()
-    nearest: Mapping[str, Any] | None = None
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     causes: str = ""
     matches: tuple[Mapping[str, Any], ...] = ()
@@ -90,7 +88,7 @@ def candidate_report_text(report: CandidateReport) -> str:
         pairs = {knob: (value, report.candidate[knob]) for knob, value in report.requested.items()}
         changed = differs_text({knob: pair for knob, pair in pairs.items() if pair[0] != pair[1]}, knobs)
         lines.append("  " + _("equivalent for the engine: {changes}", changes=changed))
-    return "\n".join([*lines, *_predicted(report), *_nearest(report), *_changes(report), *_matches(report)])
+    return "\n".join([*lines, *_predicted(report), *_changes(report), *_matches(report)])
 
 
 def _title(name: str) -> str:
@@ -155,13 +153,6 @@ def _predicted(report: CandidateReport) -> Iterator[str]:
 def _gain(seconds: float | None, other: float | None) -> str:
     """Return the relative change of a time in parentheses, or an empty string if it is unknown."""
     return f" ({_('time')} {seconds / other - 1.0:+.1%})" if seconds and other else ""
-
-
-def _nearest(report: CandidateReport) -> Iterator[str]:
-    if nearest := report.nearest:
-        value = seconds_text(report.objective, nearest["measured"]["step_time_s"]["median"])
-        names = {"number": nearest["number"], "changes": differs_text(nearest["differs"], report.knobs)}
-        yield _("Nearest measured: trial {number} ({changes}): {value}", **names, value=value)
 
 
 def _changes(report: CandidateReport) -> Iterator[str]:

@@ -40,7 +40,6 @@ class Estimate(Notebook):
     - `search`: an upper bound for the seconds of all trials.
     - `knobs`, `labels`: the knobs of the task, and the labels of the engine.
     - `bottleneck`: what limits the fastest candidate.
-    - `warning`: a warning if its MFU is far below the MFU of large jobs, with the cheapest change.
     """
 
     chip: str
@@ -61,7 +60,6 @@ class Estimate(Notebook):
     knobs: Knobs = field(default_factory=dict)
     labels: Labels = field(default_factory=Labels)
     bottleneck: str = ""
-    warning: str = ""
 
     def __repr__(self) -> str:
         best = candidate_line("best", self.candidates[0], self.knobs) if self.candidates else "nothing fits"
@@ -95,7 +93,8 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         yield "\n" + _("Energy is that of the devices at their TDP; they usually take less."), False
     if estimate.assumed:
         yield "\n" + assumed_text(estimate.assumed), True
-    yield from (("\n" + text, False) for text in (estimate.bottleneck, estimate.warning) if text)
+    if estimate.bottleneck:
+        yield "\n" + estimate.bottleneck, False
     lines = [candidate_line(_("baseline"), estimate.baseline, estimate.knobs)]
     if estimate.defaults:
         lines.append(candidate_line(_("engine defaults on the fewest devices"), estimate.defaults, estimate.knobs))

@@ -55,7 +55,7 @@ def _largest_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def repeats_text(lost: Mapping[int, str]) -> list[str]:
-    """Return a note on repeats without a measurement, which the counts do not include, or an empty string."""
+    """Return a note on repeats without a measurement, which the counts do not include. Empty if there are none."""
     states = [_("trial {number} {state}", number=number, state=state_name(state)) for number, state in lost.items()]
     if not states:
         return []

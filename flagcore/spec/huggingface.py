@@ -12,8 +12,8 @@ from pydantic import AliasChoices, AliasGenerator, BaseModel, ConfigDict
 
 from flagcore.domain.model import Indexer, LinearAttention, Model, Vision, Windows
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.models import check_model
 from flagcore.spec.plain_data import KeyPath, spec_error
+from flagcore.spec.shapes import check_model
 from flagcore.spec.validate import Layers, NoLayers, NoSize, Size, checked, located
 
 FAMILIES: Mapping[str, Mapping[str, Any]]

@@ -216,25 +216,14 @@ def _reject_misplaced_keys(line: Mapping[str, object], record: type[_AnyRecord],
             raise spec_error((key,), "is not a known key", value=line[key], fix=f"did you mean {close[0]}?")
 
 
-LONGEST_LINE = 1 << 20
-
 Line = Mapping[str, Any] | SpecError
 
 
 def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
     """Yield the record in each line of a job file, or an error that names `file` and the line. Skips empty lines."""
-    for number, line in enumerate(_lines(stream), start=1):
+    for number, line in enumerate(stream, start=1):
         if line.strip():
             yield _record(line, f"{file}: line {number}")
-
-
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file. Lines longer than LONGEST_LINE bytes are truncated."""
-    while line := stream.readline(LONGEST_LINE):
-        remainder = line
-        while remainder and not remainder.endswith(b"\n"):
-            remainder = stream.readline(LONGEST_LINE)
-        yield line
 
 
 def _record(line: bytes, place: str) -> Line:
@@ -244,8 +233,7 @@ def _record(line: bytes, place: str) -> Line:
     except UnicodeDecodeError as error:
         return spec_error(place, f"is not UTF-8 text (byte {error.start})", fix=fix)
     except ValueError as error:
-        problem = f"is longer than {LONGEST_LINE >> 20} MiB" if len(line) >= LONGEST_LINE else str(error)
-        return spec_error(place, problem, fix=fix)
+        return spec_error(place, str(error), fix=fix)
     if not isinstance(record, dict):
         kind = "a list" if isinstance(record, list) else "a single value"
         return spec_error(place, f"must be a JSON object, not {kind}", fix=fix)

@@ -57,7 +57,7 @@ def space_section(knobs: Sequence[Knob]) -> type[Section]:
     """Return the pydantic model of the section `space` for these knobs."""
     doc = "The search space: for each knob a value, a list of values, or auto (every legal value)."
     rows = [
-        (knob, _listed(_value_type(knob)), AUTO) if knob.searchable else (knob, _compared_type(knob), None)
+        (knob, _listed(_nullable_type(knob)), AUTO) if knob.searchable else (knob, _compared_type(knob), None)
         for knob in knobs
         if knob.searchable or knob.comparable
     ]
@@ -167,37 +167,11 @@ def serving_types(knobs: Iterable[Knob], *, listed: bool) -> list[tuple[Knob, An
     """
     found: dict[str, tuple[Knob, Any]] = {}
     for knob in knobs:
-        kind = _serving_type(knob)
-        kind = _listed(kind) if listed else kind
+        kind = _listed(_value_type(knob) | None) if listed else _value_type(knob) | None
         for name in knob.names:
             known = found.get(name)
             found[name] = (replace(knob, name=name), kind if known is None else known[1] | kind)
     return list(found.values())
-
-
-def _serving_type(knob: Knob) -> Any:
-    """Return the type of a serving knob's values, including alternative spellings. Null means the neutral value."""
-    if knob.effects:
-        return _value_type(knob)
-    words = (*knob.words, *knob.spellings)
-    minimum, maximum = -1 if knob.minimum is None else knob.minimum, knob.maximum or 2**31
-    kind: Any = bool
-    if knob.kind == "int":
-        kind = Annotated[int, Field(ge=minimum, le=maximum)]
-        if knob.spellings:
-            kind = kind | Literal[tuple(knob.spellings)]
-    elif knob.kind == "share":
-        kind = Annotated[float, Field(gt=0, le=1)] | Annotated[str, Field(pattern=_SHARE, examples=["0.9"])]
-    elif knob.kind == "word" and words:
-        kind = Literal[words + tuple(int(word) for word in words if word.isdigit())]
-        if {"on", "off"} & set(words):
-            kind = kind | bool
-    elif knob.kind == "word":
-        kind = Annotated[str, Field(min_length=1, max_length=200)]
-    return kind | None
-
-
-_SHARE = r"^(0?\.[0-9]{1,9}|1(\.0{1,9})?)$"
 
 
 def serving_values(
@@ -270,32 +244,39 @@ def _words_text(knob: Knob) -> Any:
 
 
 def _value_type(knob: Knob) -> Any:
-    """Return the type of a knob's values.
+    """Return the type of a knob's values, including alternative spellings.
 
-    It includes null for a searchable knob whose neutral value is None. For a knob with effects, valid values depend on
-    the chip, so the type includes any boolean, integer, text or null.
+    For a knob with effects, valid values depend on the chip, so the type includes any boolean, integer, text or null.
     """
-    low: dict[str, Any] = {"gt": knob.exclusive_minimum} if knob.exclusive_minimum is not None else {"ge": knob.minimum}
-    number: Any = Annotated[int, Field(ge=knob.minimum, le=knob.maximum)]
-    kinds: dict[str, Any] = {
-        "int": number,
-        "flag": bool,
-        "word": Literal[knob.words or ("",)],
-        "share": Annotated[float, Field(gt=0, le=1)],
-        "number": Annotated[float, Field(**low, le=knob.maximum)],
-        "text": Annotated[str, Field(min_length=1, max_length=int(knob.maximum or 4096))],
-        "words": _word_list(Literal[knob.words or ("",)], knob),
-        "ints": Annotated[list[number], Field(min_length=1)],
-    }
-    kind = kinds[knob.kind]
     if knob.effects:
         return bool | int | str | None
-    return kind | None if knob.searchable and knob.neutral is None else kind
+    number: Any = Annotated[int, Field(ge=-1 if knob.minimum is None else knob.minimum, le=knob.maximum or 2**31)]
+    words: Any = (*knob.words, *knob.spellings)
+    if knob.kind == "int":
+        return number | Literal[words] if words else number
+    if knob.kind == "ints":
+        return Annotated[list[number], Field(min_length=1)]
+    if knob.kind == "number":
+        low: Any = {"ge": knob.minimum} if knob.exclusive_minimum is None else {"gt": knob.exclusive_minimum}
+        return Annotated[float, Field(**low, le=knob.maximum)]
+    if knob.kind == "share":
+        return Annotated[float, Field(gt=0, le=1)] | Annotated[str, Field(pattern=_SHARE, examples=["0.9"])]
+    if knob.kind == "words":
+        return _word_list(Literal[knob.words or ("",)], knob)
+    if knob.kind == "word" and words:
+        kind: Any = Literal[words + tuple(int(word) for word in words if word.isdigit())]
+        return kind | bool if {"on", "off"} & set(words) else kind  # YAML 1.1 reads on and off as booleans
+    if knob.kind == "flag":
+        return bool
+    return Annotated[str, Field(min_length=1, max_length=200 if knob.kind == "word" else int(knob.maximum or 4096))]
+
+
+_SHARE = r"^(0?\.[0-9]{1,9}|1(\.0{1,9})?)$"
 
 
 def _nullable_type(knob: Knob) -> Any:
-    """Return the type of a knob's value in a baseline or candidate, where a setting may be null."""
-    return _value_type(knob) if knob.searchable else _value_type(knob) | None
+    """Return the type of a knob's value in a training spec. Null is valid for a setting, and as a neutral value."""
+    return _value_type(knob) if knob.searchable and knob.neutral is not None else _value_type(knob) | None
 
 
 def _word_list(word: Any, knob: Knob) -> Any:

@@ -8,15 +8,15 @@ documents in a file are errors.
 import json
 import os
 import re
-import stat
 from collections.abc import Hashable, Mapping, Sequence
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeGuard
 
 import yaml
 
+from flagcore.domain.files import read_regular
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 
@@ -65,53 +65,49 @@ def plain(value: object, *, file: str = "") -> Any:
     Raises SpecError for other types, more than MAX_DEPTH levels or MAX_VALUES values, integers beyond 64 bits,
     infinities, NaN and control characters.
     """
-    return _Copier(file).copy(value, ())
+    count = 0
 
-
-class _Copier:
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.values_left = MAX_VALUES
-
-    def copy(self, value: object, path: KeyPath) -> Any:
-        self.values_left -= 1
-        if self.values_left < 0:
-            raise self.error(path, f"has more than {MAX_VALUES:,} values", fix="write fewer keys, or fewer aliases")
-        if len(path) > MAX_DEPTH:
-            raise self.error(path, f"is nested more than {MAX_DEPTH} deep, or contains itself", fix="flatten it")
+    def copy(value: object, path: KeyPath) -> Any:
+        nonlocal count
+        count += 1
+        problem, fix = _problem_of(value)
+        if count > MAX_VALUES:  # aliases of YAML can multiply values
+            problem, fix = f"has more than {MAX_VALUES:,} values", "write fewer keys, or fewer aliases"
+        elif len(path) > MAX_DEPTH:
+            problem, fix = f"is nested more than {MAX_DEPTH} deep, or contains itself", "flatten it"
+        if problem:
+            shown = None if isinstance(value, (Mapping, Sequence)) and not isinstance(value, str) else value
+            raise spec_error(path, problem, value=shown, fix=fix, file=file)
         if isinstance(value, Mapping):
-            return {self.key(key, path): self.copy(item, (*path, str(key))) for key, item in value.items()}
-        if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
-            return [self.copy(item, (*path, index)) for index, item in enumerate(value)]
-        return self.scalar(value, path)
+            return {key: copy(item, (*path, key)) for key, item in value.items()}
+        return [copy(item, (*path, index)) for index, item in enumerate(value)] if _is_list(value) else value
 
-    def key(self, key: object, path: KeyPath) -> str:
-        if not isinstance(key, str):
-            raise self.error(path, f"has a key of type {type(key).__name__}", fix="keys must be strings: quote it")
-        if _UNPRINTABLE.search(key):
-            raise self.error((*path, key), "has a control character in its name", fix="remove it")
-        return key
+    return copy(value, ())
 
-    def scalar(self, value: object, path: KeyPath) -> Any:
-        if value is None or isinstance(value, bool):
-            return value
-        if isinstance(value, str):
-            if _UNPRINTABLE.search(value):
-                raise self.error(path, "contains a control character", value=value, fix="remove it")
-            return str(value)
-        if isinstance(value, int):
-            if not -_MAX_INT <= value < _MAX_INT:
-                raise self.error(path, "has too many digits", value=value, fix="use a number below 2**63")
-            return int(value)
-        if isinstance(value, float):
-            if not isfinite(value):
-                raise self.error(path, "is not finite", value=value, fix="use a finite number")
-            return float(value)
-        kind = type(value).__name__
-        raise self.error(path, f"is of type {kind}", fix="use text, a number, true, false, null, a list or a mapping")
 
-    def error(self, path: KeyPath, problem: str, *, value: object = None, fix: str = "") -> SpecError:
-        return spec_error(path, problem, value=value, fix=fix, file=self.file)
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _problem_of(value: object) -> tuple[str, str]:
+    """Return why `value` is not plain data, and how to fix it. Both are empty if it is."""
+    if isinstance(value, Mapping):
+        if other := next((key for key in value if not isinstance(key, str)), None):
+            return f"has a key of type {type(other).__name__}", "keys must be strings: quote it"
+        if other := next((key for key in value if _UNPRINTABLE.search(key)), None):
+            return f"has a control character in its key {other[:60]!r}", "remove it"
+    elif isinstance(value, str):
+        if _UNPRINTABLE.search(value):
+            return "contains a control character", "remove it"
+    elif isinstance(value, int):
+        if not -_MAX_INT <= value < _MAX_INT:
+            return "has too many digits", "use a number below 2**63"
+    elif isinstance(value, float):
+        if not isfinite(value):
+            return "is not finite", "use a finite number"
+    elif value is not None and not _is_list(value):
+        return f"is of type {type(value).__name__}", "use text, a number, true, false, null, a list or a mapping"
+    return "", ""
 
 
 def _one_line(text: str) -> str:
@@ -147,7 +143,7 @@ def read_mapping(path: Path, *, file: str, key: str = "file") -> dict[str, Any]:
         except ValueError as error:
             raise spec_error("the document", str(error), file=file) from None
     else:
-        data = plain(parse_yaml(text, file=file), file=file)
+        data = parse_yaml(text, file=file)
     if data is None:
         raise spec_error(key, _("is empty"), fix=_("write a mapping of keys and values"), file=file)
     if not isinstance(data, dict):
@@ -161,31 +157,17 @@ def read_text(path: Path, *, file: str, key: str) -> str:
     Does not block on pipes.
     """
 
-    def error_of(problem: str, fix: str) -> SpecError:
-        return spec_error(key, problem, value=str(path) if str(path) != file else None, fix=fix, file=file)
-
-    content, problem, fix = b"", "", _("give the path of a file that can be read")
+    fix = _("give the path of a file that can be read")
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-        with open(handle, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                problem = _("is not a regular file")
-            else:
-                content = stream.read(MAX_BYTES + 1)
+        return read_regular(path, MAX_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         problem = _("does not exist")
         fix = _("did you mean {name}?", name=similar) if (similar := _similar_file(path)) else fix
+    except UnicodeDecodeError as error:
+        problem, fix = _("is not UTF-8 text (byte {place})", place=error.start), _("save it as UTF-8")
     except (OSError, ValueError) as error:
         problem = _("cannot be read ({why})", why=getattr(error, "strerror", None) or "not a path")
-    if problem:
-        raise error_of(problem, fix)
-    if len(content) > MAX_BYTES:
-        raise error_of(_("is larger than {size} MiB", size=MAX_BYTES >> 20), _("the file is too large"))
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        place = error.start
-    raise error_of(_("is not UTF-8 text (byte {place})", place=place), _("save it as UTF-8"))
+    raise spec_error(key, problem, value=str(path) if str(path) != file else None, fix=fix, file=file)
 
 
 def _similar_file(path: Path) -> Path | None:
@@ -217,87 +199,49 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-MAX_NODES = 20_000
-_CORE = "tag:yaml.org,2002:"
-_ONE_DOCUMENT = "expected a single document in the stream"
-
-
 def parse_yaml(text: str, *, file: str) -> Any:
-    """Return the only YAML document in `text`, or None if there is none. Raises SpecError with line and column.
+    """Return the only YAML document in `text` as plain data, or None if there is none. Raises SpecError.
 
-    Aliases in the result share objects, so pass it through `plain`.
+    Errors name the line and column.
     """
-    loader, place, problem = None, "the document", ""
+    place = "the document"
     try:
-        loader = _Loader(text, file)
-        return loader.get_single_data()
+        return plain(yaml.load(text, _Loader), file=file)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = _place(mark) if mark else place
+        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else place
         problem = ": ".join(part[:100] for part in (error.context, error.problem) if part)
-        if error.context == _ONE_DOCUMENT:
-            problem = "a file must have one document, and a second one starts here"
     except yaml.reader.ReaderError as error:
         place, problem = f"character {error.position}", "a control character"
-    except (ValueError, OverflowError):
-        problem = "an escape sequence in a quoted text is invalid"
-    finally:
-        if loader is not None:
-            loader.dispose()
+    except RecursionError:
+        problem = "it is nested too deep"
+    except (ValueError, OverflowError) as error:
+        problem = f"a value is invalid: {error}"
     raise spec_error(place, _("cannot be read as YAML: {why}", why=problem), file=file)
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader with the scalar types of YAML 1.2 and limits on size and depth. It rejects all other tags."""
+    """A SafeLoader with the scalar types of YAML 1.2. It rejects other tags and duplicate keys."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own declaration)
     yaml_constructors = {}  # noqa: RUF012
 
-    def __init__(self, text: str, file: str) -> None:
-        super().__init__(text)
-        self.file = file
-        self.nodes = self.depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self.nodes += 1
-        self.depth += 1
-        if self.nodes > MAX_NODES or self.depth > MAX_DEPTH:
-            limit = f"more than {MAX_NODES:,} values" if self.nodes > MAX_NODES else f"more than {MAX_DEPTH} levels"
-            raise yaml.MarkedYAMLError(problem=limit, problem_mark=self.get_mark())
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self.depth -= 1
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         found: dict[Hashable, Any] = {}
         for key_node, value_node in node.value:
-            key = self.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else None
-            if not isinstance(key, str):
-                raise self.error(key_node, "keys must be strings", fix="quote the key")
-            if key == "<<":
-                raise self.error(key_node, "has a merge key (<<), which is not supported", fix="expand the alias")
-            if key in found:
-                raise self.error(key_node, f"repeats the key {key[:60]!r}", fix="keep one of them")
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str) or key in found:
+                problem = "a key is repeated" if isinstance(key, str) else "keys must be strings: quote the key"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key_node.start_mark)
             found[key] = self.construct_object(value_node, deep=deep)
         return found
 
-    def construct_plain(self, node: yaml.ScalarNode) -> bool | int | float:
-        kind, text = node.tag.removeprefix(_CORE), node.value.lower()
-        try:
-            if kind == "bool":
-                return {"true": True, "false": False}[text]
-            if kind == "float":
-                return float(text.replace(".inf", "inf").replace(".nan", "nan"))
-            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-        except (ValueError, KeyError):
-            raise self.error(node, f"has a value that cannot be read as {kind}: {text[:40]!r}") from None
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        """Return an integer. YAML 1.2 writes octal numbers as 0o17, and 017 is 17."""
+        return int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
 
-    def refuse_tag(self, node: yaml.Node) -> NoReturn:
-        raise self.error(node, f"has the tag {node.tag[:60]}, which is not supported", fix="remove the tag")
 
-    def error(self, node: yaml.Node, problem: str, *, fix: str = "") -> SpecError:
-        return spec_error(_place(node.start_mark), problem, fix=fix, file=self.file)
+_CORE = "tag:yaml.org,2002:"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -321,12 +265,6 @@ for _kind, _pattern, _first in (
 ):
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_CORE + _kind, re.compile(_pattern + r"\Z"), _first)
-for _kind in ("null", "str", "seq", "map"):
-    _Loader.add_constructor(_CORE + _kind, yaml.SafeLoader.yaml_constructors[_CORE + _kind])
-for _kind in ("bool", "int", "float"):
-    _Loader.add_constructor(_CORE + _kind, _Loader.construct_plain)
-_Loader.add_constructor(None, _Loader.refuse_tag)
-
-
-def _place(mark: yaml.Mark) -> str:
-    return f"line {mark.line + 1}, column {mark.column + 1}"
+for _tag in (None, *(_CORE + kind for kind in ("null", "bool", "float", "str", "seq", "map"))):
+    _Loader.add_constructor(_tag, yaml.SafeLoader.yaml_constructors[_tag])  # that of None rejects all other tags
+_Loader.add_constructor(_CORE + "int", _Loader.construct_integer)

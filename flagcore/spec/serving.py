@@ -15,15 +15,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from flagcore.domain.knob import Knob
-from flagcore.domain.serving import CLIENT_LOG, DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUESTS, Images, Load, ServeSpec
+from flagcore.domain.serving import DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUESTS, Images, Load, ServeSpec
 from flagcore.domain.spec import AUTO, COST, SERVING, Precision
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.huggingface import format_of_weights
 from flagcore.spec.knobs import Engines, section_of, serving_types, serving_values
-from flagcore.spec.models import Shape, model_of
+from flagcore.spec.models import model_of
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, document_of, with_fields
+from flagcore.spec.shapes import Shape
 from flagcore.spec.validate import (
     Context,
     Devices,
@@ -70,8 +71,6 @@ class ImagesSection(Section):
     """Number of images of a request."""
     num_mm_items_range_ratio: Fraction = 0.0
     """Numbers of images are uniform between (1 - ratio) x and (1 + ratio) x base_items_per_request."""
-    format: Literal["png", "jpeg"] = "png"
-    """Format of the images; jpeg needs Pillow."""
 
 
 class ProfileSection(Section):
@@ -142,15 +141,6 @@ class SloSection(Section):
     """Time of a complete answer."""
 
 
-class ClientSection(Section):
-    """Another load generator, such as guidellm, aiperf, or the benchmark of an engine; flagcore reads its report."""
-
-    command: Annotated[list[Text], Field(min_length=1)]
-    """Command as a list of words, run without a shell; {url}, {model} and {report} are replaced."""
-    report: Word = "report.json"
-    """Name of the report file, in the working directory of the command."""
-
-
 class ServeSection(Section):
     """The serving job."""
 
@@ -169,8 +159,6 @@ class ServeSection(Section):
     router: Literal["auto", "least_requests", "prefix_aware"] = "auto"
     """Which of several instances gets a request: the one with the fewest requests, or the one that got the longest
     prefix of the prompt before; auto: the latter for traces and conversations."""
-    client: ClientSection | None = None
-    """Another load generator; null: flagcore's, with `profile`."""
     weights: Text | None = None
     """Path of the weights (Hugging Face directory or GGUF file); null: the path of the model."""
     command: Annotated[list[Text], Field(min_length=1)] | None = None
@@ -201,7 +189,6 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
         highest=highest,
         prefix_aware=section.router == "prefix_aware" or (section.router == AUTO and has_prefixes),
         default_space=not context.given("auto_tuner", "space"),
-        **_client(section),
         weights=str((context.base / weights).resolve()) if weights else None,
         command=tuple(section.command) if section.command else None,
         directory=str((context.base / (section.directory or ".")).resolve()) if section.command else None,
@@ -227,19 +214,6 @@ def _stored_format(weights: Path) -> str | None:
     return None
 
 
-def _client(section: ServeSection) -> dict[str, Any]:
-    if section.client is None:
-        return {}
-    if any(len(_as_list(each)) > 1 for each in (section.profile.concurrency, section.profile.request_rate)):
-        problem, fix = "sends one load point, but serve.profile has several", "give one number in serve.profile"
-        raise spec_error("client", problem, fix=fix)
-    if "/" in section.client.report or section.client.report in (".", "..", CLIENT_LOG):
-        problem = f"must be the name of a file, not a path or {CLIENT_LOG}"
-        fix = "give the name of a file; the client runs in its own folder"
-        raise spec_error("client.report", problem, value=section.client.report, fix=fix)
-    return {"client": tuple(section.client.command), "report": section.client.report}
-
-
 def _slo_of(section: SloSection) -> dict[str, float]:
     """Return the upper bounds in the section by the names of their figures, such as `ttft_s.p99`."""
     return {
@@ -253,7 +227,7 @@ def _slo_of(section: SloSection) -> dict[str, float]:
 def _highest(section: ServeSection, slo: Mapping[str, float]) -> str | None:
     """Return the key of `profile` whose highest value each trial searches for, or None.
 
-    Raises SpecError if there is no limit, or if the load comes from a trace or another load generator.
+    Raises SpecError if there is no limit, or if the load comes from a trace.
     """
     name = next((key for key in ("concurrency", "request_rate") if getattr(section.profile, key) == AUTO), None)
     if name is None:
@@ -262,9 +236,8 @@ def _highest(section: ServeSection, slo: Mapping[str, float]) -> str | None:
     if not slo:
         problem, fix = "needs limits that the highest load keeps", "set serve.slo"
         raise spec_error(key, problem, value=AUTO, fix=fix)
-    if section.client is not None or section.profile.trace is not None:
-        other = "serve.client" if section.client is not None else "serve.profile.trace"
-        raise _not_with(other, key, AUTO, "give one of the two")
+    if section.profile.trace is not None:
+        raise _not_with("serve.profile.trace", key, AUTO, "give one of the two")
     return name
 
 

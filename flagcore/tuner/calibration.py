@@ -20,9 +20,9 @@ from flagcore.domain.trial import RUN, Measurement, Trial, TrialState
 from flagcore.errors import RunError, SpecError
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.collective_curves import Curve as CollectiveCurve
-from flagcore.physics.kernel_table import KernelSheet, KernelTable
+from flagcore.physics.kernel_table import KernelSheet, with_measured
 from flagcore.physics.roofline import Curve, Roofline
-from flagcore.spec.models import Shape
+from flagcore.spec.shapes import Shape
 from flagcore.vendorkit.chip_file import Reading, read_kernel
 from flagcore.vendorkit.fields import build
 
@@ -206,7 +206,7 @@ def _text(calibration: Calibration) -> str:
     return f'{start},\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
-def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> KernelTable:
+def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> Roofline:
     """Return kernel costs for `chip`: the measured ones, and for other kernels its roofline with `curve`.
 
     Raises RunError.
@@ -215,7 +215,7 @@ def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> KernelTa
         kernels = tuple(read_kernel(row, Reading()) for row in calibration.rows if "kernel" in row)
     except (ValueError, TypeError, KeyError) as error:
         raise _invalid_row(calibration, error) from None
-    return KernelTable.from_sheet(Roofline(chip=chip, curve=curve), KernelSheet(kernels))
+    return with_measured(Roofline(chip=chip, curve=curve), KernelSheet(kernels))
 
 
 def collective_table(calibration: Calibration) -> CollectiveTable | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flagcore.contracts import Choice, Event, Launcher, OnEvent, Plugins, Problem, SearchContext, Strategy, Workload
+from flagcore.contracts import Choice, Event, Launcher, OnEvent, Problem, SearchContext, Strategy, Workload
 from flagcore.domain.plan import Plan, interference, measured_alone, summarize
 from flagcore.domain.prediction import PastMeasurements
 from flagcore.domain.search_state import has_time_to_repeat, next_repeat, seconds_left, stop_reason
@@ -20,6 +20,7 @@ from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError, Interrupted, LaunchError
 from flagcore.i18n import N_, Message, _
+from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.feasibility import dry_run, require_candidate, require_predicted_time
 from flagcore.tuner.problem import build_problem, require_launchable, with_learned
 from flagcore.tuner.stages.devices import divide, parallel_probe_ranks, require_devices
@@ -53,7 +54,7 @@ class Dependencies:
     `probe_strategy` chooses the candidates to probe before the first run. If it is None, `strategy` chooses them.
     """
 
-    plugins: Plugins
+    plugins: LoadedPlugins
     workload: Workload
     launcher: Launcher
     strategy: Strategy
@@ -77,6 +78,7 @@ def tune(spec: Spec, dependencies: Dependencies) -> TuneResult:
 
     Finished trials are stored even if an exception is raised.
     """
+    started = time.monotonic()  # on a busy machine, building the problem takes a part of the time
     fidelity = spec.control.fidelity
     problem = build_problem(spec, dependencies.plugins, dependencies.workload)
     require_candidate(problem)
@@ -87,7 +89,7 @@ def tune(spec: Spec, dependencies: Dependencies) -> TuneResult:
         return TuneResult(plan=dry_run(problem), problem=problem, error=None)
     require_launchable(problem)
     require_devices(problem.platform, dependencies.plugins.devices(spec.envs), needed=1 if fidelity == PROBE else None)
-    search = _Search(problem, dependencies)
+    search = _Search(problem, dependencies, started)
     error: FlagError | None = None
     try:
         search.run_probes()
@@ -109,7 +111,7 @@ def tune(spec: Spec, dependencies: Dependencies) -> TuneResult:
 class _Search:
     """One call of `tune`: the problem, the store, the running trials, and the state of the search."""
 
-    def __init__(self, problem: Problem, dependencies: Dependencies) -> None:
+    def __init__(self, problem: Problem, dependencies: Dependencies, started: float) -> None:
         self.problem, self.dependencies, self.store = problem, dependencies, dependencies.open_store(problem)
         self.groups, self.note = divide(problem.platform)
         self.pool = TrialPool()
@@ -127,7 +129,7 @@ class _Search:
         self.control = control if self.fidelity == RUN else replace(control, repeats=0)
         counted = [trial for trial in self.store.trials() if trial.fidelity == self.fidelity or control.probes]
         self.seconds_before = seconds_used([trial for trial in counted if not trial.source])
-        self.started = time.monotonic()
+        self.started = started
         self.state, self.past = learn(()), dependencies.past(problem)
         self.consecutive_busy = 0
         """Consecutive trials whose devices were busy, or that lost a host which cannot be replaced."""

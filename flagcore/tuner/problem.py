@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.contracts import Platform, Plugins, Problem, Workload
+from flagcore.contracts import Platform, Problem, Workload
 from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
 from flagcore.domain.knob import Knob
 from flagcore.domain.space import Candidate, IntArray, KnobValue, Legality, Space, as_candidate
@@ -14,6 +14,7 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import _
+from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.stages.build import build, check, legality
 from flagcore.tuner.stages.complete import complete
 from flagcore.tuner.stages.predict import predict
@@ -21,7 +22,7 @@ from flagcore.tuner.stages.prune import prune
 from flagcore.tuner.stages.shorten import pruning_of_trials, rules_of_trials
 
 
-def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = False) -> Problem:
+def build_problem(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bool = False) -> Problem:
     """Complete `spec`, build the space, predict all candidates and prune them.
 
     No trial runs if `plan` is true or the fidelity is `estimate`. In this case, if trials could not run on this

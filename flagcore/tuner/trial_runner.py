@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -193,18 +194,13 @@ def _pinned_to(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, affinity)
 
 
-@dataclass(slots=True)
-class _Entry:
-    """A trial in the pool, which remains there until its `outcome` is returned.
-
-    The thread that acquires `claim` runs the trial. `done` is set when that thread ends.
-    """
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A trial in the pool, which remains there until its outcome is returned."""
 
     trial: Trial
     start: float
-    outcome: Trial | BaseException | None = None
-    claim: threading.Lock = field(default_factory=threading.Lock)
-    done: threading.Event = field(default_factory=threading.Event)
+    outcome: Future[Trial] = field(default_factory=Future)
 
 
 class TrialPool:
@@ -216,14 +212,14 @@ class TrialPool:
 
     def __init__(self) -> None:
         self.limit = 1
-        self._entries: dict[int, _Entry] = {}
-        self._ended: SimpleQueue[int] = SimpleQueue()
+        self._running: list[_Running] = []
+        self._ended: SimpleQueue[_Running] = SimpleQueue()
         self._stopping = threading.Event()
 
     @property
     def trials(self) -> tuple[Trial, ...]:
         """The trials that run, and those whose outcome has not been returned yet."""
-        return tuple(entry.trial for entry in self._entries.values())
+        return tuple(each.trial for each in self._running)
 
     @property
     def free_group(self) -> int | None:
@@ -234,45 +230,39 @@ class TrialPool:
 
     def start(self, trial: Trial, run: Callable[[Trial], Trial]) -> None:
         """Start a trial. `run` returns the trial with its outcome."""
-        entry = self._entries[trial.number] = _Entry(trial, time.monotonic())
+        running = _Running(trial, time.monotonic())
+        self._running.append(running)
+        running.outcome.add_done_callback(lambda _: self._ended.put(running))
 
         def work() -> None:
-            if not entry.claim.acquire(blocking=False):
+            if not running.outcome.set_running_or_notify_cancel():
                 return
             try:
-                entry.outcome = run(trial)
+                running.outcome.set_result(run(trial))
             except BaseException as error:  # next_finished raises it
-                entry.outcome = error
-            self._ended.put(trial.number)
-            entry.done.set()
+                running.outcome.set_exception(error)
 
         if self.limit == 1:
-            entry.done.set()
             work()
-        else:
+        else:  # daemon threads, because those of an executor would delay the exit of the process
             threading.Thread(target=work, name=f"trial {trial.number}", daemon=True).start()
 
     def next_finished(self) -> Trial:
         """Wait for the next trial to end, and return its outcome. Raises the exception of a trial that failed."""
-        number = self._ended.get()
-        outcome = self._entries[number].outcome
-        if not isinstance(outcome, Trial):
-            assert outcome
-            raise outcome
-        del self._entries[number]
+        ended = self._ended.get()
+        outcome = ended.outcome.result()
+        self._running.remove(ended)
         return outcome
 
     def stop(self, reason: str) -> Iterator[Trial]:
         """End all trials and yield their outcomes. Trials without an outcome are interrupted for `reason`."""
         self._stopping.set()
-        for number, entry in sorted(self._entries.items()):
-            if entry.claim.acquire(blocking=False):  # the trial was interrupted before it started
-                entry.done.set()
-            entry.done.wait()
-            del self._entries[number]
-            seconds = time.monotonic() - entry.start
-            interrupted = replace(entry.trial, state=TrialState.INTERRUPTED, reason=reason, duration_s=seconds)
-            yield entry.outcome if isinstance(entry.outcome, Trial) else interrupted
+        while self._running:
+            each = self._running.pop(0)
+            seconds = time.monotonic() - each.start
+            interrupted = replace(each.trial, state=TrialState.INTERRUPTED, reason=reason, duration_s=seconds)
+            # a trial that was interrupted before its start is cancelled
+            yield interrupted if each.outcome.cancel() or each.outcome.exception() else each.outcome.result()
 
     def pause(self, seconds: float) -> None:
         """Sleep in the thread of a trial. Raises KeyboardInterrupt if `stop` was called."""

@@ -30,7 +30,7 @@ from flagcore.domain.chip import Chip, NotNegative, Source
 from flagcore.errors import SpecError
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.collective_curves import Curve as CollectiveCurve
-from flagcore.physics.kernel_table import RUN_SLOWDOWN, SIZES, Kernel, KernelSheet, KernelTable
+from flagcore.physics.kernel_table import RUN_SLOWDOWN, SIZES, Kernel, KernelSheet, with_measured
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.vendorkit.fields import build, read_yaml
 
@@ -76,7 +76,15 @@ def collective_table(package: str, chip: Chip) -> CollectiveTable | None:
     """Return the measured collectives that `package` ships for `chip`, or None. Raises SpecError for an invalid
     file.
     """
-    return _table(package, chip.name.casefold(), seen=())
+    name = chip.name.casefold()
+    found = _collectives(package, name)
+    if not isinstance(found, str):
+        return found
+    table = _collectives(package, found)
+    if not isinstance(table, CollectiveTable):
+        file = f"{package}/costs/{name}/{FILE}"
+        raise SpecError(file=file, key="same_as", value=found, problem="this chip has no curves of its own")
+    return table
 
 
 def read_collectives(text: str, file: str) -> CollectiveTable | str:
@@ -96,18 +104,9 @@ def read_collectives(text: str, file: str) -> CollectiveTable | str:
         raise SpecError(file=file, key="curves", problem=str(error)) from None
 
 
-def _table(package: str, name: str, seen: tuple[str, ...]) -> CollectiveTable | None:
-    path, location = files(package).joinpath("costs").joinpath(name).joinpath(FILE), f"{package}/costs/{name}/{FILE}"
-    if not path.is_file():
-        if seen:
-            raise SpecError(file=location, key="the file", problem=f"is missing; {seen[-1]} has it as same_as")
-        return None
-    found = read_collectives(path.read_text("utf-8"), location)
-    if isinstance(found, CollectiveTable):
-        return found
-    if found in seen or found == name:
-        raise SpecError(file=location, key="same_as", value=found, problem="is a cycle")
-    return _table(package, found, (*seen, name))
+def _collectives(package: str, name: str) -> CollectiveTable | str | None:
+    path = files(package).joinpath(f"costs/{name}/{FILE}")
+    return read_collectives(path.read_text("utf-8"), f"{package}/costs/{name}/{FILE}") if path.is_file() else None
 
 
 BUSY_SIDE = 1024.0
@@ -195,7 +194,7 @@ def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
         raise SpecError(file=f"{location}/provenance.yaml", key="the file", problem="is missing next to kernels.jsonl")
     reading = read_provenance(provenance.read_text("utf-8"), f"{location}/provenance.yaml")
     sheet = read_kernels(kernels.read_text("utf-8"), f"{location}/kernels.jsonl", reading)
-    return KernelTable.from_sheet(Roofline(chip=chip, curve=curve or Curve()), sheet)
+    return with_measured(Roofline(chip=chip, curve=curve or Curve()), sheet)
 
 
 def serving_costs(package: str, chip: Chip) -> KernelCosts | None:

@@ -6,7 +6,6 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -21,8 +20,6 @@ from flagcore.errors import SpecError, join_errors
 
 SOURCE_KEYS = {"measured": "how", "datasheet": "document", "published": "where", "estimated": "method"}
 """The key that each kind of source requires."""
-OPTIONAL_SOURCE_KEYS = ("confidence", "date", "note", "page", "repeats", "software")
-"""Common optional keys of any source. Other keys are allowed, too."""
 WORDS = {
     **dict.fromkeys(("dataclass_type", "dict_type"), "keys with values"),
     **dict.fromkeys(("list_type", "tuple_type"), "a list"),
@@ -135,7 +132,9 @@ def _problem(error: Any, file: str, path: str, keys: Mapping[str, str]) -> SpecE
         )
     words = WORDS.get(error["type"])
     problem = f"must be {words}" if words else error["msg"].replace("Input should", "must")
-    return SpecError(file=file, key=key, value=value, problem=problem, fix=_number_hint(error["type"], value))
+    # YAML 1.1 reads a number without a sign of the exponent as text
+    is_text = error["type"] == "float_type" and isinstance(value, str)
+    return SpecError(file=file, key=key, value=value, problem=problem, fix="write 3.0e+14, not 3e14" if is_text else "")
 
 
 def _plain(content: Any, file: str, path: str) -> Any:
@@ -158,28 +157,14 @@ def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:
     if kind not in SOURCE_KEYS:
         raise wrong("kind", "invalid value", f"use one of {', '.join(SOURCE_KEYS)}")
     needed, others = SOURCE_KEYS[kind], {key: value for key, value in content.items() if key != "kind"}
-    for name in map(str, others):
-        similar = get_close_matches(name, {needed, *OPTIONAL_SOURCE_KEYS}, n=1, cutoff=0.75)
-        if similar and name not in {*OPTIONAL_SOURCE_KEYS, *SOURCE_KEYS.values()}:
-            raise wrong(name, "unknown key", f"did you mean {similar[0]}?")
     detail = others.pop(needed, None)
     if not isinstance(detail, str) or not detail.strip():
-        other = "".join(f"; {name} belongs to the kind {each}" for each, name in SOURCE_KEYS.items() if name in others)
-        raise wrong(needed, f"must be a string: the kind {kind} needs it", f"write {needed}: TEXT{other}")
+        raise wrong(needed, f"must be a string: the kind {kind} needs it", f"write {needed}: TEXT")
     for name, value in others.items():
         if value is None:
             raise wrong(repr(name), "has no value", f'put a text with a comma in quotes: {needed}: "{detail}, {name}"')
     details = (str(value) if name == "confidence" else f"{name} {value}" for name, value in others.items())
     return {"kind": kind, "detail": ", ".join([detail, *details])}
-
-
-def _number_hint(problem: str, value: object) -> str:
-    if problem != "float_type" or not isinstance(value, str):
-        return ""
-    try:
-        return f"write {float(value):e} (YAML reads {value} as text)"
-    except ValueError:
-        return "write digits, e.g. 3.0e+14"
 
 
 Kind = Literal["train", "serve"]

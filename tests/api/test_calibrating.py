@@ -1,37 +1,21 @@
 """What a calibration tells of the machine and of itself."""
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from flagcore_testing import fakes
 
-from flagcore.api.calibrated_plugins import Load, busy
+from flagcore.api.calibrated_plugins import busy
 from flagcore.api.managing import calibration
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.tuner.calibration import Calibration
 from tests.vendors.test_simulated_nodes import METAX
 
-BURN = "import time\nwhile time.process_time() < 0.4: pass"
 X1 = Chip(name="X1", vendor="acme", devices_per_node=8)
 RUNS = EngineSupport(support=Support.YES, device_type="acme", distributed_backend="accl")
-
-
-def test_child_processes_are_not_counted_as_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clocks of all processors are simulated, because other load on this machine is unknown."""
-    start = psutil.cpu_times()._replace(user=100.0, idle=100.0)
-    monkeypatch.setattr(psutil, "cpu_times", lambda: start)
-    load = Load()
-    subprocess.run([sys.executable, "-S", "-E", "-c", BURN], check=True)
-    monkeypatch.setattr(psutil, "cpu_times", lambda: start._replace(user=100.4, idle=101.6))
-    assert load.used_by_others() == 0.0
-    monkeypatch.setattr(psutil, "cpu_times", lambda: start._replace(user=110.4, idle=110.4))
-    assert load.used_by_others() == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_busy_machine_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,15 +1,12 @@
 """Costs and energy of three runs, added up by hand."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flagcore import api
-from flagcore.api.snapshot import build_problem_of_spec
-from flagcore.domain.plan import cost_figures
 from flagcore.errors import SpecError
 from tests.cli.conftest import MODEL, Project
 
@@ -84,19 +81,6 @@ def test_a_planned_server_pays_the_devices_that_it_uses(tmp_path: Path) -> None:
     assert saved["cost"] == {
         name: pytest.approx(best[name]) if name != "energy_source" else "tdp" for name in saved["cost"]
     }
-
-
-def test_measured_power_replaces_the_tdp() -> None:
-    cluster = {"chip": "H100-SXM", "devices_per_node": 8, "price_per_device_hour": 2.0}
-    problem = build_problem_of_spec(plan(cluster), None, (), plan=True)
-    task = problem.platform.task
-    figures = cost_figures(task, 2.0, 1000.0, watts=350.0)
-    assert figures["energy_kwh_per_million_tokens"] == pytest.approx(350.0 * 1000 / 3.6e6)
-    assert figures["energy_source"] == "telemetry"
-    free = replace(task, spec=replace(task.spec, cluster=replace(task.spec.cluster, price_per_device_hour=None)))
-    assert cost_figures(free, 2.0, 1000.0) == {}
-    measured = cost_figures(free, 2.0, 1000.0, watts=350.0)
-    assert measured.keys() == {"energy_kwh_per_million_tokens", "energy_source"}
 
 
 @pytest.mark.parametrize(

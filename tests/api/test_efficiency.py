@@ -1,12 +1,10 @@
-"""The bottleneck of a plan, and the warning about a low MFU with the cheapest change."""
+"""The bottleneck of a plan, and the cheapest change if nothing fits."""
 
-import re
 from typing import Any
 
 import pytest
 
 from flagcore import api
-from flagcore.api.planning.estimate import FAR_BELOW, USUAL_MFU
 from flagcore.errors import NothingFits
 
 SHAPE = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
@@ -25,24 +23,9 @@ def plan(batch: int, **more: Any) -> dict[str, Any]:
     return {**data, **more}
 
 
-def test_a_low_mfu_has_its_reason_and_the_cheapest_change() -> None:
+def test_the_bottleneck_of_the_fastest_candidate_is_named() -> None:
     found = api.estimate(plan(2))
-    assert found.candidates[0]["mfu"] < FAR_BELOW * USUAL_MFU[0]
-    assert str(found.candidates[0]["limit"]) in found.warning
-    better = float(re.findall(r"([\d.]+)%", found.warning)[-1]) / 100
-    assert better > 1.05 * found.candidates[0]["mfu"]
     assert str(found.candidates[0]["limit"]) in found.bottleneck
-
-
-def test_an_ordinary_mfu_has_no_warning() -> None:
-    found = api.estimate(plan(1024))
-    assert found.candidates[0]["mfu"] > FAR_BELOW * USUAL_MFU[0]
-    assert found.warning == ""
-
-
-def test_small_models_are_not_compared_with_large_jobs() -> None:
-    small = {"num_layers": 8, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 1000}
-    assert api.estimate(plan(8, model=small)).warning == ""
 
 
 def test_where_nothing_fits_more_devices_of_a_node_come_before_more_nodes() -> None:

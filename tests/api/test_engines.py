@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ class Found:
     seen: list[Any] = field(default_factory=list)
 
 
-def outcome(data: dict[str, Any], run_dir: Path, on_start: Callable[[], None]) -> Found:
+def outcome(data: dict[str, Any], run_dir: Path) -> Any:
     engine = data["serve"]["engine"]
     if engine not in RATES:
         raise NoDevice(f"{engine} is not installed")
@@ -60,36 +59,19 @@ def test_each_engine_has_its_own_knobs_and_a_share_of_the_budget(tmp_path: Path)
     assert inputs["slow"]["space"] == {"a": [1]}
 
 
-def test_if_no_engine_can_run_each_error_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    reasons = {"no1": "no weights", "no2": "no weights", "no3": "no program", "no4": "no program"}
-
-    def fails(data: dict[str, Any], run_dir: Path, on_start: Callable[[], None]) -> Any:
-        raise NoDevice(reasons[run_dir.name])
-
-    with caplog.at_level(logging.WARNING, "flagcore"), pytest.raises(NoDevice) as raised:
-        each_engine(DATA, tuple(reasons), tmp_path, fails)
-    assert str(raised.value) == "no weights"
-    assert caplog.messages == ["no3, no4: no program"]
-
-
-def test_an_engine_that_cannot_run_is_reported_when_the_next_one_starts(
+def test_if_no_engine_can_run_the_first_error_is_raised_and_all_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    events = []
+    def fails(data: dict[str, Any], run_dir: Path) -> Any:
+        raise NoDevice(f"no {run_dir.name}")
 
-    def starts(data: dict[str, Any], run_dir: Path, on_start: Callable[[], None]) -> Found:
-        if data["serve"]["engine"] in RATES:
-            on_start()
-            events.append(list(caplog.messages))
-        return outcome(data, run_dir, on_start)
-
-    with caplog.at_level(logging.WARNING, "flagcore"):
-        each_engine(DATA, ("absent", "slow", "quick"), tmp_path / "run", starts)
-    assert events == [["absent: absent is not installed"]] * 2
+    with caplog.at_level(logging.WARNING, "flagcore"), pytest.raises(NoDevice, match="no first"):
+        each_engine(DATA, ("first", "second"), tmp_path, fails)
+    assert caplog.messages == ["first: no first", "second: no second"]
 
 
 def test_an_interrupt_ends_all_engines(tmp_path: Path) -> None:
-    def interrupted(data: dict[str, Any], run_dir: Path, on_start: Callable[[], None]) -> Any:
+    def interrupted(data: dict[str, Any], run_dir: Path) -> Any:
         raise Interrupted("interrupted")
 
     with pytest.raises(Interrupted):

@@ -7,7 +7,7 @@ import pytest
 from flagcore.api.snapshot import past
 from flagcore.engines.megatron import WORKLOAD
 from flagcore.plugins import LoadedPlugins
-from flagcore.spec.models import Shape
+from flagcore.spec.shapes import Shape
 from tests import small
 
 CANDIDATE = {"data_parallel_size": 4, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}

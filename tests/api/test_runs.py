@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import flagcore
-from flagcore.api.managing.run_list import remove_run
 from flagcore.errors import RunError
 from flagcore.tuner.store.trials import OptunaStore
 from tests.cli.conftest import Project
@@ -100,20 +99,3 @@ def test_a_journal_that_is_not_a_file_is_refused_immediately(project: Project, m
     make(project.run_dir / "journal.log")
     with pytest.raises(RunError, match=r"journal\.log cannot be read \(it is not a regular file\)"):
         flagcore.load_run(project.run_dir)
-
-
-def test_only_runs_and_their_own_engines_are_removed(tmp_path: Path) -> None:
-    other, run, foreign = (tmp_path / name for name in ("other", "run", "foreign"))
-    for folder in (other, run, run / "own"):
-        folder.mkdir()
-        (folder / "task.json").write_text('{"run": "r", "task": {}, "fixed": {}}')
-    (run / "result.json").write_text(json.dumps({"engines": {"own": {}, "../other": {}, str(other): {}}}))
-    (run / "tensorboard" / "trial-0").mkdir(parents=True)
-    remove_run(run)
-    assert not run.exists()
-    assert (other / "task.json").exists()
-    (foreign / "trials").mkdir(parents=True)
-    (foreign / "task.json").write_text('{"title": "of another program"}')
-    with pytest.raises(RunError):
-        remove_run(foreign)
-    assert (foreign / "trials").exists()

@@ -394,20 +394,6 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
 
 
 @pytest.mark.skipif(shutil.which("vllm") is not None, reason="vLLM is installed")
-def test_flags_of_an_engine_that_is_not_installed_are_reported_as_unchecked(
-    flag: Flag, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    spec = yaml.safe_load((Path(__file__).parents[2] / "examples" / "serve-vllm-cpu.yaml").read_text())
-    serve = {**spec["serve"], "engine_args": {"no-such-flag": 3}}
-    for key in ("command", "weights"):
-        serve.pop(key, None)
-    file = tmp_path / "spec.yaml"
-    file.write_text(yaml.safe_dump({**spec, "serve": serve}))
-    completed = flag("estimate", str(file))
-    assert completed.code == 0, completed.err
-    assert "serve.engine_args (no-such-flag): not checked, vllm is not installed here" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

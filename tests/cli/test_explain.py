@@ -79,14 +79,10 @@ LAYOUT = "tp=2, mbs=4, recompute full uniform 1"
 @pytest.mark.parametrize(
     ("plain", "forms"),
     [
-        ("tp=2, mbs=4", ["TP=2 micro_batch_size=4", "TP2 MBS4", "tp 2 mbs 4", "no dist-opt TP2, MBS4"]),
-        (
-            "tp=2, mbs=4",
-            ["tp = 2, mbs = 4", "tp = 2 mbs = 4", "tp=2，mbs=4", "ＴＰ２ ＭＢＳ４", "TP 2, MBS 4, no method"],
-        ),
-        ("tp=2, mbs=4, no sp", ['{"tensor_model_parallel_size": 2, "MBS": 4, "sequence_parallel": false}']),
-        (LAYOUT, ["tp=2 mbs=4 recompute full uniform 1", "TP2 MBS4 recompute=full uniform 1"]),
-        (STAGES, ["pp=2 layers/virtual stage=1 mbs=2", "PP2 layers/virtual stage 1 MBS2"]),
+        ("tp=2, mbs=4", ["TP=2,micro_batch_size=4", "TP2, MBS4", "tp 2, mbs 4", "no dist-opt, TP2, MBS4"]),
+        ("tp=2, mbs=4", ["tp = 2, mbs = 4", "tp=2，mbs=4", "ＴＰ２, ＭＢＳ４", "TP 2, MBS 4, no method"]),
+        (LAYOUT, ["TP2, MBS4, recompute=full uniform 1"]),
+        (STAGES, ["PP2, layers/virtual stage 1, MBS2"]),
     ],
 )
 def test_a_candidate_may_be_typed_in_many_forms(
@@ -164,7 +160,6 @@ def test_an_ambiguous_candidate_is_refused_with_the_available_knobs(flag: Flag, 
         "recompute full uniform 1 2": "recompute_num_layers",
         "tp": "tensor_model_parallel_size",
         "x" * 999: "x" * 40 + "'",
-        '{"tp": 2': "JSON",
         "TP2 quick": "quick",
         "candidate": "'candidate'",
         " , ": "data_parallel_size (DP)",
@@ -187,15 +182,10 @@ def test_trials_of_a_run_are_listed_next_to_the_best(
     step = f"{project.result()['best']['measured']['step_time_s']['median']:.4g} s/step"
     assert best["state"] == "ran"
     repeats = [line for line in best["because"] if f"(repeat) measured: {step}" in line]
-    first, *middle, last, reason = best["because"]
+    first, *middle, last = best["because"]
     assert (first, middle) == (f"trial {number} (search) measured: {step}", repeats)
     assert f" {1 + len(repeats)} runs: {step}" in last
     assert repeats
-    other_trials = [
-        each for each in project.result()["trials"] if each["state"] == "measured" and each["number"] != number
-    ]
-    assert f"{len(other_trials) + 1} measured" in reason
-    assert f"(trial {project.result()['baseline']['number']})" in reason
     assert best["expected_s"] == pytest.approx(project.result()["best"]["measured"]["step_time_s"]["median"])
     assert explained(project.run_dir, f"trial {number}")["candidate"] == best["candidate"]
     baseline = explained(project.run_dir, "baseline")
@@ -207,7 +197,6 @@ def test_trials_of_a_run_are_listed_next_to_the_best(
     open_one = explained(project.run_dir, values_text(untried, BY_NAME))
     assert "max_trials = 5" in open_one["because"][0]
     assert open_one["believed"]["step_time_s"]["value"] < open_one["predicted"]["step_time_s"]["value"]
-    assert 1 <= len(open_one["nearest"]["differs"].keys() - {"layer_split"}) <= 2
     assert flag("explain", str(project.run_dir), "99").err.endswith(": 0, 1, 2, 3, 4, 5, 6\n")
 
 
@@ -360,10 +349,8 @@ def test_probed_candidates_are_reported_as_probed(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
     best, slow = _candidates(snapshot, 0, 1)
     probes = [replace(_measured_trial(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
-    state, (ended, reason) = _explained(snapshot, probes, best, PROBE)
+    state, (ended,) = _explained(snapshot, probes, best, PROBE)
     assert (state, ended) == ("ran", "probe 1 (search) measured: 1 s/step; it is the best")
-    assert "-50.0%" in reason
-    assert "(trial 2)" in reason
     line = "probe 2 (search) measured: 2 s/step, +100.0% in time vs the best (trial 1: 1 s/step)"
     assert _explained(snapshot, probes, slow, PROBE) == ("ran", [line])
 

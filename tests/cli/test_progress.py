@@ -8,7 +8,6 @@ from flagcore.cli.progress import line, status_line
 from flagcore.contracts import Event
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.space.knobs import BY_NAME
-from flagcore.i18n.width import columns, cut
 from tests import small
 
 CANDIDATE = small.candidate(use_recompute=True, recompute_granularity="full", use_distributed_optimizer=True)
@@ -31,29 +30,12 @@ def event(best: bool = True) -> tuple[Event, Trial]:
     return found, trial
 
 
-@pytest.mark.parametrize("width", [20, 40, 58, 78, 118])
-def test_the_line_fits_and_has_the_most_important_parts(width: int) -> None:
+def test_the_line_has_the_most_important_parts_first() -> None:
     found, trial = event()
-    line = status_line(found, [trial], 300.0, width)
-    assert columns(line) <= width
-    assert "\n" not in line
-    assert line.startswith("12/20")
-    if width >= 58:
-        assert "5.0 min left" in line
-        assert "0.412" in line
-        assert "12: MBS" in line
-
-
-def test_the_line_names_the_configuration_of_the_best_if_there_is_room() -> None:
-    found, trial = event()
-    assert status_line(found, [trial], 300.0, 118).count("MBS 1") == 2
-    assert "best" not in status_line(event(best=False)[0], [], None, 80)
-
-
-def test_a_text_is_cut_by_its_width_on_the_terminal() -> None:
-    assert cut("abcdef", 6) == "abcdef"
-    assert cut("abcdef", 4) == "abc…"
-    assert columns(cut("配置甲乙丙", 6)) <= 6
+    count, left, best, running = status_line(found, [trial], 300.0).split(" | ")
+    assert (count, "5.0 min left" in left, "0.412" in best) == ("12/20", True, True)
+    assert running.startswith("12: MBS")
+    assert status_line(event(best=False)[0], [], None) == "12/20"
 
 
 @pytest.mark.parametrize(("objective", "value"), [("output_tokens_per_s", "50 "), ("e2e_s.mean", "0.02 ")])

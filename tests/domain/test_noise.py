@@ -194,17 +194,12 @@ def warm(trials: list[Trial]) -> list[Trial]:
 
 
 def test_one_repeat_other_than_the_baseline_starts_cold() -> None:
-    trials = warm(first(base=50.0, a=100.0, b=99.5))
-    assert learn(trials).cold_repeat == trials[1].candidate
-    trials += warm([trial(3, "base", 50.0, Role.REPEAT)])
+    trials = warm([*first(base=50.0, a=100.0, b=99.5), trial(3, "base", 50.0, Role.REPEAT)])
     assert learn(trials).cold_repeat == trials[1].candidate
     assert learn([*trials, trial(4, "a", 100.0, Role.REPEAT)]).cold_repeat is None
-
-
-def test_if_the_baseline_is_the_best_its_rival_starts_cold() -> None:
-    trials = warm(first(base=100.0, a=99.5))
-    assert learn(trials).cold_repeat == trials[1].candidate
-    assert learn(trials[:1]).cold_repeat is None
+    baseline_is_best = warm(first(base=100.0, a=99.5))
+    assert learn(baseline_is_best).cold_repeat == baseline_is_best[1].candidate
+    assert learn(baseline_is_best[:1]).cold_repeat is None
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,23 @@ def test_each_round_of_both_gives_a_gain() -> None:
     assert gains(learn((*FIRST, *REPEATS))) == (0.5, pytest.approx(0.3))
 
 
+@pytest.mark.parametrize(
+    ("first", "repeats", "expected"),
+    [
+        (FIRST, [(2, "baseline", 100.0), (4, "baseline", 80.0), (5, "best", 120.0)], (0.5, 0.5)),
+        ((replace(FIRST[0], state=TrialState.OUT_OF_MEMORY, measurement=None), FIRST[1]), [], ()),
+        ((), [], ()),
+        ((trial(0, "baseline", 200.0, Role.BASELINE), FIRST[1]), [], (0.0,)),
+    ],
+    ids=["late rival", "baseline failed", "no trials", "baseline is best"],
+)
+def test_gains_are_those_over_the_last_measured_baseline(
+    first: tuple[Trial, ...], repeats: list[tuple[int, str, float]], expected: tuple[float, ...]
+) -> None:
+    found = gains(learn((*first, *(trial(*each, Role.REPEAT) for each in repeats))))
+    assert found == pytest.approx(expected)
+
+
 def test_an_incomplete_round_does_not_count() -> None:
     failed = replace(REPEATS[0], state=TrialState.FAILED, measurement=None)
     incomplete_round = (trial(4, "baseline", 110.0, Role.REPEAT), trial(5, "best", 121.0, Role.REPEAT))
@@ -70,21 +87,6 @@ def test_predictions_before_and_after_are_compared_over_the_same_trials() -> Non
     assert plan.prediction_error.trials == 2
     uncorrected = replace(plan, trials=(reported(4.0, None),))
     assert uncorrected.prediction_error is None
-
-
-def test_late_rivals_are_compared_with_the_baseline_of_the_same_rounds() -> None:
-    baseline = [trial(number, "baseline", speed, Role.REPEAT) for number, speed in ((2, 100.0), (4, 80.0))]
-    assert gains(learn((*FIRST, *baseline, trial(5, "best", 120.0, Role.REPEAT)))) == (0.5, pytest.approx(0.5))
-
-
-def test_there_is_no_gain_without_a_measured_baseline() -> None:
-    broken = replace(FIRST[0], state=TrialState.OUT_OF_MEMORY, measurement=None)
-    assert gains(learn((broken, FIRST[1]))) == ()
-    assert gains(learn(())) == ()
-
-
-def test_a_baseline_that_nothing_beats_gains_nothing() -> None:
-    assert gains(learn((trial(0, "baseline", 200.0, Role.BASELINE), FIRST[1]))) == (0.0,)
 
 
 SINGLE = trial(0, "base", 100.0, Role.BASELINE)

@@ -104,16 +104,7 @@ def test_plain_data_round_trips() -> None:
 
 
 def test_secrets_of_a_command_line() -> None:
-    words = [
-        "p",
-        "--token",
-        HIDDEN,
-        "--wandb-api-key=" + HIDDEN + "2",
-        "-n",
-        "-1",
-        "API_KEY=" + HIDDEN,
-        "http://a:bcdefg@h",
-    ]
+    words = ["p", "--token", HIDDEN, f"--wandb-api-key={HIDDEN}2", "-n", "-1", f"API_KEY={HIDDEN}", "http://a:bcdefg@h"]
     assert secrets_in_arguments(words) == [HIDDEN, HIDDEN + "2", "bcdefg"]
     assert HIDDEN not in " ".join(redact_arguments(words))
     assert secrets_in_arguments(["--max-tokens", "5", "--token", "--other"]) == []

@@ -18,7 +18,7 @@ from flagcore.hooks import hookimpl
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.plugins import LoadedPlugins
-from flagcore.spec import parse_spec
+from flagcore.spec.convert import parse_spec
 from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.devices import require_devices
 from flagcore.tuner.stages.launch import host_lines, planned_launch

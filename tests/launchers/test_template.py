@@ -168,7 +168,6 @@ def test_other_variables_or_cores_need_another_template(warm: Warm, monkeypatch:
         ("raise ValueError", None, 1),
         ("os.kill(os.getpid(), 11)", None, -11),
         ("os.environ['CODE'] = '5'", None, 5),
-        ("import time; time.sleep(60)", "timeout", -15),
         (TREE + "time.sleep(60)", "timeout", -9),
     ],
 )
@@ -229,7 +228,6 @@ def test_nothing_outlives_a_killed_tuner(warm: Warm, moment: str) -> None:
     [
         "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
         "global file; file = open('/dev/zero')",
-        "raise ImportError('no torch')",
         "os._exit(1)",
     ],
 )

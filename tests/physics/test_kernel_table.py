@@ -7,7 +7,7 @@ import pytest
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
-from flagcore.physics.kernel_table import ATTENTION, Axis, Kernel, KernelSheet, KernelTable, learn_grid, octaves
+from flagcore.physics.kernel_table import ATTENTION, Axis, Kernel, KernelSheet, learn_grid, octaves, with_measured
 from flagcore.physics.roofline import Curve, Roofline
 
 SOURCE = Source(kind="datasheet", detail="made up")
@@ -25,7 +25,7 @@ def column(value: float) -> np.ndarray:
     return np.array([float(value)])
 
 
-def gemm(costs: Roofline | KernelTable, shape: tuple[int, int, int], precision: str = "bf16") -> float:
+def gemm(costs: Roofline, shape: tuple[int, int, int], precision: str = "bf16") -> float:
     return float(costs.gemm_seconds(*(column(size) for size in shape), precision)[0])
 
 
@@ -56,20 +56,13 @@ def measured(*, times: float = 1.0) -> KernelSheet:
     return KernelSheet((*kernels, Kernel(name="launch", sizes=(), seconds=7e-6)))
 
 
-TABLE = KernelTable.from_sheet(Roofline(chip=CHIP), measured())
+TABLE = with_measured(Roofline(chip=CHIP), measured())
 
 
 def test_a_table_recovers_the_efficiencies_of_the_measured_chip() -> None:
     unseen = (2048, 6144, 2048)
     assert gemm(TABLE, unseen) == pytest.approx(gemm(TRUTH, unseen), rel=0.02)
-    shape = AttentionShape(
-        batch=column(2),
-        heads=column(16),
-        groups=column(16),
-        queries=column(4096),
-        keys=column(4096),
-        head_dim=column(128),
-    )
+    shape = AttentionShape(**dict(zip(ATTENTION, map(column, (2, 16, 16, 4096, 4096, 128)), strict=True)))
     assert TABLE.attention_seconds(shape, "bf16") == pytest.approx(TRUTH.attention_seconds(shape, "bf16"), rel=0.02)
     assert TABLE.memory_seconds(column(3e8)) == pytest.approx(3e8 / 1e12 + 2e-6, rel=0.01)
     assert TABLE.host_copy_seconds(column(3e8)) == pytest.approx(3e8 / 4e10 + 1e-5, rel=0.01)
@@ -77,7 +70,7 @@ def test_a_table_recovers_the_efficiencies_of_the_measured_chip() -> None:
 
 
 def test_library_inefficiencies_are_learned_locally() -> None:
-    table = KernelTable.from_sheet(Roofline(chip=CHIP), measured(times=1.5))
+    table = with_measured(Roofline(chip=CHIP), measured(times=1.5))
     bad, near, far = (4096, 11008, 4096), (4096, 10752, 4096), (4096, 131072, 4096)
     assert gemm(table, bad) == pytest.approx(1.5 * gemm(TRUTH, bad), rel=0.1)
     assert 1.2 < gemm(table, near) / gemm(TRUTH, near) < 1.5
@@ -94,21 +87,21 @@ def test_a_bound_corrects_downwards_only() -> None:
     shape = (1024, 4096, 4096)
     for seconds, expected in ((5e-4, gemm(TABLE, shape)), (2e-5, 2e-5)):
         bound = Kernel(name="gemm", precision="bf16", sizes=tuple(map(float, shape)), seconds=seconds, bound=True)
-        table = KernelTable.from_sheet(Roofline(chip=CHIP), KernelSheet((*measured().kernels, bound)))
+        table = with_measured(Roofline(chip=CHIP), KernelSheet((*measured().kernels, bound)))
         assert gemm(table, shape) == pytest.approx(expected, rel=0.25)
 
 
 def test_unpublished_peaks_are_replaced_by_measured_ones() -> None:
     bare = Chip(name="bare", vendor="x")
-    table = KernelTable.from_sheet(Roofline(chip=bare), measured())
+    table = with_measured(Roofline(chip=bare), measured())
     for shape in SHAPES:
         assert gemm(table, shape) == pytest.approx(gemm(TRUTH, shape), rel=0.1)
-    assert "measured" in table.roofline.chip.dense_flops_per_second["bf16"].source.kind
+    assert "measured" in table.chip.dense_flops_per_second["bf16"].source.kind
 
 
 def test_an_empty_sheet_changes_nothing() -> None:
-    table, roofline = KernelTable.from_sheet(Roofline(chip=CHIP), KernelSheet(())), Roofline(chip=CHIP)
-    assert replace(table.roofline.curve, gemm_shares={}) == replace(roofline.curve, gemm_shares={})
+    table, roofline = with_measured(Roofline(chip=CHIP), KernelSheet(())), Roofline(chip=CHIP)
+    assert replace(table.curve, gemm_shares={}, run_slowdown=1.0) == replace(roofline.curve, gemm_shares={})
     assert gemm(table, SHAPES[0]) == gemm(roofline, SHAPES[0])
 
 
@@ -133,5 +126,5 @@ def test_a_correction_is_constant_beyond_its_grid() -> None:
 
 def test_attention_in_a_precision_of_unknown_peak_leaves_the_other_precisions_as_they_are() -> None:
     kernels = [replace(each, precision="fp16") if each.name == "attention" else each for each in measured().kernels]
-    table = KernelTable.from_sheet(Roofline(chip=CHIP), KernelSheet(tuple(kernels)))
+    table = with_measured(Roofline(chip=CHIP), KernelSheet(tuple(kernels)))
     assert table.curve.attention_share == Curve().attention_share

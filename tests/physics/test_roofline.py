@@ -29,25 +29,17 @@ def one(value: float) -> np.ndarray:
     return np.array([value])
 
 
-def shaped(
-    queries: float, keys: float, *, batch: float = 1, heads: float = 32, groups: float = 8, width: float = 128
-) -> AttentionShape:
-    return AttentionShape(
-        batch=one(batch),
-        heads=one(heads),
-        groups=one(groups),
-        queries=one(queries),
-        keys=one(keys),
-        head_dim=one(width),
-    )
+def shaped(queries: float, keys: float, **sizes: float) -> AttentionShape:
+    named = {"batch": 1.0, "heads": 32.0, "groups": 8.0, "head_dim": 128.0, "queries": queries, "keys": keys, **sizes}
+    return AttentionShape(**{name: one(size) for name, size in named.items()})
 
 
-def attention(
-    queries: float, keys: float, *, batch: float = 1, heads: float = 32, groups: float = 8, width: float = 128
-) -> tuple[float, float]:
-    shape = shaped(queries, keys, batch=batch, heads=heads, groups=groups, width=width)
-    forward = ROOFLINE.attention_seconds(shape, "bf16")
-    return float(forward[0]), float(ROOFLINE.attention_backward_seconds(shape, "bf16")[0])
+def attention(queries: float, keys: float, **sizes: float) -> tuple[float, float]:
+    """Return the seconds of the forward and of the backward pass."""
+    shape = shaped(queries, keys, **sizes)
+    models = (ROOFLINE.attention_seconds, ROOFLINE.attention_backward_seconds)
+    forward, backward = (float(model(shape, "bf16")[0]) for model in models)
+    return forward, backward
 
 
 def test_large_products_reach_more_of_the_peak_than_small_ones() -> None:
@@ -138,7 +130,7 @@ def test_fewer_groups_than_heads_cost_backward_a_sum_and_spare_forward_nothing_w
 
 
 def test_a_small_head_dimension_costs_more_than_its_share() -> None:
-    assert attention(8192, 8192, width=64)[0] > 0.6 * attention(8192, 8192)[0]
+    assert attention(8192, 8192, head_dim=64)[0] > 0.6 * attention(8192, 8192)[0]
 
 
 def test_a_single_query_is_bound_by_reading_keys_and_values() -> None:

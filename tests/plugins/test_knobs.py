@@ -21,7 +21,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
 from flagcore.plugins import workload_of
-from flagcore.spec import parse_spec
+from flagcore.spec.convert import parse_spec
 from flagcore.tuner.problem import build_problem, candidate_columns
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.predict import predict, predict_columns, predict_components

@@ -6,7 +6,7 @@ import pytest
 
 from flagcore.domain.spec import Spec
 from flagcore.errors import SpecError
-from flagcore.spec import read_spec
+from flagcore.spec.convert import read_spec
 from tests.small import ENGINES
 
 MODEL = "model: {num_layers: 4, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, vocab_size: 1000}\n"

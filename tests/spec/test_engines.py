@@ -9,7 +9,9 @@ import pytest
 
 from flagcore.domain.knob import Knob
 from flagcore.errors import SpecError
-from flagcore.spec import json_schema, parse_spec, read_job
+from flagcore.spec.convert import parse_spec
+from flagcore.spec.jobs import read_job
+from flagcore.spec.serving import json_schema
 from tests.small import SHAPE
 
 KNOBS = (

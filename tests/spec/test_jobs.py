@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from flagcore.errors import SpecError
-from flagcore.spec import read_job
+from flagcore.spec.jobs import read_job
 from tests.small import ENGINES, SHAPE
 
 ErrorOf = Callable[..., SpecError]
@@ -120,20 +120,21 @@ def test_a_line_without_a_record_is_refused(error_of: ErrorOf, record: Any) -> N
     error_of(read_job, record, ENGINES)
 
 
-SLIPS: dict[str, tuple[tuple[str, ...], object, str, str]] = {
-    "of train": (("train", "seq_len"), 128, "train.seq_len", "did you mean seq_length?"),
-    "of settings": (("train", "settings"), {"fp8_gather": True}, "train.settings.fp8_gather", "fp8_param_gather"),
-    "of the cluster": (("cluster", "device_per_node"), 8, "cluster.device_per_node", "did you mean devices_per_node?"),
-    "a short name": (("candidate", "pp"), 2, "candidate.pp", "did you mean pipeline_model_parallel_size?"),
-    "in another section": (("train", "micro_batch_size"), 2, "train.micro_batch_size", "belongs under candidate"),
-    "a knob at the top": (("micro_batch_size",), 2, "micro_batch_size", "belongs under candidate"),
-    "of the record": (("rnak",), 1, "rnak", "did you mean rank?"),
-}
+SLIPS = [
+    (("train", "seq_len"), 128, "train.seq_len", "did you mean seq_length?"),
+    (("train", "settings"), {"fp8_gather": True}, "train.settings.fp8_gather", "fp8_param_gather"),
+    (("cluster", "device_per_node"), 8, "cluster.device_per_node", "did you mean devices_per_node?"),
+    (("candidate", "pp"), 2, "candidate.pp", "did you mean pipeline_model_parallel_size?"),
+    (("train", "micro_batch_size"), 2, "train.micro_batch_size", "belongs under candidate"),
+    (("micro_batch_size",), 2, "micro_batch_size", "belongs under candidate"),
+    (("rnak",), 1, "rnak", "did you mean rank?"),
+]
 
 
-@pytest.mark.parametrize("name", SLIPS)
-def test_a_misspelt_key_is_reported_with_the_right_one(error_of: ErrorOf, name: str) -> None:
-    path, value, key, fix = SLIPS[name]
+@pytest.mark.parametrize(("path", "value", "key", "fix"), SLIPS)
+def test_a_misspelt_key_is_reported_with_the_right_one(
+    error_of: ErrorOf, path: tuple[str, ...], value: object, key: str, fix: str
+) -> None:
     error = error_of(lambda: read_job(changed(path, value), ENGINES))
     assert error.key == key
     assert "is not a known key" in error.problem

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +8,8 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
 from flagcore.engines.megatron.space.knobs import KNOBS
 from flagcore.errors import SpecError
-from flagcore.spec import parse_spec, read_spec, spec_as_data
+from flagcore.spec.convert import parse_spec, read_spec
+from flagcore.spec.plain_data import spec_as_data
 from tests.small import ENGINES
 
 Read = Callable[..., Spec]
@@ -158,11 +157,6 @@ def test_spec_may_be_json(tmp_path: Path, read: Read) -> None:
     path = tmp_path / "spec.json"
     path.write_text(json.dumps(spec_as_data(tmp_path / "spec.yaml")))
     assert read_spec(path, ENGINES) == expected
-
-
-def test_importing_the_package_imports_neither_pydantic_nor_yaml() -> None:
-    code = "import flagcore.spec, sys; print(sorted({'pydantic', 'yaml'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
 def test_groups_of_a_cluster_are_read_in_their_order(read: Callable[..., Spec]) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from flagcore.domain.serving import Images, Load, ServeSpec
 from flagcore.errors import SpecError
-from flagcore.spec import json_schema, parse_spec, read_job
-from flagcore.spec.convert import check_engines
-from flagcore.spec.serving import engines_of, select_engine
+from flagcore.spec.convert import check_engines, parse_spec
+from flagcore.spec.jobs import read_job
+from flagcore.spec.serving import engines_of, json_schema, select_engine
 from tests.small import ENGINES
 from tests.spec.test_page import BASE
 
@@ -30,8 +30,8 @@ def error_of(*args: Any, **kwargs: Any) -> SpecError:
 
 
 def test_images_have_sizes_with_shares() -> None:
-    found = serve({"images": {"bucket_config": {"1280x720": 3, "256x128": 1}, "format": "jpeg"}}).loads[0].images
-    assert found == Images(buckets=((1280, 720, 0.75), (256, 128, 0.25)), format="jpeg")
+    found = serve({"images": {"bucket_config": {"1280x720": 3, "256x128": 1}}}).loads[0].images
+    assert found == Images(buckets=((1280, 720, 0.75), (256, 128, 0.25)))
     assert Images(buckets=(), base_items_per_request=3, num_mm_items_range_ratio=0.5).counts == (1, 5)
     assert serve({}).loads[0].images is None
 
@@ -86,18 +86,6 @@ def test_a_serving_job_that_is_no_mapping_is_the_only_problem(value: object, mod
     with pytest.raises(SpecError) as refused:
         parse_spec({"model": model, "serve": value}, file="x", base=Path("/"), engines=ENGINES)
     assert refused.value.key == "serve"
-
-
-def test_a_custom_client_has_one_load_point_and_a_report_in_its_folder() -> None:
-    client = {"command": ["client", "{port}"], "report": "report.json"}
-    assert serve({"concurrency": [8]}, client=client).report == "report.json"
-    for profile, changed, key in (
-        ({"concurrency": [1, 8]}, client, "serve.client"),
-        ({"concurrency": 8}, {**client, "report": "../report.json"}, "serve.client.report"),
-        ({"concurrency": 8}, {**client, "report": ".."}, "serve.client.report"),
-        ({"concurrency": 8}, {**client, "report": "client.log"}, "serve.client.report"),
-    ):
-        assert error_of(profile, client=changed).key == key
 
 
 @pytest.mark.parametrize("more", [{"slo": {"itl_s": {"mean": 1.0}}}, {"tuner": {"objective": "tpot_s.p99"}}])

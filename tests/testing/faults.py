@@ -120,7 +120,6 @@ plugin = AdvisingPlugin(**vars(plugin))
 
 MODULE = (
     Fault("plugin_loads", HOOKS, "", "\n\nplugin.__dict__['flagcore_chip'] = hookimpl(lambda: ())\n", "flagcore_chips"),
-    Fault("plugin_loads", HOOKS, "", "\n\nplugin.__dict__['HOOKS_API'] = 99\n", "99"),
     hook("plugin_loads", "memory_model", "return own", "cluster", arguments="group, cluster"),
     module("import_loads_no_framework", "import sys, types\nsys.modules['pymxsml'] = types.ModuleType('pymxsml')", "pymxsml"),
     module("import_loads_no_framework", "try:\n    import pynvml\nexcept ImportError:\n    pass", "pynvml"),

@@ -9,7 +9,6 @@ import pytest
 
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.errors import SpecError
-from flagcore.physics.kernel_table import KernelTable
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.vendorkit.chip_file import kernel_costs, read_curve, read_kernels, read_provenance
 
@@ -64,7 +63,8 @@ def test_measured_kernels_make_a_table(costs: Path) -> None:
     (costs / "provenance.yaml").write_text(PROVENANCE)
     (costs / "kernels.jsonl").write_text(gemm(2048, 1504.0))
     result = kernel_costs("shipped", CHIP)
-    assert isinstance(result, KernelTable)
+    assert isinstance(result, Roofline)
+    assert result.corrections.keys() == {("gemm", "bf16")}
     m, side = np.array([2048.0]), np.array([4096.0])
     clock = 1.0 + 0.5 / (1.0 + (1000 / 1500) ** 4)
     assert result.gemm_seconds(m, side, side, "bf16") == pytest.approx(1500e-6 / clock, rel=0.02)

@@ -10,7 +10,7 @@ import pytest
 from flagcore_testing import fakes
 
 from flagcore import api
-from tests.vendors.test_simulated_nodes import CAMBRICON, ILUVATAR, METAX
+from tests.vendors.test_simulated_nodes import CAMBRICON, METAX
 from tests.vendors.test_without_tool import VENDORS
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,6 @@ class Stack:
 
 STACKS = {
     "metax": Stack("mx-smi", METAX, "C500"),
-    "iluvatar": Stack("ixsmi", ILUVATAR, "BI-V150"),
     "cambricon": Stack("cnmon", CAMBRICON, "MLU370-X8"),
 }
 BUILDS = {vendor.name: vendor for vendor in VENDORS}

@@ -144,15 +144,9 @@ for n in range(1, 4):
 """
 
 
-TRAINED = "metax"
-"""The node whose trial is real in each run of the tests; those of the others are in the long ones."""
-
-
-OTHERS = [name for name in NODES if name != TRAINED]
 CASES = [
-    pytest.param(TRAINED, False, id=f"{TRAINED}, trained"),
-    *(pytest.param(name, True, id=f"{name}, played") for name in OTHERS),
-    *(pytest.param(name, False, id=f"{name}, trained", marks=pytest.mark.long) for name in OTHERS),
+    *(pytest.param(name, True, id=f"{name}, played") for name in NODES),
+    *(pytest.param(name, False, id=f"{name}, trained", marks=pytest.mark.long) for name in NODES),
 ]
 
 

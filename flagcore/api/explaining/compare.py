@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -14,7 +14,6 @@ from flagcore.api.inputs import SpecLike
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.domain.search_state import noise, significant
 from flagcore.domain.serving import LATENCIES, ServeSpec
-from flagcore.domain.spec import SERVING
 from flagcore.errors import UsageError
 from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import (
@@ -25,8 +24,6 @@ from flagcore.report.candidate_report import (
     UNKNOWN,
     Comparison,
     figure_pairs,
-    largest_differences,
-    parts_text,
 )
 from flagcore.report.explanation import memory_parts
 from flagcore.tuner.store.directory import differences
@@ -68,9 +65,8 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
     if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
         places = {"a": a.snapshot.where, "b": b.snapshot.where}
         raise UsageError(_("{a} and {b} cannot be compared: one is a training job, the other a server", **places))
-    gap, certainty = _gap(a, b)
+    seconds, certainty = _times(a, b)
     both = [a.predicted, b.predicted] if a.predicted and b.predicted else [{}, {}]
-    time = figure_pairs(*(each.get("time", {}) for each in both))
     latencies = [{f"{name}.p50": each[name]["p50"] for name in LATENCIES if name in each} for each in both]
     data = [account_of(side) | {"measured": _measured(side)} for side in (a, b)]
     for each in data:
@@ -81,12 +77,12 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
         objective=specs[0].objective,
         differs=a.differing(b.candidate),
         tasks=_task_differences(a.snapshot, b.snapshot),
-        time=time,
+        time=figure_pairs(*(each.get("time", {}) for each in both)),
         memory=figure_pairs(*(memory_parts(each["memory"]) if each else {} for each in both)),
         figures=figure_pairs(*latencies),
-        gap=gap,
+        gap=None if seconds is None else _relative(a, b, *seconds),
         certainty=certainty,
-        because=tuple(_reasons(a, b, data, time, gap, certainty)),
+        because=tuple(_reasons(a, b, data, seconds, certainty)),
         knobs={**b.snapshot.problem.knobs, **a.snapshot.problem.knobs},
     )
 
@@ -124,8 +120,8 @@ def _relative(a: Subject, b: Subject, a_s: float, b_s: float) -> float:
     return b_s / _unit(b) / (a_s / _unit(a)) - 1.0
 
 
-def _gap(a: Subject, b: Subject) -> tuple[float | None, str]:
-    """Return the relative gap between the times of `b` and `a`, or None if unknown, and its certainty."""
+def _times(a: Subject, b: Subject) -> tuple[tuple[float, float] | None, str]:
+    """Return the times of two candidates that are compared, or None if one is unknown, and the certainty of the gap."""
     if a.snapshot.task.spec.objective != b.snapshot.task.spec.objective and _unit(a) == _unit(b) == 1.0:
         return None, UNKNOWN
     if a.measured_s and b.measured_s:
@@ -133,12 +129,12 @@ def _gap(a: Subject, b: Subject) -> tuple[float | None, str]:
         longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
         steps = ([run.measurement.step_time_s / _unit(side) for run in side.runs if run.measurement] for side in (a, b))
         is_clear = significant(longer, a.runs, b.runs) and not overlap(*steps)
-        return gap, SIGNIFICANT if is_clear else NOT_SIGNIFICANT
+        return (a.measured_s, b.measured_s), SIGNIFICANT if is_clear else NOT_SIGNIFICANT
     has_trials = all(side.snapshot.search_state.trials or side.snapshot.search_state.probes for side in (a, b))
     if has_trials and a.expected_s and b.expected_s:
-        return _relative(a, b, a.expected_s, b.expected_s), CORRECTED
+        return (a.expected_s, b.expected_s), CORRECTED
     if a.predicted_s and b.predicted_s:
-        return _relative(a, b, a.predicted_s, b.predicted_s), PREDICTED
+        return (a.predicted_s, b.predicted_s), PREDICTED
     return None, UNKNOWN
 
 
@@ -162,31 +158,19 @@ def _task_differences(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
 
 
 def _reasons(
-    a: Subject,
-    b: Subject,
-    sides: Sequence[Mapping[str, Any]],
-    time: Mapping[str, tuple[float, float]],
-    gap: float | None,
-    certainty: str,
-) -> Iterator[str]:
-    illegal = [(name, each["because"][0]) for name, each in zip("AB", sides, strict=True) if not each["predicted"]]
-    yield from (_("{name} is illegal: {reason}", name=name, reason=reason) for name, reason in illegal)
-    if illegal or gap is None:
-        return
-    if not a.predicted_s or not b.predicted_s:
-        yield _("at least one time is unknown")
-        return
-    expected_gap = _relative(a, b, a.predicted_s, b.predicted_s)
-    if certainty != PREDICTED:
-        figures = {"gap": gap, "expected": expected_gap}
-        source = _("expected after trials") if certainty == CORRECTED else _("measured")
-        yield _("{source} {gap:+.1%} in time, predicted {expected:+.1%}", source=source, **figures)
-    if certainty in (SIGNIFICANT, CORRECTED) and gap * expected_gap < 0:
-        yield _("the prediction has the opposite sign, so its parts do not explain the gap")
-        return
-    pairs = {name: (x, y / _unit(b) * _unit(a)) for name, (x, y) in time.items()}
-    if shares := largest_differences(pairs):
-        total = sum(y - x for x, y in pairs.values())
-        time_name = _("time of a request") if a.snapshot.task.spec.objective in SERVING else _("step")
-        text = N_("predicted: {total:+.3g} s ({whose}), mostly {parts}")
-        yield _(text, total=total, whose=time_name, parts=parts_text(shares))
+    a: Subject, b: Subject, sides: Sequence[Mapping[str, Any]], seconds: tuple[float, float] | None, certainty: str
+) -> list[str]:
+    """Return why a candidate is illegal, or where `b` spends more or less time than `a`.
+
+    The parts of steps with different numbers of tokens are not compared.
+    """
+    if illegal := [(name, each["because"][0]) for name, each in zip("AB", sides, strict=True) if not each["predicted"]]:
+        return [_("{name} is illegal: {reason}", name=name, reason=reason) for name, reason in illegal]
+    if seconds is None:
+        return [_("at least one time is unknown")]
+    source = SOURCES.get(certainty, N_("measured"))
+    return [b.causes_against(a, "A", seconds, _(source))] if _unit(a) == _unit(b) else []
+
+
+SOURCES = {PREDICTED: N_("predicted"), CORRECTED: N_("expected after trials")}
+"""How the times of a comparison are known, by its certainty. By default, they are measured."""

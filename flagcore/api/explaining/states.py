@@ -53,7 +53,7 @@ def state_of(subject: Subject) -> tuple[str, list[str], list[Mapping[str, Any]]]
     rules = _pruning_rules(snapshot, subject.row)
     if any(trial.fidelity == snapshot.fidelity and trial.role is not Role.IMPORTED for trial in subject.trials):
         ends = [_end_of_trial(snapshot, trial) for trial in subject.trials]
-        return RAN, [*ends, *_all_runs(subject), *_why_best(subject)], rules
+        return RAN, [*ends, *_all_runs(subject)], rules
     probes = [_end_of_trial(snapshot, trial) for trial in subject.trials if trial.fidelity != ESTIMATE]
     if rules:
         return REMOVED, [*probes, *(_removal(subject, each) for each in rules)], rules
@@ -137,30 +137,6 @@ def _all_runs(subject: Subject) -> Iterator[str]:
     has_repeats = best is not None and len(state.runs_of(best.candidate)) > 1
     if has_repeats and any(trial.candidate == subject.candidate for trial in state.rivals):
         yield _("not significantly slower than the best")
-
-
-def _why_best(subject: Subject) -> Iterator[str]:
-    """Yield how the best compares with the second candidate within the limits, and with the baseline."""
-    state = subject.snapshot.search_state
-    measured = [trial for trial in state.trials if trial.state is TrialState.MEASURED and not trial.source]
-    others = [each for each in measured if each.candidate != subject.candidate and state.keeps_limits(each.candidate)]
-    if state.best is None or state.best.candidate != subject.candidate or not others:
-        return
-
-    def share(other: Trial) -> float:
-        return state.speed_of(other.candidate) / state.speed_of(subject.candidate) - 1.0
-
-    second, compared = max(others, key=share), []
-    if second != state.baseline:
-        text = N_("{share:+.1%} in time vs the second (trial {number})")
-        compared.append(_(text, share=share(second), number=second.number))
-    if state.baseline in others:
-        text = N_("{share:+.1%} in time vs the baseline (trial {number})")
-        compared.append(_(text, share=share(state.baseline), number=state.baseline.number))
-    text = N_("the fastest of {count} measured candidates")
-    if subject.snapshot.task.spec.limits:
-        text = N_("the fastest of {count} measured candidates within the limits")
-    yield f"{_(text, count=len(others) + 1)}: {', '.join(compared)}"
 
 
 def _pruning_rules(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
@@ -262,7 +238,7 @@ def explain_candidate(
 def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     """Return the report on a candidate with this name, in the form of `explain_candidate`. Raises UsageError."""
     subject = Subject.of(snapshot, name)
-    account, nearest, changes = account_of(subject), subject.nearest_measured(), subject.changes()
+    account, changes = account_of(subject), subject.changes()
     if account["state"] in (OPEN, RAN):
         changes.pop("allowed", None)
     is_equivalent = subject.named & subject.differing(subject.requested).keys()
@@ -272,7 +248,6 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         requested=subject.requested.as_dict() if is_equivalent else None,
         expected_s=subject.expected_s,
         trials=tuple(trial_record(trial) for trial in subject.trials),
-        nearest={**trial_record(nearest), "differs": subject.differing(nearest.candidate)} if nearest else None,
         changes={kind: _change(subject, row) for kind, row in changes.items()},
         causes=subject.causes,
         matches=tuple(_change(subject, row) for row in subject.others),

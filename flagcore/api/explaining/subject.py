@@ -145,27 +145,22 @@ class Subject:
             return ""
         are_measured = bool(self.measured_s and other.measured_s)
         expected = _("expected after trials") if self.snapshot.run else _("predicted")
+        seconds, source = (other.expected_s, self.expected_s), _("measured") if are_measured else expected
+        return self.causes_against(other, name, seconds, source, has_rounds=is_best and are_measured)
+
+    def causes_against(
+        self, other: Subject, name: str, seconds: tuple[float, float], source: str, *, has_rounds: bool = False
+    ) -> str:
+        """Return a paragraph on where the candidate spends more or less time than `other`; see `causes_text`."""
         return causes_text(
             self.snapshot.task.spec.objective,
             name,
-            (other.expected_s, self.expected_s),
+            seconds,
             (other.predicted_s, self.predicted_s),
             figure_pairs(*((each.predicted or {}).get("time", {}) for each in (other, self))),
-            _("measured") if are_measured else expected,
-            has_rounds=is_best and are_measured,
+            source,
+            has_rounds=has_rounds,
         )
-
-    def nearest_measured(self) -> Trial | None:
-        """Return the measured trial of the nearest other candidate, or None if there is none."""
-        axes = self.snapshot.problem.space.axes
-        others = [
-            trial
-            for trial in self.snapshot.search_state.trials
-            if trial.state is TrialState.MEASURED and trial.candidate != self.candidate
-        ]
-        columns = (columns_of(self.snapshot, trial.candidate) for trial in others)
-        distances = [_distances(axes, self.columns, each)[0] for each in columns]
-        return others[int(np.argmin(distances))] if others else None
 
     def changes(self) -> dict[str, int]:
         """Return the rows of alternatives to the candidate, by kind.

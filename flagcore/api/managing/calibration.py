@@ -8,13 +8,16 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flagcore import __version__, plugins
-from flagcore.api.calibrated_plugins import VENDOR, Load, busy, facts_of, uncatalogued
+import psutil
+
+from flagcore import plugins
+from flagcore.api.calibrated_plugins import VENDOR, busy, facts_of, uncatalogued
 from flagcore.api.inputs import loaded_plugins, warn
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport, device_variables
@@ -28,6 +31,8 @@ from flagcore.tuner.stages.discover import best_chip
 
 PROGRAM = "flagcore.engines.microbench"
 SECONDS = 90.0
+LOAD_SECONDS = 0.5
+"""Seconds in which the load of the processors is measured before the program starts."""
 GRACE_SECONDS = 120.0
 """Additional seconds that the start and the end of the program may take."""
 
@@ -63,10 +68,9 @@ def calibrate(
     if on_start is not None:
         text = N_("measuring {count} x {chip} for about {seconds:.0f} s")
         on_start(_(text, count=count, chip=chip.name, seconds=seconds))
-    load = Load()
-    measurements = _run_measurement(_job(chip, support, chip_devices, count, seconds), environment)
-    other_load = load.used_by_others()
+    other_load = psutil.cpu_percent(LOAD_SECONDS) / 100.0
     warn(busy(other_load))
+    measurements = _run_measurement(_job(chip, support, chip_devices, count, seconds), environment)
     calibration = _calibration(chip, chip_devices[0], count, measurements, other_load)
     if chip.vendor == VENDOR:
         calibration = replace(calibration, facts=facts_of(chip, support))
@@ -210,7 +214,8 @@ def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: in
 
 
 def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], others: float) -> Calibration:
-    method = f"flag calibrate of flagcore {__version__} in {found['seconds']:.0f} s, Python {platform.python_version()}"
+    tuner = f"flag calibrate of flagcore {version('flagcore')}"
+    method = f"{tuner} in {found['seconds']:.0f} s, Python {platform.python_version()}"
     return Calibration(
         chip=chip.name,
         aliases=chip.aliases,

@@ -8,7 +8,7 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import broken_rules_of
-from flagcore.api.inputs import RUNS, SpecLike, fixed_task, spec_data, validate_engines, write_spec
+from flagcore.api.inputs import RUNS, LoadedSpec, SpecLike, fixed_task, spec_data, validate_engines, write_spec
 from flagcore.api.snapshot import build_problem_of_spec
 from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Problem
 from flagcore.domain.knob import Knobs
@@ -66,7 +66,7 @@ def import_history(
     if not isinstance(tool, HistoryReader):
         raise UsageError(_("{tool} does not support the import of a history", tool=tool.title))
     history = tool.read_history(path)
-    problem = build_problem_of_spec(name, None, without, data)
+    problem = build_problem_of_spec(LoadedSpec(name, data), None, without)
     task = problem.platform.task
     if history.serves != isinstance(task.spec.work, ServeSpec):
         kinds = (_("serving"), _("training")) if history.serves else (_("training"), _("serving"))

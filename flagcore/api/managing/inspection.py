@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from flagcore import __version__, plugins
+from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
 from flagcore.contracts import description_of, device_use
 from flagcore.domain.chip import (
@@ -83,7 +83,7 @@ def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
     false, or "untested" if the engine was never tested, or not on this chip.
     """
     records = [
-        _record("flagcore", _("the tuner"), __version__, ""),
+        _record("flagcore", _("the tuner"), version("flagcore"), ""),
         _record("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
     ]
     with loaded_plugins(()) as loaded:

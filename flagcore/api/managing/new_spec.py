@@ -1,4 +1,4 @@
-"""Creates specs from an engine's command, a running process, or a few values."""
+"""Creates specs from an engine's command, or from a few values."""
 
 import os
 import re
@@ -11,7 +11,6 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.inputs import check_chips, validate_engines
 from flagcore.contracts import ImportNote
-from flagcore.domain.secrets import REDACTED, is_secret, redact_arguments, redact_text
 from flagcore.errors import SpecError, SpecErrors, UsageError
 from flagcore.i18n import _
 from flagcore.spec.clusters import ClusterSection
@@ -48,13 +47,6 @@ def read_command(
     command, envs = _split(words)
     path = os.path.abspath(model) if model is not None else None
     data, notes = workload.read_command(command, Path.cwd(), path)
-    return imported(data, notes, chip, envs)
-
-
-def imported(
-    data: dict[str, Any], notes: Sequence[ImportNote], chip: str | None, envs: Mapping[str, str]
-) -> ImportedCommand:
-    """Return a checked spec from the data of a command, a chip and variables. Raises SpecError."""
     if chip is not None:
         data["cluster"]["chip"] = chip
     if envs:
@@ -89,82 +81,6 @@ def _split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     if len(command) == 1 and command[0].endswith(".sh"):
         raise UsageError(_("{file} is not a file", file=command[0]))
     return command, envs
-
-
-PROC = Path("/proc")
-SESSION = frozenset(
-    (
-        *("_", "COLORTERM", "COLUMNS", "DISPLAY", "EDITOR", "HISTFILE", "HOME", "HOSTNAME", "LANG", "LINES", "LOGNAME"),
-        *("LS_COLORS", "MAIL", "OLDPWD", "PAGER", "PATH", "PS1", "PWD", "SHELL", "SHLVL", "TERM", "TMPDIR", "USER"),
-        *("VIRTUAL_ENV", "INVOCATION_ID", "JOURNAL_STREAM", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"),
-    )
-)
-_PYTHON = re.compile(r"python[\d.]*")
-SESSION_PREFIXES = ("LC_", "SSH_", "XDG_", "DBUS_", "GROUP_", "LOCAL_", "ROLE_", "TORCHELASTIC_")
-"""Variables of a login session or of one rank, which are not part of a job."""
-
-
-def read_process(
-    pid: int, *, engine: str | None = None, model: str | None = None, chip: str | None = None
-) -> ImportedCommand:
-    """Return a spec for the running server or job with a process id; see `read_command`.
-
-    By default, `engine` is the engine whose commands look like the command of the process. Environment variables are
-    taken over unless this shell has them with the same value. Secrets are left out, and named in notes. Raises
-    SpecError, UsageError.
-    """
-    words, variables, directory = _process(pid)
-    kept, notes = _taken(variables)
-    shown = list(redact_arguments(words))
-    problems = []
-    for name in [engine] if engine else plugins.names(plugins.WORKLOADS):
-        workload = plugins.workload(name)
-        try:
-            data, read = workload.read_command(shown, directory, model and os.path.abspath(model))
-        except SpecError as error:
-            problems.append(error)
-            continue
-        read = [*read, *(ImportNote(word, _("a secret: left out")) for word in shown if REDACTED in word), *notes]
-        return imported(data, read, chip, kept)
-    if engine and problems:
-        raise problems[0]
-    text = _("process {pid} runs no command that an engine can read: {command}; its children may")
-    raise UsageError(text.format(pid=pid, command=" ".join(shown)[:200]))
-
-
-def _process(pid: int) -> tuple[list[str], dict[str, str], Path]:
-    """Return the arguments, the variables and the working directory of a process. Raises UsageError.
-
-    The kernel starts a script with its interpreter. For `python /usr/bin/NAME`, the program is therefore NAME.
-    """
-    folder = PROC / str(pid)
-    try:
-        words = _entries(folder / "cmdline")
-        variables = dict(each.partition("=")[::2] for each in _entries(folder / "environ"))
-        directory = Path(os.readlink(folder / "cwd"))
-    except OSError as error:
-        raise UsageError(_("process {pid} cannot be read: {reason}", pid=pid, reason=error.strerror)) from None
-    if not words:
-        raise UsageError(_("process {pid} has no command", pid=pid))
-    is_script = len(words) > 1 and _PYTHON.fullmatch(os.path.basename(words[0])) and "/" in words[1]
-    return words[1:] if is_script and not Path(words[1]).suffix else words, variables, directory
-
-
-def _entries(file: Path) -> list[str]:
-    return [each for each in file.read_bytes().decode("utf-8", "surrogateescape").split("\0") if each]
-
-
-def _taken(variables: Mapping[str, str]) -> tuple[dict[str, str], Sequence[ImportNote]]:
-    """Return the variables that belong to the job, and notes on secrets among them."""
-    kept, notes = {}, []
-    for name, value in sorted(variables.items()):
-        if name in SESSION or name.startswith(SESSION_PREFIXES) or os.environ.get(name) == value:
-            continue
-        if is_secret(name) or redact_text(f"{name}={value}") != f"{name}={value}":
-            notes.append(ImportNote(name, _("a secret: left out")))
-        elif value.isprintable() and name.isidentifier():
-            kept[name] = value
-    return kept, notes
 
 
 TRAINING: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}

@@ -13,7 +13,7 @@ import yaml
 
 from flagcore.api.inputs import knobs_of_spec, labels_of_spec, warn
 from flagcore.api.runs import SPEC, count_trials, ended_trials, read_run
-from flagcore.api.snapshot import Snapshot, load_snapshot, run_home
+from flagcore.api.snapshot import load_snapshot, run_home
 from flagcore.contracts import Problem
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
@@ -28,7 +28,6 @@ from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
 from flagcore.i18n import N_, _
 from flagcore.physics.cost_stack import KernelCostStack
-from flagcore.report.formats import lookup
 from flagcore.report.page.assembly import page
 from flagcore.report.page.rendering import as_html, as_markdown
 from flagcore.report.page.run import INSIGHT, RunData, json_file
@@ -39,17 +38,14 @@ from flagcore.tuner.store.directory import write
 
 REPORT = "report.html"
 FORMS = {"html": as_html, "markdown": as_markdown}
-DIFFERENT = N_("This machine predicts another time for the best than the run: details of the prediction are omitted.")
-SAME = 1e-6
-"""The maximum relative difference between two predictions of a candidate that count as equal."""
 
 
 def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] = ()) -> str:
     """Return the page of the run in a folder, as `html` or `markdown`. It is not written to a file.
 
-    The predictions come from insight.json. If that is missing, they are computed again, and omitted if they differ from
-    the run's predictions. A run that was killed, or is in progress, is read from its journal. `without` names plugins
-    to disable. Raises RunError if the folder has no readable run.
+    The predictions come from insight.json, and are omitted if that is missing. A run that was killed, or is in
+    progress, is read from its journal. `without` names plugins to disable. Raises RunError if the folder has no
+    readable run.
     """
     try:
         return FORMS[form](page(report_data(Path(run_dir), without)))
@@ -96,28 +92,21 @@ def report_data(folder: Path, without: Collection[str]) -> RunData:
     insight_data = json_file(home / INSIGHT)
     insight_data = insight_data if insight_data.get("schema_version") == SCHEMA_VERSION else {}
     new_trials = ended_trials(run) - count_trials(data) if run.fidelity != ESTIMATE else 0
-    if not data or not insight_data or new_trials > 0:
+    if not data or new_trials > 0:
         try:
             loaded = load_snapshot(folder, None, without)
         except FlagError as error:
             if not data:
-                text = _(
-                    "{folder} has no result yet, and its trials cannot be read: {reason}", folder=folder, reason=error
-                )
-                raise RunError(text) from None
-            if new_trials > 0:
-                notes.append(_("{count} more trials have ended since the result was written.", count=new_trials))
-            if not insight_data:
-                notes.append(_("Details of predictions are omitted: {reason}", reason=error))
+                text = N_("{folder} has no result yet, and its trials cannot be read: {reason}")
+                raise RunError(_(text, folder=folder, reason=error)) from None
+            notes.append(_("{count} more trials have ended since the result was written.", count=new_trials))
         else:
-            if not data or new_trials > 0:
-                problem = loaded.problem
-                plan = summarize(loaded.task, problem.space, loaded.pruned, loaded.search_state, "", problem.knobs)
-                data, insight_data = result(plan, str(folder)), {}
-                text = _("This run is in progress, or was killed: the report contains the trials that have ended.")
-                notes.append(text)
-            insight_data = insight_data or _predicted_again(loaded, data)
-            notes += [] if insight_data else [_(DIFFERENT)]
+            problem, search_state = loaded.problem, loaded.search_state
+            plan = summarize(loaded.task, problem.space, loaded.pruned, search_state, "", problem.knobs)
+            data, insight_data = result(plan, str(folder)), insight(problem, plan.best.candidate if plan.best else None)
+            notes.append(_("This run is in progress, or was killed: the report contains the trials that have ended."))
+    if not insight_data:
+        notes.append(_("Details of predictions are omitted: {reason}", reason=_("{file} is missing", file=INSIGHT)))
     used = data["baseline"]["candidate"] if data.get("baseline") else ()
     context: dict[str, Any] = {"knobs": knobs_of_spec(run.spec, used, without), "labels": labels_of_spec(run.spec)}
     return _redacted(data, insight_data, home, folder, warnings=tuple(notes), **context)
@@ -137,25 +126,6 @@ def _redacted(data: Mapping[str, Any], insight: Mapping[str, Any], home: Path, f
     relative = os.path.relpath(folder)
     called = "." if relative.startswith("..") else relative
     return RunData.redacted(data, insight, secrets, home, called=called, **context)
-
-
-def _predicted_again(snapshot: Snapshot, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current predictions, or nothing if they differ from the run's predictions."""
-    problem, run = snapshot.problem, snapshot.run
-    best = run.best.candidate if run and run.best else None
-    if best is not None and data.get("best"):
-        row = problem.space.find(best)
-        if row is None:
-            return {}
-        predicted, current = data["best"]["predicted"], problem.predictions.row(row)
-        for key, new in (
-            ("step_time_s.value", current.step_time_s),
-            ("memory.device_used_gib", current.device_used_bytes / 2**30),
-        ):
-            old = lookup(predicted, key)
-            if old is not None and (new is None or abs(new - old) > SAME * abs(old)):
-                return {}
-    return insight(problem, best)
 
 
 SCHEMA_VERSION = 1
@@ -249,31 +219,24 @@ CHUNK = 1 << 16
 
 
 def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
-    """Return two candidates for each value of each knob with several values. All are predicted to fit.
+    """Return the fastest candidate that is predicted to fit, for each value of each knob with several values.
 
-    `fastest` is the fastest predicted candidate with the value. `nearest` is the fastest of the candidates that differ
-    from row `best` in the fewest knobs. Candidates without a predicted time are ignored.
+    Candidates without a predicted time are ignored. `best` is the row of the best candidate.
     """
     space, predictions = problem.space, problem.predictions
     own = {knob: int(code[0]) for knob, code in space.columns(np.array([best])).items()}
     counts = Counter[tuple[str, int]]()
     fastest: dict[tuple[str, int], tuple[float, int]] = {}
-    nearest: dict[tuple[str, int], tuple[int, float, int]] = {}
     for rows in space.chunks(CHUNK):
         usable = rows.start + np.flatnonzero(np.isfinite(predictions.step_time_s[rows]) & predictions.fits[rows])
         columns, seconds = space.columns(usable), predictions.step_time_s[usable]
-        distance = np.sum([codes != own[knob] for knob, codes in columns.items()], axis=0)
-        by_distance = np.lexsort((usable, seconds, distance))
         by_time = np.lexsort((usable, seconds))
         for knob, codes in columns.items():
             for code in np.unique(codes).tolist():
                 key, first = (knob, code), by_time[np.argmax(codes[by_time] == code)]
-                near = by_distance[np.argmax(codes[by_distance] == code)]
                 counts[key] += int(np.count_nonzero(codes == code))
                 time = (float(seconds[first]), int(usable[first]))
                 fastest[key] = min(fastest.get(key, time), time)
-                place = (int(distance[near]), float(seconds[near]), int(usable[near]))
-                nearest[key] = min(nearest.get(key, place), place)
     by_knob = []
     for axis in space.axes:
         keys = sorted(key for key in counts if key[0] == axis.knob)
@@ -282,7 +245,6 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
                 "value": axis.decode(key[1]),
                 "candidates": counts[key],
                 "fastest": _candidate(problem, fastest[key][-1], best),
-                "nearest": _candidate(problem, nearest[key][-1], best),
             }
             for key in keys
         ]

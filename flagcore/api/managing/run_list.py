@@ -1,9 +1,8 @@
-"""The runs in a folder: lists them, shows one as text, compares several, and removes one."""
+"""The runs in a folder: lists them, and shows one as text."""
 
 import fcntl
 import os
-import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain
@@ -13,21 +12,14 @@ from typing import Any
 from flagcore.api.inputs import RUNS, knobs_of_spec
 from flagcore.api.managing.report import report_data
 from flagcore.api.runs import INTERRUPTED, RUNNING, UNREADABLE, state_of_ended
-from flagcore.domain.space import KnobValue
 from flagcore.errors import FlagError, RunError
 from flagcore.i18n import _
 from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData, json_file, predicted
 from flagcore.report.page.summary import no_best
 from flagcore.report.text import heading
-from flagcore.spec import spec_as_data
+from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.store.directory import IDENTITY, LOCK
-
-FILES = (
-    *("best", "best.sh", "best.yaml", "insight.json", "journal.log", "report.html", "report.txt", "result.json"),
-    *(LOCK, "spec.yaml", IDENTITY, "tensorboard", "trials"),
-)
-"""What a run writes into its folder."""
 
 
 def list_runs(folder: Path | str = RUNS) -> list[dict[str, Any]]:
@@ -48,51 +40,11 @@ def list_runs(folder: Path | str = RUNS) -> list[dict[str, Any]]:
     return sorted(map(run_record, found), key=lambda each: str(each["changed"]), reverse=True)
 
 
-def compare_runs(folders: Sequence[Path | str]) -> list[dict[str, Any]]:
-    """Return the `run_record` of each run, with the `gain` of its best over the best of the first run.
-
-    `gain` is None if objectives or hardware differ, or if a run has no measurement. Raises RunError for a folder
-    without a run.
-    """
-    records = [run_record(_required(Path(each))) for each in folders]
-    for each in records:
-        first, own = (one.get("value") for one in (records[0], each))
-        same = all(each.get(key) == records[0].get(key) for key in ("unit", "hardware", "fidelity"))
-        each["gain"] = None
-        if same and first and own:
-            each["gain"] = own / first - 1.0 if each["more_is_better"] else first / own - 1.0
-    return records
-
-
 def show_run(folder: Path | str, without: Collection[str] = ()) -> tuple[Mapping[str, Any], str]:
     """Return the result of a run as data and as text. The run may be in progress. Raises RunError."""
     run = report_data(_required(Path(folder)), without)
     text = result_text(replace(run, called=str(folder), warnings=()))
     return run.data, "\n".join([*run.warnings, text])
-
-
-def remove_run(folder: Path | str) -> None:
-    """Delete the files of a run, and its folder if it contains nothing else.
-
-    Raises RunError for a folder without a run, for a run that is in progress, and for the working directory.
-    """
-    place = _required(Path(folder))
-    if place.is_symlink() or Path.cwd().is_relative_to(place.resolve()):
-        raise RunError(_("{folder} is a link or the working directory: delete it yourself", folder=place))
-    if _is_locked(place):
-        raise RunError(_("{folder} is in progress: stop it first", folder=place))
-    engines = json_file(place / "result.json").get("engines") or ()
-    for each in place.iterdir():
-        if each.name in engines and _is_run(each):  # checked, because a result.json may name any path
-            remove_run(each)
-    for name in FILES:
-        file = place / name
-        if file.is_dir() and not file.is_symlink():
-            shutil.rmtree(file)
-        else:
-            file.unlink(missing_ok=True)
-    if not any(place.iterdir()):
-        place.rmdir()
 
 
 def run_record(folder: Path) -> dict[str, Any]:
@@ -149,13 +101,6 @@ def _facts(folder: Path, data: Mapping[str, Any], state: str) -> dict[str, Any]:
         "stopped_because": data.get("stopped_because"),
         "no_best": None if best else no_best(run),
     }
-
-
-def differing_knobs(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the knobs in which the best candidates of the runs differ."""
-    candidates: list[Mapping[str, KnobValue]] = [each["candidate"] for each in records if each.get("candidate")]
-    names = [name for name in (candidates or [{}])[0] if all(name in each for each in candidates)]
-    return [name for name in names if len({repr(each[name]) for each in candidates}) > 1]
 
 
 def _required(folder: Path) -> Path:

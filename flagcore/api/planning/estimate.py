@@ -1,15 +1,16 @@
 """Predictions without trials: the candidates of a spec, the gain of mixing chips, and the change that helps most."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from flagcore.api.inputs import SpecLike, loaded_plugins, spec_data, with_objective
+from flagcore.api.inputs import SpecLike, changed_spec, loaded_plugins
 from flagcore.api.snapshot import build_problem_of_spec, prediction_records, read_spec
-from flagcore.contracts import Platform, Plugins, Problem, Workload
+from flagcore.contracts import Platform, Problem
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
@@ -20,6 +21,7 @@ from flagcore.domain.space import IntArray
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import _
+from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import Estimate
 from flagcore.report.explanation import part_name
 from flagcore.report.formats import lookup, size_text
@@ -39,17 +41,16 @@ def estimate(
     distinct: bool = False,
     objective: str | None = None,
     without: Collection[str] = (),
-    data: Mapping[str, Any] | None = None,
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
 
     With `distinct`, only the fastest candidate of each layout is returned, and its `variants` is the number of other
-    candidates with the layout. `chip` and `objective` replace the values of the spec. `data` is the content of the file
-    if it was imported. Raises the errors of `flagcore.errors`.
+    candidates with the layout. `chip` and `objective` replace the values of the spec. Raises the errors of
+    `flagcore.errors`.
     """
     if objective is not None:
-        data = with_objective(spec_data(spec, data)[1], objective)
-    problem = build_problem_of_spec(spec, chip, without, data, plan=True)
+        spec = changed_spec(spec, {"auto_tuner.objective": objective})
+    problem = build_problem_of_spec(spec, chip, without, plan=True)
     task, order, mixing = problem.task, rows_by_time(problem), None
     if not order.size:
         is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups
@@ -58,10 +59,8 @@ def estimate(
         )
     if len(task.cluster.groups) > 1:
         with loaded_plugins(without) as loaded:
-            mixing = mixing_of(read_spec(spec, chip, without, data), problem, loaded)
+            mixing = mixing_of(read_spec(spec, chip, without), problem, loaded)
     untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
-    model = model_table(problem.workload.parts(task))
-    fastest: Any = record(task, problem.predictions.row(int(order[0])))
     return Estimate(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
@@ -70,9 +69,8 @@ def estimate(
         defaults=_engine_defaults(problem),
         unmet=unmet_text(problem) or only_baseline_text(problem),
         candidates=_candidates(problem, order, top, distinct=distinct),
-        model=tuple(model),
-        bottleneck=bottleneck_text(fastest),
-        warning=mfu_warning(problem, without, fastest, sum(float(str(part["params"])) for part in model)),
+        model=tuple(model_table(problem.workload.parts(task))),
+        bottleneck=bottleneck_text(record(task, problem.predictions.row(int(order[0])))),
         untimed=untimed,
         no_time=no_time(task, problem.costs) if untimed else "",
         runs=_runs(task),
@@ -205,7 +203,7 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
     }
 
 
-def mixing_of(spec: Spec, problem: Problem, plugins: Plugins) -> dict[str, Any] | None:
+def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> dict[str, Any] | None:
     """Return the fastest plan that mixes kinds of chips, and the fastest plan of each kind alone, as plain data.
 
     Returns None if no mixed plan has a predicted time.
@@ -266,7 +264,7 @@ def _balanced(problem: Problem, row: IntArray) -> dict[str, Any] | None:
     return {"layers": list(pipelines[0].layers), "step_time_s": seconds}
 
 
-def _alone(spec: Spec, mixed: Problem, group: int, plugins: Plugins) -> dict[str, Any] | None:
+def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> dict[str, Any] | None:
     """Return the fastest plan of one kind of chips, or None if it cannot run the job or has no predicted time."""
     workload, fixed = mixed.workload, {name: values for name, values in spec.space.items() if values != AUTO}
     space = {**workload.values_alone(mixed.task, group), **fixed}
@@ -305,28 +303,17 @@ def cheapest_change(problem: Problem, without: Collection[str]) -> str:
     Returns an empty string if no change helps and candidates fit into memory, because then rules remove them.
     """
     task = problem.task
-    changes = _changes_to_fit(task.spec, task.cluster.groups[0].chip.devices_per_node)
-    for change, changed, first in _fastest_of_each(changes, problem.workload, without):
-        candidate = changed.set_knobs(changed.space.candidate(first))
-        return _("with {change}, this candidate fits: {candidate}", change=change, candidate=candidate)
+    with loaded_plugins(without) as loaded:
+        for change, spec in _changes_to_fit(task.spec, task.cluster.groups[0].chip.devices_per_node):
+            with suppress(FlagError):
+                changed = build_problem(spec, loaded, problem.workload, plan=True)
+                if changed.pruned.open_rows.size:
+                    candidate = changed.set_knobs(changed.space.candidate(int(rows_by_time(changed)[0])))
+                    return _("with {change}, this candidate fits: {candidate}", change=change, candidate=candidate)
     if problem.predictions.fits.any():  # rules, and not memory, remove the candidates
         return ""
     nodes = task.cluster.groups[0].nodes << DOUBLINGS
     return _("neither other knobs nor up to {nodes} nodes help: use a chip with more memory", nodes=nodes)
-
-
-def _fastest_of_each(
-    changes: Iterable[tuple[str, Spec]], workload: Workload, without: Collection[str]
-) -> Iterator[tuple[str, Problem, int]]:
-    """Yield each change that leaves a candidate, with the changed problem and its first row by predicted time."""
-    with loaded_plugins(without) as loaded:
-        for change, spec in changes:
-            try:
-                changed = build_problem(spec, loaded, workload, plan=True)
-            except FlagError:
-                continue
-            if changed.pruned.open_rows.size:
-                yield change, changed, int(rows_by_time(changed)[0])
 
 
 def _changes_to_fit(spec: Spec, most: int) -> Iterator[tuple[str, Spec]]:
@@ -350,24 +337,6 @@ def _changes_to_fit(spec: Spec, most: int) -> Iterator[tuple[str, Spec]]:
         yield _("cluster.nodes = {nodes}", nodes=nodes), replace(widest, cluster=cluster)
 
 
-USUAL_MFU = (0.38, 0.43)
-"""The range of MFU that is reported for a large pretraining job: Llama 3 in bf16, https://arxiv.org/abs/2407.21783,
-table 4."""
-PRECISIONS = ("bf16", "fp16")
-"""The precisions for which that range holds. In fp8, the peak is twice as high, and the MFU is lower."""
-FAR_BELOW = 0.5
-"""The share of the lower end of the range below which an MFU is far below. Chosen by hand."""
-LARGE = 1e9
-"""The minimum number of parameters for a comparison with that range. Chosen by hand; kernels of smaller models use less
-of a device."""
-MIN_PART = 0.05
-"""The minimum share of a part of a step that is listed."""
-MAX_BATCH_DOUBLINGS = 3
-"""How many times the global batch size is doubled."""
-WORTH = 1.1
-"""The minimum factor by which a change must improve the MFU to be named."""
-
-
 def bottleneck_text(predicted: Mapping[str, Any]) -> str:
     """Return what limits a predicted training step, with its share.
 
@@ -382,48 +351,3 @@ def bottleneck_text(predicted: Mapping[str, Any]) -> str:
     if seconds is None or not total:
         return ""
     return _("Bottleneck: {limit}, ~{share:.0%} of a step.", limit=_(str(name)), share=seconds / total)
-
-
-def mfu_warning(problem: Problem, without: Collection[str], predicted: Mapping[str, Any], params: float) -> str:
-    """Return a warning if the predicted MFU is far below the MFU of large jobs, with the cause and the cheapest change.
-
-    Returns an empty string for servers, small models, other precisions, and if the MFU is unknown.
-    """
-    spec, mfu = problem.task.spec, predicted.get("mfu")
-    if isinstance(spec.work, ServeSpec) or mfu is None or params < LARGE or spec.train.precision not in PRECISIONS:
-        return ""
-    if mfu >= FAR_BELOW * USUAL_MFU[0]:
-        return ""
-    low, high = USUAL_MFU
-    text = _("MFU ~{mfu:.1%} is far below the {low:.0%} to {high:.0%} of large jobs.", mfu=mfu, low=low, high=high)
-    return " ".join(filter(None, [text, _why(predicted), _cheapest_speedup(problem, without, mfu)]))
-
-
-def _why(predicted: Mapping[str, Any]) -> str:
-    """Return a phrase with the largest parts of a step other than compute, or a phrase about slow kernels."""
-    time, step = predicted["time"], sum(predicted["time"].values())
-    parts = sorted((part for part in time if part != "compute_s"), key=lambda part: -time[part])
-    large = [part for part in parts[:3] if time[part] > MIN_PART * step]
-    shares = ", ".join(f"{_(part_name(part))} {time[part] / step:.0%}" for part in large)
-    compute_mfu = predicted["mfu"] * step / time["compute_s"] if time.get("compute_s") else 0.0
-    if shares and compute_mfu >= FAR_BELOW * USUAL_MFU[0]:
-        return _("The step has {parts}.", parts=shares)
-    kernels = _("Its kernels alone reach {mfu:.1%}: they are small, or limited by memory bandwidth.", mfu=compute_mfu)
-    return kernels + (" " + _("The step has {parts}.", parts=shares) if shares else "")
-
-
-def _cheapest_speedup(problem: Problem, without: Collection[str], mfu: float) -> str:
-    for change, changed, first in _fastest_of_each(_changes_of_batch(problem.task.spec), problem.workload, without):
-        found: Any = record(changed.task, changed.predictions.row(first))
-        if found.get("mfu", 0.0) >= WORTH * mfu:
-            return _("Cheapest change: {change}, ~{mfu:.1%}.", change=change, mfu=found["mfu"])
-    return ""
-
-
-def _changes_of_batch(spec: Spec) -> Iterator[tuple[str, Spec]]:
-    """Yield the description of each change that needs no other hardware, and the changed spec."""
-    if spec.space:
-        yield _("all knobs in the space"), replace(spec, space={}, baseline=None)
-    for doubling in range(1, MAX_BATCH_DOUBLINGS + 1):
-        batch = spec.train.global_batch_size << doubling
-        yield f"train.global_batch_size = {batch}", replace(spec, work=replace(spec.train, global_batch_size=batch))

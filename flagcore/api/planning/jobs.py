@@ -21,7 +21,6 @@ from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
-from flagcore.spec import read_job
 from flagcore.tuner.stages.build import canonical, legality
 from flagcore.tuner.stages.discover import costs
 from flagcore.tuner.stages.predict import model_table, rank_record
@@ -90,6 +89,8 @@ class _Jobs:
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
         """Return one answer per line: a status, and the predicted figures or the reason of an error."""
+        from flagcore.spec.jobs import read_job  # takes long to import, and only job files need it
+
         answers: dict[int, Answer] = {}
         groups: dict[Hashable, tuple[Platform, list[_Row]]] = {}
         for place, line in enumerate(lines):

@@ -10,7 +10,7 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import parse_candidate
-from flagcore.api.inputs import ChangedSpec, loaded_plugins, warn_about_problem
+from flagcore.api.inputs import LoadedSpec, loaded_plugins, warn_about_problem
 from flagcore.api.snapshot import read_spec
 from flagcore.contracts import Problem, Workload
 from flagcore.domain.knob import Knobs
@@ -46,7 +46,7 @@ class Probed(Notebook):
 
 
 def probe(
-    spec_file: Path | str | ChangedSpec,
+    spec_file: Path | str | LoadedSpec,
     *,
     candidate: str | None = None,
     top: int = 1,

@@ -103,21 +103,15 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
 def _cost(problem: Problem, trial: Mapping[str, Any], median_s: float | None) -> dict[str, float | str]:
     """Return the cost of a trial in the format of result.json: as measured, or else as predicted.
 
-    `median_s`: the median step time over several runs of its candidate, or None to use the time of the trial. The power
-    is the mean over all devices in measured steps. For a server, it follows from the joules per output token.
+    `median_s`: the median step time over several runs of its candidate, or None to use the time of the trial.
     """
     predicted, measured = trial["predicted"], trial["measured"]
     if not measured:
         return {name: predicted[name] for name in COST if name in predicted}
-    name = "output_tokens_per_s_per_device"
-    figures = measured.get("figures", {})
-    rate = figures.get(name, measured["tokens_per_second_per_device"])
-    joules, watts = figures.get("joules_per_output_token"), measured["telemetry"].get("step_power_watts")
-    if joules is not None and name in figures:
-        watts = joules * rate
+    rate = measured.get("figures", {}).get("output_tokens_per_s_per_device", measured["tokens_per_second_per_device"])
     step_s = measured["step_time_s"]["median"]
     seconds = median_s or step_s
-    return cost_figures(problem.platform.task, seconds, rate * step_s / seconds, watts)
+    return cost_figures(problem.platform.task, seconds, rate * step_s / seconds)
 
 
 def _save_launch(plan: Plan, problem: Problem, run_dir: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from flagcore import plugins
 from flagcore.api.candidate_parser import broken_rules_of
 from flagcore.api.explaining.subject import columns_of, named_columns
-from flagcore.api.inputs import ChangedSpec
+from flagcore.api.inputs import LoadedSpec
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
@@ -37,7 +37,7 @@ class Exported:
 
 
 def export(
-    where: Path | str | ChangedSpec,
+    where: Path | str | LoadedSpec,
     target: str,
     candidate: str = "best",
     *,

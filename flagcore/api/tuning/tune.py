@@ -15,6 +15,7 @@ from flagcore import plugins
 from flagcore.api.inputs import (
     RUNS,
     SpecLike,
+    changed_spec,
     fixed_task,
     loaded_plugins,
     parsed,
@@ -24,7 +25,6 @@ from flagcore.api.inputs import (
     warn_about_problem,
     with_absolute_paths,
     with_fidelity,
-    with_objective,
     write_spec,
 )
 from flagcore.api.managing.host_report import host_telemetry
@@ -69,7 +69,6 @@ def tune(
     objective: str | None = None,
     on_event: OnEvent | None = None,
     watch: Collection[str] = (),
-    data: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Tune a spec (a file or its data) and save all files in `run_dir`.
 
@@ -77,26 +76,20 @@ def tune(
     `without`: names of plugins to disable. `storage`: an Optuna storage that replaces the journal. `fidelity`
     (`estimate`, `probe` or `run`) and `objective` override the spec; a run may be resumed at a higher fidelity.
     `on_event`: called when a trial starts and when it ends. `watch`: names of watchers, such as `webhook`, which get
-    events and cannot delay or stop the run. `data`: the content of the file if it was imported. Several engines are
-    tuned one after the other, and the outcome of the best engine is returned. Raises the errors of `flagcore.errors`.
-    The result is written if a trial has run.
+    events and cannot delay or stop the run. Several engines are tuned one after the other, and the outcome of the best
+    engine is returned. Raises the errors of `flagcore.errors`. The result is written if a trial has run.
     """
-    file, data = spec_data(spec, data)
-    data = with_objective(data, objective)
+    file, data = spec_data(spec if objective is None else changed_spec(spec, {"auto_tuner.objective": objective}))
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
 
-    def tune_one(some: Mapping[str, Any], folder: Path, on_start: Callable[[], None] = lambda: None) -> Outcome:
-        def on_each(event: Event) -> None:
-            on_start()
-            if on_event:
-                on_event(event)
-
-        return _EngineRun(some, file, folder, new, without, storage, fidelity, watch).tune(on_each)
+    def tune_one(some: Mapping[str, Any], folder: Path) -> Outcome:
+        run = _EngineRun(some, file, folder, new, without, storage, fidelity, watch)
+        return run.tune(on_event or (lambda event: None))
 
     if len(engines) < 2:
         return tune_one(data, directory)
     validate_engines(data, file=file, base=file.parent, without=without)
-    outcome: Outcome = each_engine(with_absolute_paths(data, file.parent), engines, directory, tune_one)
+    outcome = each_engine(with_absolute_paths(data, file.parent), engines, directory, tune_one)
     return replace(outcome, reported=save_report_of_engines(directory))
 
 
@@ -275,41 +268,25 @@ def each_engine(
     data: Mapping[str, Any],
     engines: tuple[str, ...],
     run_dir: Path,
-    tune_one: Callable[[dict[str, Any], Path, Callable[[], None]], Any],
-) -> Any:
+    tune_one: Callable[[dict[str, Any], Path], Outcome],
+) -> Outcome:
     """Tune `data` with each of `engines` in a folder below `run_dir`, and return the outcome of the best engine.
 
     Each engine gets an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a
-    warning. If no engine can be tuned, the error of the first is raised. `tune_one` calls its last argument when a
-    trial starts.
+    warning. If no engine can be tuned, the error of the first is raised.
     """
-    done: dict[str, Any] = {}
+    done: dict[str, Outcome] = {}
     failed: dict[str, FlagError] = {}
-    skipped: dict[str, list[str]] = {}
-    """Failed engines by error, before a warning."""
-
-    # A wrong chip or model makes every engine fail with the same error. So warnings are delayed until the next engine
-    # starts a trial: engines with the same error share a line, and the error that ends the command is printed once.
-    def warn_of_skipped() -> None:
-        warn(f"{', '.join(skipped[text])}: {text}" for text in skipped)
-        skipped.clear()
-
     for engine in engines:
         try:
-            done[engine] = tune_one(
-                _budget_share(select_engine(data, engine), len(engines)), run_dir / engine, warn_of_skipped
-            )
+            done[engine] = tune_one(_budget_share(select_engine(data, engine), len(engines)), run_dir / engine)
         except Interrupted:
             raise
         except FlagError as error:
             failed[engine] = error
-            skipped.setdefault(str(error), []).append(engine)
+            warn([f"{engine}: {error}"])
     if not done:
-        first = next(iter(failed.values()))
-        skipped.pop(str(first), None)
-        warn_of_skipped()
-        raise first
-    warn_of_skipped()
+        raise next(iter(failed.values()))
     order = sorted(done, key=lambda engine: _best_s(done[engine].plan))
     winner = done[order[0]]
     parts = {engine: done[engine].data for engine in order} | {e: {"error": str(failed[e])} for e in failed}

@@ -136,9 +136,7 @@ def _only_predicted(key: str, value: SettingValue) -> bool:
     """Return whether flagcore can only predict a setting or its value, because Megatron-core 0.16 lacks it."""
     if key == "pipeline_schedule":
         return schedule(value) is not None
-    if key == "moe_recompute_level":
-        return value != "full"
-    return key in ("recompute_num_layers_per_stage", "offload_stages") or (key, value) == ("trainable", "adapters")
+    return key == "offload_stages" or (key, value) == ("trainable", "adapters")
 
 
 def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:

@@ -28,7 +28,6 @@ from flagcore.domain.trial import Measurement, Trial
 from flagcore.engines.serving.launch import importing, start
 from flagcore.engines.serving.launch.export import DYNAMO
 from flagcore.engines.serving.launch.profile import EngineProfile
-from flagcore.engines.serving.load.images import check_format
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.model.predict import predict
 from flagcore.engines.serving.model.work import Overheads, overheads_of
@@ -194,8 +193,6 @@ class Engine(EngineProfile, Workload):
             raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=fix)
         for load in serve.loads:
             traffic(in_flight(replace(load, num_prompts=1) if load.is_steady else load))
-            if load.images is not None:
-                check_format(load.images.format)
         if serve.directory is not None and not Path(serve.directory).is_dir():
             problem, fix = "is not a folder, but serve.command starts there", "use an existing folder, or remove it"
             raise SpecError(key="serve.directory", value=serve.directory, problem=problem, fix=fix)
@@ -328,7 +325,7 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     if fewest < needed.get(name, 0):
         yield f"serve.slo.{name}: {fewest} requests are too few, use serve.profile.num_prompts >= {needed[name]}"
     is_open = all(in_flight(load).concurrency is None and load.request_rate != math.inf for load in serve.loads)
-    if is_open and serve.highest is None and serve.client is None and spec.objective in FIXED_RATES:
+    if is_open and serve.highest is None and spec.objective in FIXED_RATES:
         fix = (
             "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
         )

@@ -104,11 +104,10 @@ class Options:
     `splits` are the splits to which `Layout.split` refers. With `early_mtp`, derived splits may place multi-token
     prediction on the stage before the last.
 
-    `recompute_stage_layers` is empty if all stages recompute the same number of layers, `offload_stages` if all stages
-    offload. Fields in bytes are per element. With `adapters`, the model's weights have no gradients and no optimizer
-    state. `cuda_graph` is the part of a step that one graph launches: "", "layer" or "iteration". With the flex
-    `dispatcher`, a token is sent to a rank once, for all of its experts there. With `assumed_fp8_gather`, only
-    candidates with the distributed optimizer have fp8 weights.
+    `offload_stages` is empty if all stages offload. Fields in bytes are per element. With `adapters`, the model's
+    weights have no gradients and no optimizer state. `cuda_graph` is the part of a step that one graph launches: "",
+    "layer" or "iteration". With the flex `dispatcher`, a token is sent to a rank once, for all of its experts there.
+    With `assumed_fp8_gather`, only candidates with the distributed optimizer have fp8 weights.
     """
 
     schedule: str | None = None
@@ -117,7 +116,6 @@ class Options:
     account_for_embedding: bool = False
     account_for_loss: bool = False
     recompute_modules: frozenset[str] = frozenset({"core_attn"})
-    recompute_stage_layers: tuple[int, ...] = ()
     grad_bytes: int = 4
     main_grad_bytes: int = 4
     main_param_bytes: int = 4

@@ -77,7 +77,7 @@ def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Se
     wanted = _turns(model, layout, options)
     if starts:
         wanted = [*np.sort(np.stack([*wanted, *starts]), axis=0)]
-    by_stage = options.recompute_stage_layers or options.offload_stages or options.schedule
+    by_stage = options.offload_stages or options.schedule
     if by_stage or longest <= len(wanted) + 1:
         wanted = [np.minimum(end, float(number)) for number in range(longest - 1)]
     return [stage(model, layout, index, options) for index in (*wanted, end)]
@@ -189,14 +189,6 @@ def placed(model: Model, layout: Layout, options: Options, stages: Sequence[Stag
 def depths_received(model: Model, stage: Stage) -> FloatArray:
     """Return the number of multi-token prediction depths that the stage with the loss receives from another stage."""
     return stage.last * (model.mtp_num_layers - stage.mtp)
-
-
-def block_layers(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
-    """Return the number of layers of each virtual stage that are recomputed one by one."""
-    if not options.recompute_stage_layers:
-        return layout.block
-    table = np.array(options.recompute_stage_layers, dtype=np.float64)
-    return table[np.minimum(index.astype(np.int64), len(table) - 1)] / layout.virtual
 
 
 def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> FloatArray:

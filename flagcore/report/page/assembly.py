@@ -1,9 +1,9 @@
 """Assembles the sections of a report page, including environment and chip facts, and formats a result as plain text."""
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
-from flagcore import __version__
 from flagcore.domain.plan import failed_repeats
 from flagcore.domain.trial import TrialState
 from flagcore.i18n import N_, _, ngettext
@@ -60,7 +60,7 @@ def environment(run: RunData) -> Section:
     """Return the section with versions, environment variables and the spec."""
     trial = next((each for each in [run.best, *run.all_trials] if each and each.measurement), None)
     measured = trial.measurement if trial else None
-    facts = [(_("Hardware"), Cell(run.hardware)), (_("flagcore of this page"), Cell(__version__))]
+    facts = [(_("Hardware"), Cell(run.hardware)), (_("flagcore of this page"), Cell(version("flagcore")))]
     facts += [(str(name), Cell(str(version))) for name, version in (measured.versions if measured else {}).items()]
     blocks: list[Block] = [Facts([each for each in facts if each[1].text])]
     if variables := run.insight.get("environment"):

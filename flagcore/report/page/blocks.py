@@ -147,44 +147,36 @@ def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], 
 
 COLOURS = ("#2B87D1", "#CC7A00", "#1A9E77", "#C45E96", "#8A7DD9", "#D9541E", "#8A8A8A", "#9A8F00")
 """Contrast at least 3:1 on light and dark backgrounds (WCAG 2.2, 1.4.11); after Okabe and Ito 2008."""
-PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
-SYMBOLS = ("circle", "diamond-open", "square", "triangle-up-open", "x", "star-open", "cross", "hexagon-open")
+PATTERNS = ("", "/", ".", "x")
+SYMBOLS = ("circle", "diamond-open", "square", "triangle-up-open")
 MARGIN = {"l": 10, "r": 16, "t": 10, "b": 10}
 """Margins in pixels; axes add space for their labels."""
 LOG_FROM = 8.0
 """The minimum ratio of the largest to the smallest value for which an axis is logarithmic."""
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+DASHES = ("solid", "dash", "dot", "dashdot")
 TEXTS = {"name": 40, "text": 60, "hovertext": 60, "x": 22, "y": 22, "categoryarray": 22}
 """Keys of a trace or layout that contain text, and the width at which it is wrapped."""
 
 
 def bars(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
     """Return horizontal bars of length `x` at positions `y`."""
-    fill_pattern: dict[str, Any] = {"shape": PATTERNS[min(series, len(PATTERNS) - 1)], "size": 7, "solidity": 0.2}
-    if series >= len(PATTERNS):
-        fill_pattern = {"shape": PATTERNS[1 + series % (len(PATTERNS) - 1)], "size": 4, "solidity": 0.5}
-    pattern = {"fillmode": "overlay", "fgcolor": "rgba(0,0,0,0.6)", **fill_pattern}
-    marker = {"color": COLOURS[series % len(COLOURS)], "pattern": pattern, "line": {"width": 0.5, "color": "#555555"}}
+    look = {"shape": PATTERNS[series], "size": 7, "solidity": 0.2}
+    pattern = {"fillmode": "overlay", "fgcolor": "rgba(0,0,0,0.6)", **look}
+    marker = {"color": COLOURS[series], "pattern": pattern, "line": {"width": 0.5, "color": "#555555"}}
     return {"type": "bar", "orientation": "h", "name": name, "x": list(x), "y": list(y), "marker": marker, **more}
 
 
 def points(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
     """Return markers. `mode` may add lines between them."""
-    colour = COLOURS[series % len(COLOURS)]
-    marker = {"color": colour, "symbol": SYMBOLS[series % len(SYMBOLS)], "size": 9, "line": {"width": 1.5}}
+    colour = COLOURS[series]
+    marker = {"color": colour, "symbol": SYMBOLS[series], "size": 9, "line": {"width": 1.5}}
     trace = {"type": "scatter", "mode": "markers", "name": name, "x": list(x), "y": list(y), "marker": marker}
-    return {**trace, "line": {"color": colour, "dash": DASHES[series % len(DASHES)]}, **more}
+    return {**trace, "line": {"color": colour, "dash": DASHES[series]}, **more}
 
 
 def line(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
     """Return a line without markers."""
     return points(name, series, x, y, mode="lines", **more)
-
-
-def stars(name: str, places: Sequence[tuple[float, str]]) -> list[dict[str, Any]]:
-    """Return a star on each horizontal bar in `places`. A place is the value and the position of the bar."""
-    trace = points(name, 5, *zip(*places, strict=True)) if places else {}
-    return [trace | {"marker": {**trace["marker"], "symbol": "star", "size": 13}}] if places else []
 
 
 def error_bars(bounds: Sequence[tuple[float, float, float]], **more: Any) -> dict[str, Any]:

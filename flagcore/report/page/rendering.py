@@ -10,9 +10,9 @@ import re
 from base64 import b64encode
 from collections.abc import Iterator
 from hashlib import sha256
+from importlib.metadata import version
 from importlib.resources import files
 
-from flagcore import __version__
 from flagcore.errors import UsageError
 from flagcore.i18n import _, language
 from flagcore.report import formats
@@ -52,8 +52,8 @@ def as_html(page: Page) -> str:
     return template.render(
         page=page,
         language=TAGS[language()],
-        words={name: _(text).replace("{version}", __version__) for name, text in NAMES["html"].items()},
-        version=__version__,
+        words={name: _(text).replace("{version}", version("flagcore")) for name, text in NAMES["html"].items()},
+        version=version("flagcore"),
         policy=_policy([library, script] if charts else [script]),
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
         charts=Markup(_inside_script(json.dumps(data, allow_nan=False))),

@@ -1,4 +1,4 @@
-"""Sections on the bottleneck of the best configuration, on changes that reduce it, on memory, and on the step time."""
+"""Sections on the bottleneck of the best configuration, the influence of each knob, memory, and the step time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
@@ -10,31 +10,22 @@ from flagcore.report.explanation import by_component, memory_parts, part_name
 from flagcore.report.formats import NAMES, lookup, shown, size_text
 from flagcore.report.page.blocks import (
     Block,
-    Chart,
     Collapsed,
     Section,
     Table,
     Text,
-    bars,
     cell,
-    limit_line,
     percent,
-    rows_layout,
     size,
-    stars,
     table,
 )
-from flagcore.report.page.run import Record, RunData, measured_s, memory_of, predicted, predicted_s, served, time_parts
+from flagcore.report.page.run import Record, RunData, measured_s, memory_of, predicted_s, served, time_parts
 from flagcore.report.result import number
 from flagcore.report.text import knob_of, value_text, values_text
 
-MAX_CHANGES = 8
-"""The maximum number of listed changes."""
-STEP = "step_time_s.value"
-
 
 def improvements(run: RunData) -> Section | None:
-    """Return the section on the bottleneck of the best and changes that reduce it.
+    """Return the section on the bottleneck of the best and the influence of each knob.
 
     Returns None if there is no best, or if it has no predicted time.
     """
@@ -42,88 +33,28 @@ def improvements(run: RunData) -> Section | None:
         return None
     blocks: list[Block] = [Text(_bottleneck(run, run.best))]
     if knobs := run.insight.get("knobs") or []:
-        blocks += [_changes(run, run.best, knobs), *_sensitivity(run, knobs)]
+        blocks += _sensitivity(run, knobs)
     return Section("improvements", _("Bottleneck"), blocks)
 
 
-def _limiting_part(best: Trial) -> str:
-    """Return the part of the predicted time that is the bottleneck.
-
-    Returns an empty string if memory is the bottleneck, or if it is unknown.
-    """
-    limit = lookup(best.predicted, "limit")
-    return next((part for part in time_parts(best) if part_name(part) == limit), "")
-
-
 def _bottleneck(run: RunData, best: Trial) -> str:
-    memory, step, part = memory_of(best), predicted_s(best) or 0.0, _limiting_part(best)
-    if lookup(best.predicted, "limit") == "memory":
+    memory, step, limit = memory_of(best), predicted_s(best) or 0.0, lookup(best.predicted, "limit")
+    if limit == "memory":
         return _(
             "Bottleneck: memory, ~{used} of {capacity} in use (predicted).",
             used=size_text(memory["device_used_gib"]),
             capacity=size_text(memory["capacity_gib"]),
         )
-    if not part:
+    seconds = next((seconds for part, seconds in time_parts(best).items() if part_name(part) == limit), None)
+    if seconds is None:
         return _("Predicted: {value} {unit}.", value=shown(run.predicted(best)), unit=run.unit)
-    figure = time_parts(best)[part]
     return _(
         "Bottleneck: {limit}, ~{seconds} s of a step of ~{step} s, or {share:.1%} (predicted).",
-        limit=_(part_name(part)),
-        seconds=shown(figure),
+        limit=_(limit),
+        seconds=shown(seconds),
         step=shown(step),
-        share=figure / step,
+        share=seconds / step,
     )
-
-
-def _changes(run: RunData, best: Trial, knobs: Sequence[Record]) -> Block:
-    """Return faster candidates that reduce the bottleneck. Each differs from the best in one knob."""
-    is_memory, part = lookup(best.predicted, "limit") == "memory", _limiting_part(best)
-    key = "memory.device_used_gib" if is_memory else f"time.{part}" if part else STEP
-    step, own = (predicted(best, name) or 0.0 for name in (STEP, key))
-    nearest = {
-        _key(value["nearest"]["candidate"]): value["nearest"]
-        for knob in knobs
-        for value in knob["values"]
-        if value["value"] != knob["best"]
-    }
-    faster = [
-        (lookup(each["predicted"], STEP), number(lookup(each["predicted"], key)), each)
-        for each in nearest.values()
-        if _changes_one_knob(each, run)
-    ]
-    faster = sorted((each for each in faster if each[0] < step and (each[1] or own) < own), key=lambda each: each[:2])
-    if not faster:
-        return Text(_("Changes of one knob that help: none. No such change is predicted to be faster and to fit."))
-    trials = {_key(trial.candidate.as_dict()): trial for trial in run.trials}
-    untried = [each for each in faster if _key(each[2]["candidate"]) not in trials]
-    if not untried:
-        ran = ", ".join(f"{_('trial')} {trials[_key(each['candidate'])].number}" for *_figures, each in faster)
-        return Text(_("Changes of one knob that help: none. Those predicted to be faster ran: {trials}.", trials=ran))
-    rows = []
-    for seconds, figure, each in untried[:MAX_CHANGES]:
-        changed = [f"{knob_of(knob, run.knobs).title} {value_text(value)}" for knob, value in each["differs"].items()]
-        time = lookup(each["predicted"], "objective.value") if run.serves else seconds
-        used = size(number(lookup(each["predicted"], "memory.device_used_gib")))
-        over = percent(seconds / step - 1.0, signed=True)
-        rows.append([", ".join(changed), *([cell(figure)] if part else []), cell(time), over, used])
-    own_heading = [f"~{_(part_name(part))}, s"] if part else []
-    seconds_heading = f"~{run.unit}" if run.serves else _("~step s")
-    return table(
-        _("Untried changes of one knob that are predicted to be faster"),
-        [_("change"), *own_heading, seconds_heading, _("~time vs best"), _("~in use")],
-        rows,
-        sortable=True,
-    )
-
-
-def _changes_one_knob(change: Record, run: RunData) -> bool:
-    """Return whether a candidate differs from the best in one knob, apart from knobs that detail this knob."""
-    changed_knobs = change["differs"]
-    return sum(knob_of(knob, run.knobs).part_of not in changed_knobs for knob in changed_knobs) == 1
-
-
-def _key(candidate: Record) -> str:
-    return repr(sorted(candidate.items()))
 
 
 def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:
@@ -182,7 +113,7 @@ def memory(run: RunData) -> Section | None:
     blocks: list[Block] = []
     if any(stage["components"] for stage in stages):
         title = _("By component and kind (predicted)")
-        blocks += [_by_stage(run, stages, prediction), Collapsed("components", title, (_components(run, title),))]
+        blocks += [*_by_stage(run, stages, prediction), Collapsed("components", title, (_components(run, title),))]
     if prediction:
         sizes = {level: getattr(measured, name, None) for level, name in MEASURED.items()}
         used = {level: value / GIB for level, value in sizes.items() if value is not None}
@@ -206,42 +137,27 @@ def memory(run: RunData) -> Section | None:
     return Section("memory", _("Memory"), blocks)
 
 
-def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Chart:
-    names = [_("stage {number}", number=stage["stage"]) for stage in stages]
-    groups = [
+def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Iterator[Block]:
+    """Yield which stage needs the most memory, and a table with the parts and levels of each stage."""
+    stage_parts = [
         memory_parts({**each, "activation_gib": each["peak_allocated_gib"] - each["static_gib"]}) for each in stages
     ]
-    present = list(dict.fromkeys(name for each in groups for name in each))
-    measured, level = _measured_by_stage(run, len(stages)), "device_used_gib"
-    capacity = number(predicted.get("capacity_gib"))
-    shapes = [] if capacity is None else [limit_line(_("capacity {size}", size=size_text(capacity)), capacity)]
-    worst = max(stages, key=lambda stage: float(stage[level]))
-    used = f"~{size_text(worst[level])}" + ("" if capacity is None else f" / {size_text(capacity)}")
+    names = list(dict.fromkeys(name for parts in stage_parts for name in parts))
+    capacity, worst = number(predicted.get("capacity_gib")), max(stages, key=lambda each: each["device_used_gib"])
+    used = f"~{size_text(worst['device_used_gib'])}" + ("" if capacity is None else f" / {size_text(capacity)}")
+    yield Text(_("Stage {number} needs the most memory: {used} (predicted).", number=worst["stage"], used=used))
     rows = [
         [
             cell(stage["stage"]),
-            *(size(each.get(name)) for name in present),
+            *(size(parts.get(name)) for name in names),
             *(size(stage[name]) for name in LEVELS),
-            *(size(figures.get(name)) for name in LEVELS),
+            *(size(measured.get(name)) for name in LEVELS),
         ]
-        for stage, each, figures in zip(stages, groups, measured, strict=True)
+        for stage, parts, measured in zip(stages, stage_parts, _measured_by_stage(run, len(stages)), strict=True)
     ]
-    headings = [_("stage"), *(f"~{_(text)}" for text in (*present, *LEVELS.values()))]
+    headings = [_("stage"), *(f"~{_(text)}" for text in (*names, *LEVELS.values()))]
     headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
-    return Chart(
-        title=_("Memory of a device by stage"),
-        summary=_("Stage {number} needs the most memory: {used} (predicted).", number=worst["stage"], used=used),
-        traces=[
-            *(bars(_(n), p, [each.get(n, 0.0) for each in groups], names, width=0.5) for p, n in enumerate(present)),
-            *stars(
-                _("in use, measured"),
-                [(each[level], name) for each, name in zip(measured, names, strict=True) if level in each],
-            ),
-        ],
-        layout=rows_layout("GiB", len(stages), barmode="stack", xaxis={"rangemode": "tozero"}, shapes=shapes)
-        | {"height": 190 + 46 * len(stages)},
-        table=table(_("Memory of a device of each stage"), headings, rows),
-    )
+    yield table(_("Memory of a device of each stage"), headings, rows)
 
 
 def _components(run: RunData, title: str) -> Table:
@@ -280,7 +196,7 @@ def step_time(run: RunData) -> Section | None:
     predicted_trials = {name: trial for name, trial in trials.items() if time_parts(trial)}
     if not predicted_trials:
         return None
-    blocks: list[Block] = [_step_parts(run, predicted_trials)]
+    blocks: list[Block] = [*_step_parts(run, predicted_trials)]
     measured_rows = [[name, *figures] for name, trial in trials.items() if (figures := _measured_parts(run, trial))]
     if measured_rows:
         headings = [_("trial"), *(_(text) for text in run.labels.measured_parts.values()), _("step s")]
@@ -288,33 +204,25 @@ def step_time(run: RunData) -> Section | None:
     return Section("step", _((REQUEST_TEXTS if run.serves else STEP_TEXTS)[0]), blocks)
 
 
-def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Chart:
+def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Iterator[Block]:
+    """Yield the largest part of the first trial's predicted time, and a table with the parts of all trials' times."""
     _title, title, summary = REQUEST_TEXTS if run.serves else STEP_TEXTS
     times = {name: time_parts(trial) for name, trial in trials.items()}
     totals = {name: sum(time.values()) for name, time in times.items()}
-    # for a server, the mean time of a request
-    steps = {n: served(trial, "e2e_s.mean") if run.serves else measured_s(trial) for n, trial in trials.items()}
-    traces, rows = list[dict[str, Any]](), list[list[Any]]()
-    for place, part in enumerate(dict.fromkeys(part for time in times.values() for part in time)):
-        seconds, name = {each: float(time.get(part, 0.0)) for each, time in times.items()}, _(part_name(part))
-        shares = [(cell(s), percent(s / totals[each] if totals[each] else 0.0)) for each, s in seconds.items()]
-        rows.append([name, *(each for pair in shares for each in pair)])
-        if any(seconds.values()):
-            traces.append(bars(name, place, list(seconds.values()), list(times), width=0.5))
-    for name, figures in ((_("predicted"), totals), (_("measured"), steps)):
-        rows.append([name, *(each for figure in figures.values() for each in (cell(figure), cell(None)))])
-    traces += stars(_("measured"), [(step, name) for name, step in steps.items() if step is not None])
     first, time = next(iter(times.items()))
-    largest = max(time, key=lambda part: float(time[part]))
-    share = time[largest] / (totals[first] or 1.0)
+    largest = max(time, key=lambda part: time[part])
     names = {"name": first.capitalize(), "part": _(part_name(largest)), "seconds": shown(totals[first])}
-    return Chart(
-        title=_(title),
-        summary=_(summary, **names, share=share),
-        traces=traces,
-        layout=rows_layout(_("seconds"), len(times), each=60, barmode="stack") | {"height": 240 + 50 * len(times)},
-        table=table(_(title), [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows),
-    )
+    yield Text(_(summary, **names, share=time[largest] / (totals[first] or 1.0)))
+    rows = list[list[Any]]()
+    for part in dict.fromkeys(part for time in times.values() for part in time):
+        seconds = [(time.get(part, 0.0), totals[name] or 1.0) for name, time in times.items()]
+        cells = [(cell(spent), percent(spent / total)) for spent, total in seconds]
+        rows.append([_(part_name(part)), *(each for pair in cells for each in pair)])
+    # for a server, the mean time of a request
+    measured = [served(trial, "e2e_s.mean") if run.serves else measured_s(trial) for trial in trials.values()]
+    for text, figures in ((_("predicted"), totals.values()), (_("measured"), measured)):
+        rows.append([text, *(each for figure in figures for each in (cell(figure), cell(None)))])
+    yield table(_(title), [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows)
 
 
 def _measured_parts(run: RunData, trial: Trial) -> list[Any]:

@@ -15,15 +15,13 @@ from flagcore.report.page.blocks import (
     Table,
     Text,
     cell,
-    error_bars,
     layout,
     line,
     percent,
     points,
-    spread_axis,
     table,
 )
-from flagcore.report.page.run import MAX_LISTED, RunData, measured_s, predicted
+from flagcore.report.page.run import RunData, measured_s, predicted
 from flagcore.report.text import funnel_stages, repeats_text
 
 
@@ -34,7 +32,7 @@ def progress(run: RunData) -> Section | None:
     first, listed = {trial.number for trial in run.trials}, run.listed
     rows, spent, best = list[list[Any]](), 0.0, None
     measured: dict[str, list[tuple[float, float, str]]] = {_("trial"): [], _("repeat"): [], _("stopped early"): []}
-    failed, steps = list[tuple[float, str]](), list[tuple[float, float]]()
+    steps = list[tuple[float, float]]()
     for trial in run.all_trials:
         spent += trial.duration_s
         figure, name = run.figure(trial), run.name(trial)
@@ -42,9 +40,7 @@ def progress(run: RunData) -> Section | None:
             if figure is not None and trial.state is TrialState.MEASURED and not _broken(trial):
                 best = figure if best is None else (max if is_rate(run.objective) else min)(best, figure)
             steps += [] if best is None else [(spent, best)]
-        if figure is None:
-            failed.append((spent, name))
-        else:
+        if figure is not None:
             kind = _("repeat") if trial.role is Role.REPEAT else _("trial")
             kind = _("stopped early") if trial.state is TrialState.STOPPED else kind
             measured[kind].append((spent, figure, name))
@@ -64,10 +60,6 @@ def progress(run: RunData) -> Section | None:
         if of_kind:
             x, y, numbers = zip(*of_kind, strict=True)
             traces.append(points(kind, series, x, y, text=list(numbers)))
-    if failed:
-        lowest = min(y for of_kind in measured.values() for _x, y, _name in of_kind)
-        x, numbers = zip(*failed, strict=True)
-        traces.append(points(_("not measured"), 4, x, [lowest] * len(x), text=list(numbers)))
     summary = [
         _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(run.all_trials), seconds=spent),
         _improvement(run, steps[0][1], steps[-1][1]),
@@ -119,51 +111,23 @@ def accuracy(run: RunData) -> Section | None:
         if step is not None and value is not None and low is not None and high is not None:
             figure = objective_value(run.objective, step) if run.serves else step
             pairs.append((trial, figure, (value, low, high)))
-    return Section("accuracy", _("Predictions"), (_scatter(run, pairs), *learning(run))) if pairs else None
+    return Section("accuracy", _("Predictions"), (*_intervals(run, pairs), *learning(run))) if pairs else None
 
 
-def _scatter(run: RunData, pairs: Sequence[tuple[Trial, float, tuple[float, float, float]]]) -> Chart:
-    unit = run.unit if run.serves else _("s/step")
+def _intervals(
+    run: RunData, pairs: Sequence[tuple[Trial, float, tuple[float, float, float]]]
+) -> Iterator[Text | Table]:
+    """Yield how many measurements are inside their 80% interval, and a table with all of them."""
+    hits = sum(low <= measured <= high for _trial, measured, (_value, low, high) in pairs)
+    yield Text(_("{count} of {total} measurements are inside the 80% interval.", count=hits, total=len(pairs)))
     rows, listed = [], run.listed
     for trial, measured, (value, low, high) in (pair for pair in pairs if pair[0].number in listed):
         deviation = percent(measured / value - 1.0 if value else None, signed=True)
         verdict = _("inside") if low <= measured <= high else _("outside")
-        figures = map(cell, (measured, value, low, high))
-        rows.append([run.cell(trial), run.configuration(trial), *figures, deviation, verdict])
+        rows.append([run.cell(trial), run.configuration(trial), measured, value, low, high, deviation, verdict])
+    caption = _("Measured and predicted {unit}, with 80% intervals", unit=run.unit if run.serves else _("s/step"))
     headings = [_("trial"), _("configuration"), _("measured"), _("~predicted"), _("~low"), _("~high"), _("error")]
-    values = [each for _, measured, bounds in pairs for each in (measured, *bounds)]
-    value_range, kind = [min(values), max(values)], spread_axis(values)
-    errors = error_bars([bounds for *_, bounds in pairs], thickness=1)
-    errors["visible"] = len(pairs) <= MAX_LISTED  # thousands of bars are slow to draw, and hide each other
-    hits = sum(low <= measured <= high for _, measured, (_value, low, high) in pairs)
-    return Chart(
-        title=_("Predicted against measured"),
-        summary=_("{count} of {total} measurements are inside the 80% interval.", count=hits, total=len(pairs)),
-        traces=(
-            line(_("predicted = measured"), 2, value_range, value_range),
-            points(
-                _("trial, with 80% interval"),
-                0,
-                [measured for _, measured, _bounds in pairs],
-                [bounds[0] for *_, bounds in pairs],
-                error_y=errors,
-                text=[run.name(each) for each, *_ in pairs],
-            ),
-        ),
-        layout=layout(
-            _("measured {unit}", unit=unit),
-            _("predicted {unit}", unit=unit),
-            height=430,
-            xaxis=kind,
-            yaxis=kind,
-        ),
-        table=table(
-            _("Measured and predicted {unit}, with 80% intervals", unit=unit),
-            [*headings, _("80% interval")],
-            rows,
-            sortable=True,
-        ),
-    )
+    yield table(caption, [*headings, _("80% interval")], rows, sortable=True)
 
 
 def learning(run: RunData) -> Iterator[Text | Table]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.plan import DAY, TDP
+from flagcore.domain.plan import DAY
 from flagcore.domain.serving import nest_statistics
 from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
@@ -198,7 +198,7 @@ def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
 def _cost(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     """Yield time, cost and energy of the planned job, and cost and energy of tokens, where they are known."""
     cost, mark = run.cost, _mark(run) if best.measurement else "~"
-    source = _("(by the TDP of the devices)") if cost.get("energy_source") == TDP else _("(by telemetry)")
+    source = _("(by the TDP of the devices)")
     if days := cost.get("planned_days"):
         text = _("{days} days", days=shown(days)) if days >= MIN_DAYS else duration_text(days * DAY)
         price = cost.get("planned_cost")
@@ -212,8 +212,6 @@ def _cost(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     ):
         if (energy := number(cost.get(key))) is not None:
             yield name, Cell(f"{mark}{energy_text(energy)}", energy, note=source)
-    if (joules := served(best, "joules_per_output_token")) is not None:
-        yield _("Joules per output token"), Cell(shown(joules), joules)
 
 
 def _step(run: RunData, best: Trial) -> Cell:
@@ -372,12 +370,11 @@ def configurations(run: RunData) -> Chart | None:
     return Chart(
         title=title,
         summary=" ".join(summary),
-        traces=list(_traces(run, chosen, labels)),
+        traces=[_bars(run, chosen, labels)],
         layout=rows_layout(
             run.unit,
             len(chosen),
             each=16 + 14 * max(label(each).count("<br>") + 1 for each in labels),
-            barmode="overlay",
             xaxis={"rangemode": "tozero"},
             yaxis={"categoryorder": "array", "categoryarray": labels},
         ),
@@ -385,21 +382,27 @@ def configurations(run: RunData) -> Chart | None:
     )
 
 
-def _traces(run: RunData, chosen: list[tuple[Trial, Figures]], labels: list[str]) -> Iterator[dict[str, Any]]:
-    kinds = {each.number: kind for kind, each in ((1, run.baseline), (0, run.best)) if each}
-    for kind, (name, colour) in enumerate(((_("best"), 0), (_("baseline"), 1), (_("others"), 6))):
-        own = [place for place, (trial, _figures) in enumerate(chosen) if kinds.get(trial.number, 2) == kind]
-        figures = [chosen[place][1] for place in own]
-        if not own:
-            continue
-        has_range = any(low < high for _value, low, high in figures)
-        ranges = {"error_x": error_bars(figures, thickness=1.5, color="#888888")} if has_range else {}
-        texts = {"text": [shown(value) for value, _low, _high in figures], "textposition": "inside"}
-        style = {"insidetextanchor": "start", "textangle": 0, "textfont": {"color": "#000000"}, "width": 0.7}
-        trace = bars(name, kind, [each[0] for each in figures], [labels[place] for place in own])
-        pattern = {**trace["marker"]["pattern"], "size": 10, "solidity": 0.1}  # so that numbers stay readable
-        marker = {**trace["marker"], "color": COLOURS[colour], "pattern": pattern}
-        yield {**trace, **texts, **style, **ranges, "marker": marker}
+def _bars(run: RunData, chosen: list[tuple[Trial, Figures]], labels: list[str]) -> dict[str, Any]:
+    """Return a bar per configuration with its value, and with error bars if its runs or its prediction have a range."""
+    figures = [each for _trial, each in chosen]
+    colours = {each.number: COLOURS[place] for place, each in ((1, run.baseline), (0, run.best)) if each}
+    trace = bars(
+        run.unit,
+        0,
+        [each[0] for each in figures],
+        labels,
+        text=[shown(each[0]) for each in figures],
+        textposition="inside",
+        insidetextanchor="start",
+        textangle=0,
+        textfont={"color": "#000000"},
+        width=0.7,
+        showlegend=False,
+    )
+    trace["marker"]["color"] = [colours.get(trial.number, COLOURS[6]) for trial, _figures in chosen]
+    if any(low < high for _value, low, high in figures):
+        trace["error_x"] = error_bars(figures, thickness=1.5, color="#888888")
+    return trace
 
 
 def why(run: RunData) -> str:

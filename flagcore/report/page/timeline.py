@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from flagcore.domain.prediction import Passes, idle_of, longest
+from flagcore.domain.prediction import Passes, longest
 from flagcore.errors import NotModelled
 from flagcore.i18n import _
 from flagcore.physics.pipelines import SCHEDULES, ExecutedPass, simulate, step_seconds
@@ -66,9 +66,7 @@ class Timeline:
 
     def __init__(self, passes: Passes) -> None:
         self.passes, self.schedule, self.count = passes, SCHEDULES[passes.schedule], len(passes.forward_s)
-        self.is_mirrored = self.schedule.copies > 1
-        """Whether two stages of the model share two devices, as in DualPipe: rows are devices, not stages."""
-        parts = 1 if self.is_mirrored else self.schedule.parts or passes.virtual
+        parts = self.schedule.parts or passes.virtual
         self.passes_per_microbatch = (3 if self.schedule.splits_backward else 2) * self.count * parts
 
     def microbatches_to_show(self) -> int | None:
@@ -97,12 +95,11 @@ class Timeline:
         is_short = self.passes_per_microbatch * passes.microbatches <= MAX_SIMULATED
         counted = passes.microbatches if is_short else number
         simulated = drawn if counted == number else simulate(passes, counted)
-        step, is_paired = step_seconds(passes, simulated), any(each.lane for each in drawn)
+        step = step_seconds(passes, simulated)
         data = self._seconds(counted, simulated, step)
         name = "1f1b" if passes.schedule == "interleaved" and passes.virtual < 2 else passes.schedule
-        devices = _("{count} devices", count=self.count) if self.is_mirrored else _("{count} stages", count=self.count)
-        parts = [_("Schedule: {name}", name=name), devices]
-        if passes.virtual > 1 and not self.is_mirrored:
+        parts = [_("Schedule: {name}", name=name), _("{count} stages", count=self.count)]
+        if passes.virtual > 1:
             parts.append(_("{count} virtual stages per device", count=passes.virtual))
         parts.append(self._micro_batches(counted))
         idle = max(float(row[-1].value or 0.0) for row in data.rows)
@@ -115,32 +112,28 @@ class Timeline:
                 summary.append(text)
         if number < passes.microbatches:
             summary.append(_("Shown: a step of {count} micro-batches.", count=number))
-        if is_paired:
-            summary.append(_("Forward and backward passes above each other run concurrently."))
         if has_details := len(drawn) <= MAX_DETAILED:
             summary.append(_("Numbers are micro-batches."))
         of_kinds = [[each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS]
         return Chart(
             title=_("Forward and backward passes of each stage (predicted)"),
             summary=" ".join(summary),
-            traces=[self._bars(n, some, has_details, is_paired) for n, some in enumerate(of_kinds) if some],
-            layout=rows_layout(_("time in the step, s"), self.count, each=44 if is_paired else 30, **LAYOUT),
+            traces=[self._bars(n, some, has_details) for n, some in enumerate(of_kinds) if some],
+            layout=rows_layout(_("time in the step, s"), self.count, each=30, **LAYOUT),
             table=data,
         )
 
-    def _bars(self, series: int, of_kind: Sequence[ExecutedPass], has_details: bool, is_paired: bool) -> dict[str, Any]:
+    def _bars(self, series: int, of_kind: Sequence[ExecutedPass], has_details: bool) -> dict[str, Any]:
         """Return the bars for passes of one kind."""
         trace = bars(
             _(KINDS[of_kind[0].kind]),
             series,
             [each.end_s - each.start_s for each in of_kind],
-            [self._row(each.device) for each in of_kind],
+            [_("stage {number}", number=each.device) for each in of_kind],
             base=[each.start_s for each in of_kind],
             hoverinfo="name",
-            width=[HIGH / 2.0 if each.lane else HIGH for each in of_kind] if is_paired else HIGH,
+            width=HIGH,
         )
-        if is_paired:
-            trace["offset"] = [0.0 if each.lane > 0 else -HIGH / 2.0 for each in of_kind]
         if has_details:
             trace["marker"]["line"] = {"width": 1, "color": "#ffffff"}
             numbers = [str(each.microbatch) for each in of_kind]
@@ -161,15 +154,13 @@ class Timeline:
             columns[_("~weight gradients, s")] = passes.weight_s
         if passes.paired_s:
             columns[_("~concurrent, s")] = passes.paired_s
-        if self.is_mirrored:
-            columns = {n: [sum(pair) / 2.0 for pair in zip(s, s[::-1], strict=True)] for n, s in columns.items()}
         rows, headings = zip(*columns.values(), strict=True), [*columns, _("~busy, s")]
         cells = [[place, *row, counted * (row[0] + row[1])] for place, row in enumerate(rows)]
         if played:
             headings += [_("~idle, s"), _("~idle, %")]
             busy_s = [0.0] * self.count
             for each in played:
-                busy_s[each.device] += (each.end_s - each.start_s) * (each.lane <= 0)
+                busy_s[each.device] += each.end_s - each.start_s
             for row, busy in zip(cells, busy_s, strict=True):
                 row[-1:] = [busy, step - busy, percent((step - busy) / step)]
         caption = _(
@@ -177,15 +168,12 @@ class Timeline:
             micro_batches=self._micro_batches(counted),
             seconds=shown(passes.send_s),
         )
-        return table(caption, [_("device") if self.is_mirrored else _("stage"), *headings], cells)
+        return table(caption, [_("stage"), *headings], cells)
 
     def _micro_batches(self, counted: int) -> str:
         if counted < self.passes.microbatches:
             return _("{count} of {total} micro-batches", count=counted, total=self.passes.microbatches)
         return _("{count} micro-batches", count=counted)
-
-    def _row(self, device: int) -> str:
-        return _("device {number}", number=device) if self.is_mirrored else _("stage {number}", number=device)
 
 
 def kinds(run: RunData) -> Section | None:
@@ -198,7 +186,6 @@ def kinds(run: RunData) -> Section | None:
         return None
     names, seconds = _chip_names(run), longest(pipelines)
     memory = {int(each["stage"]): each["device_used_gib"] for each in run.insight.get("stages") or []}
-    layers_by_group: dict[int, list[int | None]] = {}
     rows, busy_s = list[list[Any]](), list[tuple[float, str]]()
     for each in pipelines:
         unknown = (None,) * len(each.groups)
@@ -208,13 +195,6 @@ def kinds(run: RunData) -> Section | None:
             used = size(memory.get(len(rows)), "~")
             rows.append([len(rows), names[group], layers, *map(highlighted, times), used, percent(share, "~")])
             busy_s.append((each.microbatches * sum(times), names[group]))
-            layers_by_group.setdefault(group, []).append(layers)
-    kind_rows = []
-    for group, (chip, name) in enumerate(zip(chips, names, strict=True)):
-        own = layers_by_group.get(group, [])
-        known = None if None in own else sum(filter(None, own))
-        devices, idle_share = chip["nodes"] * chip["devices_per_node"], percent(idle_of(pipelines, group), "~")
-        kind_rows.append([name, devices, len(own), known, idle_share])
     slowest_s, slowest = max(busy_s)
     text = _(
         "{configuration}: the slowest stage is busy for ~{seconds} s of a step, on {name}.",
@@ -224,6 +204,4 @@ def kinds(run: RunData) -> Section | None:
     )
     headings = [_("stage"), _("chip"), _("layers"), _("~forward, s"), _("~backward, s"), _("~in use"), _("~idle, %")]
     by_stage = table(_("Each stage: seconds per micro-batch, memory of a device, and idle time"), headings, rows)
-    headings = [_("chip"), _("devices"), _("stages"), _("layers"), _("~idle, %")]
-    caption = _("Each kind: idle is the share of the pipeline's time without work")
-    return Section("kinds", _("Kinds of chips"), (Text(text), by_stage, table(caption, headings, kind_rows)))
+    return Section("kinds", _("Kinds of chips"), (Text(text), by_stage))

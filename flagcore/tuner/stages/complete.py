@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.requirements import Requirement
 
-from flagcore.contracts import HostSetup, Platform, Plugins, Workload
+from flagcore.contracts import HostSetup, Platform, Workload
 from flagcore.domain.chip import TRAINED, slowness, usual_precision
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.effects import engine_task
@@ -18,11 +18,12 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NoDevice, SpecError, join_errors
 from flagcore.i18n import _
+from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.stages.devices import require_devices
 from flagcore.tuner.stages.discover import costs, discover
 
 
-def complete(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = False) -> Platform:
+def complete(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bool = False) -> Platform:
     """Return the platform of `spec`: the completed task, and what plugins provide for it.
 
     The order of the steps matters, because each uses the values of earlier steps. No step replaces a value of the spec.
@@ -44,7 +45,7 @@ def complete(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = F
     return workload.with_derived_values(platform, plan=plan)
 
 
-def complete_by_plugins(spec: Spec, plugins: Plugins, workload: Workload, version: str | None = None) -> Platform:
+def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, workload: Workload, version: str | None = None) -> Platform:
     """Return the platform of `spec` after the steps of `complete` that ask only plugins.
 
     `version`: the engine release, None if unknown. If the cluster has several kinds of chips, the platform has only the
@@ -294,7 +295,7 @@ def engine_version(spec: Spec, workload: Workload) -> str | None:
     return None
 
 
-def _runs_here(platform: Platform, plugins: Plugins) -> bool:
+def _runs_here(platform: Platform, plugins: LoadedPlugins) -> bool:
     """Return whether trials of `platform` can run on this machine."""
     try:
         platform.workload.ready(platform.task.spec)

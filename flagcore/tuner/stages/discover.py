@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from flagcore.contracts import Costs, Plugins
+from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, Level, NodeGroup
 from flagcore.domain.engine import EngineSupport, has_common_library
@@ -15,6 +15,7 @@ from flagcore.i18n import N_, _
 from flagcore.physics.collective_costs import Collectives, between_groups, topology_of
 from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack, PlainMemory, with_slowdown
 from flagcore.physics.roofline import Roofline
+from flagcore.plugins import LoadedPlugins
 from flagcore.vendorkit.machine import cores
 
 UNMEASURED_RUN_SLOWDOWN = 1.15
@@ -44,7 +45,7 @@ class Hardware:
         return Cluster(groups=self.groups)
 
 
-def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) -> Hardware:
+def discover(spec: Spec, plugins: LoadedPlugins, engine_version: str | None = None) -> Hardware:
     """Return the hardware of `spec`: the named chips, or the best chip of this machine.
 
     `engine_version` is the release of the engine, None if unknown. Raises NoDevice if no device is found, if a chip is
@@ -72,7 +73,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
     return Hardware(groups=tuple(groups), supports=tuple(supports), support=joined, devices=devices)
 
 
-def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
+def costs(cluster: Cluster, plugins: LoadedPlugins, engine: str) -> Costs:
     """Return the cost models for `cluster`. The core provides those that no plugin has."""
     supports = [plugins.engine_support(group.chip, engine) for group in cluster.groups]
     costs_of_groups = [_costs_of(*each, plugins, engine) for each in zip(cluster.groups, supports, strict=True)]
@@ -86,7 +87,7 @@ def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
     return replace(first, further=dict(zip(starts, others, strict=False)), between=between)
 
 
-def _network(group: NodeGroup, plugins: Plugins) -> Level:
+def _network(group: NodeGroup, plugins: LoadedPlugins) -> Level:
     """Return the network level of a node group.
 
     A group that lies within one link domain is enlarged, so that its topology has a network level.
@@ -96,7 +97,7 @@ def _network(group: NodeGroup, plugins: Plugins) -> Level:
     return (plugins.topology(extended) or topology_of(extended)).levels[-1]
 
 
-def _costs_of(group: NodeGroup, support: EngineSupport, plugins: Plugins, engine: str) -> Costs:
+def _costs_of(group: NodeGroup, support: EngineSupport, plugins: LoadedPlugins, engine: str) -> Costs:
     kernels = plugins.kernel_costs(group.chip, engine)
     synchronous = support.shared_devices
     run_slowdown = UNMEASURED_RUN_SLOWDOWN if kernels is None else kernels.run_slowdown()
@@ -114,7 +115,7 @@ def _costs_of(group: NodeGroup, support: EngineSupport, plugins: Plugins, engine
     )
 
 
-def _require_support(chip: Chip, plugins: Plugins, engine: str, engine_version: str | None) -> EngineSupport:
+def _require_support(chip: Chip, plugins: LoadedPlugins, engine: str, engine_version: str | None) -> EngineSupport:
     support = plugins.engine_support(chip, engine, engine_version)
     if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
         reason = f"{support.support.value}; {support.reason}".rstrip("; ")
@@ -140,7 +141,7 @@ def _join_supports(supports: Sequence[EngineSupport], chips: Sequence[str]) -> E
     )
 
 
-def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tuple[Device, ...]:
+def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: LoadedPlugins) -> tuple[Device, ...]:
     """Return the devices of the vendor that the spec's `envs` select.
 
     Returns all devices if `envs` select no vendor, or if the spec names chips. Raises NoDevice if no plugin has chips
@@ -165,7 +166,7 @@ def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tup
     return found
 
 
-def _find_chip(name: str, key: str, plugins: Plugins) -> Chip:
+def _find_chip(name: str, key: str, plugins: LoadedPlugins) -> Chip:
     chips = plugins.chips()
     for chip in chips:
         if chip.matches_name(name):
@@ -176,7 +177,7 @@ def _find_chip(name: str, key: str, plugins: Plugins) -> Chip:
     )
 
 
-def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
+def best_chip(devices: tuple[Device, ...], plugins: LoadedPlugins, engine: str) -> Chip:
     """Return the most common chip of this machine. A CPU is returned only if there is no accelerator.
 
     Raises NoDevice if no chip is known, or if only a CPU is found and the detection of other devices failed.

@@ -172,12 +172,15 @@ def why_no_trial(context: SearchContext) -> Message | None:
 
     A decision is made only after a trial that ended before its last step. The search ends if fp32 is much faster than
     the precision of the job. It also ends if nothing is measured, and either no open candidate is expected to finish
-    two steps in a trial, or MAX_WITHOUT_STEP trials finished no step.
+    two steps in a trial, or MAX_WITHOUT_STEP trials finished no step. A search of servers ends if MAX_WITHOUT_STEP
+    trials reached their time limit, and nothing is measured.
     """
     task, control = context.task, context.task.spec.control
     trials = [trial for trial in context.trials if not trial.source]
-    if not isinstance(task.spec.work, TrainSpec) or not trials or not is_cut_short(trials[-1]):
+    if not trials or not is_cut_short(trials[-1]):
         return None  # this function is called after every trial, so the cheap test comes first
+    if not isinstance(task.spec.work, TrainSpec):
+        return _why_no_load(trials)
     last, start = trials[-1], overhead_seconds(context)
     found = context.space.find(last.candidate)
     rows = fastest_open_rows(context)
@@ -205,6 +208,15 @@ def why_no_trial(context: SearchContext) -> Message | None:
         text = Message("{trial}; {why}", trial=text, why=joined(causes, N_("{first}; {second}")))
     changes_text = joined(changes, N_("{first}, or {second}"))
     return Message("too little time for the steps of trials; {trial}; set {changes}", trial=text, changes=changes_text)
+
+
+def _why_no_load(trials: Sequence[Trial]) -> Message | None:
+    timed_out = [trial for trial in trials if trial.state is TrialState.TIMED_OUT]
+    if len(timed_out) < MAX_WITHOUT_STEP or any(trial.state is TrialState.MEASURED for trial in trials):
+        return None
+    longest = max(timed_out, key=lambda trial: trial.duration_s)  # its reason has the best estimate of the needed time
+    text = N_("too little time for the load of trials; trial {number}: {reason}")
+    return Message(text, number=longest.number, reason=longest.reason or longest.state.value)
 
 
 def is_cut_short(trial: Trial) -> bool:

@@ -20,7 +20,6 @@ from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slo
 from flagcore.domain.effects import engine_task
 from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, failure
 from flagcore.domain.search_state import noise
-from flagcore.domain.serving import PER_DEVICE
 from flagcore.domain.spec import Control, TrainSpec
 from flagcore.domain.trial import MIN_STEPS, Measurement, Trial, TrialState, steps_in_time, warmup_steps
 from flagcore.errors import FlagError
@@ -85,7 +84,7 @@ class _Watch:
                 if limit is not None:
                     warmup = warmup_steps(steps, self.control.warmup_iters)
                     wanted = self._steps_to_run(steps, limit - self.control.warmup_iters + warmup, elapsed)
-                readings.take(in_steps=len(steps) > warmup)
+                readings.take()
                 stopped = wanted is not None and len(steps) >= wanted
                 slower = not stopped and self._is_slower_than_best(steps[warmup:])
                 too_long = not stopped and self._is_too_long(steps, elapsed)
@@ -254,9 +253,6 @@ def early_stop_ratio(best: Trial) -> float:
 
 
 LOG = logging.getLogger("flagcore")
-POWER, STEP_POWER, JOULES = "power_watts", "step_power_watts", "joules_per_output_token"
-"""The names of figures: the power of a device, its power after the warm-up steps, and the energy per output token of a
-load."""
 POWER_LIMIT = "power_limit_watts"
 """The name of the power limit in telemetry. It is a setting, so no peak is reported for it."""
 MAX_SHARE_BEFORE = 0.1
@@ -267,7 +263,7 @@ class Readings:
     """Collects telemetry of a trial's devices about once per second, and returns its means and peaks."""
 
     def __init__(self, platform: Platform) -> None:
-        self._groups = groups = platform.task.cluster.groups
+        groups = platform.task.cluster.groups
         counts = {host: groups[index].devices_per_node for host, index in platform.group_of_hosts.items()}
         starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
         self._readers: list[tuple[int, Telemetry]] = [
@@ -277,17 +273,12 @@ class Readings:
             if device in platform.telemetry
         ]
         self._samples: dict[int, dict[str, list[float]]] = {}
-        self._power: dict[int, list[tuple[float, float]]] = {}
-        """For each device, the times in seconds and the readings of its power in watts."""
         self._next_time = 0.0
         self._used_before = math.inf
         """The memory in use at the first reading, of the device that uses most."""
 
-    def take(self, *, in_steps: bool) -> None:
-        """Read all devices, at most once per second. A reader that raises is not called again.
-
-        `in_steps`: whether measured steps run now, so that power readings also count for them.
-        """
+    def take(self) -> None:
+        """Read all devices, at most once per second. A reader that raises is not called again."""
         if time.monotonic() < self._next_time:
             return
         self._next_time = time.monotonic() + 1.0
@@ -295,11 +286,7 @@ class Readings:
             try:
                 for name, value in reader.sample().items():
                     if math.isfinite(value):
-                        names = (name, STEP_POWER) if name == POWER and in_steps else (name,)
-                        for each in names:
-                            self._samples.setdefault(number, {}).setdefault(each, []).append(float(value))
-                        if name == POWER:
-                            self._power.setdefault(number, []).append((self._next_time - 1.0, float(value)))
+                        self._samples.setdefault(number, {}).setdefault(name, []).append(float(value))
             except Exception as error:
                 LOG.warning("telemetry of device %s is disabled: %s", number, error)
                 self._readers.remove((number, reader))
@@ -316,40 +303,16 @@ class Readings:
             return None
         return int(max(readings))
 
-    def watts(self, device: int, windows: Sequence[tuple[float, float]]) -> float | None:
-        """Return the mean power of a device in watts during `windows`, or None if there are no readings in them."""
-        readings = self._power.get(device, ())
-        inside = [watts for at, watts in readings if any(start <= at <= end for start, end in windows)]
-        return statistics.fmean(inside) if inside else None
-
     def _memory(self) -> list[float]:
         return [value for samples in self._samples.values() for value in samples.get(MEMORY_IN_USE, [])]
 
     def summary(self) -> dict[str, float]:
-        """Return the means over all devices by name, and the peaks with the prefix `peak_`.
-
-        With several node groups, the power of measured steps is the mean per device over all groups. It is left out if
-        a group has no readings.
-        """
+        """Return the means over all devices by name, and the peaks with the prefix `peak_`."""
         values_by_name: dict[str, list[float]] = {}
         for samples in self._samples.values():
             for name, values in samples.items():
                 values_by_name.setdefault(name, []).extend(values)
-        found: dict[str, float | None] = {**_means_and_peaks(values_by_name)}
-        if len(self._groups) > 1 and STEP_POWER in found:
-            found |= {STEP_POWER: self._mean_step_watts()}
-        return {name: value for name, value in found.items() if value is not None}
-
-    def _mean_step_watts(self) -> float | None:
-        """Return the mean power per device in measured steps, in watts, or None if a node group has no readings."""
-        total, first = 0.0, 0
-        for group in self._groups:
-            own = range(first, first + group.devices)
-            values = [value for number in own for value in self._samples.get(number, {}).get(STEP_POWER, ())]
-            if not values:
-                return None
-            total, first = total + statistics.fmean(values) * group.devices, first + group.devices
-        return total / first
+        return _means_and_peaks(values_by_name)
 
     def by_device(self) -> dict[int, dict[str, float]]:
         """Return the means and peaks of each device. The key is the number of the device in the whole cluster."""
@@ -384,19 +347,7 @@ def with_readings(measured: Measurement, readings: Readings, platform: Platform)
         device_used_bytes=used_bytes,
         devices=devices,
         slow=slow,
-        figures={**measured.figures, **_energy(measured, readings)},
-        windows=(),
     )
-
-
-def _energy(measured: Measurement, readings: Readings) -> dict[str, float]:
-    """Return the joules per output token of a load, or an empty dict if the power of one of its devices is unknown."""
-    rate, per_device = measured.figures.get("output_tokens_per_s"), measured.figures.get(PER_DEVICE)
-    if not rate or not per_device:
-        return {}
-    watts = [readings.watts(device, measured.windows) for device in range(round(rate / per_device))]
-    known = [each for each in watts if each is not None]
-    return {JOULES: sum(known) / rate} if len(known) == len(watts) else {}
 
 
 def _of_groups(

@@ -12,7 +12,6 @@ from flagcore.domain.search_state import SearchState
 from flagcore.domain.space import Candidate, IntArray
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
 from flagcore.i18n import N_
-from flagcore.tuner.stages.shorten import calibrated
 
 TIMED_STATES = (TrialState.MEASURED, TrialState.STOPPED)
 
@@ -23,7 +22,7 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     Only trials of `fidelity` are results of a candidate; imported trials are not. A trial of this run replaces one from
     another tool. If parallel trials disturb each other, those that were timed are marked inconclusive.
     """
-    trials = [trial for trial in calibrated(trials) if trial.role is not Role.IMPORTED]
+    trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
     own_trials = [trial for trial in trials if trial.fidelity == fidelity]
     found = interference(own_trials)
     if found and not found.is_negligible:

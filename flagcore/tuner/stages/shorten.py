@@ -1,15 +1,13 @@
 """shorten: run steps with fewer micro-batches or on fewer nodes, and scale their times by predictions.
 
 On fewer nodes, only the number of data-parallel replicas changes. Such a trial does not measure the communication of
-all replicas or the smaller share of the optimizer on each replica, so its scale is learned from the growth of the step
-time. Between n and N nodes the time grows by the factor 1 + k g + u log2(N / n): g is the predicted growth, k the
-factor of the real growth, and u the growth per doubling that the model does not include (jitter, slow nodes). k and u
-have a normal prior; pairs of runs of one candidate on different numbers of nodes update it (Bayesian linear
-regression). If the pairs scatter by more than their noise, a larger noise is used.
+all replicas or the smaller share of the optimizer on each replica. From n to N nodes the step time grows by the factor
+1 + k g + u log2(N / n): g is the predicted growth, k the unknown factor of the real growth with the mean 1, and u the
+growth per doubling that the model does not include (jitter, slow nodes) with the mean 0.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -19,29 +17,18 @@ import numpy as np
 from flagcore.contracts import Platform, PruningRule
 from flagcore.domain.effects import engine_candidate, engine_legality, engine_task
 from flagcore.domain.prediction import Prediction, Predictions
-from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, Merge, Rule, as_candidate
-from flagcore.domain.trial import Shortened, Trial, TrialState
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, IntArray, Merge, Rule, as_candidate
+from flagcore.domain.trial import Shortened
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.stages.predict import predict_columns
 
 QUANTILE = 1.2816
 """The number of standard deviations on each side of an 80% interval."""
-MIN_RUN_NOISE = 0.02
-"""The minimum relative standard deviation of step times between runs."""
+GROWTH_DEVIATION, UNMODELLED_DEVIATION = 0.6, 0.02
+"""The standard deviations of k and u. With them, k is between 0.2 and 1.8 in 80% of cases: published predictions of
+exposed communication are that far off."""
 MIN_SCALE = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """The joint distribution of k and u: its mean and covariance."""
-
-    mean: FloatArray
-    covariance: FloatArray
-
-
-PRIOR = Growth(np.array([1.0, 0.0]), np.diag([0.6**2, 0.02**2]))
-"""k is between 0.2 and 1.8 in 80% of cases: published predictions of exposed communication are that far off."""
 
 
 class Scale(NamedTuple):
@@ -57,84 +44,16 @@ class Scale(NamedTuple):
     own: float
 
 
-def scale_of(growth: Growth, predicted: float, nodes: int, of_nodes: int) -> Scale:
+def scale_of(predicted: float, nodes: int, of_nodes: int) -> Scale:
     """Return the factor from the step time on `nodes` nodes to the step time on `of_nodes` nodes.
 
     `predicted`: the predicted factor. Growth that the model does not include is the same for all candidates, so it does
     not change their order.
     """
-    x = np.array([predicted - 1.0, math.log2(of_nodes / nodes)])
-    factor = 1.0 + float(x @ growth.mean)
-    spread = QUANTILE * math.sqrt(float(x @ growth.covariance @ x))
-    low, middle, high = (max(each, MIN_SCALE) for each in (factor - spread, factor, factor + spread))
-    model_error = QUANTILE * abs(predicted - 1.0) * math.sqrt(float(growth.covariance[0, 0])) / middle
-    return Scale(middle, low, high, model_error)
-
-
-def calibrated(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Return `trials` with scaled step times corrected by candidates that ran on several numbers of nodes."""
-    growth = _learned(trials)
-    return tuple(trials) if growth is None else tuple(_scaled(trial, growth) for trial in trials)
-
-
-def _learned(trials: Sequence[Trial]) -> Growth | None:
-    """Return the growth learned from all pairs of runs, or None if there is no pair.
-
-    A pair consists of the run of a candidate on the fewest nodes, and its run on more nodes.
-    """
-    of_nodes = next((trial.shortened.of_nodes for trial in trials if trial.shortened), 0)
-    by_candidate: dict[Candidate, list[tuple[int, float, float, float]]] = {}
-    """The runs of each candidate: nodes, measured step, predicted factor to a step on all nodes, and noise."""
-    for trial in trials:
-        measured = trial.measurement
-        if of_nodes and trial.state is TrialState.MEASURED and measured and not trial.inconclusive:
-            deviation = measured.spread_s / measured.step_time_s / 1.35  # normal quartiles are 1.35 deviations apart
-            nodes = trial.shortened.nodes if trial.shortened else of_nodes
-            run = (nodes, measured.scaled_from or measured.step_time_s, trial.scale, max(MIN_RUN_NOISE, deviation))
-            by_candidate.setdefault(trial.candidate, []).append(run)
-    pairs = []
-    for runs in by_candidate.values():
-        (first_nodes, first_s, first_scale, first_noise), *others = sorted(runs)
-        for nodes, step_s, scale, noise in others:
-            if nodes > first_nodes:
-                predicted = [first_scale / scale - 1.0, math.log2(nodes / first_nodes)]
-                pairs.append((predicted, step_s / first_s - 1.0, math.hypot(first_noise, noise)))
-    if not pairs:
-        return None
-    x, y, noises = (np.array(each) for each in zip(*pairs, strict=True))
-    found = _posterior(x, y, noises)
-    scatter = float(np.sqrt(np.mean(((y - x @ found.mean) / noises) ** 2)))
-    return _posterior(x, y, noises * max(1.0, scatter))
-
-
-def _posterior(x: FloatArray, y: FloatArray, noise: FloatArray) -> Growth:
-    precision, weighted = np.linalg.inv(PRIOR.covariance), x.T / noise**2
-    covariance = np.linalg.inv(precision + weighted @ x)
-    return Growth(covariance @ (precision @ PRIOR.mean + weighted @ y), covariance)
-
-
-def _scaled(trial: Trial, growth: Growth) -> Trial:
-    """Return a trial whose measurement is scaled by `growth` instead of by the prediction."""
-    short, measured = trial.shortened, trial.measurement
-    if not (short and short.nodes and measured and measured.scaled_from):
-        return trial
-    scale, low, high, model_error = scale_of(growth, short.scale, short.nodes, short.of_nodes)
-    step = measured.scaled_from
-    times = step * scale / measured.step_time_s
-    return replace(
-        trial,
-        shortened=replace(short, own=model_error),
-        measurement=replace(
-            measured,
-            step_times_s=tuple(each * times for each in measured.step_times_s),
-            step_time_s=measured.step_time_s * times,
-            spread_s=measured.spread_s * times,
-            tokens_per_second_per_device=measured.tokens_per_second_per_device / times,
-            modelled_s=step * (scale - 1.0),
-            low_s=step * low,
-            high_s=step * high,
-        ),
-    )
+    model_error = QUANTILE * GROWTH_DEVIATION * abs(predicted - 1.0)
+    spread = math.hypot(model_error, QUANTILE * UNMODELLED_DEVIATION * math.log2(of_nodes / nodes))
+    low, middle, high = (max(each, MIN_SCALE) for each in (predicted - spread, predicted, predicted + spread))
+    return Scale(middle, low, high, model_error / middle)
 
 
 FIXED_FACTOR = 2.0
@@ -235,7 +154,7 @@ class SmallerTask:
             raise SpecError(key="auto_tuner.control.trial_nodes", value=self.nodes, problem=problem, fix=fix)
         whole_spec = self.whole.task.spec
         of_nodes = whole_spec.cluster.nodes
-        scale = scale_of(PRIOR, whole.step_time_s / step, self.nodes, of_nodes)
+        scale = scale_of(whole.step_time_s / step, self.nodes, of_nodes)
         return Shortened(
             global_batch_size=self.platform.task.spec.train.global_batch_size,
             whole=whole_spec.train.global_batch_size,

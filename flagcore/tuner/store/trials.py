@@ -3,33 +3,28 @@
 import dataclasses
 import json
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
 from optuna.trial import FrozenTrial, create_trial
 from optuna.trial import TrialState as OptunaState
+from pydantic import TypeAdapter
 
 from flagcore.domain.files import open_regular, read_regular
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import is_rate, objective_value
-from flagcore.domain.trial import RUN, SEARCH_FIELDS, Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.i18n import _
 from flagcore.tuner.store.directory import writable
 
 JOURNAL = "journal.log"
-FIGURES = {
-    name: kind not in (int, float)
-    for name, kind in get_type_hints(Measurement).items()
-    if kind in (int, float, int | None, float | None)
-}
-"""The fields of a measurement that contain a single number, each with whether the number may be unknown."""
+TRIAL = TypeAdapter(Trial)
 ENDED = ("source", "inconclusive", "lost_host", "warm", "finished_steps_s", "telemetry")
 """The fields of a trial that are set when it ends, besides its state, reason, duration, log and measurement."""
 MAX_INT = 2**63 - 1
@@ -213,46 +208,18 @@ def _result(trial: Trial) -> dict[str, Any]:
 
 def from_frozen(frozen: FrozenTrial) -> Trial:
     """Convert an entry of the study to a trial. Raises ValueError or KeyError if the entry is invalid."""
-    attributes, result = frozen.user_attrs, frozen.user_attrs.get("result", {})
-    for knob, value in attributes["candidate"].items():
+    attributes = dict(frozen.user_attrs)
+    result, values = attributes.pop("result", {}), attributes["candidate"]
+    for knob, value in values.items():
         if not isinstance(value, (int, str, type(None))) or (isinstance(value, int) and abs(value) > MAX_INT):
             raise ValueError(f"trial {frozen.number} has {knob} = {value}, which is not a valid value")
-    measured, state = result.get("measurement"), TrialState(result.get("state", "running"))
-    if state is TrialState.MEASURED and not measured:
-        raise ValueError(f"trial {frozen.number} was measured, but has no figures")
-    predicted = dict(attributes["predicted"])
-    # Older journals store these fields in the prediction.
-    saved = {name: predicted.pop(name) for name in SEARCH_FIELDS if name in predicted} | attributes
-    fields = {name: read(saved[name]) for name, read in SEARCH_FIELDS.items() if saved.get(name) is not None}
-    fields |= {name: result[name] for name in ENDED if name in result}
-    return Trial(
-        number=frozen.number,
-        candidate=Candidate.of(attributes["candidate"]),
-        role=Role(attributes["role"]),
-        state=state,
-        predicted=predicted,
-        measurement=_measurement(measured, frozen.number) if measured else None,
-        reason=result.get("reason"),
-        duration_s=float(result.get("duration_s", 0.0)),
-        log=str(result.get("log", f"trials/{frozen.number}/stdout.log")),
-        fidelity=str(attributes.get("fidelity", RUN)),
-        **_with_tuples(fields),
+    unfinished = {"state": TrialState.RUNNING, "log": f"trials/{frozen.number}/stdout.log"}
+    trial = TRIAL.validate_python(
+        {**unfinished, **attributes, **result, "number": frozen.number, "candidate": Candidate.of(values)}
     )
-
-
-def _measurement(data: Mapping[str, Any], number: int) -> Measurement:
-    measured = Measurement(**_with_tuples(data))
-    for name, is_optional in FIGURES.items():
-        figure = getattr(measured, name)
-        if figure is None and is_optional:
-            continue
-        if not isinstance(figure, (int, float)) or not math.isfinite(figure):
-            raise ValueError(f"trial {number} has {name} = {figure}, which is not a finite number")
-    return measured
-
-
-def _with_tuples(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    if trial.state is TrialState.MEASURED and not trial.measurement:
+        raise ValueError(f"trial {frozen.number} was measured, but has no figures")
+    return trial
 
 
 def _line(error: Exception) -> str:

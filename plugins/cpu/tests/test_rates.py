@@ -52,11 +52,15 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_found", {})
 
 
-def test_a_machine_with_a_high_load_is_not_measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_of_a_machine_with_a_high_load_are_not_stored(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = printing(monkeypatch, json.dumps(FOUND))
     monkeypatch.setattr(rates, "_is_crowded", lambda: True)
-    assert rates_here("Zen", measure=True) is None
-    assert calls == []
+    measured = rates_here("Zen", measure=True)
+    assert measured is not None
+    assert measured.flops["fp32"] == 36e9
+    assert rates_here("Zen", measure=False) == measured
+    assert [float(each[-1]) for each in calls] == [rates.CROWDED_SECONDS]
+    assert not home.exists()
 
 
 def test_rates_are_measured_once_and_stored(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

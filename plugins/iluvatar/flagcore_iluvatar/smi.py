@@ -1,20 +1,15 @@
 """Reads the output of ixsmi. The bars of its table separate the columns, because widths differ between versions."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.rows import (
     BUS,
     Listing,
     Row,
-    csv_row,
-    csv_rows,
-    listing_of,
     parse_memory,
     parse_power,
-    read_details,
-    read_list,
     read_table,
     reading,
     search,
@@ -24,39 +19,23 @@ from flagcore.vendorkit.rows import (
 
 TITLE = "IX-ML:"
 
-_OURS = re.compile(r"Iluvatar |(BI|MR)(-V)?\d")
-"""Some releases omit the vendor, or write BI150 instead of BI-V150."""
 _NAME = re.compile(r"(\d+)\s+(\S.*)")
 _DEAD_WATTS = "65535"
 """Power that a hung device reports: a counter with all 16 bits set. Such a device also reports 0 C and 25 MHz."""
 
 
 def read(text: str) -> Listing:
-    """Return the devices of ixsmi's table, of a CSV query with a header, of `-q`, or of `-L`, whichever `text` is.
-
-    A card with two chips has two devices; only the second one reports power.
-    """
+    """Return the devices of ixsmi's table. A card with two chips has two devices; only the second one reports power."""
     text = strip_controls(text)
-    if TITLE in text:
-        return with_driver(read_table(text, _head, _body), search(r"Driver Version:\s*([\w.]+)", text)[0])
-    return listing_of(_queried(text)).or_else(lambda: listing_of(row for row in read_list(text) if _ours(row)))
+    if TITLE not in text:
+        return Listing()
+    return with_driver(read_table(text, _head, _body), search(r"Driver Version:\s*([\w.]+)", text)[0])
 
 
 def uuids(text: str) -> Mapping[int, str]:
     """Return the UUIDs in the output of `ixsmi --query-gpu=index,uuid --format=csv,noheader`, by index."""
     lines = re.finditer(r"^\s*(\d+),\s*([\w-]+)\s*$", strip_controls(text), re.MULTILINE)
     return {int(line[1]): line[2] for line in lines}
-
-
-def _queried(text: str) -> Iterator[Row | str]:
-    for place, line in enumerate(read_details(text) or csv_rows(text, ())):
-        row = csv_row(line, place)
-        if isinstance(row, str) or _ours(row):
-            yield row
-
-
-def _ours(row: Row) -> bool:
-    return _OURS.match(row.device.chip) is not None
 
 
 def _head(parts: list[str]) -> tuple[int, str, str, str | None] | None:

@@ -53,21 +53,3 @@ def test_a_device_that_hangs_is_left_out_and_reported() -> None:
     assert 5 not in [row.device.index for row in listing.rows]
     assert ["65535 W" in line for line in listing.left_out] == [True]
     assert smi.read(whole).rows[5].reading["power_watts"] == 57
-
-
-def test_a_query_is_read_by_its_header() -> None:
-    rows = smi.read(
-        "index, name, memory.total [MiB], gpu.power.draw [W], clocks.max.sm [MHz]\n"
-        "0, Iluvatar BI-V150, 32768 MiB, N/A, 1500 MHz\n"
-        "1, Iluvatar BI-V150, 32768 MiB, 93 W, 1500 MHz\n"
-        "2, NVIDIA A100, 32768 MiB, 93 W, 1500 MHz\n"
-    ).rows
-    assert [(row.device.chip, row.device.memory_bytes) for row in rows] == [("Iluvatar BI-V150", 32768 << 20)] * 2
-    assert [dict(row.reading) for row in rows] == [{}, {"power_watts": 93}]
-
-
-def test_a_list_reports_names_and_uuids() -> None:
-    rows = smi.read("GPU 0: Iluvatar BI-V150S (UUID: GPU-0f8b)\nGPU  1: Iluvatar BI-V150S (UUID: GPU-0f8c)\n").rows
-    assert [(row.device.index, row.device.uuid) for row in rows] == [(0, "GPU-0f8b"), (1, "GPU-0f8c")]
-    assert [row.device.chip for row in smi.read("GPU   0: BI150 (UUID: GPU-0f8b)\n").rows] == ["BI150"]
-    assert smi.read("GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-0f8b)\n").rows == ()

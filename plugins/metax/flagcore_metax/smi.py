@@ -15,7 +15,6 @@ from flagcore.vendorkit.rows import (
     reading,
     search,
     strip_controls,
-    with_count,
     with_driver,
 )
 
@@ -43,7 +42,10 @@ def read(text: str) -> Listing:
         return listing_of(_listed(text))
     (driver,) = search(r"Kernel Mode Driver Version:\s*([\w.]+)", text)
     (many,) = search(r"Attached GPUs\s*:\s*(\d+)", text)
-    return with_driver(with_count(read_table(text, _head, _body), many), driver)
+    listing = read_table(text, _head, _body)
+    if many and not listing.left_out and len(listing.rows) < int(many):
+        listing = Listing(listing.rows, (f"it counts {many} devices, but lists {len(listing.rows)}",))
+    return with_driver(listing, driver)
 
 
 def uuids(text: str) -> Mapping[int, str]:

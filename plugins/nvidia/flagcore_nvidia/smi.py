@@ -1,4 +1,4 @@
-"""Reads the output of nvidia-smi: CSV queries with a header or known fields, the table, -q, -L."""
+"""Reads the output of nvidia-smi: CSV queries, with a header or with known fields, and the table."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,16 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from flagcore.domain.chip import Device, DeviceUse
 from flagcore.vendorkit.rows import (
     BUS,
+    UNITS,
     Listing,
     Row,
     blocked_reason,
-    csv_row,
-    csv_rows,
     listing_of,
     parse_memory,
     parse_power,
-    read_details,
-    read_list,
     read_table,
     reading,
     search,
@@ -28,6 +25,7 @@ READING_FIELDS = (
     *FIELDS,
     *("pci.bus_id", "memory.used", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu", "clocks.sm"),
 )
+MEMORY_FIELDS = ("memory.used", "memory.total")
 USE_FIELDS = ("index", "uuid", "compute_mode", "mig.mode.current", "mig.mode.pending")
 PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 TITLE = "NVIDIA-SMI"
@@ -44,7 +42,7 @@ _NAME = re.compile(r"(\d+)\s+(\S.*?)\s+(?:On|Off|N/A|WDDM|TCC|MCDM)")
 
 
 def read(text: str, fields: Sequence[str] = FIELDS) -> Listing:
-    """Return the devices of a CSV query for `fields`, of the table, of `-q`, or of `-L`, whichever `text` is.
+    """Return the devices of a CSV query for `fields`, or of the table, whichever `text` is.
 
     Devices without a name, devices divided into instances, and devices of other vendors (by PCI ID or name) are left
     out.
@@ -52,16 +50,55 @@ def read(text: str, fields: Sequence[str] = FIELDS) -> Listing:
     text = strip_controls(text)
     (driver,) = search(r"Driver Version:\s*([\w.]+)", text)
     table = read_table(text, _head, _body) if TITLE in text else Listing()
-    lines = read_details(text) or csv_rows(text, fields)
-    return with_driver(table, driver).or_else(
-        lambda: listing_of(_queried(lines)).or_else(lambda: listing_of(_listed(text)))
+    return with_driver(table, driver).or_else(lambda: listing_of(_queried(_csv_rows(text, fields))))
+
+
+def _csv_rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
+    """Return the lines of a CSV query by field. A header line, if there is one, has the names of the fields."""
+    rows = []
+    for line in text.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) > 1 and "name" in words:
+            fields = [word.partition(" [")[0] for word in words]
+        elif len(words) == len(fields):
+            rows.append(dict(zip(fields, words, strict=True)))
+    return rows
+
+
+def _row(line: Mapping[str, str], place: int) -> Row | str:
+    """Return the device of one line of a CSV query, or why it cannot be used. `place` is the index if none is given."""
+    index, name = line.get("index", str(place)), line.get("name", "")
+    if not index.isdigit() or not name or name.startswith("[") or "ERR!" in name:
+        return f"device {index} has no name: {', '.join(line.values())}"
+
+    def figure(field: str) -> str | None:
+        return search(r"^(\d+(?:\.\d+)?)(?: \w+)?$", line.get(field, ""))[0]
+
+    used, total = (None if word is None else float(word) * UNITS["MiB"] for word in map(figure, MEMORY_FIELDS))
+    return Row(
+        device=Device(
+            index=int(index),
+            chip=name,
+            memory_bytes=None if total is None else int(total),  # it is [N/A] if the chip shares the host's memory
+            driver=line.get("driver_version", ""),
+            uuid=line.get("uuid", ""),
+        ),
+        bus=line.get("pci.bus_id", ""),
+        reading=reading(
+            used_bytes=used,
+            watts=figure("power.draw"),
+            limit_watts=figure("power.limit"),
+            celsius=figure("temperature.gpu"),
+            percent=figure("utilization.gpu"),
+            megahertz=figure("clocks.sm"),
+        ),
     )
 
 
 def _queried(lines: Sequence[Mapping[str, str]]) -> Iterator[Row | str]:
     foreign = []
     for place, line in enumerate(lines):
-        row = csv_row(line, place)
+        row = _row(line, place)
         vendor = line.get("pci.device_id")
         if isinstance(row, str):
             yield row
@@ -73,16 +110,6 @@ def _queried(lines: Sequence[Mapping[str, str]]) -> Iterator[Row | str]:
             yield row
     if foreign:
         yield f"{len(foreign)} devices are not NVIDIA's: {', '.join(dict.fromkeys(foreign))}"
-
-
-def _listed(text: str) -> Iterator[Row | str]:
-    cut = {int(index) for index in re.findall(r"(?m)^GPU +(\d+): .*\n +MIG ", text)}
-    for row in read_list(text):
-        index, name = row.device.index, row.device.chip
-        if not is_nvidia(row.device.chip):
-            yield f"device {index} ({name}) is not NVIDIA's"
-        else:
-            yield f"GPU {index} ({name}) {INSTANCES}" if index in cut else row
 
 
 def _head(parts: list[str]) -> tuple[int, str, str] | None:
@@ -140,7 +167,7 @@ def uses(devices: str, processes: str) -> dict[int, DeviceUse]:
         int(row["index"]): DeviceUse(
             processes=tuple(held), blocked=blocked_reason(row["compute_mode"], held), pending=_pending(row)
         )
-        for row in csv_rows(text, USE_FIELDS) or csv_rows(text, USE_FIELDS[:3])
+        for row in _csv_rows(text, USE_FIELDS) or _csv_rows(text, USE_FIELDS[:3])
         if row["index"].isdigit()
         for held in [holders.get(row["uuid"], [])]
     }

@@ -126,7 +126,7 @@ def test_colours_carriage_returns_and_a_warning_before_the_table_do_not_matter()
 def test_a_query_with_fields_that_are_new_and_a_lost_device_is_read_by_its_header() -> None:
     text = """\
 WARNING: infoROM is corrupted at gpu 0000:0A:00.0
-index, gpu_name, gpu_uuid, memory.total [MiB], power.draw [W], temperature.gpu, vbios_version, mig.mode.current
+index, name, uuid, memory.total [MiB], power.draw [W], temperature.gpu, vbios_version, mig.mode.current
 0, NVIDIA H20-3e, GPU-a, 143771 MiB, 110.12 W, 30, 96.00, Disabled
 1, NVIDIA H20-3e, GPU-b, 143771, [Unknown Error], [Not Supported], 96.00, [N/A]
 2, [GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost]
@@ -137,65 +137,6 @@ index, gpu_name, gpu_uuid, memory.total [MiB], power.draw [W], temperature.gpu, 
     assert listing.rows[1].reading == {}
     (message,) = listing.left_out
     assert "device 2" in message
-
-
-@pytest.mark.parametrize(
-    ("header", "value", "mib"),
-    [("[MiB]", "81559 MiB", 81559), ("[MiB]", "81559", 81559), ("[GiB]", "80", 81920), ("[MiB]", "80 apples", None)],
-)
-def test_memory_has_the_unit_that_is_written_with_it(header: str, value: str, mib: int | None) -> None:
-    assert found(f"index, name, memory.total {header}\n0, NVIDIA H100 PCIe, {value}\n") == [
-        (0, "NVIDIA H100 PCIe", mib)
-    ]
-
-
-def test_details_are_read_block_by_block() -> None:
-    block = """\
-GPU 00000000:{bus}:00.0
-    Product Name                          : NVIDIA H100 80GB HBM3
-    Product Brand                         : NVIDIA
-    MIG Mode
-        Current                           : {mig}
-    GPU UUID                              : GPU-{bus}
-    PCI
-        Device Id                         : 0x233010DE
-    FB Memory Usage
-        Total                             : 81559 MiB
-        Used                              : 12 MiB
-    BAR1 Memory Usage
-        Total                             : 131072 MiB
-    Temperature
-        GPU Current Temp                  : 31 C
-    GPU Power Readings
-        Power Draw                        : 70.50 W
-    Clocks
-        SM                                : 345 MHz
-    Max Clocks
-        SM                                : 1980 MHz
-"""
-    text = "==============NVSMI LOG==============\n\nDriver Version                            : 550.90.07\n\n"
-    listing = smi.read(text + block.format(bus="1B", mig="Disabled") + block.format(bus="43", mig="Enabled"))
-    (row,) = listing.rows
-    assert (row.device.uuid, row.device.driver, row.bus) == ("GPU-1B", "550.90.07", "00000000:1B:00.0")
-    assert row.device.memory_bytes == 81559 << 20
-    assert row.reading == {
-        "memory_used_bytes": 12 << 20,
-        "power_watts": 70.5,
-        "temperature_celsius": 31,
-        "clock_hertz": 345e6,
-    }
-    assert ["instances" in line for line in listing.left_out] == [True]
-
-
-def test_a_list_reports_which_devices_are_cut() -> None:
-    listing = smi.read(
-        "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5b)\n"
-        "  MIG 1g.5gb      Device  0: (UUID: MIG-c6d4)\n"
-        "  MIG 2g.10gb     Device  1: (UUID: MIG-cba6)\n"
-        "GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-68ab)\n"
-    )
-    assert [row.device.uuid for row in listing.rows] == ["GPU-68ab"]
-    assert ["GPU 0" in line for line in listing.left_out] == [True]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.errors import SpecError
 from flagcore.plugins import load_plugins
-from flagcore.spec import parse_spec
+from flagcore.spec.convert import parse_spec
 from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.launch import planned_launch
 from tests import small

@@ -16,7 +16,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.command.arguments import ArgumentTable, release_table
 from flagcore.engines.megatron.command.trial import RULES
-from flagcore.spec import parse_spec
+from flagcore.spec.convert import parse_spec
 from tests import small
 
 HERE = Path(__file__).parent

@@ -6,7 +6,7 @@ import pytest
 from flagcore_flagscale import FlagScale
 
 from flagcore.errors import SpecError
-from flagcore.spec import parse_spec
+from flagcore.spec.convert import parse_spec
 from tests.small import ENGINES
 
 read_tree = FlagScale().read_tree

@@ -7,7 +7,7 @@ import pytest
 from flagcore.engines.results import METRICS
 from flagcore.engines.serving.launch.export import FRONT_PORT, NGINX, START
 from flagcore.engines.serving.launch.server import SERVE
-from flagcore.spec import read_spec
+from flagcore.spec.convert import read_spec
 from tests.small import ENGINES
 
 ROOT = Path(__file__).parents[3]

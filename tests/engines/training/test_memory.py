@@ -158,16 +158,6 @@ def test_a_layout_of_stages_is_used_and_empty_stages_hold_little() -> None:
     assert training_memory(work, split).peak[0] == max(peaks)
 
 
-def test_stages_that_recompute_more_layers_need_less_memory() -> None:
-    split = layout(pipeline=4, microbatches=16)
-    plain, some = (train(options=Options(recompute_stage_layers=counts)) for counts in ((), (8, 4, 0, 0)))
-    before, after = (
-        [memory.rank_memory(work, split, rank).activation[0] for rank in range(4)] for work in (plain, some)
-    )
-    assert after[0] < after[1] < before[1] < before[0]
-    assert after[2:] == before[2:]
-
-
 def test_offload_frees_memory_of_the_named_stages_only() -> None:
     split = layout(pipeline=4, microbatches=16)
     modules = frozenset({"attn_norm", "qkv_linear", "core_attn", "mlp_norm"})
@@ -222,13 +212,8 @@ def test_imbalanced_experts_need_more_memory() -> None:
     assert uneven.static[0] == even.static[0]
 
 
-def test_each_recompute_level_of_experts_saves_more() -> None:
-    levels: tuple[set[str], ...] = (
-        set(),
-        {"moe_act", "router"},
-        {"moe_act", "router", "moe_fc1", "shared_experts"},
-        {"moe"},
-    )
+def test_each_recomputed_module_of_experts_saves_more() -> None:
+    levels: tuple[set[str], ...] = (set(), {"moe_act"}, {"moe_act", "shared_experts"}, {"moe"})
     stored = [
         training_memory(
             train(DEEPSEEK_16B, options=Options(recompute_modules=frozenset(level))),

@@ -47,7 +47,7 @@ MODELS = {
         **LATENT,
     ),
 }
-MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "moe_fc1", "router")
+MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
 OFFLOAD = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 
 WIDE = ("experts", "latent attention")
@@ -141,15 +141,6 @@ def recompute_of_layers(draw: np.random.Generator, model: Model) -> Pairs:
         yield (job, full(split, block=number)), (job, full(split, uniform=1))
 
 
-def recompute_on_a_stage(draw: np.random.Generator, model: Model) -> Pairs:
-    numbers = tuple(int(number) for number in draw.integers(0, 6, 4))
-    place = int(draw.integers(0, 4))
-    layers = tuple(number + (index == place) for index, number in enumerate(numbers))
-    job, split = work(draw, model, recompute_stage_layers=numbers), layouts(draw, model)
-    yield (changed(job, recompute_stage_layers=()), split), (job, split)
-    yield (job, split), (changed(job, recompute_stage_layers=layers), split)
-
-
 def recompute_of_modules(draw: np.random.Generator, model: Model) -> Pairs:
     job, split = work(draw, model), layouts(draw, model)
     selective = full(split, selective=1)
@@ -199,7 +190,7 @@ def wider_tensor_parallelism(draw: np.random.Generator, model: Model) -> Pairs:
 
 
 SAVINGS = (
-    *(recompute_of_layers, recompute_on_a_stage, recompute_of_modules, offload, shards_and_states),
+    *(recompute_of_layers, recompute_of_modules, offload, shards_and_states),
     *(smaller_batches_and_models, larger_models, wider_tensor_parallelism),
 )
 

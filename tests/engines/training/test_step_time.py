@@ -84,7 +84,7 @@ WIDE, DEEP, FOUR = (
 FEW, LONG, SHORT = {**DEEP, "microbatches": 16.0}, {**FOUR, "microbatches": 64.0}, {"microbatches": 4.0}
 EXPERTS = (MOE, {"expert": 8.0})
 HIDDEN = with_options(overlap_grad_reduce=True, overlap_param_gather=True)
-RECOMPUTED = (with_options(recompute_stage_layers=(8, 0, 0, 0)), FOUR)
+RECOMPUTED = (TRAIN, {**FOUR, "block": 2.0})
 COMPARED: dict[str, tuple[str, Job, Job, float, float]] = {
     "full recompute": ("compute_s", (TRAIN, {"uniform": 1.0}), ONE, 1.25, 1.36),
     "overlap of tensor parallelism": (
@@ -102,8 +102,8 @@ COMPARED: dict[str, tuple[str, Job, Job, float, float]] = {
     "bubble of ZB-H1": ("bubble", (with_options(schedule="zb-h1"), FEW), (TRAIN, FEW), 0.1, 0.6),
     "bubble of ZB-2p": ("bubble", (with_options(schedule="zb-2p"), FEW), (TRAIN, FEW), 0.0, 0.3),
     "slowest stage": ("step", (TRAIN, {**LONG, "first_layers": 14.0, "last_layers": 6.0}), (TRAIN, LONG), 1.2, 2.0),
-    "recompute on one stage": ("step", RECOMPUTED, (TRAIN, FOUR), 1.001, 1.36),
-    "recompute on all stages": ("step", (TRAIN, {**FOUR, "uniform": 1.0}), RECOMPUTED, 1.001, 1.36),
+    "recompute of some layers": ("step", RECOMPUTED, (TRAIN, FOUR), 1.001, 1.36),
+    "recompute of all layers": ("step", (TRAIN, {**FOUR, "uniform": 1.0}), RECOMPUTED, 1.001, 1.36),
     "virtual stages hide messages": (
         *("pp_comm_s", (with_options(overlap_p2p_comm=False), {**FOUR, "virtual": 4.0})),
         *((TRAIN, {**FOUR, "virtual": 4.0}), 10.0, 1e3),

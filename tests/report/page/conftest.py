@@ -136,7 +136,8 @@ class Runs:
 
     def serving(self, where: Path, engine: object = "llamacpp") -> None:
         serve, envs = {"slo": {"ttft_s": {"p99": 100.0}}}, {"HF_TOKEN": "a-secret-of-mine"}
-        api.tune(self.project(where).served(engine=engine, serve=serve, envs=envs), run_dir=where)
+        project = self.project(where)
+        api.tune(project.served(behaviour="brief", engine=engine, serve=serve, envs=envs), run_dir=where)
 
 
 @pytest.fixture(scope="session")

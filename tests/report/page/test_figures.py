@@ -3,7 +3,6 @@
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -12,14 +11,11 @@ from typing import Any
 import pytest
 
 from flagcore import api
-from flagcore.domain.knob import Knob
 from flagcore.domain.plan import Counts
 from flagcore.report.formats import lookup, shown, size_text
-from flagcore.report.page.blocks import Table, Text
-from flagcore.report.page.resources import improvements
 from flagcore.report.page.run import MAX_LISTED
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
-from tests.report.page.reading import Read, run_data
+from tests.report.page.reading import Read
 
 Edited = Callable[..., Read]
 STEP = "measured.step_time_s.median"
@@ -296,36 +292,3 @@ def test_a_chart_compares_the_configurations_best_first(runs: Runs) -> None:
     speeds = [row["tokens/s/device"].value or 0.0 for row in others]
     assert speeds == sorted(speeds, reverse=True)
     assert all((row["lowest"].value or 0) <= (row["highest"].value or 0) for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("changes", "shown"),
-    [
-        ([({"a": 2}, 0.9), ({"a": 4, "b": 2}, 0.5), ({"a": 8}, 1.2)], ["a 2"]),
-        ([({"a": 2, "a_detail": 3}, 0.9)], ["a 2, a_detail 3"]),
-        ([({"a": 4, "b": 2}, 0.5), ({"a": 8}, 1.2)], []),
-    ],
-)
-def test_only_faster_changes_of_one_knob_are_improvements(
-    changes: list[tuple[dict[str, int], float]], shown: list[str]
-) -> None:
-    own_values = {"a": 1, "a_detail": None, "b": 1}
-
-    def nearest(differs: dict[str, int], seconds: float) -> dict[str, Any]:
-        prediction = {"step_time_s": {"value": seconds}, "memory": {"device_used_gib": 1.0}}
-        return {"candidate": {**own_values, **differs}, "differs": differs, "predicted": prediction}
-
-    nearest_trial = [
-        (1, nearest({}, 1.0)),
-        *((differs["a"], nearest(differs, seconds)) for differs, seconds in changes),
-    ]
-    values = [{"value": value, "candidates": 1, "fastest": each, "nearest": each} for value, each in nearest_trial]
-    best = {**nearest({}, 1.0), "number": 0, "state": "measured", "role": "search", "fidelity": "run"}
-    knobs = {"a": Knob(name="a"), "a_detail": Knob(name="a_detail", part_of="a"), "b": Knob(name="b")}
-    insight = {"knobs": [{"knob": "a", "best": 1, "values": values}]}
-    section = improvements(replace(run_data(insight, objective={"name": "step_time_s"}, best=best), knobs=knobs))
-    assert section
-    block = section.blocks[1]
-    assert isinstance(block, Table if shown else Text)
-    if isinstance(block, Table):
-        assert [row[0].text for row in block.rows] == shown

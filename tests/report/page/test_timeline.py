@@ -9,14 +9,13 @@ import pytest
 from flagcore.domain.prediction import Passes
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.training.schedules import pipeline_seconds
-from flagcore.physics.pipelines import SCHEDULES, ExecutedPass, pipe_of, step_seconds
+from flagcore.physics.pipelines import SCHEDULES, ExecutedPass, pipe_of, simulate, step_seconds
 from flagcore.report.page.blocks import Chart, Section, Table, Text
 from flagcore.report.page.timeline import KINDS, Timeline, pipeline
 from tests import small
-from tests.physics.planned_orders import PLANNED, simulate
 from tests.report.page.reading import run_data
 
-EXECUTABLE = [schedule for schedule in SCHEDULES if schedule not in PLANNED]
+EXECUTABLE = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]
 
 PASSES = Passes(
     schedule="interleaved",
@@ -28,18 +27,17 @@ PASSES = Passes(
     send_s=0.0,
     sender_waits=True,
 )
-PAIRED = tuple(0.9 * (one + two) for one, two in zip(PASSES.forward_s, PASSES.backward_s, strict=True))
 
 
 def named(schedule: str, **changes: Any) -> Passes:
-    return replace(PASSES, schedule=schedule, paired_s=PAIRED if schedule.startswith("dual") else (), **changes)
+    return replace(PASSES, schedule=schedule, **changes)
 
 
 ORDERS = [
-    *map(named, SCHEDULES),
-    *[named(schedule, send_s=0.05) for schedule in SCHEDULES],
-    *[named(schedule, send_s=0.05, sender_waits=False, microbatches=11) for schedule in SCHEDULES],
-    *[named(schedule, microbatches=2) for schedule in SCHEDULES],
+    *map(named, EXECUTABLE),
+    *[named(schedule, send_s=0.05) for schedule in EXECUTABLE],
+    *[named(schedule, send_s=0.05, sender_waits=False, microbatches=11) for schedule in EXECUTABLE],
+    *[named(schedule, microbatches=2) for schedule in EXECUTABLE],
     replace(PASSES, virtual=2),
     replace(PASSES, virtual=2, send_s=0.05, sender_waits=False),
     named("zb-h1", weight_s=(0.0,) * 4),
@@ -51,13 +49,11 @@ def test_a_device_runs_passes_one_at_a_time_and_completely(passes: Passes) -> No
     simulated_passes = simulate(passes, passes.microbatches)
     work = {(letter, each.part, each.microbatch) for each in simulated_passes for letter in each.kind}
     assert len(work) == sum(len(each.kind) for each in simulated_passes)
-    parts = 1 if passes.schedule == "dualpipe" else SCHEDULES[passes.schedule].parts or passes.virtual
+    parts = SCHEDULES[passes.schedule].parts or passes.virtual
     assert len(work) == 3 * 4 * parts * passes.microbatches
     for device in range(4):
-        device_passes = [each for each in simulated_passes if each.device == device and each.lane <= 0]
+        device_passes = [each for each in simulated_passes if each.device == device]
         assert all(before.end_s <= after.start_s + 1e-12 for before, after in pairwise(device_passes))
-        spans = {(each.start_s, each.end_s) for each in simulated_passes if each.device == device and each.lane > 0}
-        assert spans == {(each.start_s, each.end_s) for each in device_passes if each.lane < 0}
 
 
 @pytest.mark.parametrize("passes", ORDERS, ids=lambda passes: passes.schedule)
@@ -65,12 +61,12 @@ def test_no_pass_starts_before_its_input_is_there(passes: Passes) -> None:
     done, pipe = simulate(passes, passes.microbatches), pipe_of(passes)
     passes_by_key = {(letter, each.part, each.microbatch): each for each in done for letter in each.kind}
     for (kind, part, microbatch), each in passes_by_key.items():
-        place, needed_pass = part % pipe.length, each
+        place, needed_pass = part, each
         if kind == "F" and place:
             needed_pass = passes_by_key["F", part - 1, microbatch]
         elif kind == "B":
             needed_pass = passes_by_key["F", part, microbatch]
-            if place < pipe.length - 1:
+            if place < len(pipe.devices) - 1:
                 needed_pass = passes_by_key["B", part + 1, microbatch]
         elif kind == "W" and each.kind == "W":
             needed_pass = passes_by_key["B", part, microbatch]
@@ -79,20 +75,14 @@ def test_no_pass_starts_before_its_input_is_there(passes: Passes) -> None:
             assert each.start_s >= needed_pass.end_s + delay_s - 1e-12
 
 
-WITHIN = {"zb-2p": 0.04, "v-half": 0.07, "v-min": 0.12, "zb-v": 0.05, "dualpipe": 0.06, "dualpipev": 0.06}
-"""How far a played step is from the formula that predicts steps; see `flagcore.engines.training.schedules`."""
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", EXECUTABLE)
 @pytest.mark.parametrize("send", [0.0, 0.05])
 def test_the_timeline_has_the_duration_of_the_schedules_formula(schedule: str, send: float) -> None:
     for count in (8, 16, 40):
         passes = named(schedule, send_s=send, microbatches=count)
         simulated_s = step_seconds(passes, simulate(passes, count))
         is_exact = schedule in ("1f1b", "gpipe", "interleaved")
-        assert simulated_s == pytest.approx(
-            pipeline_seconds(passes), rel=1e-9 if is_exact else WITHIN.get(schedule, 0.02)
-        )
+        assert simulated_s == pytest.approx(pipeline_seconds(passes), rel=1e-9 if is_exact else 0.02)
 
 
 def candidate(schedule: str, virtual: int | None = None) -> tuple[Passes, float]:
@@ -122,8 +112,9 @@ def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual
     assert passes.virtual == (2 if virtual else 1)
     assert bool(passes.paired_s) is schedule.startswith("dualpipe")
     assert passes.predicted_s == pytest.approx(pipeline_s, rel=1e-6)
-    simulated_s = step_seconds(passes, simulate(passes, passes.microbatches))
-    assert simulated_s == pytest.approx(pipeline_s, rel=WITHIN.get(schedule, 0.035))
+    if schedule in EXECUTABLE:
+        simulated_s = step_seconds(passes, simulate(passes, passes.microbatches))
+        assert simulated_s == pytest.approx(pipeline_s, rel=0.035)
 
 
 def test_only_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
@@ -160,16 +151,14 @@ def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> 
     (chart,) = section_of(passes).blocks
     assert isinstance(chart, Chart)
     simulated_passes = simulate(passes, 8)
-    row = "device" if schedule == "dualpipe" else "stage"
 
     def bar(each: ExecutedPass) -> tuple[str, str, float, float, str]:
-        return f"{row} {each.device}", KINDS[each.kind], each.start_s, each.end_s - each.start_s, f"{each.microbatch}"
+        return f"stage {each.device}", KINDS[each.kind], each.start_s, each.end_s - each.start_s, f"{each.microbatch}"
 
     assert sorted(drawn_of(chart)) == sorted(map(bar, simulated_passes))
     assert ("W" in {each.kind for each in simulated_passes}) is SCHEDULES[schedule].splits_backward
     assert len({trace["marker"]["pattern"]["shape"] for trace in chart.traces}) == len(chart.traces)
-    single_lane = [each for each in simulated_passes if each.lane <= 0]
-    busy_s = [sum(each.end_s - each.start_s for each in single_lane if each.device == r) for r in range(4)]
+    busy_s = [sum(each.end_s - each.start_s for each in simulated_passes if each.device == r) for r in range(4)]
     place = chart.table.headings.index("~busy, s")
     assert [each[place].value for each in chart.table.rows] == pytest.approx(busy_s)
     assert f"Schedule: {'1f1b' if schedule == 'interleaved' else schedule}," in chart.summary, (
@@ -189,8 +178,8 @@ def test_the_number_of_drawn_micro_batches_is_shown() -> None:
     assert "formula" not in chart.summary
 
 
-@pytest.mark.parametrize("schedule", PLANNED)
-def test_a_schedule_with_a_planned_order_has_its_simulated_time(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in EXECUTABLE])
+def test_a_schedule_with_another_order_has_its_simulated_time(schedule: str) -> None:
     reason, seconds = section_of(named(schedule)).blocks
     assert isinstance(reason, Text)
     assert schedule in reason.text
@@ -199,13 +188,7 @@ def test_a_schedule_with_a_planned_order_has_its_simulated_time(schedule: str) -
 
 
 def test_a_missing_chart_has_a_reason() -> None:
-    three = {name: getattr(PASSES, name)[:3] for name in ("forward_s", "backward_s", "weight_s")}
-    odd_passes = replace(named("dualpipe"), paired_s=PAIRED[:3], **three)
-    message, held = section_of(odd_passes).blocks
-    assert isinstance(message, Text)
-    assert "even number of stages" in message.text
-    assert isinstance(held, Table)
     long_times = dict.fromkeys(("forward_s", "backward_s", "weight_s"), (1.0,) * 64)
-    message, held = section_of(replace(named("zb-h1", microbatches=512), **long_times)).blocks
+    message, _ = section_of(replace(named("zb-h1", microbatches=512), **long_times)).blocks
     assert isinstance(message, Text)
     assert "too many passes" in message.text

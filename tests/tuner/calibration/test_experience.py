@@ -12,7 +12,7 @@ from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
-from flagcore.spec import read_job
+from flagcore.spec.jobs import read_job
 from flagcore.tuner.calibration import Experience
 from tests import small
 from tests.small import ENGINES

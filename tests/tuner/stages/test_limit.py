@@ -167,6 +167,18 @@ def test_a_search_ends_if_no_candidate_has_time_for_two_steps() -> None:
     assert why_no_trial(after(cut_short(0, 2000.0), max_time_per_task=None, max_time=9 * FASTEST))
 
 
+def test_a_search_of_servers_ends_if_two_loads_had_too_little_time() -> None:
+    def why(*trials: Trial) -> str | None:
+        context = after(*trials)
+        spec = replace(context.task.spec, work=ServeSpec(engine="vllm", loads=(Load(),)))
+        return why_no_trial(small.with_task(context, replace(context.task, spec=spec)))
+
+    longest, other = (cut_short(row, 20.0, reason=f"row {row}", duration_s=9.0 - row) for row in (0, 1))
+    assert why(longest) is None
+    assert why(trial_of(2, 1.0, 2), longest, other) is None
+    assert "row 0" in str(why(longest, other))
+
+
 def test_the_advice_is_computed() -> None:
     slow = cut_short(0, 2000.0, telemetry={"cores": 2.0, "cores_used_by_others": 1.8})
     reason = why_no_trial(after(slow, max_time=100 * FASTEST))

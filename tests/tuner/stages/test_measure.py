@@ -261,29 +261,6 @@ def test_devices_are_read_at_most_once_per_second(tmp_path: Path, monkeypatch: p
     assert len(reader.samples) == 2
 
 
-def test_the_energy_of_a_token_is_that_of_the_devices_in_use_during_the_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Ran(ended())
-    monkeypatch.setattr("flagcore.tuner.stages.measure.time.monotonic", lambda: run.now)
-    readers = [
-        Reader(*({"power_watts": watts} for watts in (50.0, *loaded, 70.0))) for loaded in ((300, 500), (200, 200))
-    ]
-    readers.append(Reader(*({"power_watts": 40.0} for _ in range(4))))
-    figures = {"output_tokens_per_s": 1000.0, "output_tokens_per_s_per_device": 500.0}
-    served = replace(MEASURED, figures=figures, windows=((1.0, 3.0), (3.5, 5.0)))
-
-    def energy(served: Measurement, count: int) -> float | None:
-        platform = small.platform(TASK, **small.read(devices(*range(count)), readers[:count]))
-        run.__init__(ended(), polls=4, seconds=2.0)  # type: ignore[misc]  # read at 0, 2, 4, 6 s
-        done = measured(run, tmp_path, Engine(result=served), platform).measurement
-        assert done.windows == ()
-        return done.figures.get("joules_per_output_token")
-
-    assert energy(served, 3) == pytest.approx((400.0 + 200.0) / 1000.0)
-    assert energy(served, 0) is None
-
-
 def test_telemetry_is_averaged_and_a_failing_reader_is_skipped(tmp_path: Path, slow_clock: None) -> None:
     good = Reader({"power_watts": 100.0}, {"power_watts": 300.0, "odd": float("nan")})
     broken = Reader({"temperature_celsius": 40.0}, OSError("gone"))
@@ -465,33 +442,6 @@ def test_devices_of_different_chips_are_not_compared(tmp_path: Path) -> None:
     assert [each["device"] for each in done.measurement.devices] == list(range(8))
     (line,) = done.measurement.slow
     assert line.startswith("device 2 of c runs at 0.4x")
-
-
-STEPPING = ((), (9.0,), (9.0, 1.0), (9.0, 1.0, 1.0), (9.0, 1.0, 1.0, 1.0))
-
-
-def test_power_in_measured_steps_is_told_apart_from_that_of_the_start(tmp_path: Path, slow_clock: None) -> None:
-    reader = Reader(*({"power_watts": watts} for watts in (100.0, 100.0, 500.0, 600.0, 550.0)))
-    platform = small.platform(TASK, **small.read(devices(0), (reader,)))
-
-    done = measured(Ran(ended(), polls=4), tmp_path, Engine(*STEPPING), platform=platform).measurement
-    assert done.telemetry["step_power_watts"] == 550.0
-    assert done.telemetry["power_watts"] < 550.0
-
-
-@pytest.mark.parametrize(("read", "watts"), [((0, 1, 2), 250.0), ((0, 1), None), ((2,), None)])
-def test_the_power_of_a_mixed_job_is_that_of_all_its_groups(
-    read: tuple[int, ...], watts: float | None, tmp_path: Path, slow_clock: None
-) -> None:
-    group = replace(TASK.cluster.groups[0], nodes=1, devices_per_node=2)
-    spec = replace(TASK.spec, cluster=ClusterSpec(hosts=("a", "b"), nodes=2), launcher="ssh")
-    task = replace(TASK, cluster=replace(TASK.cluster, groups=(group, group)), spec=spec)
-    found = [Device(index=number % 2, chip="test-chip", host="ab"[number // 2]) for number in read]
-    readers = [Reads(power_watts=each) for each in (100.0, 300.0, 300.0)]
-    platform = small.platform(task, **small.read(found, [readers[number] for number in read]))
-
-    done = measured(Ran(ended(), polls=4), tmp_path, Engine(*STEPPING[1:]), platform=platform).measurement
-    assert done.telemetry.get("step_power_watts") == watts
 
 
 LIMITED = replace(

@@ -46,8 +46,6 @@ class ArgumentSpec:
     """The default; None if there is none, or if it is not a plain value."""
     appends: bool = False
     """Whether a repeated flag appends to a list."""
-    needs: str = ""
-    """The package that defines the argument if it is installed; empty if none is needed."""
 
     def convert(self, text: str) -> Value:
         """Return `text` converted to the type of this argument. Raises ValueError for an invalid value."""
@@ -278,7 +276,7 @@ def argument_spec(row: Mapping[str, Any]) -> ArgumentSpec:
     flags = tuple(row["flags"])
     first_flag = next((flag for flag in flags if flag.startswith("--")), flags[0])
     attributes = {
-        name: row[name] for name in ("values", "stores", "const", "type", "default", "appends", "needs") if name in row
+        name: row[name] for name in ("values", "stores", "const", "type", "default", "appends") if name in row
     }
     dest = row.get("dest", first_flag.lstrip("-").replace("-", "_"))
     return ArgumentSpec(flags=flags, dest=dest, choices=tuple(row.get("choices", ())), **attributes)

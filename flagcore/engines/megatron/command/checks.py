@@ -267,9 +267,6 @@ def release_problem(knob: Knob, value: KnobValue | SettingValue, release: str) -
     return f"is not supported by Megatron-LM {release}", f"remove it, or use a release among {', '.join(releases)}"
 
 
-SELECTIVE_SETTINGS = ("recompute_modules", "moe_recompute_level")
-"""Settings that only affect selective recompute."""
-
 RECOMPUTE_KNOBS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 """Knobs that have an effect only with `use_recompute`."""
 
@@ -292,12 +289,11 @@ def _unused_settings(spec: Spec) -> list[str]:
     kinds, switch = (spec.space.get(knob, AUTO) for knob in ("recompute_granularity", "use_recompute"))
     if (kinds == AUTO or "selective" in kinds) and (switch == AUTO or True in switch):
         return []
-    settings, fix = (
-        spec.train.settings,
-        "add selective to auto_tuner.space.recompute_granularity and true to use_recompute",
-    )
-    keys = [key for key in SELECTIVE_SETTINGS if key in settings]
-    return [_without_selective(f"train.settings.{key}", settings[key], "no candidate has", fix) for key in keys]
+    if "recompute_modules" not in spec.train.settings:
+        return []
+    value = spec.train.settings["recompute_modules"]
+    fix = "add selective to auto_tuner.space.recompute_granularity and true to use_recompute"
+    return [_without_selective("train.settings.recompute_modules", value, "no candidate has", fix)]
 
 
 def job_warnings(
@@ -307,8 +303,8 @@ def job_warnings(
     lines, recompute_is_off = [], values.get("use_recompute") is False
     if values.get("recompute_granularity") != "selective" or recompute_is_off:
         fix = "add recompute_granularity: selective"
-        unused = [key for key in SELECTIVE_SETTINGS if key in settings]
-        lines += [_without_selective(key, settings[key], "its candidate does not have", fix) for key in unused]
+        if value := settings.get("recompute_modules"):
+            lines.append(_without_selective("recompute_modules", value, "its candidate does not have", fix))
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         lines.append("sequence_parallel = True does nothing: tensor_model_parallel_size is 1")
     unused = [key for key in RECOMPUTE_KNOBS if values.get(key) is not None] if recompute_is_off else []

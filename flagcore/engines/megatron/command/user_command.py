@@ -26,7 +26,7 @@ from flagcore.domain.spec import SettingValue, Spec
 from flagcore.engines.megatron.command.arguments import FORK, ArgumentTable, release_table
 from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
 from flagcore.engines.megatron.space.knobs import BY_NAME, SPACE_KNOBS
-from flagcore.engines.megatron.space.settings import SETTINGS, recompute_modules
+from flagcore.engines.megatron.space.settings import SETTINGS
 from flagcore.engines.script import SCRIPT_FIX, SHELLS, is_script, trace_script
 from flagcore.errors import SpecError
 from flagcore.spec.knobs import setting_from_text
@@ -428,8 +428,6 @@ def _setting_flags(spec: Spec) -> list[str]:
     """
     command_settings = {} if readable_command(spec) else settings_of_command(spec)
     settings = dict(spec.train.settings)
-    if settings.get("moe_recompute_level"):
-        settings["recompute_modules"] = ",".join(sorted(recompute_modules(settings)))
     if {**command_settings, **settings}.get("moe_token_dispatcher_type") == "flex":
         settings.setdefault("moe_flex_dispatcher_backend", "deepep")  # Megatron has no default before 0.16
     release = spec.train.engine_version

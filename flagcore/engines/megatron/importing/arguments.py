@@ -3,10 +3,9 @@
 They determine a baseline, the options of the job, and the shape of the model with Megatron's defaults.
 """
 
-import ast
 import math
+import re
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 from flagcore.engines.megatron.layers.split import SPLIT
@@ -211,8 +210,8 @@ OTHER_LAYERS = (
     "enable_hyper_connections",
 )
 """Prefixes of the flags that configure layers other than attention and feed-forward networks."""
-MAX_PATTERN = 10_000
-"""Maximum text length, list length and factor in an expression that describes a pattern of layers."""
+_PATTERN_TERM = re.compile(r"(?:(\d{1,4}) *\* *)?\[([01, ]*)\](?: *\* *(\d{1,4}))?")
+"""A term of a pattern of layers, such as [0]*3 in ([0]*3+[1]*58)."""
 
 
 def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
@@ -274,30 +273,19 @@ def _note_other_layers(flags: Flags) -> None:
 
 def _width(flags: Flags, hidden: int, gated: bool) -> Any:
     """Return the width of the feed-forward network. If it is missing, the default of FlagScale's Megatron is used."""
-    width_given, multiple, factor = (
-        flags.get(key) for key in ("ffn_hidden_size", "multiple_of", "hidden_dim_multiplier")
-    )
-    if width_given is not None:
-        for key, value in (("multiple_of", multiple), ("hidden_dim_multiplier", factor)):
-            if value is not None:
-                flags.note(key, f"not used ({value}): ffn_hidden_size is given", "model.ffn_hidden_size")
-        return width_given
+    if (width := flags.get("ffn_hidden_size")) is not None:
+        return width
     if not gated:
         return 4 * hidden
+    multiple, factor = flags.get("multiple_of"), flags.get("hidden_dim_multiplier")
     numbers = [each for each in (multiple, factor) if each is not None]
     if any(isinstance(each, (bool, str, list)) or each <= 0 for each in numbers):
         value = {"multiple_of": multiple, "hidden_dim_multiplier": factor}
         flags.source.report(flags.key("multiple_of"), "must be a positive number", value=value)
         return None
     if multiple is None:
-        if factor is not None:
-            flags.note("hidden_dim_multiplier", f"not used ({factor}): it needs multiple_of", "model.ffn_hidden_size")
         return int(4 * hidden * 2 / 3 / 64) * 64
-    width = math.ceil(int(int(4 * hidden * 2 / 3) * (factor or 1)) / multiple) * multiple
-    for key, value in (("multiple_of", multiple), ("hidden_dim_multiplier", factor)):
-        if value is not None:
-            flags.note(key, f"with {value} ffn_hidden_size is {width}", "model.ffn_hidden_size")
-    return width
+    return math.ceil(int(int(4 * hidden * 2 / 3) * (factor or 1)) / multiple) * multiple
 
 
 def _experts(flags: Flags, layers: int) -> dict[str, Any]:
@@ -323,33 +311,14 @@ def _dense_layers(frequency: object, layers: int) -> int | None:
 def _pattern(frequency: object, layers: int) -> list[Any]:
     """Return a list with 1 for each MoE layer and 0 for each other layer, like Megatron's `moe_freq_type`.
 
-    It is empty if `frequency` is invalid.
+    It is empty if `frequency` is invalid, or multiplies a sum of lists.
     """
-    value: Any = frequency
-    if isinstance(frequency, str) and len(frequency) <= MAX_PATTERN:
-        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            value = _evaluate(ast.parse(frequency.strip(), mode="eval").body)
-    if type(value) is int and value > 0:
-        return [0 if layer % value else 1 for layer in range(layers)]
-    return value if isinstance(value, list) else []
-
-
-def _evaluate(node: ast.expr) -> Any:
-    """Return the value of an integer, or of an expression of lists with `+` and `*`. Raises ValueError for anything
-    else.
-    """
-    match node:
-        case ast.Constant(value=int(number)) if number <= MAX_PATTERN:
-            return number
-        case ast.List(elts=items):
-            return [_evaluate(each) for each in items]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            head, tail = _evaluate(left), _evaluate(right)
-            if isinstance(head, list) and isinstance(tail, list) and len(head) + len(tail) <= MAX_PATTERN:
-                return head + tail
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            factors = (_evaluate(left), _evaluate(right))
-            size = math.prod(len(each) if isinstance(each, list) else each for each in factors)
-            if not all(isinstance(each, list) for each in factors) and size <= MAX_PATTERN:
-                return factors[0] * factors[1]
-    raise ValueError(f"not a pattern of layers: {ast.dump(node)[:80]}")
+    text = str(frequency).strip()
+    if text.isdecimal() and int(text) > 0:
+        return [0 if layer % int(text) else 1 for layer in range(layers)]
+    if not text or _PATTERN_TERM.sub("", text).strip("()+ "):
+        return []
+    found: list[Any] = []
+    for before, digits, behind in _PATTERN_TERM.findall(text):
+        found += [int(digit) for digit in re.findall("[01]", digits)] * min(int(before or 1) * int(behind or 1), 9999)
+    return found

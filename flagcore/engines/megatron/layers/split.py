@@ -14,7 +14,7 @@ from flagcore.engines.megatron.space.options import schedule, settings_in_force,
 
 PP, LAYERS_PER_VIRTUAL = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 TP, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
-STAGE_SETTINGS = ("recompute_num_layers_per_stage", "offload_stages", "offload_modules")
+STAGE_SETTINGS = ("offload_stages", "offload_modules")
 SPLIT, BALANCED = "layer_split", 1
 """The knob of the split, and the code of its value `balanced`, for which a split is derived for each candidate."""
 

@@ -85,7 +85,6 @@ def options(task: Task) -> Options:
         schedule=schedule(settings.get("pipeline_schedule")),
         early_mtp=takes_early_mtp(task.spec),
         recompute_modules=recompute_modules(settings),
-        recompute_stage_layers=numbers(settings.get("recompute_num_layers_per_stage")),
         grad_bytes=_grad_bytes(precision(train, settings), settings),
         assumed_fp8_gather="fp8_param_gather" in train.assumed,
         optimizer_offload_fraction=float(share or 0.0) if settings.get("optimizer_cpu_offload") else 0.0,

@@ -26,7 +26,6 @@ from flagcore.engines.megatron.space.rules import (
 )
 from flagcore.physics.pipelines import SCHEDULES
 
-STAGE_RECOMPUTE = "recompute_num_layers_per_stage"
 EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
@@ -39,7 +38,7 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of all enabled settings, including assumed ones."""
     settings, split = settings_in_force(task.spec), Split.from_task(task)
     sharded, depths = bool(settings.get("use_megatron_fsdp")), task.spec.model.mtp_num_layers
-    per_stage, offloaded = numbers(settings.get(STAGE_RECOMPUTE)), numbers(settings.get("offload_stages"))
+    offloaded = numbers(settings.get("offload_stages"))
 
     def no_optimizer(c: Columns) -> BoolArray:
         is_missing: BoolArray = (c[DIST_OPT] == 0) & (not sharded)
@@ -63,12 +62,6 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
                 | ((c[PP] == 1) & (depths > 0))
                 | (depths > 1)
             ),
-        ),
-        Rule(
-            name=STAGE_RECOMPUTE,
-            knobs=(PP, RECOMPUTE, GRANULARITY),
-            message=f"{STAGE_RECOMPUTE} needs full recompute and a number for each of the {PP} stages",
-            broken=lambda c: (c[PP] != len(per_stage)) | ~recomputes(c, FULL),
         ),
         Rule(
             name="offload_stages",

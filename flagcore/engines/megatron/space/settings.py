@@ -113,19 +113,6 @@ SETTINGS = (
         requires=(Requirement(knob="recompute_granularity", one_of=("selective",)),),
         compare=True,
     ),
-    _choice(
-        "moe_recompute_level",
-        "Part of the experts that selective recomputation recomputes: small steps, also some products, or all.",
-        ("light", "medium", "full"),
-        flag="",
-    ),
-    _setting(
-        "recompute_num_layers_per_stage",
-        "ints",
-        "Number of layers that each pipeline stage recomputes in full.",
-        flag="",
-        **LAYER_LIMITS,
-    ),
     _switch(
         "grad_reduce_in_bf16",
         "Whether gradients are stored and reduced in bf16 instead of fp32. It changes numerics.",
@@ -282,20 +269,10 @@ SETTINGS = (
     _switch("cross_entropy_loss_fusion", "Whether the loss is one fused kernel.", compare=True),
 )
 
-MODULES_BY_LEVEL: Mapping[str, frozenset[str]] = {
-    "light": frozenset({"moe_act", "router"}),
-    "medium": frozenset({"moe_act", "router", "moe_fc1", "shared_experts"}),
-    "full": frozenset({"moe"}),
-}
-"""The modules that each level of `moe_recompute_level` recomputes. Megatron-core has no modules `router` and
-`moe_fc1`."""
-
 
 def recompute_modules(settings: Mapping[str, SettingValue]) -> frozenset[str]:
-    """Return the modules that selective recompute recomputes: the listed modules and those of `moe_recompute_level`."""
-    level = str(settings.get("moe_recompute_level") or "")
-    modules = settings.get("recompute_modules") or ("" if level else "core_attn")
-    return words(modules) | MODULES_BY_LEVEL.get(level, frozenset())
+    """Return the modules that selective recompute recomputes."""
+    return words(settings.get("recompute_modules") or "core_attn")
 
 
 def words(text: SettingValue) -> frozenset[str]:

@@ -159,8 +159,6 @@ class Job:
     - `asked`: the metrics that must be precise.
     - `highest`, `prefix_aware`: as in ServeSpec.
     - `start`: the load to try first in the search for the highest load.
-    - `client`, `report`: the command of another load client, and the file that it writes.
-    - `router`: where another client sends the load if there are several instances. flagcore's client needs no router.
     - `hosts`: the names of the hosts on which instances run; empty for this machine.
     - `protocol`: how instances that only prefill or only decode exchange caches (`load.routing`).
     - `predicted_s`: the predicted mean time of a request; None if there are several loads.
@@ -177,12 +175,9 @@ class Job:
     patterns: tuple[FailurePattern, ...] = ()
     directory: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
-    client: tuple[str, ...] | None = None
-    report: str = ""
     highest: str | None = None
     start: float = 1.0
     hosts: tuple[str, ...] = ()
-    router: Router | None = None
     protocol: str = ""
     prefix_aware: bool = False
     predicted_s: float | None = None

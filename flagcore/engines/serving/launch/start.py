@@ -69,8 +69,6 @@ def launch(
             vocab_size=platform.task.spec.model.vocab_size,
             timeout_s=platform.task.spec.control.max_time_per_task or engine.start_seconds,
             repeats=serve.repeats,
-            client=serve.client,
-            report=serve.report,
             slo=serve.slo,
             asked=(*serve.slo, task.spec.objective),
             highest=serve.highest,
@@ -80,12 +78,11 @@ def launch(
             directory=directory,
             versions={engine.name: engine.program.version(platform.task.spec)},
             hosts=task.spec.cluster.hosts[: task.spec.cluster.nodes] if task.spec.on_each_host else (),
-            router=engine.router(task, candidate.as_dict()) if serve.client and len(instances) > 1 else None,
             protocol=engine.protocol(task, candidate.as_dict()),
             prefix_aware=serve.prefix_aware,
         )
         file = Path(folder, SERVE)
-        if any(secrets_in_arguments(argv) for argv in (*(each.argv for each in instances), serve.client or ())):
+        if any(secrets_in_arguments(each.argv) for each in instances):
             file.touch(mode=0o600)
         file.write_text(as_text(job), encoding="utf-8")
     except UsageError as error:

@@ -13,8 +13,6 @@ from flagcore.engines.serving.load.stream import Stream, message_of
 
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 _ERROR_BYTES = 1 << 16
-_CHECK_INTERVAL_S = 0.5
-"""Seconds between two checks of the connection of a waiting reader."""
 
 
 def session() -> aiohttp.ClientSession:
@@ -62,18 +60,11 @@ async def send_request(
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
             raise RequestFailed(ProblemKind.BROKEN, f"the stream is compressed ({encoding}), which was not requested")
-        content, monitor = response.content, _ConnectionMonitor(response)
-        try:
-            while not stream.done:
-                data = await content.readany()
-                if not data:
-                    break
-                now = time.perf_counter()
-                if b"[DONE]" in data:
-                    await asyncio.sleep(0)  # let other answers that arrived now be read first
-                stream.feed(data, now)
-        finally:
-            monitor.end()
+        while not stream.done and (data := await response.content.readany()):
+            now = time.perf_counter()
+            if b"[DONE]" in data:
+                await asyncio.sleep(0)  # let other answers that arrived now be read first
+            stream.feed(data, now)
     return sending.time_s
 
 
@@ -111,31 +102,3 @@ async def _answer(
         reason = str(error) or type(error).__name__
         events = 0 if stream is None else stream.events
         raise RequestFailed(ProblemKind.CONNECTION_LOST, f"after {events} events: {reason}") from None
-
-
-class _ConnectionMonitor:
-    """Wakes the reader of a response whose connection was closed.
-
-    If invalid bytes follow the headers, aiohttp 3.14 closes the connection, but the reader keeps waiting.
-    """
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self._handle: asyncio.TimerHandle | None = None
-        self._check()
-
-    def _check(self) -> None:
-        content, connection = self._response.content, self._response.connection
-        if connection is None or content.is_eof() or content.exception() is not None:
-            return  # the answer is complete, or its reader already gets an error
-        if connection.transport is None or connection.transport.is_closing():
-            message = "the connection was closed for invalid bytes after the headers"
-            content.set_exception(
-                aiohttp.ClientResponseError(self._response.request_info, self._response.history, message=message)
-            )
-            return
-        self._handle = asyncio.get_running_loop().call_later(_CHECK_INTERVAL_S, self._check)
-
-    def end(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()

@@ -1,7 +1,6 @@
 """Images of requests: their sizes, and the data URIs that a client sends."""
 
 import base64
-import io
 import re
 import struct
 import zlib
@@ -16,7 +15,6 @@ from flagcore.domain.files import read_regular
 from flagcore.domain.model import Vision
 from flagcore.domain.serving import IMAGE_SIZE, Images
 from flagcore.domain.space import IntArray
-from flagcore.errors import SpecError
 
 MAX_FILE = 1 << 27
 DELIMITERS = 2
@@ -85,24 +83,14 @@ def image_tokens(images: RequestImages, vision: Vision) -> IntArray:
     return np.array(counts, dtype=np.int64)
 
 
-def check_format(kind: str) -> None:
-    """Raise SpecError if a package is missing to write images of this format."""
-    if kind == "jpeg":
-        try:
-            import PIL  # noqa: F401
-        except ImportError:
-            problem, fix = "needs the package Pillow", "pip install pillow, or use png"
-            raise SpecError(key="serve.profile.images.format", value=kind, problem=problem, fix=fix) from None
-
-
-def data_uri(image: Image, kind: str, seed: Sequence[int]) -> str:
+def data_uri(image: Image, seed: Sequence[int]) -> str:
     """Return an image as a data URI. It contains the image's file, or random squares that depend on `seed`."""
     if image.path:
         return _uri_of_file(image.path)
     shape = (-(-image.height // BLOCK), -(-image.width // BLOCK), 3)
     squares = np.random.default_rng(seed).integers(0, 256, size=shape, dtype=np.uint8)
     pixels = squares.repeat(BLOCK, 0).repeat(BLOCK, 1)[: image.height, : image.width]
-    return _uri(_jpeg(pixels) if kind == "jpeg" else _png(pixels), kind)
+    return _uri(_png(pixels), "png")
 
 
 def random_text(count: int, rng: np.random.Generator) -> str:
@@ -134,11 +122,3 @@ def _png(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
     header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
     content = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows.tobytes(), 1)) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + content
-
-
-def _jpeg(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
-    from PIL import Image as Picture
-
-    file = io.BytesIO()
-    Picture.fromarray(pixels).save(file, format="JPEG")
-    return file.getvalue()

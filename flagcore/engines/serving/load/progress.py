@@ -2,7 +2,6 @@
 
 import math
 import time
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,57 +109,8 @@ class LimitCheck:
         return self._slower[name, statistic] >= self._count - place
 
 
-MIN_EVENTS = 2
-"""Events per answer, after all answers have begun, that are needed to compute their rate."""
-SURE, SURE_BY_EVENTS = 1.5, 4.0
-"""A load is given up if it is estimated to take more than this multiple of its time. SURE_BY_EVENTS applies before the
-first complete answer: the estimate then counts each event as one token, but an event may contain several tokens, for
-example with speculation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """The requests of a load that have a first token, at the time `seconds` after its first send.
-
-    - `count`: the number of these requests.
-    - `tokens`: the total number of tokens of their answers.
-    - `first_s`: the time of the very first token, in seconds after the first send.
-    - `left`: the number of their events that have not arrived yet.
-    - `events_per_s`: the rate of events since all of them have begun; 0 if it is not known yet.
-    - `waits`: whether some request was sent and has no token yet.
-    - `answered`: the number of complete answers.
-    """
-
-    seconds: float
-    count: int
-    tokens: float
-    first_s: float = 0.0
-    left: float = 0.0
-    events_per_s: float = 0.0
-    waits: bool = False
-    answered: int = 0
-
-    def guess_s(self, tokens: float) -> float | None:
-        """Return `needed_s` or, if it is unknown, an estimate from the events so far. None if there are no events."""
-        events = self.tokens - self.left
-        return self.needed_s(tokens) or (self.seconds * tokens / events if events else None)
-
-    def needed_s(self, tokens: float) -> float | None:
-        """Return the seconds from the first send until requests with `tokens` output tokens are answered.
-
-        None if it is unknown. If requests wait, the estimate follows from the rate at which requests began. The time
-        before the first token is left out, because it may include initializations of the server. If no request waits,
-        it follows from the time at which all requests in flight will end.
-        """
-        if self.waits:
-            if not self.answered or self.count < 2:
-                return None
-            one = self.tokens / self.count
-            return self.seconds + (self.seconds - self.first_s) * max(0.0, tokens - self.tokens) / (self.tokens - one)
-        if not self.count or (self.left and not self.events_per_s):
-            return None
-        end_s = self.seconds + (self.left / self.events_per_s if self.left else 0.0)
-        return end_s * max(1.0, tokens / self.tokens)
+SURE = 2.0
+"""A load is given up if it is estimated to take more than this multiple of its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +174,15 @@ class Watch:
         self.has_ended = self.is_stopped or self.window is not None
 
     def is_hopeless(self, timeout_s: float) -> bool:
-        """Return whether the fewest requests that give metrics are certain to take longer than `timeout_s`."""
+        """Return whether the fewest requests that give metrics are certain to take longer than `timeout_s`.
+
+        In a closed loop, this is unknown before the first answer.
+        """
         if self._fewest is None or len(self.answers) >= self._fewest:
             return False
         if arrive_s := self._requests[self._fewest - 1].arrive_s:
             return arrive_s > timeout_s
-        needed_s = self._begun().needed_s(self._outputs[self._fewest - 1])
-        return needed_s is not None and needed_s > (SURE if self.answers else SURE_BY_EVENTS) * timeout_s
+        return bool(self.answers) and self._estimated_s(self._fewest) > SURE * timeout_s
 
     def is_cut(self) -> bool:
         """End a load that is not complete, and return whether it has enough answers for metrics."""
@@ -258,35 +210,24 @@ class Watch:
         """
         return next(iter(self._unanswered.values()), self._last_s)
 
-    def _begun(self) -> Begun:
-        now, streams = time.perf_counter(), list(self._unanswered)
-        begun = [stream for stream in streams if stream.times]
-        firsts = [stream.times[0] - self.start for stream in begun]
-        latest = max(firsts, default=0.0) + self.start
-        events = sum(len(stream.times) - bisect_right(stream.times, latest) for stream in begun)
-        is_known = events >= MIN_EVENTS * len(begun)
-        return Begun(
-            seconds=now - self.start,
-            count=len(begun) + len(self.answers),
-            tokens=sum(each.output_tokens for each in self.answers) + sum(each.requested for each in begun),
-            first_s=min([*firsts, *(each.start_s + each.ttft_s for each in self.answers)], default=0.0),
-            left=sum(max(0.0, each.requested - len(each.times)) for each in begun),
-            events_per_s=events / (now - latest) if is_known and begun else 0.0,
-            waits=len(begun) < len(streams),
-            answered=len(self.answers),
-        )
+    def _estimated_s(self, count: int) -> float:
+        """Estimate the seconds from the first send until the first `count` requests are answered.
+
+        The estimate is 0 if no token has arrived. An event of an incomplete answer counts as one token.
+        """
+        arrived = sum(answer.output_tokens for answer in self.answers)
+        arrived += sum(len(stream.times) for stream in self._unanswered)
+        return (time.perf_counter() - self.start) * self._outputs[count - 1] / arrived if arrived else 0.0
 
     def _progress(self) -> Progress:
-        begun = self._begun()
         each_s = fmean(answer.e2e_s for answer in self.answers) if self.answers else None
-        all_s = max(
-            self._requests[self._needed - 1].arrive_s or 0.0, begun.guess_s(self._outputs[self._needed - 1]) or 0.0
-        )
+        estimated_s = self._estimated_s(self._needed)
+        all_s = max(self._requests[self._needed - 1].arrive_s or 0.0, estimated_s)
         return Progress(
-            answered=begun.answered,
+            answered=len(self.answers),
             requests=self._needed,
-            seconds=begun.seconds,
+            seconds=time.perf_counter() - self.start,
             each_s=each_s,
-            has_tokens=begun.count > 0,
+            has_tokens=estimated_s > 0.0,
             all_s=(all_s or None) if self._fewest is not None else None,
         )

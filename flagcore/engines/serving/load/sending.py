@@ -102,7 +102,7 @@ def measure(
     )
     if requests.images:
         draw = partial(words, prefix_len=load.prefix_len, seed=seeds)
-    uris = partial(image_uris, kind=load.images.format if load.images else "png", seed=seeds)
+    uris = partial(image_uris, seed=seeds)
     main_prompts = salted(requests.texts, seeds) or draw(requests)
     main = _requests(model, path, requests, main_prompts, uris(requests))
     if prefix_aware and len(targets) > 1 and pairs is None:

@@ -34,7 +34,6 @@ class Stream:
 
     def __init__(self, requested: float = math.inf) -> None:
         self.done = False
-        self.requested = requested
         self._most = requested + _MAX_EXTRA
         self._rest, self._part = b"", b""
         self._head, self._tail = _NO_PREFIX, _NO_PREFIX

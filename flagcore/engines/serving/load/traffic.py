@@ -184,11 +184,11 @@ def words(traffic: Traffic, *, prefix_len: int, seed: Sequence[int], warm_up: bo
     return [f"{prefix} {random_text(length - prefix_len, rng)}".strip() for length in traffic.input_len.tolist()]
 
 
-def image_uris(traffic: Traffic, kind: str, seed: Sequence[int], *, warm_up: bool = False) -> list[list[str]]:
+def image_uris(traffic: Traffic, seed: Sequence[int], *, warm_up: bool = False) -> list[list[str]]:
     """Return the images of each request as data URIs. Random images differ between requests and between seeds."""
     key = (*seed, _IMAGE, int(warm_up))
     return [
-        [data_uri(image, kind, (*key, number, place)) for place, image in enumerate(images)]
+        [data_uri(image, (*key, number, place)) for place, image in enumerate(images)]
         for number, images in enumerate(traffic.images)
     ]
 

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from urllib.parse import urlsplit
 
 import psutil
 
@@ -23,7 +22,7 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.trial import TrialState
 from flagcore.engines.results import METRICS
 from flagcore.engines.serving.launch.reports import ServerReports
-from flagcore.engines.serving.launch.server import ROUTER_HEALTH, SHARED_FOLDER, Job, log_name, read_job
+from flagcore.engines.serving.launch.server import SHARED_FOLDER, Job, log_name, read_job
 from flagcore.engines.serving.trial.failures import TrialFailure, log_text, report, wait_until_quiet
 from flagcore.engines.serving.trial.loads import LoadRunner, counters
 from flagcore.engines.serving.trial.servers import (
@@ -78,12 +77,9 @@ def run(job: Job, folder: Path, began: float | None = None) -> None:
     now = time.monotonic()
     deadline = max(now + 1.0, (now if began is None else began) + job.timeout_s - MARGIN_SECONDS)
     reports: ServerReports = resolve_name(job.engine)
-    with (
-        running_servers(job, reports, folder, deadline) as servers,
-        running_router(job, servers, folder, deadline) as router,
-    ):
+    with running_servers(job, reports, folder, deadline) as servers:
         effective = _read_back(job, reports, servers)
-        points = LoadRunner(job, reports, servers, router, folder, deadline).points()
+        points = LoadRunner(job, reports, servers, folder, deadline).points()
         metrics = {
             "schema_version": 1,
             "effective": effective,
@@ -120,26 +116,6 @@ def running_servers(job: Job, reports: ServerReports, folder: Path, deadline: fl
     finally:
         stop_all(servers, deadline + STOP_SECONDS)
         shutil.rmtree(folder / SHARED_FOLDER, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def running_router(job: Job, servers: Sequence[Served], folder: Path, deadline: float) -> Iterator[Sequence[Server]]:
-    """Start the router in front of the servers and yield it when it is healthy; afterwards stop it.
-
-    If flagcore's own client sends the load, there is no router, and the tuple is empty.
-    """
-    if job.router is None:
-        yield ()
-        return
-    addresses = [urlsplit(server.url) for server in servers]
-    kinds = [each.kind for each in job.instances]
-    places = [(kind, each.hostname or "", each.port or 0) for kind, each in zip(kinds, addresses, strict=True)]
-    router = Server("router", job.router.instance(places), folder / "router.log", job.patterns)
-    try:
-        start_all([router], job.directory, ROUTER_HEALTH, deadline)
-        yield (router,)
-    finally:
-        stop_all([router], deadline + STOP_SECONDS)
 
 
 def _read_back(job: Job, reports: ServerReports, servers: Sequence[Served]) -> dict[str, KnobValue]:

@@ -1,31 +1,24 @@
-"""Sends the loads of a trial to its servers: the warm-up, and the load points or the search for the highest load.
-
-Instead of flagcore's own client, another one may send them: guidellm, aiperf, `vllm bench serve` or
-`sglang.bench_serving`.
-"""
+"""Sends the loads of a trial to its servers: the warm-up, and the load points or the search for the highest load."""
 
 import json
 import math
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from flagcore.domain.serving import CLIENT_LOG, Load
+from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.launch.reports import ServerReports, combine
 from flagcore.engines.serving.launch.server import Job, plain_load, transfer_port
 from flagcore.engines.serving.load.figures import goodput
 from flagcore.engines.serving.load.progress import MIN_RATE, completions_per_s, highest_load
-from flagcore.engines.serving.load.reports import read_report
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.routing import PREFILL
 from flagcore.engines.serving.load.sending import measure
@@ -40,7 +33,6 @@ from flagcore.engines.serving.trial.servers import (
     log,
 )
 from flagcore.engines.serving.trial.time_left import Limit, fewest_answers
-from flagcore.errors import UsageError
 
 STATES_BY_PROBLEM = {
     ProblemKind.STATUS.value: TrialState.INVALID,
@@ -57,8 +49,6 @@ OVERLOADED = re.compile(r"refused: HTTP (429|503)\b")
 """Matches the failure of a load that a server refuses because it has too many requests."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
 """Tokens per answer, and maximum number of requests, of the warm-up. A load may also have a warm-up of its own."""
-TAIL_LENGTH = 300
-"""Number of characters of another client's last output that the reason of its failure quotes."""
 
 
 class LoadRunner:
@@ -78,18 +68,15 @@ class LoadRunner:
         job: Job,
         reports: ServerReports,
         servers: Sequence[Served],
-        router: Sequence[Server],
         folder: Path,
         deadline: float,
     ) -> None:
-        self.job, self.reports, self.servers, self.folder, self.deadline = job, reports, servers, folder, deadline
+        self.job, self.reports, self.servers, self.deadline = job, reports, servers, deadline
         self.model = _model(servers[0])
         self.completions_per_s = math.inf  # of the last load; infinity if unknown
         self.limit = Limit.of(folder, job.timeout_s, max(each.startup_s for each in servers))
         self.loads_left = 1
         self.is_cut_off = False  # whether the last load ended with requests in flight
-        self.client_url = (router or servers)[0].url
-        self.all: Sequence[Served] = (*servers, *router)
         targets = [
             Target(url=each.url, path=reports.api, transfer_port=transfer_port(urlsplit(each.url).port or 0))
             for each in servers
@@ -116,12 +103,8 @@ class LoadRunner:
             log(name)
             self.loads_left = (job.repeats - repeat) * len(job.loads) - index
             self.later, self.may_be_cut = () if repeat else job.loads[index + 1 :], repeat == 0
-            measurement: dict[str, Any] | None
             try:
-                if job.client is not None:
-                    measurement = self._run_client(job.client, self.folder / f"client-{repeat}", name)
-                else:
-                    measurement = self._measure(load, name, seed=1 + index * job.repeats + repeat)
+                measurement = self._measure(load, name, seed=1 + index * job.repeats + repeat)
             except TrialFailure as failure:
                 if not repeat or failure.state is not TrialState.TIMED_OUT:
                     raise  # a point needs one repeat, and other failures than timeouts end the trial
@@ -210,48 +193,13 @@ class LoadRunner:
                 raise
             self._warm_up(1)
 
-    def _run_client(self, command: Sequence[str], folder: Path, name: str) -> dict[str, Any]:
-        """Run another client in the folder `folder`, and return the metrics of its report and its run time in seconds.
-
-        `{url}`, `{model}` and `{report}` in `command` are replaced. Raises TrialFailure with the client's last output.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        report, log_file = folder / self.job.report, folder / CLIENT_LOG
-        report.unlink(missing_ok=True)
-        values, start = {"{url}": self.client_url, "{model}": self.model, "{report}": str(report)}, time.monotonic()
-        words = [reduce(lambda word, value: word.replace(*value), values.items(), word) for word in command]
-        with log_file.open("wb") as output:
-            try:
-                process = subprocess.run(
-                    words,
-                    cwd=folder,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    timeout=max(1.0, self.deadline - start),
-                )
-            except subprocess.TimeoutExpired:
-                raise TrialFailure(TrialState.TIMED_OUT, f"the client of {name} did not end in time") from None
-            except OSError as error:
-                reason = f"serve.client.command: {words[0]} cannot be started: {error.strerror or error}"
-                raise TrialFailure(TrialState.INVALID, reason) from None
-        if code := process.returncode:
-            output_tail = " ".join(log_text(log_file).split())[-TAIL_LENGTH:]
-            raise TrialFailure(TrialState.FAILED, f"the client of {name} ended with {code}: {output_tail}")
-        try:
-            figures, duration_s = read_report(report), time.monotonic() - start
-        except UsageError as error:
-            raise TrialFailure(TrialState.FAILED, f"the client of {name}: {error}") from None
-        check_all_alive(self.all, f"during {name}")
-        return {"figures": figures, "duration_s": duration_s}
-
     def _measure(
         self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
     ) -> dict[str, Any] | None:
         """Send a load and return its metrics. None if it was stopped because it will exceed one of `limits`."""
         if self.is_cut_off:
             self._warm_up(1)  # returns when the servers have dropped the requests of the last load
-        local = [server for server in self.all if isinstance(server, Server)]
+        local = [server for server in self.servers if isinstance(server, Server)]
         start = counters(self.reports, self.servers)
         cpu_start_s = sum(server.cpu_seconds() for server in local)
         result = self._send(load, name, seed, limits, fewest=fewest_answers(load) if self.may_be_cut else sys.maxsize)
@@ -313,8 +261,8 @@ class LoadRunner:
             fewest=fewest,
         )
         if result.failed and result.progress is None:
-            raise _load_failure(result, name, self.all)
-        check_all_alive(self.all, f"during {name}")
+            raise _load_failure(result, name, self.servers)
+        check_all_alive(self.servers, f"during {name}")
         if result.progress is None:
             return result
         loads, predicted_s = (load, *self.later), self.job.predicted_s

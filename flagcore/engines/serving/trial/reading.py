@@ -53,7 +53,6 @@ def read(task: Task, candidate: Candidate, folder: str, instance_devices: Sequen
             points=tuple(point.as_record() for point in points),
             broken=point.broken,
             notes=point.notes,
-            windows=point.windows,
         )
     except INVALID_METRICS as error:
         raise NoMetrics(f"{METRICS} is incomplete ({type(error).__name__}: {error})") from None
@@ -68,8 +67,6 @@ class _Point:
         for figures in repeats:
             figures[PER_DEVICE] = figures["output_tokens_per_s"] / devices
         self.notes = tuple(dict.fromkeys(str(note) for repeat in data["repeats"] for note in repeat.get("notes", ())))
-        windows = [repeat["window"] for repeat in data["repeats"] if "window" in repeat]
-        self.windows = tuple((float(start), float(end)) for start, end in windows)
         self.error = max(float(repeat.get("error", 0.0)) for repeat in data["repeats"])
         counts = [repeat.get("completed") for repeat in data["repeats"]]
         self.answered = min(counts) if all(isinstance(each, int) for each in counts) else None

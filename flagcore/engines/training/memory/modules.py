@@ -175,13 +175,11 @@ def recomputed_tensors(train: Training, sizes: Sizes, modules: Mapping[str, Floa
             "core_attn": RecomputedTensors(("scores",), mask, output=context),
             "mla_up_proj": RecomputedTensors(("qkv",), mask, copies=2.0),
             "moe_act": RecomputedTensors(("moe_act",), mask, copies=2.0, nested=moe),
-            "moe_fc1": RecomputedTensors(("moe_first",), mask),
-            "router": RecomputedTensors(("routing",), mask),
             "shared_experts": RecomputedTensors(("shared_first", "shared_act"), mask, output=hidden, nested=moe),
         }
         return [by_module[name]]
 
-    order = ("mlp", "core_attn", "mla_up_proj", "layernorm", "moe_act", "moe_fc1", "router", "shared_experts", "moe")
+    order = ("mlp", "core_attn", "mla_up_proj", "layernorm", "moe_act", "shared_experts", "moe")
     return [group for name in order if name in modules for group in of_module(name, modules[name])]
 
 

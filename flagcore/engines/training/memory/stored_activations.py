@@ -11,7 +11,7 @@ from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.training.layout import Layout, Training
 from flagcore.engines.training.memory.activations import attention, depths, embedding, ffn, head, mixture
 from flagcore.engines.training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving
-from flagcore.engines.training.stages import Parts, Stage, add_parts, block_layers, depths_received, in_flight
+from flagcore.engines.training.stages import Parts, Stage, add_parts, depths_received, in_flight
 
 PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_act", "expert_fc1", "moe_act")
 """Names of the stored inputs of linear layers, which the weight gradients need."""
@@ -216,7 +216,7 @@ class _Work:
         """
         (dense, moe), layout, hidden = kinds.on(stage), kinds.layout, kinds.sizes.hidden
         chunk = np.maximum(stage.chunk, 1.0)
-        block = np.where(layout.uniform > 0, 0.0, block_layers(layout, stage.index, kinds.train.options))
+        block = np.where(layout.uniform > 0, 0.0, layout.block)
         block = np.where(layout.uniform == 1, chunk, np.minimum(block, chunk))
         least = np.minimum(hidden, np.minimum(dense.stored, moe.stored)) if kinds.offloaded else hidden
         plain = _backward(layout, stage, dense, moe, block, kinds.crossed(stage))

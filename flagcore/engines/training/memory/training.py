@@ -22,7 +22,6 @@ from flagcore.engines.training.stages import (
     EXPERT_PARTS,
     Parts,
     Stage,
-    block_layers,
     depths_received,
     layer_parameters,
     padded_vocab,
@@ -164,15 +163,14 @@ def bytes_held_after_step(
     model, inputs = train.model, layout.virtual - (stage.index == 0) + depths_received(train.model, stage)
     routing = np.zeros(())
     if model.num_moe_experts is not None:
-        number = block_layers(layout, stage.index, train.options)
-        block = np.clip(number * layout.virtual - stage.dense, 0.0, stage.moe)
-        recomputes_all = (layout.uniform > 0) | ((number > 0) & at_most)
+        block = np.clip(layout.block * layout.virtual - stage.dense, 0.0, stage.moe)
+        recomputes_all = (layout.uniform > 0) | ((layout.block > 0) & at_most)
         layers = np.where(recomputes_all, stage.moe, block)
         # The first layer's input is already counted as the stage's input.
         inputs = inputs + layers - 0.5 * ((layers > 0) & (stage.index > 0) & (stage.dense == 0))
         if "moe" in train.options.recompute_modules:
             inputs = inputs + (stage.moe + stage.mtp) * layout.selective
-        uniform = np.where(layout.uniform > 0, 2.0, (number > 0) * 1.0) if at_most else 2.0 * (layout.uniform > 0)
+        uniform = np.where(layout.uniform > 0, 2.0, (layout.block > 0) * 1.0) if at_most else 2.0 * (layout.uniform > 0)
         inputs = inputs + stage.mtp * uniform  # each MTP depth also holds its own input
         routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * (stage.moe + stage.mtp)
     held_bytes: FloatArray = 2.0 * sizes.hidden * inputs + routing
@@ -390,7 +388,7 @@ class _Estimate:
         """
         train, layout, zeros = self.kinds.train, self.kinds.layout[rows], np.zeros(rows.shape)
         selective = np.maximum(layout.selective, layout.uniform == 1)
-        train = replace(train, options=replace(train.options, recompute_stage_layers=(), recompute_modules=modules))
+        train = replace(train, options=replace(train.options, recompute_modules=modules))
         layout = replace(layout, selective=selective, uniform=zeros, block=zeros)
         return _Estimate(Kinds.from_layout(train, layout), np.flatnonzero(zeros))
 
@@ -445,7 +443,7 @@ class _Estimate:
         options, layout = self.kinds.train.options, self.kinds.layout
         if self.kinds.train.model.num_moe_experts is None:
             return False
-        recomputes_layers = np.any(layout.uniform + layout.block > 0) or bool(options.recompute_stage_layers)
+        recomputes_layers = np.any(layout.uniform + layout.block > 0)
         return bool(recomputes_layers or ("moe" in options.recompute_modules and layout.selective.any()))
 
     def _peak_without_full(self, stage_: Stage, rows: IntArray, step: FloatArray, gathered: FloatArray) -> FloatArray:

@@ -253,7 +253,8 @@ def _stage_time(
     Full recompute repeats the forward pass of a layer with its collectives before the backward pass. Selective
     recompute repeats the named modules of the other layers.
     """
-    full_share = _recompute_share(train, layout, stage)
+    block_share = np.minimum(layout.block / np.maximum(stage.chunk, 1.0), 1.0)
+    full_share = np.where(layout.uniform > 0, 1.0, block_share)
     selective = layout.selective * (1.0 - full_share)
 
     def layers(block: Block) -> StageTime:
@@ -303,16 +304,6 @@ def launch_wait(
     ratio = launches * host / busy
     wait: FloatArray = busy * ((1.0 + ratio**lag) ** (1.0 / lag) - 1.0)
     return wait
-
-
-def _recompute_share(train: Training, layout: Layout, stage: Stage) -> FloatArray:
-    """Return the share of a stage's layers that are recomputed in full."""
-    if train.options.recompute_stage_layers:
-        table = np.array(train.options.recompute_stage_layers, dtype=np.float64)
-        layers = table[np.minimum(stage.index, len(table) - 1).astype(np.int64)]
-        return np.minimum(layers / np.maximum(stage.layers, 1.0), 1.0)
-    block = np.minimum(layout.block / np.maximum(stage.chunk, 1.0), 1.0)
-    return np.where(layout.uniform > 0, 1.0, block)
 
 
 def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, window: FloatArray) -> FloatArray:

@@ -18,14 +18,22 @@ TEXTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_layout_has_all_layers(text: str) -> None:
+    layers, mtp, stages = TEXTS[text]
+    found = parse_layout(text, layers, mtp)
+    assert len(found) == stages
+    assert [sum(getattr(stage, name) for stage in found) for name in ("layers", "mtp")] == [layers, mtp]
+    assert (found[0].embedding, found[-1].loss) == (1, 1)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("text", TEXTS)
 def test_layout_is_read_as_megatron_reads_it(text: str) -> None:
     layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
-    layers, mtp, stages = TEXTS[text]
+    layers, mtp, _ = TEXTS[text]
     theirs = layouts.PipelineParallelLayerLayout.parse_str_to_list(text.replace(" ", ""))
     actual = parse_layout(text, layers, mtp)
-    assert len(actual) == len(theirs) == stages
     for stage, held in zip(actual, theirs, strict=True):
         names = [kind.name for kind in held]
         expected = [names.count(name) for name in ("embedding", "decoder", "mtp", "loss")]

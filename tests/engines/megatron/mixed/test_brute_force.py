@@ -80,8 +80,15 @@ def layouts(layers: int, stages: int) -> Iterator[str]:
         yield f"E{'|'.join(f't*{count}' if count else '' for count in counts)}L"
 
 
-@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize(("count", "devices"), [(2, 4), (3, 2)])
+@pytest.mark.parametrize(
+    ("count", "devices", "model"),
+    [
+        pytest.param(2, 4, MODEL, id="2-4-dense"),
+        pytest.param(2, 4, EXPERTS, id="2-4-experts", marks=pytest.mark.long),
+        pytest.param(3, 2, MODEL, id="3-2-dense", marks=pytest.mark.long),
+        pytest.param(3, 2, EXPERTS, id="3-2-experts"),
+    ],
+)
 def test_the_best_is_that_of_all_meshes_orders_and_splits(count: int, devices: int, model: Any) -> None:
     given = {"model": model, "devices": devices}
     task, made = job(count, **given)

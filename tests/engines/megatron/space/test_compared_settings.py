@@ -16,7 +16,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.space.knobs import BY_NAME, SPACE_KNOBS
 from flagcore.engines.megatron.space.settings import SETTINGS
 from flagcore.errors import SpecError
-from flagcore.spec import parse_spec
+from flagcore.spec.convert import parse_spec
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.complete import with_plugin_knobs
 from flagcore.tuner.stages.launch import planned_launch

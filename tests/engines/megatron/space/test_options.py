@@ -36,15 +36,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "schedule": ({"pipeline_schedule": "ZB_H1"}, {"schedule": "zb-h1"}),
     "engine's schedule": ({"pipeline_schedule": "1f1b"}, {"schedule": None}),
     "modules": ({"recompute_modules": "layernorm,mlp"}, {"recompute_modules": {"layernorm", "mlp"}}),
-    "level": (
-        {"moe_recompute_level": "medium", "moe_grouped_gemm": True},
-        {"recompute_modules": {"moe_act", "router", "moe_fc1", "shared_experts"}, "grouped_gemm": True},
-    ),
-    "level beside modules": (
-        {"moe_recompute_level": "full", "recompute_modules": "layernorm"},
-        {"recompute_modules": {"moe", "layernorm"}},
-    ),
-    "per stage": ({"recompute_num_layers_per_stage": "3,0"}, {"recompute_stage_layers": (3, 0)}),
     "gradients in bf16": ({"grad_reduce_in_bf16": True}, {"grad_bytes": 2}),
     "widths": (
         {**AWARE, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16", "main_params_dtype": "fp16"},
@@ -256,16 +247,6 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"overlap_moe_expert_parallel_comm": True},
         {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
         {"expert_model_parallel_size": 2},
-    ),
-    "recompute_num_layers_per_stage": (
-        {"recompute_num_layers_per_stage": "2,1"},
-        {"pipeline_model_parallel_size": 2},
-        {
-            "pipeline_model_parallel_size": 2,
-            "recompute_granularity": "full",
-            "recompute_method": "block",
-            "recompute_num_layers": 1,
-        },
     ),
     "offload_stages": ({"offload_stages": "1"}, {}, {"pipeline_model_parallel_size": 2}),
     "pipeline_schedule": (

@@ -193,7 +193,7 @@ CONFIG = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("name", CONFIG)
 def test_megatron_core_itself_agrees(name: str) -> None:
@@ -208,7 +208,7 @@ def test_megatron_core_itself_agrees(name: str) -> None:
     assert (broken(values, **WIDE_TASK) == set()) is accepted
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("micro", "data"), [(3, 2), (2, 2), (8, 1), (5, 1)])
 def test_megatron_core_itself_agrees_on_the_batch(micro: int, data: int) -> None:
     batches = pytest.importorskip("megatron.core.num_microbatches_calculator")

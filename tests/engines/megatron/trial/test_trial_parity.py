@@ -175,7 +175,6 @@ SHORT = {
     "dense": {
         "tensor, sequence, interleaved pipeline, recomputation",
         "context, distributed optimizer, recomputation",
-        "uneven first stage",
         "data, unequal, pipeline, overlaps, recomputation",
         "data and interleaved pipeline, overlaps",
     },

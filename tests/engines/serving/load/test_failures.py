@@ -98,7 +98,6 @@ async def answers_without_streaming(body: Body, wire: Wire) -> None:
 
 
 STREAM, JSON = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n", "application/json"
-CHUNKED = STREAM + b"Transfer-Encoding: chunked\r\n\r\n"
 PACKED = gzip.compress(b"data: [DONE]\n\n")
 TOO_LONG = {"error": {"message": "This model's maximum context length is 4 tokens.", "type": "BadRequestError"}}
 LOST, BROKEN, NO_USAGE = ProblemKind.CONNECTION_LOST, ProblemKind.BROKEN, ProblemKind.NO_USAGE
@@ -125,7 +124,6 @@ MISBEHAVING: list[tuple[Behaviour, ProblemKind, str]] = [
     ),
     (raw(STREAM + b"Content-Length: 999\r\n\r\ndata: {"), LOST, "after 0 events"),
     (raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"), BROKEN, "does not answer in HTTP"),
-    (raw(CHUNKED, 0.2, b"zz\r\nnot a chunk\r\n"), BROKEN, "does not answer in HTTP"),
     (never_stops, WRONG, "max_tokens was ignored"),
     (sends(7, *finished(made=5)), NO_USAGE, "counts 5 tokens, but 7 events have text"),
     (sends({"choices": [{"index": 0, "text": " a"}, {"index": 1, "text": " b"}]}), BROKEN, "several choices"),

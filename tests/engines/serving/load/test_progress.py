@@ -10,7 +10,6 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.figures import CUT_ERROR, cut, figures_of, steady_figures
-from flagcore.engines.serving.load.progress import Begun
 from flagcore.engines.serving.load.result import Answer, LoadResult
 from tests.engines.serving.load.servers import Behaviour, Body, Wire, answer, finish, pieces, send, serving, well
 
@@ -48,23 +47,6 @@ def test_fast_answers_alone_give_no_figures() -> None:
     assert first
     assert cut(first, 0.0, FLIGHT) is None
     assert cut(whole[: FLIGHT - 1], 1.0, FLIGHT) is None
-
-
-@pytest.mark.parametrize(
-    ("begun", "seconds"),
-    [
-        # 16 answers are at one fourth of 64 tokens after 10 s; two waves
-        (Begun(seconds=10.0, count=16, tokens=1024, left=768, events_per_s=25.6), 80.0),
-        # four slots for 16 requests, the first four have ended and the next ones wait
-        (Begun(seconds=8.0, count=4, tokens=256, first_s=0.5, waits=True, answered=4), 78.0),
-        (Begun(seconds=8.0, count=4, tokens=256, first_s=0.5, waits=True), None),  # prompts may delay one another
-        (Begun(seconds=60.0, count=1, tokens=64, waits=True, answered=1), None),  # the first may initialize the server
-        (Begun(seconds=8.0, count=4, tokens=256, left=200), None),
-        (Begun(seconds=8.0, count=0, tokens=0, waits=True), None),
-    ],
-)
-def test_the_time_of_a_load_is_estimated_from_its_first_tokens(begun: Begun, seconds: float | None) -> None:
-    assert begun.needed_s(2048) == (None if seconds is None else pytest.approx(seconds))
 
 
 def sent(behaviour: Behaviour, timeout_s: float, fewest: int, share_s: float = 1e9, **changes: Any) -> LoadResult:

@@ -13,7 +13,8 @@ BEHAVIOUR, FLAGS = sys.argv[1], dict(zip(sys.argv[2:], sys.argv[3:], strict=Fals
 PORT, SLOTS = int(FLAGS["--port"]), int(FLAGS.get("--parallel", 4))
 PLACES = threading.Semaphore(SLOTS)
 STARTED = Path(f"started-{BEHAVIOUR}")
-FIRST_S, REST_S = {1: (0.2, 2.0), 2: (0.2, 1.0), 4: (0.8, 0.0)}[SLOTS] if BEHAVIOUR == "known" else (0.0, 0.0)
+SCALE = {"known": 1.0, "brief": 0.1}.get(BEHAVIOUR, 0.0)
+FIRST_S, REST_S = (SCALE * seconds for seconds in {1: (0.2, 2.0), 2: (0.2, 1.0)}.get(SLOTS, (0.8, 0.0)))
 """Seconds to the first token and after it: more slots answer faster in all, and four begin late."""
 
 

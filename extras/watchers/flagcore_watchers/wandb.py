@@ -8,7 +8,7 @@ import re
 
 from flagcore.domain.trial import TRIAL_FINISHED, RunEvent
 from flagcore.hooks import hookimpl
-from flagcore.report.watchers import about, metrics, params
+from flagcore_watchers import about, metrics, params
 
 try:
     import wandb

@@ -1,7 +1,7 @@
-"""Watchers: plugins that send the events of a run to other tools. `flag tune --watch NAME` selects them.
+"""Watchers that log the events of a run to experiment trackers. `flag tune --watch NAME` selects them.
 
-They implement the hook `flagcore_on_event`, and use only what flagcore offers to all plugins. This module converts the
-figures of a trial to the form that experiment trackers need.
+They implement the hook `flagcore_on_event`. This module converts the figures of a trial to the form that the trackers
+need.
 """
 
 import math

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from flagcore.domain.trial import TRIAL_FINISHED, RunEvent
 from flagcore.hooks import hookimpl
-from flagcore.report.watchers import about, metrics, params
+from flagcore_watchers import about, metrics, params
 
 try:
     from tensorboard.compat.proto.event_pb2 import Event

@@ -8,7 +8,7 @@ from typing import Any
 
 from flagcore.domain.trial import RUN_FINISHED, TRIAL_FINISHED, RunEvent
 from flagcore.hooks import hookimpl
-from flagcore.report.watchers import about, metrics, params
+from flagcore_watchers import about, metrics, params
 
 try:
     from mlflow import MlflowClient
