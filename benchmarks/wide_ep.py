@@ -1,8 +1,8 @@
 """Compares predictions of wide expert parallelism with published rates (`wide_ep.jsonl`).
 
-Each record is a job with its source, what the source does not say (`assumed`), and the published tokens per second of a
-device: of answers if `measured.decode` is given, of prompts if `measured.prefill` is given. For decode instances, prompts
-and answers have the published mean context, but longer answers, so that the simulated prefill instances keep up.
+Each record is a job with its source, what the source does not say (`assumed`), and the published tokens per second of
+a device: of answers if `measured.decode` is given, of prompts if `measured.prefill` is given. For decode instances, the
+mean context is the published one, but answers are longer, so that the simulated prefill instances keep up.
 """
 
 import json

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 
 class FlagError(Exception):
-    """The base class of flagcore's exceptions. `exit_code` is the exit status of the command line."""
+    """The base class. `exit_code` is the exit status of the command line."""
 
     exit_code = 1
 
@@ -31,7 +31,7 @@ class UsageError(FlagError):
 
 
 class SpecError(UsageError):
-    """A key of a spec breaks a rule. The message is composed of file, key, value, problem and fix."""
+    """An invalid key of a spec, with the fields `file`, `key`, `value`, `problem` and `fix`."""
 
     def __init__(self, *, key: str, problem: str, value: object = None, fix: str = "", file: str = "") -> None:
         self.key, self.value, self.problem, self.fix, self.file = key, value, problem, fix, file
@@ -53,7 +53,7 @@ class SpecError(UsageError):
 
 
 class SpecErrors(SpecError):
-    """Several problems of one file. `key`, `value`, `problem` and `fix` describe the first problem."""
+    """Several invalid keys of one file: `problems` has one SpecError each, the fields are of the first."""
 
     def __init__(self, problems: Sequence[SpecError]) -> None:
         self._problems = tuple(each for problem in problems for each in problem.problems)
@@ -79,7 +79,7 @@ def join_errors(problems: Sequence[SpecError]) -> SpecError:
 
 
 class NotModelled(UsageError):
-    """A legal setup that flagcore cannot predict."""
+    """A legal configuration that flagcore cannot predict."""
 
 
 class RunError(UsageError):

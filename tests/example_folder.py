@@ -14,7 +14,7 @@ from flagcore.cli.main import flag
 from tests.pages import BLOCKS, ROOT, TEXT, Block
 
 TREE = ROOT / "tests" / "engines" / "flagscale" / "trees" / "train_dense"
-RECIPE = ROOT / "tests" / "engines" / "megatron" / "importing" / "bridge" / "configs" / "llama3_8b.yaml"
+RECIPE = ROOT / "extras" / "bridge" / "tests" / "configs" / "llama3_8b.yaml"
 TREES = ("conf", "examples/my-model/conf")
 """Paths of FlagScale configurations on the pages."""
 SMALLER = {

@@ -101,7 +101,7 @@ def test_tau_compares_orders_and_regret_is_the_loss_of_the_first_pick() -> None:
     assert equal.regret == 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tune_on_simulated_hosts_survives_a_lost_one() -> None:
     short = ["--hosts", "8", "--trials", "3", "--repeats", "0", "--play", "0.3", "--start", "0.02", "--silence", "0.6"]
     figures: dict[str, Any] = json.loads(run("many_hosts.py", *short).splitlines()[-1])

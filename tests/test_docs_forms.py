@@ -21,16 +21,12 @@ KEY = re.compile(r"`((?:auto_tuner|train|serve|cluster|model)\.\w+(?:\.\w+)*)")
 FOREIGN = ("docs/flagscale.md", "CHANGELOG.md")
 """Pages that also contain FlagScale's keys."""
 FILES = (".yaml", ".json", ".py")
-KEYS = sorted(
-    {(page, key) for page in PAGES if page not in FOREIGN for key in KEY.findall(TEXT[page]) if not key.endswith(FILES)}
-)
 
 
 @pytest.mark.parametrize("form", UNSEEN)
-@pytest.mark.parametrize("page", PAGES)
-def test_every_form_on_the_page_is_tested(page: str, form: str) -> None:
-    found = re.search(UNSEEN[form], prose(page), re.MULTILINE)
-    assert found is None, f"{page}: {form}: {found[0]!r}"
+def test_every_form_on_a_page_is_tested(form: str) -> None:
+    found = {page: re.search(UNSEEN[form], prose(page), re.MULTILINE) for page in PAGES}
+    assert {page: match[0] for page, match in found.items() if match} == {}
 
 
 def test_pages_are_at_their_expected_paths() -> None:
@@ -39,23 +35,23 @@ def test_pages_are_at_their_expected_paths() -> None:
     assert {page for page in lying if "tests/" not in page} <= set(PAGES)
 
 
-@pytest.mark.parametrize(("page", "line"), [(page, line) for page in PAGES for line in OPTION.findall(TEXT[page])])
-def test_option_that_a_sentence_names_exists(page: str, line: str) -> None:
+def test_options_that_sentences_name_exist() -> None:
+    assert {line for page in PAGES for line in OPTION.findall(TEXT[page]) if not _are_options(line)} == set()
+
+
+def _are_options(line: str) -> bool:
+    """Return whether all options of a command line exist."""
     words, command = line.split(), flag
     while words and isinstance(command, click.Group):
         command = command.get_command(click.Context(command), words.pop(0))
     options = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
-    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options
+    return {word.partition("=")[0] for word in words if word.startswith("--")} <= options
 
 
-@pytest.fixture(scope="module")
-def schema() -> dict:
-    return json.loads(CliRunner().invoke(flag, ["schema"]).output)
-
-
-@pytest.mark.parametrize(("page", "key"), KEYS)
-def test_key_that_a_sentence_names_exists(schema: dict, page: str, key: str) -> None:
-    assert any(_has(schema, kind, key.split(".")) for kind in schema["anyOf"])
+def test_keys_that_sentences_name_exist() -> None:
+    schema = json.loads(CliRunner().invoke(flag, ["schema"]).output)
+    found = {key for page in PAGES if page not in FOREIGN for key in KEY.findall(TEXT[page]) if not key.endswith(FILES)}
+    assert {key for key in found if not any(_has(schema, kind, key.split(".")) for kind in schema["anyOf"])} == set()
 
 
 def _has(schema: dict, node: dict, path: list[str]) -> bool:

@@ -204,7 +204,7 @@ def test_trials_are_numbered_by_start_and_stored_at_their_end(bench: NodeBench) 
     assert numbers == sorted(numbers)
 
 
-@pytest.mark.parametrize("stop_at", [0, 1, 2, 4, 6, 8])
+@pytest.mark.parametrize("stop_at", [0, 2, 6])
 def test_an_interrupted_run_ends_all_trials_and_resumes_to_the_same_result(bench: NodeBench, stop_at: int) -> None:
     def interrupt(number: int) -> None:
         if number == stop_at:

@@ -82,7 +82,7 @@ ENVIRONMENTS = (
     Environment("1-core", "taskset -pc 0 $$ > /dev/null"),
     *(
         Environment(f"{count}-cores", variables={"PYTHONPATH": str(MACHINE / "many_cores"), "MANY_CORES": str(count)})
-        for count in (8, 64)
+        for count in (2, 8, 64)
     ),
     *(
         Environment(f"cpuinfo-{file.stem}", f'mount --bind "{file}" /proc/cpuinfo', root=True)

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import flagcore
-from flagcore import hooks
+from flagcore import errors, hooks
 from flagcore.report import result
 
 GROUPS = (hooks.ChipHooks, hooks.CostHooks, hooks.EngineHooks, hooks.TrialHooks)
@@ -19,10 +19,12 @@ INTERNAL = ("knobs", "labels", "search_state")
 def render_result(mark: str) -> str:
     """Return the docstring of a class of results, and its fields with their types: `python CLASS`.
 
-    `python functions` is the table of all functions with their signatures.
+    `python functions` is the table of all functions with their signatures, `python errors` that of the exceptions.
     """
     if mark == "python functions":
         return _functions()
+    if mark == "python errors":
+        return _errors()
     kind: Any = getattr(flagcore, mark.split()[1])
     rows = [(each.name, _type_text(each.type)) for each in fields(kind)]
     rows += [
@@ -60,6 +62,17 @@ def _functions() -> str:
             returned = _type_text(inspect.signature(found).return_annotation)
             rows.append(f"| `{name}({parameters}) -> {returned}` | {text} |")
     return "\n".join(rows)
+
+
+def _errors() -> str:
+    """Return a table of the exceptions with their exit codes."""
+    kinds = [
+        each
+        for each in vars(errors).values()
+        if inspect.isclass(each) and issubclass(each, errors.FlagError) and each.__module__ == errors.__name__
+    ]
+    rows = [f"| `{each.__name__}` | {each.exit_code} | {' '.join((each.__doc__ or '').split())} |" for each in kinds]
+    return "\n".join(["| error | exit code | raised for |", "| --- | --- | --- |", *rows])
 
 
 def _type_text(annotation: Any) -> str:

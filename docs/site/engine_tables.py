@@ -50,22 +50,38 @@ def _flag(knob: Knob, flag: Flag) -> str:
 
 
 def render_rules(mark: str) -> str:
-    """Return the table of the rules of an engine, with their messages for an example task: `rules ENGINE`."""
-    name = mark.split()[1]
-    messages: dict[str, str] = {}
-    for task in (_task(name, CHIP), _task(name, CPU)):
-        for rule in workload(name).rules(task):
-            messages.setdefault(rule.name, rule.message)
+    """Return the table of the rules of an engine, with their messages for an example task: `rules ENGINE`.
+
+    `rules ENGINE mixed` has the further rules of clusters with two kinds of chips.
+    """
+    _, name, *mixed = mark.split()
+    messages = _messages(_task(name, CHIP), _task(name, CPU))
+    if mixed:
+        further = _messages(_task(name, CHIP, replace(CHIP, name="C550")))
+        messages = {rule: message for rule, message in further.items() if rule not in messages}
     rows = [f"| `{rule}` | {message.replace('|', '&#124;')} |" for rule, message in messages.items()]
     return "\n".join(["| rule | message |", "| --- | --- |", *rows])
 
 
-def _task(engine: str, chip: Chip) -> Task:
-    """Return a task for one node of 8 devices and a mixture of experts."""
+def _messages(*tasks: Task) -> dict[str, str]:
+    """Return the message of each rule, for the first of the tasks that has it."""
+    found: dict[str, str] = {}
+    for task in tasks:
+        for rule in workload(task.spec.work.engine).rules(task):
+            found.setdefault(rule.name, rule.message)
+    return found
+
+
+def _task(engine: str, *chips: Chip) -> Task:
+    """Return a task of a mixture of experts, for one node with 8 devices of each chip."""
     kind = workload(engine).kind
     work = {"train": TRAIN, "serve": {"engine_version": VERSIONS.get(engine), "engine_args": ARGUMENTS.get(engine, {})}}
     data = {"model": MODEL, "cluster": {}, kind: {**work[kind], "engine": engine}}
+    if len(chips) > 1:
+        data |= {"cluster": {"groups": [{"chip": chip.name} for chip in chips]}}
+        data |= {"auto_tuner": {"space": {"meshes": "auto"}}}
     if kind == "serve":
         data["serve"] |= {"weights": "model", "command": ["/bin/true"]}
     spec = parse_spec(data, file="rules", base=Path(), engines=engines())
-    return Task(spec=spec, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
+    groups = tuple(NodeGroup(chip=chip, nodes=1, devices_per_node=8) for chip in chips)
+    return Task(spec=spec, cluster=Cluster(groups=groups))

@@ -189,7 +189,7 @@ def _result(path: Path) -> Mapping[str, Any]:
     try:
         data = json.loads(read_regular(file))
         if data["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(f"schema_version {data['schema_version']}, not {SCHEMA_VERSION}")
+            raise ValueError(f"schema_version is {data['schema_version']}; this release reads {SCHEMA_VERSION}")
         return dict(data)
     except (FileNotFoundError, NotADirectoryError):
         return {}

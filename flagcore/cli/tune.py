@@ -125,7 +125,7 @@ def report_command(run: Path, form: str, output: str | None, without: tuple[str,
     """Write the report of RUN (the directory of a run) as one page that opens offline.
 
     It shows the best configuration and its uncertainty, the search space, the search, predicted against measured,
-    memory, time, the bottleneck and the knobs that help, every trial with the end of its logs, and the facts of the
+    memory, time, the bottleneck, the influence of each knob, every trial with the end of its logs, and the facts of the
     chip. Works during a run, too.
     """
     from flagcore import api

@@ -206,6 +206,7 @@ class Trial:
     - `warm`: whether it was forked from a process that had already imported its modules.
     - `finished_steps_s`: if the trial ended before its last step, the times of its finished steps, scaled to whole
       steps. On an accelerator, the first step is excluded, because it compiles kernels.
+    - `silent_s`: if the trial hung, the seconds between its last finished step and its end.
     - `telemetry`: the telemetry of a trial without a measurement.
     """
 
@@ -231,6 +232,7 @@ class Trial:
     lost_host: str | None = None
     warm: bool = False
     finished_steps_s: tuple[float, ...] = ()
+    silent_s: float = 0.0
     telemetry: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -301,13 +303,13 @@ class Trial:
         """
         measured = self.measurement
         if self.has_only_finished_steps:
-            return self.duration_s - math.fsum(self.finished_steps_s) / self.scale
+            return self.duration_s - self.silent_s - math.fsum(self.finished_steps_s) / self.scale
         if self.state is not TrialState.MEASURED or measured is None:
             return None
         if measured.warmup_steps is not None:
             fewer = measured.warmup_steps + len(measured.step_times_s)
             steps = min(steps - warmup + measured.warmup_steps, fewer)
-        return self.duration_s - steps * (measured.scaled_from or measured.step_time_s)
+        return self.duration_s - self.silent_s - steps * (measured.scaled_from or measured.step_time_s)
 
 
 def step_value(record: Mapping[str, object] | None) -> float | None:

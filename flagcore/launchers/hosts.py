@@ -145,7 +145,8 @@ class HostsLauncher(Launcher):
         except OSError as error:
             reason = error.strerror or error
             raise LaunchError(f"cannot write into the trial's folder {folder}: {reason}") from error
-        trial = HostsRunning(launch, self)
+        with as_launch_error():  # such as a missing ssh, or too many open files
+            trial = HostsRunning(launch, self)
         try:
             trial.begin()
         except HostLost as problem:

@@ -2,6 +2,7 @@
 
 from collections import UserDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib.metadata import requires
@@ -114,17 +115,21 @@ def strategy(name: str) -> Strategy:
 def importer(name: str | None = None) -> Importer:
     """Return the importer `name`. Raises SpecError or NoDevice like `workload`.
 
-    If `name` is None, return the only installed importer with `has_trees`. Raises UsageError if there is not exactly
-    one.
+    If `name` is None, return the only importer with `has_trees` that can be loaded. Raises UsageError if there is not
+    exactly one.
     """
-    if name is None:
-        of_trees = [found for each in names(IMPORTERS) if (found := importer(each)).has_trees]
-        if len(of_trees) != 1:
-            if not of_trees:
-                raise UsageError("no importer of another tuner's config is installed; install an extra that has one")
-            raise UsageError(f"several importers of configs are installed: {', '.join(each.name for each in of_trees)}")
-        return of_trees[0]
-    return _named(IMPORTERS, Importer, name, "importer")
+    if name is not None:
+        return _named(IMPORTERS, Importer, name, "importer")
+    found = list[Importer]()
+    for each in names(IMPORTERS):
+        with suppress(FlagError):
+            found.append(importer(each))
+    found = [each for each in found if each.has_trees]
+    if not found:
+        raise UsageError("no importer of another tuner's config is installed; install an extra that has one")
+    if len(found) > 1:
+        raise UsageError(f"several importers of configs are installed: {', '.join(each.name for each in found)}")
+    return found[0]
 
 
 def watcher(name: str) -> Callable[[RunEvent], object]:

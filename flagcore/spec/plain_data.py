@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import yaml
 
@@ -67,7 +67,7 @@ def plain(value: object, *, file: str = "") -> Any:
     """
     count = 0
 
-    def copy(value: object, path: KeyPath) -> Any:
+    def copy(value: Any, path: KeyPath) -> Any:
         nonlocal count
         count += 1
         problem, fix = _problem_of(value)
@@ -76,36 +76,33 @@ def plain(value: object, *, file: str = "") -> Any:
         elif len(path) > MAX_DEPTH:
             problem, fix = f"is nested more than {MAX_DEPTH} deep, or contains itself", "flatten it"
         if problem:
-            shown = None if isinstance(value, (Mapping, Sequence)) and not isinstance(value, str) else value
+            shown = value if isinstance(value, (str, int, float)) else None
             raise spec_error(path, problem, value=shown, fix=fix, file=file)
+        if value is None or isinstance(value, (str, int, float)):
+            return value
         if isinstance(value, Mapping):
             return {key: copy(item, (*path, key)) for key, item in value.items()}
-        return [copy(item, (*path, index)) for index, item in enumerate(value)] if _is_list(value) else value
+        return [copy(item, (*path, index)) for index, item in enumerate(value)]
 
     return copy(value, ())
 
 
-def _is_list(value: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-
-
 def _problem_of(value: object) -> tuple[str, str]:
     """Return why `value` is not plain data, and how to fix it. Both are empty if it is."""
+    if isinstance(value, str):
+        return ("contains a control character", "remove it") if _UNPRINTABLE.search(value) else ("", "")
+    if isinstance(value, int):
+        is_long = not -_MAX_INT <= value < _MAX_INT
+        return ("has too many digits", "use a number below 2**63") if is_long else ("", "")
+    if isinstance(value, float):
+        return ("", "") if isfinite(value) else ("is not finite", "use a finite number")
     if isinstance(value, Mapping):
-        if other := next((key for key in value if not isinstance(key, str)), None):
-            return f"has a key of type {type(other).__name__}", "keys must be strings: quote it"
-        if other := next((key for key in value if _UNPRINTABLE.search(key)), None):
-            return f"has a control character in its key {other[:60]!r}", "remove it"
-    elif isinstance(value, str):
-        if _UNPRINTABLE.search(value):
-            return "contains a control character", "remove it"
-    elif isinstance(value, int):
-        if not -_MAX_INT <= value < _MAX_INT:
-            return "has too many digits", "use a number below 2**63"
-    elif isinstance(value, float):
-        if not isfinite(value):
-            return "is not finite", "use a finite number"
-    elif value is not None and not _is_list(value):
+        for key in value:
+            if not isinstance(key, str):
+                return f"has a key of type {type(key).__name__}", "keys must be strings: quote it"
+            if _UNPRINTABLE.search(key):
+                return f"has a control character in its key {key[:60]!r}", "remove it"
+    elif value is not None and (not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray))):
         return f"is of type {type(value).__name__}", "use text, a number, true, false, null, a list or a mapping"
     return "", ""
 

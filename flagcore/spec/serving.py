@@ -92,10 +92,10 @@ class ProfileSection(Section):
     """Number of requests; auto: the load lasts until its steady state is measured precisely."""
     concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | Literal["auto"] | None = None
     """Requests in flight (closed loop); a list defines several load points of one launch; auto: each trial finds the
-    most that keep the SLO, up to num_prompts."""
+    most that meet the SLO, up to num_prompts."""
     request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | Literal["auto"] | None = None
     """Requests per second (open loop), inf: all at once; a list defines several load points of one launch; auto: each
-    trial finds the highest rate that keeps the SLO."""
+    trial finds the highest rate that meets the SLO."""
     burstiness: Factor = _LOAD.burstiness
     """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
     trace: Text | None = None
@@ -370,7 +370,7 @@ def serve_document_of(engines: ServedEngines) -> type[ServeDocument]:
     suffix = f"_{engines[0][0]}" if len(engines) == 1 else ""
 
     def values(key: str, context: Context) -> dict[str, Any]:
-        # Use the values as given, because the validated section contains 1.0 for a share of 1.
+        # The values as the user wrote them: validation has turned a share of 1 into 1.0.
         name, knobs = engines[0]
         given = context.given("auto_tuner", key)
         return serving_values(knobs_of_engine(given, name), knobs) if len(engines) == 1 else {}

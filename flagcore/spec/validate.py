@@ -86,7 +86,7 @@ def rule(convert: Callable[[Any, Context], object]) -> AfterValidator:
             return convert(value, info.context)
         except SpecError as error:
             problems = error.problems
-        raise PydanticCustomError("rule", "a rule is broken", {"problems": problems})
+        raise PydanticCustomError("rule", "invalid value", {"problems": problems})
 
     return AfterValidator(validate)
 

@@ -297,19 +297,21 @@ class Experience:
             if path.stem == exclude_run:
                 continue
             with suppress(OSError, ValueError):
-                lines = [json.loads(line) for line in read_regular(path).splitlines()]
-                yield from (line for line in lines if _matches(line, chip, engine))
+                yield from (line for line in _lines(path) if _matches(line, chip, engine))
 
     def forget(self, chip: str) -> tuple[Path, ...]:
         """Delete the files with trials on a chip, and return their paths. Raises RunError."""
         deleted = []
         for path in sorted(self.folder.glob("*.jsonl")):
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                lines = [json.loads(line) for line in read_regular(path).splitlines()]
-                if any(line["cluster"]["chip"].casefold() == chip.casefold() for line in lines):
+                if any(line["cluster"]["chip"].casefold() == chip.casefold() for line in _lines(path)):
                     deleted.append(path)
         delete_files(deleted)
         return tuple(deleted)
+
+
+def _lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in read_regular(path).splitlines()]
 
 
 def _matches(line: Any, chip: Chip, engine: str) -> bool:

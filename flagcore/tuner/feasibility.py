@@ -162,7 +162,7 @@ def unmet_text(problem: Problem) -> str:
         low, high = (mean, high) if is_feasible(mean) else (low, mean)
     figures = {name: float(predictions.figures[name][rows[0]]) for name in limits}
     text = _(
-        "no candidate is predicted to keep the latency limits; the nearest has {figures}: {candidate}",
+        "no candidate is predicted to meet the latency limits; the closest has {figures}: {candidate}",
         figures=", ".join(f"{name} ~{figure:.3g} s of {limits[name]:g} s" for name, figure in figures.items()),
         candidate=problem.set_knobs(problem.space.candidate(int(rows[0]))),
     )
@@ -171,7 +171,7 @@ def unmet_text(problem: Problem) -> str:
     highest, candidate = found[-1]
     load = highest.concurrency or highest.request_rate
     load_text = _("{load:.3g} clients", load=load) if highest.concurrency else _("{load:.3g} requests/s", load=load)
-    better = _("at {load}, {candidate} would keep them", load=load_text, candidate=problem.set_knobs(candidate))
+    better = _("at {load}, {candidate} would meet them", load=load_text, candidate=problem.set_knobs(candidate))
     return text + "; " + better
 
 

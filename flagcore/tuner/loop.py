@@ -92,9 +92,7 @@ def tune(spec: Spec, dependencies: Dependencies) -> TuneResult:
     search = _Search(problem, dependencies, started)
     error: FlagError | None = None
     try:
-        search.run_probes()
         stopped = search.run()
-        search.repeat(stopped)
     except KeyboardInterrupt:
         search.interrupt(N_("interrupted by the user"))
         stopped, error = N_("interrupted"), Interrupted(_("interrupted"))
@@ -148,12 +146,34 @@ class _Search:
         return self.seconds_before + time.monotonic() - self.started
 
     def run(self) -> str:
-        """Run the baseline, then one candidate after another. Return why the search stopped.
+        """Probe, search, and repeat the finalists. Return why the search stopped.
 
         A search does not continue once repeats have begun, even if the run is resumed.
         """
-        if stopped := next((each.search_ended for each in self.state.repeats if each.search_ended), None):
-            return stopped
+        self._run_probes()
+        stopped = next((each.search_ended for each in self.state.repeats if each.search_ended), None)
+        stopped = stopped or self._run_candidates()
+        self._repeat_finalists(stopped)
+        return stopped
+
+    def _run_probes(self) -> None:
+        """Probe `control.probes` candidates before the first run.
+
+        Probes take at most the share MAX_SHARE_OF_PROBES of `control.max_time`.
+        """
+        if self.fidelity != RUN:
+            return
+        strategy = self.dependencies.probe_strategy or self.dependencies.strategy
+        while len(probed := self._probed()) < self.control.probes and self._seconds_for_probes() > 0:
+            if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY:
+                return
+            choice = rank(strategy, self._context_for_probes(probed))
+            if choice.row is None:
+                return
+            self._run(self._plan(self.problem.space.candidate(choice.row), Role.SEARCH, choice, fidelity=PROBE))
+
+    def _run_candidates(self) -> str:
+        """Run the baseline, then the candidates that the strategy chooses. Return why no further trial starts."""
         baseline = self.problem.baseline
         while self.consecutive_busy < MAX_CONSECUTIVE_BUSY and not self._is_baseline_done(baseline):
             self._run(self._plan(baseline, Role.BASELINE))
@@ -164,6 +184,17 @@ class _Search:
                 self.pool.limit = 1
                 return reason
             self._finish(self.pool.next_finished())
+
+    def _repeat_finalists(self, search_ended: str) -> None:
+        """Run the baseline, the best candidate and its rivals again in turn, to reduce the effect of noise.
+
+        `search_ended` is the reason why the search stopped, which is stored with each repeat.
+        """
+        while trial := next_repeat(self.control, self.state):
+            is_possible = self.consecutive_busy < MAX_CONSECUTIVE_BUSY and self._has_nodes(trial.candidate)
+            if not is_possible or not has_time_to_repeat(self.control, trial, self.elapsed):
+                return
+            self._run(self._plan(trial.candidate, Role.REPEAT, search_ended=search_ended))
 
     def _start_trials(self) -> str:
         """Start trials while a group of devices is free.
@@ -216,33 +247,6 @@ class _Search:
     def _pending(self) -> list[Trial]:
         """The running trials with the role SEARCH."""
         return [trial for trial in self.pool.trials if trial.role is Role.SEARCH]
-
-    def run_probes(self) -> None:
-        """Probe `control.probes` candidates before the first run.
-
-        Probes take at most the share MAX_SHARE_OF_PROBES of `control.max_time`.
-        """
-        if self.fidelity != RUN:
-            return
-        strategy = self.dependencies.probe_strategy or self.dependencies.strategy
-        while len(probed := self._probed()) < self.control.probes and self._seconds_for_probes() > 0:
-            if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY:
-                return
-            choice = rank(strategy, self._context_for_probes(probed))
-            if choice.row is None:
-                return
-            self._run(self._plan(self.problem.space.candidate(choice.row), Role.SEARCH, choice, fidelity=PROBE))
-
-    def repeat(self, search_ended: str) -> None:
-        """Run the baseline, the best candidate and its rivals again in turn, to reduce the effect of noise.
-
-        `search_ended` is the reason why the search stopped, which is stored with each repeat.
-        """
-        while trial := next_repeat(self.control, self.state):
-            is_possible = self.consecutive_busy < MAX_CONSECUTIVE_BUSY and self._has_nodes(trial.candidate)
-            if not is_possible or not has_time_to_repeat(self.control, trial, self.elapsed):
-                return
-            self._run(self._plan(trial.candidate, Role.REPEAT, search_ended=search_ended))
 
     @property
     def _nodes_left(self) -> int | None:

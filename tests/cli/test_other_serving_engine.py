@@ -27,17 +27,8 @@ from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.serving.launch.reports import ServerReports
 
-KNOBS = (
-    knobs.INSTANCES_KNOB,
-    knobs.knob(
-        "slots",
-        "Most sequences at once.",
-        flags=("parallel",),
-        aliases=("max_num_seqs",),
-        auto=knobs.fixed_values(1, 2, 4),
-        memory_order=1,
-    ),
-)
+SLOTS = {"help": "Most sequences at once.", "flags": ["parallel"], "aliases": ["max_num_seqs"], "auto": [1, 2, 4]}
+KNOBS = knobs.read({"instances": None, "slots": {**SLOTS, "memory_order": 1}})
 
 
 class AcmeProgram(Program):

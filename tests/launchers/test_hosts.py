@@ -237,6 +237,8 @@ def test_a_host_that_never_answered_is_an_error_of_the_launch(tmp_path: Path, ma
         refusing.start(launch("true", tmp_path / "trial"))
     with pytest.raises(LaunchError, match="host"):
         launcher().start(launch("true", tmp_path / "trial", directory="/no/such/folder"))
+    with pytest.raises(LaunchError, match="no-such-ssh"):
+        launcher(a=lambda host: ["no-such-ssh"]).start(launch("true", tmp_path / "trial"))
     with pytest.raises(LaunchError, match="no hosts"):
         launcher().start(launch("true", tmp_path / "trial", hosts=()))
 

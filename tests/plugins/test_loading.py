@@ -46,7 +46,6 @@ def load_with_good(install: Install, source: str, *, requires: str = "flagcore>=
         ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
         ("assert 1 == 2, 'bad assumption'", "AssertionError: bad assumption"),
         ("import sys; sys.exit(3)", "SystemExit: 3"),
-        ("raise GeneratorExit('gone')", "GeneratorExit: gone"),
         ("raise BaseException('rude')", "BaseException: rude"),
         ("def broken(:", "SyntaxError"),
         ("def f(): f()\nf()", "RecursionError"),
@@ -163,12 +162,11 @@ def test_output_of_a_plugin_goes_to_stderr(install: Install, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_plugins_load_with_closed_standard_streams(install: Install, tmp_path: Path, closed: str) -> None:
+def test_plugins_load_with_closed_standard_streams(install: Install, tmp_path: Path) -> None:
     install("flagcore-loud", {"loud": "loud_plugin"}, {"loud_plugin": "print('hello')\n" + GOOD})
     result = tmp_path / "result"
     then = f"open({str(result)!r}, 'w').write(repr(loaded.failures) + ' '.join(p.name for p in loaded.plugins))"
-    run_load_plugins(tmp_path, then, shell=closed)
+    run_load_plugins(tmp_path, then, shell=">&- 2>&-")
     assert result.read_text().startswith("()")
     assert "loud" in result.read_text()
 

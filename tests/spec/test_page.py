@@ -84,13 +84,6 @@ def test_site_has_a_table_for_every_section_of_the_spec() -> None:
     assert sorted(sections(SERVE_PAGE)) == sorted(serve - {("serve", "slo", name) for name in LATENCIES[1:]})
 
 
-@pytest.mark.parametrize("kind", ["train", "serve"])
-def test_site_describes_every_key(kind: str) -> None:
-    page, keys = (PAGE, KEYS) if kind == "train" else (SERVE_PAGE, SERVE_KEYS)
-    assert {path for path, key in keys.items() if f"| `{path[-1]}` |" not in page} == set()
-    assert {path for path, key in keys.items() if f" | {' '.join(key['description'].split())} |" not in page} == set()
-
-
 def sample(schema: Any, root: Any) -> Any:
     """Return a value that a schema, a part of `root`, accepts: of several kinds the last one that is not null."""
     if "$ref" in schema:

@@ -75,7 +75,7 @@ def test_time_between_trials_counts_after_a_restart(bench: Bench) -> None:
     assert seconds_used([]) == 0.0
 
 
-@pytest.mark.parametrize("stop_at", range(8))
+@pytest.mark.parametrize("stop_at", [0, 1, 4, 7])
 def test_a_run_interrupted_at_any_trial_resumes_to_the_same_result(bench: Bench, stop_at: int) -> None:
     bench.launcher = Instant(at(stop_at, plain, KeyboardInterrupt()))
     first = bench.tune()
@@ -108,7 +108,7 @@ def test_candidates_within_the_noise_of_the_best_are_repeated(bench: Bench) -> N
     assert sound(plan)
 
 
-@pytest.mark.parametrize("stop_at", range(6, 15))
+@pytest.mark.parametrize("stop_at", [6, 10, 14])
 def test_repeats_resume_where_they_were_interrupted(bench: Bench, stop_at: int) -> None:
     bench.launcher = Instant(at(stop_at, close, KeyboardInterrupt()))
     assert isinstance(bench.tune(repeats=1).error, Interrupted)

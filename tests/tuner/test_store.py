@@ -146,7 +146,7 @@ def test_a_stale_lock_of_the_journal_does_not_block(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"not json\n", b"\x00\xff\n", b"[]\n", b'{"op_code": 4}\n', b"7\n", b"[" * 100_000 + b"\n", b'{"op_code": 99}\n'],
+    [b"not json\n", b"\x00\xff\n", b"[]\n", b'{"op_code": 4}\n', b"[" * 100_000 + b"\n"],
 )
 def test_a_journal_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     run(store(tmp_path))
@@ -232,7 +232,7 @@ def test_another_task_is_refused_and_the_differences_are_listed(locked_folder: R
     assert "--new" in words
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff", b"[]", b"{}", b'{"run": 1}'])
+@pytest.mark.parametrize("content", [b"{", b"[" * 100_000, b"\xff", b"[]", b'{"run": 1}'])
 def test_a_modified_identity_is_refused(locked_folder: RunDirectory, content: bytes) -> None:
     (locked_folder.path / "task.json").write_bytes(content)
     with pytest.raises(RunError, match="--new"):

@@ -8,12 +8,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from flagcore_testing import fakes
+
+from tests.cli.conftest import Ran, flag  # noqa: F401 (fixture)
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
@@ -129,7 +134,7 @@ def node(folder: Path, tools: dict[str, str]) -> dict[str, str]:
     }
 
 
-def flag(environment: dict[str, str], folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+def run(environment: dict[str, str], folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from flagcore.cli import main; main()", *argv]
     return subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=300
@@ -157,7 +162,7 @@ def test_a_node_is_detected_launched_and_tuned(vendor: str, played: bool, tmp_pa
     (tmp_path / "train.py").write_text(FAKE_TOOL)
     command = [sys.executable, "-S", "-E", str(tmp_path / "train.py")] if played else None
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**SPEC, "train": {**SPEC["train"], "command": command}}))
-    completed = flag(environment, tmp_path, "tune", "spec.yaml", "--run-dir", "run", "--json")
+    completed = run(environment, tmp_path, "tune", "spec.yaml", "--run-dir", "run", "--json")
     assert completed.returncode == 0, completed.stderr
     result = json.loads(completed.stdout)
     assert (result["chip"], result["devices"]) == (chip, 4)
@@ -175,7 +180,7 @@ def test_a_busy_device_fails_the_trial_before_it_starts(tmp_path: Path) -> None:
     control = {**SPEC["auto_tuner"]["control"], "device_wait": 0}
     spec = {**SPEC, "auto_tuner": {**SPEC["auto_tuner"], "control": control}}
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
-    completed = flag(environment, tmp_path, "tune", "spec.yaml", "--run-dir", "run")
+    completed = run(environment, tmp_path, "tune", "spec.yaml", "--run-dir", "run")
     assert completed.returncode == 5
     (trial,) = json.loads((tmp_path / "run" / "result.json").read_text())["trials"]
     assert (trial["state"], trial["inconclusive"]) == ("failed", True)
@@ -183,16 +188,25 @@ def test_a_busy_device_fails_the_trial_before_it_starts(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "trials" / "0" / "launch.json").exists()
 
 
-def test_with_two_vendors_tools_each_device_is_listed_once(tmp_path: Path) -> None:
-    environment = node(tmp_path, NODES["metax"][1])
-    listed = flag(environment, tmp_path, "devices", "--json", "--no-plugin", "cpu")
-    assert [(each["index"], each["chip"]) for each in json.loads(listed.stdout)] == [(n, "C500") for n in range(4)]
-    assert "nvidia-smi" in listed.stderr
+def test_with_two_vendors_tools_each_device_is_listed_once(
+    flag: Callable[..., Ran],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(fakes, "quiet", nullcontext)
+    with fakes.machine({tool: fakes.prints(METAX) for tool in ("mx-smi", "nvidia-smi")}):
+        listed = flag("devices", "--json", "--no-plugin", "cpu")
+    assert [(each["index"], each["chip"]) for each in json.loads(listed.out)] == [(n, "C500") for n in range(4)]
+    assert "nvidia-smi" in caplog.text
 
 
-def test_the_error_of_a_failing_tool_is_shown_in_the_device_list(tmp_path: Path) -> None:
-    environment = node(tmp_path, {"mx-smi": ""})
-    (tmp_path / "bin" / "mx-smi").write_text("#!/bin/sh\necho 'failed to open /dev/mxcd'; exit 3\n")
-    listed = flag(environment, tmp_path, "devices", "--no-plugin", "cpu")
-    assert listed.returncode == 4
-    assert "mx-smi failed with exit status 3: failed to open /dev/mxcd" in listed.stderr
+def test_the_error_of_a_failing_tool_is_shown_in_the_device_list(
+    flag: Callable[..., Ran],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(fakes, "quiet", nullcontext)
+    with fakes.machine({"mx-smi": "echo 'failed to open /dev/mxcd'; exit 3\n"}):
+        listed = flag("devices", "--no-plugin", "cpu")
+    assert listed.code == 4
+    assert "mx-smi failed with exit status 3: failed to open /dev/mxcd" in caplog.text

@@ -26,18 +26,7 @@ from flagcore.engines.megatron.space import knobs as knob_rows
 from flagcore.engines.megatron.space import options, production, setting_rules
 from flagcore.engines.megatron.space import rules as legality
 from flagcore.engines.megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
-from flagcore.engines.megatron.space.rules import (
-    DIST_OPT,
-    DP,
-    EP,
-    GRANULARITY,
-    METHOD,
-    PP,
-    RECOMPUTE,
-    RECOMPUTE_LAYERS,
-    SP,
-    TP,
-)
+from flagcore.engines.megatron.space.rules import DIST_OPT, DP, EP, PP, RECOMPUTE, SP, TP
 from flagcore.engines.megatron.space.settings import recompute_modules
 
 
@@ -131,7 +120,8 @@ class Megatron(contracts.Workload):
         neutral: dict[str, tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in SPACE_KNOBS}
         auto = (DP, TP, PP, EP, SP, DIST_OPT, RECOMPUTE)
         neutral[SPLIT] = (None, "balanced")
-        full: dict[str, tuple[KnobValue, ...]] = {GRANULARITY: ("full",), METHOD: ("uniform",), RECOMPUTE_LAYERS: (1,)}
+        recompute: tuple[tuple[KnobValue, ...], ...] = (("full",), ("uniform",), (1,))
+        full = dict(zip(meshes.RECOMPUTE_KNOBS[1:], recompute, strict=True))
         return {**neutral, **dict.fromkeys(auto, AUTO), **full}
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
@@ -142,30 +132,20 @@ class Megatron(contracts.Workload):
         sequence parallelism.
         """
         needed = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
-        width = columns[TP] * columns[PP]
-        keys = (
-            needed,
-            columns[SPLIT],
-            width,
-            columns[RECOMPUTE],
-            columns[EP],
-            columns[DIST_OPT],
-            columns[PP],
-            -columns[SP],
-        )
+        ties = [columns[name] for name in (RECOMPUTE, EP, DIST_OPT, PP)]
+        keys = (needed, columns[SPLIT], columns[TP] * columns[PP], *ties, -columns[SP])
         return int(np.lexsort(keys[::-1])[0])
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         return reading.FAILURES
 
 
-RECOMPUTE_KNOBS = (RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS)
 MEMORY_ORDER = {knob.name: knob.memory_order for knob in SPACE_KNOBS if knob.memory_order}
 """How the values of each knob are ordered by memory. The knobs of recompute are not included."""
 
 
 def _ordered_at_least(columns: Columns, other: Columns, order: Mapping[str, int]) -> BoolArray:
-    plain = [knob.name for knob in SPACE_KNOBS if knob.name not in order and knob.name not in RECOMPUTE_KNOBS]
+    plain = [knob.name for knob in SPACE_KNOBS if knob.name not in order and knob.name not in meshes.RECOMPUTE_KNOBS]
     equal = [columns[knob] == other[knob] for knob in plain]
     above = [(columns[knob] - other[knob]) * sign >= 0 for knob, sign in order.items()]
     result: BoolArray = np.logical_and.reduce([*equal, *above])

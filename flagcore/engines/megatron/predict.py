@@ -178,8 +178,8 @@ def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) 
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
     """Return the weights and the peak bytes by component, for a rank of the given stage of each candidate."""
     found: dict[str, dict[str, FloatArray]] = {}
-    for rows, some, group_costs in with_stage(task, columns, stages, costs):
-        train, layout = inputs(task, some, group_costs)
+    for rows, subset, group_costs in with_stage(task, columns, stages, costs):
+        train, layout = inputs(task, subset, group_costs)
         index, placement = stages[rows].astype(np.float64), Placement.from_layout(layout, group_costs)
         index = index % layout.pipeline
         tables = [
@@ -408,8 +408,8 @@ def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:
     row = {knob: values[:1] for knob, values in columns.items()}
     order, found = groups_of_row(task, row), []
     ((_, parts),) = by_kinds(task, row, costs)
-    for number, (some, group_costs) in enumerate(parts):
-        if (made := step.passes(*inputs(task, some, group_costs), group_costs)) is None:
+    for number, (subset, group_costs) in enumerate(parts):
+        if (made := step.passes(*inputs(task, subset, group_costs), group_costs)) is None:
             return []
         groups = order[number : number + 1] if len(parts) > 1 else order
         found.append(replace(made, groups=tuple(groups[group] for group in made.groups)))

@@ -212,6 +212,13 @@ def probe_ranks(task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ..
     return tuple(each * width for each in sorted(stages_to_probe))
 
 
+PROBE_FIGURES = (
+    *("stage", "static_bytes", "peak_forward_backward_bytes", "peak_optimizer_bytes", "peak_allocated_bytes"),
+    *("device_used_bytes", "microbatches_run"),
+)
+"""Whole numbers in the metrics of a probe that are fields of `RankMeasurement`."""
+
+
 def read_probe(task: Task, folder: str) -> RankMeasurement:
     """Return the trial program's measurement of one rank. Raises NoMetrics if there is none."""
     data = read_metrics(folder)
@@ -219,24 +226,17 @@ def read_probe(task: Task, folder: str) -> RankMeasurement:
         steps: list[dict[str, Any]] = data["steps"][task.spec.control.warmup_iters :]
         if not steps:
             raise NoMetrics(f"the probe wrote {len(data['steps'])} steps, and all of them are warm-up")
-        compute = [float(step["compute_s"]) for step in steps]
-        optimizer = [float(step["optimizer_s"]) for step in steps]
+        compute, optimizer = ([float(step[name]) for step in steps] for name in ("compute_s", "optimizer_s"))
         reserved_bytes = data["peak_reserved_bytes"]
         return RankMeasurement(
-            stage=int(data["stage"]),
-            static_bytes=int(data["static_bytes"]),
-            peak_forward_backward_bytes=int(data["peak_forward_backward_bytes"]),
-            peak_optimizer_bytes=int(data["peak_optimizer_bytes"]),
-            peak_allocated_bytes=int(data["peak_allocated_bytes"]),
+            **{name: int(data[name]) for name in PROBE_FIGURES},
             reserved_bytes=None if reserved_bytes is None else int(reserved_bytes),
-            device_used_bytes=int(data["device_used_bytes"]),
             compute_time_s=statistics.median(compute),
             compute_spread_s=interquartile_range(compute),
             optimizer_time_s=statistics.median(optimizer),
             optimizer_spread_s=interquartile_range(optimizer),
             steps=len(steps),
             microbatches=int(data["num_microbatches"]),
-            microbatches_run=int(data["microbatches_run"]),
             versions={name: str(version) for name, version in data["versions"].items()},
         )
     except INVALID_JSON as error:

@@ -11,7 +11,7 @@ Job records of published runs omit some settings. They are filled in as follows:
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import MIN_REQUESTS, RATES
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
-from flagcore.domain.spec import SettingValue, Spec, Task
+from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.engines.serving.launch import importing, start
 from flagcore.engines.serving.launch.export import DYNAMO
@@ -146,20 +146,8 @@ class Engine(EngineProfile, Workload):
                 result &= column == code
         return result
 
-    def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return False for every row: no knob slows down every model and load."""
-        return np.zeros(next(iter(columns.values())).size, dtype=np.bool_)
-
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-        defaults, values = self.defaults(task), self.parse(values)
-        columns = {}
-        for axis in self.axes(task):
-            value = values.get(axis.knob, defaults.get(axis.knob, axis.neutral))
-            try:
-                columns[axis.knob] = np.array([axis.encode(value)], dtype=np.int64)
-            except (ValueError, TypeError):
-                raise SpecError(key=axis.knob, value=value, problem="is not a valid value") from None
-        return columns
+        return super().columns(task, {**self.defaults(task), **self.parse(values)})
 
     def _columns_of(self, task: Task, candidate: Candidate) -> dict[str, IntArray]:
         """Encode a candidate as one-row columns, without the knobs of plugins."""
@@ -219,15 +207,6 @@ class Engine(EngineProfile, Workload):
 
     def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
         return tuple(_spec_warnings(spec, self.program))
-
-    def job_warnings(
-        self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
-    ) -> tuple[str, ...]:
-        return ()
-
-    def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
-        """Return a function that returns no steps: a load has no intermediate result."""
-        return tuple
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         kinds = placement.instance_kinds(task, self._columns_of(task, candidate))

@@ -163,8 +163,9 @@ def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, opti
 
 
 def placed(model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]) -> tuple[Layout, Options]:
-    """Return the layout and the options if candidates with as many (virtual) stages have the explicit layout
-    `stages`.
+    """Return the layout and the options with the explicit layers of `stages`.
+
+    Only candidates with as many (virtual) stages change.
     """
     table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in stages], dtype=np.float64)
     before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))

@@ -245,7 +245,9 @@ def _gain(run: RunData, best: Trial) -> Cell:
     values = run.configuration(baseline)
     if speedup is None:
         if baseline.measurement and baseline.state is not TrialState.STOPPED:
-            return Cell(_("unknown: no whole steps of both were measured (baseline: {baseline})", baseline=values))
+            return Cell(
+                _("unknown: the best or the baseline ({baseline}) has no measurement of whole steps", baseline=values)
+            )
         does_not_fit = run.fidelity == ESTIMATE and memory_of(baseline).get("fits") is False
         state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state.value)
         return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state_text))

@@ -60,9 +60,7 @@ def _is_set(knob: str, neutral: int, columns: Columns) -> BoolArray:
     return is_set
 
 
-def rejection_rules(
-    axes: Sequence[Axis], value_rules: Sequence[ValueRule], spec: Spec | None = None
-) -> tuple[Rule, ...]:
+def rejection_rules(axes: Sequence[Axis], value_rules: Sequence[ValueRule], spec: Spec) -> tuple[Rule, ...]:
     """Return a rule for each knob value or job setting that plugins reject on the chip.
 
     Values that a knob does not have are ignored, because a plugin may support other releases of the engine. Raises
@@ -74,14 +72,14 @@ def rejection_rules(
         if refused.knob in by_knob:
             rules.append(_knob_rule(by_knob[refused.knob], refused))
         elif refused.knob in JOB_KEYS or refused.knob.startswith(SHARED_PREFIXES):
-            value = None if spec is None else _value_of(spec, refused.knob)
+            value = _value_of(spec, refused.knob)
             broken = value in refused.values
             rules.append(_job_rule(axes[0], refused.name, refused.knob, value, broken, refused.reason))
         else:
             problem = f"a plugin rejects values of {refused.knob}, which is not a knob (rule {refused.name})"
             raise NoDevice(f"{problem}; knobs: {', '.join(by_knob)}; or {', '.join(JOB_KEYS)}, settings.NAME")
     for forced in (each for each in value_rules if not isinstance(each, RefusedValues)):
-        value = None if spec is None else _value_of(spec, forced.setting)
+        value = _value_of(spec, forced.setting)
         reason = f"it must be {forced.value}: {forced.reason}"
         broken = value is not None and value != forced.value
         rules.append(_job_rule(axes[0], forced.name, forced.setting, value, broken, reason))

@@ -172,8 +172,8 @@ def why_no_trial(context: SearchContext) -> Message | None:
 
     A decision is made only after a trial that ended before its last step. The search ends if fp32 is much faster than
     the precision of the job. It also ends if nothing is measured, and either no open candidate is expected to finish
-    two steps in a trial, or MAX_WITHOUT_STEP trials finished no step. A search of servers ends if MAX_WITHOUT_STEP
-    trials reached their time limit, and nothing is measured.
+    two steps in a trial, or MAX_WITHOUT_STEP trials finished no step or hung. A search of servers ends if
+    MAX_WITHOUT_STEP trials reached their time limit, and nothing is measured.
     """
     task, control = context.task, context.task.spec.control
     trials = [trial for trial in context.trials if not trial.source]
@@ -190,6 +190,9 @@ def why_no_trial(context: SearchContext) -> Message | None:
     left = math.inf if context.seconds_left is None else context.seconds_left
     limit = min(control.max_time_per_task or math.inf, left)
     is_measured = any(trial.state is TrialState.MEASURED for trial in trials)
+    if not is_measured and sum(trial.silent_s > 0 for trial in trials) >= MAX_WITHOUT_STEP:
+        text = N_("trials hang after their first step; trial {number}: {reason}")
+        return Message(text, number=last.number, reason=last.reason or last.state.value)
     if len(trials) >= MAX_WITHOUT_STEP and not any(trial.step_seen_s for trial in trials):
         step = max(step, last.duration_s - start)
     faster = _faster_precision(task)

@@ -32,6 +32,9 @@ FEW_STEPS = 0.15
 """Half the width of the relative 80% interval of a step time that is measured in a single step. It shrinks with the
 square root of the number of steps. If the steps spread more widely, their spread is used instead. Chosen by hand."""
 POLL_SECONDS = 0.5
+HANG_STEPS, HANG_SECONDS = 20.0, 5.0
+"""A trial whose time is over hangs if its last step ended so many of its longest steps, and seconds, ago. Chosen by
+hand: logs may show several steps at once."""
 ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
 """The values of `Exit.ended_by` with which a trial still counts as measured if it finished its steps."""
 
@@ -77,10 +80,13 @@ class _Watch:
         progress, limit = workload.progress(self.platform.task, self.folder), workload.step_limit(self.platform.task)
         start, warmup, wanted = time.monotonic(), self.control.warmup_iters, limit
         stopped = slower = too_long = False
+        finished, finished_at = 0, 0.0
         try:
             while (ended := running.wait(POLL_SECONDS)) is None:
                 on_poll()
                 steps, elapsed = progress(), time.monotonic() - start
+                if len(steps) > finished:
+                    finished, finished_at = len(steps), elapsed
                 if limit is not None:
                     warmup = warmup_steps(steps, self.control.warmup_iters)
                     wanted = self._steps_to_run(steps, limit - self.control.warmup_iters + warmup, elapsed)
@@ -102,6 +108,9 @@ class _Watch:
         if wanted and outcome.state is TrialState.MEASURED and not stopped:
             outcome = replace(outcome, reason=self._end_remark(ended, len(steps), wanted))
         if self.is_training:
+            silent_s = time.monotonic() - start - finished_at
+            if ended.ended_by == "timeout" and silent_s > max(HANG_STEPS * max(steps, default=math.inf), HANG_SECONDS):
+                outcome = replace(outcome, silent_s=silent_s, reason=self._hang_reason(steps))
             outcome = self._with_fewer_steps(outcome, steps)
         if outcome.measurement:
             outcome = replace(outcome, measurement=with_readings(outcome.measurement, readings, self.platform))
@@ -234,6 +243,11 @@ class _Watch:
             return f"no step finished: {reason}"[:LONGEST_REASON]
         line = f"{self._few_steps(len(steps), steps[0])}; there is no time for a second one"
         return f"{line}: {limit.seconds:.0f} s ({limit.because})"[:LONGEST_REASON]
+
+    def _hang_reason(self, steps: Sequence[float]) -> str:
+        limit = self.trial.time_limit
+        line = f"{self._few_steps(len(steps), max(steps))}; the next one did not end"
+        return f"{line} within {limit.seconds:.0f} s ({limit.because})"[:LONGEST_REASON] if limit else line
 
     def _few_steps(self, count: int, step_s: float) -> str:
         """Return a phrase with the number of the trial's steps, and their measured and predicted time."""

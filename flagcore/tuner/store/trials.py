@@ -25,7 +25,7 @@ from flagcore.tuner.store.directory import writable
 
 JOURNAL = "journal.log"
 TRIAL = TypeAdapter(Trial)
-ENDED = ("source", "inconclusive", "lost_host", "warm", "finished_steps_s", "telemetry")
+ENDED = ("source", "inconclusive", "lost_host", "warm", "finished_steps_s", "silent_s", "telemetry")
 """The fields of a trial that are set when it ends, besides its state, reason, duration, log and measurement."""
 MAX_INT = 2**63 - 1
 STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaState.PRUNED}
@@ -164,7 +164,10 @@ def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, 
     except KeyError:
         if url is None:
             return ()
-        message = _("{url} has no trials of this run; a relative path in it starts where the run was tuned", url=url)
+        message = _(
+            "{url} has no trials of this run; a relative path in it starts at the working folder of the tuning",
+            url=url,
+        )
         raise RunError(message) from None
     except Exception as error:
         raise RunError(_("{file} cannot be read ({why})", file=url or file, why=_line(error))) from None

@@ -36,7 +36,7 @@ Flag = Callable[..., Ran]
 SPACE = "experiment.auto_tuner.space"
 ALL = tuple(sorted(path.parent.name for path in TREES.glob("*/tune.yaml")))
 TRAIN = tuple(name for name in ALL if name.startswith("train"))
-FUZZED = ("train_hetero", "train_latent", "serve_many", "serve_vllm", "serve_llama_cpp")
+FUZZED = ("train_hetero", "serve_many", "serve_vllm")
 """Trees that have between them most keys."""
 
 
@@ -515,7 +515,13 @@ def test_flags_that_an_engine_refuses_to_take_never_come_into_its_arguments() ->
     }
 
 
-@pytest.mark.parametrize("name", TRAIN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("train_dense", "train_hetero", "train_moe") else pytest.mark.long)
+        for name in TRAIN
+    ],
+)
 def test_a_training_tree_is_estimated_for_another_chip(name: str, folder: Path, flag: Flag) -> None:
     pytest.importorskip("flagcore_nvidia")
     arguments = ("--config-path", name, "--config-name", "tune", "--chip", "H100-SXM", "--json")

@@ -9,7 +9,7 @@ import pytest
 from flagcore.contracts import Costs
 from flagcore.domain.chip import Fact
 from flagcore.domain.cluster import Topology
-from flagcore.engines.training.layout import Layout, Options, Training
+from flagcore.engines.training.layout import Layout, Options, Training, distinct
 from flagcore.engines.training.stages import model_flops
 from flagcore.engines.training.time.step import rank_time, step_time
 from flagcore.physics.collective_costs import Collectives
@@ -201,8 +201,8 @@ def test_fully_sharded_weights_are_gathered_for_each_micro_batch() -> None:
 
 
 def test_combinations_are_distinguished_regardless_of_their_size() -> None:
-    large = {"tensor": [1.0, 4096.0, 4096.0], "context": [2.0**20, 2.0**20, 2.0**19], "micro_batch": [2.0**22] * 3}
-    first, which = layout(**large).distinct(("tensor", "context", "micro_batch"))
+    large = [[1.0, 4096.0, 4096.0], [2.0**20, 2.0**20, 2.0**19], [2.0**22] * 3]
+    first, which = distinct([np.array(column) for column in large])
     assert len(first) == 3
     assert len(set(which.tolist())) == 3
 

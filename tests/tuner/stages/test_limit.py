@@ -165,6 +165,10 @@ def test_a_search_ends_if_no_candidate_has_time_for_two_steps() -> None:
     assert why_no_trial(after(cut_short(0, 2000.0)))
     assert why_no_trial(after(cut_short(0, 2000.0), max_time_per_task=None)) is None
     assert why_no_trial(after(cut_short(0, 2000.0), max_time_per_task=None, max_time=9 * FASTEST))
+    hung = [cut_short(row, 1.0, silent_s=9.0, duration_s=10.0) for row in (0, 1)]
+    assert why_no_trial(after(hung[0])) is None
+    assert why_no_trial(after(*hung))
+    assert why_no_trial(after(trial_of(2, 1.0, 2), *hung)) is None
 
 
 def test_a_search_of_servers_ends_if_two_loads_had_too_little_time() -> None:

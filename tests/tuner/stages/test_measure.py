@@ -500,6 +500,16 @@ def test_steps_before_the_time_limit_are_a_measurement_with_their_spread(monkeyp
     assert done.interval == pytest.approx((30.0 - 10.0) / 20.0 / 2.0)
 
 
+def test_the_time_without_steps_is_not_the_start_of_a_trial_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for steps in ((0.1,), (0.1, 0.2, 0.1)):
+        run = Ran(ended(-15, "timeout"), polls=3, seconds=30.0)
+        done = ran(Steps(steps), run, monkeypatch)
+        assert (done.silent_s, done.measurement is None) == (run.now, len(steps) == 1)
+        assert "did not end" in (done.reason or "")
+        done = replace(done, duration_s=run.now + 7.0)
+        assert done.overhead_s(5, 1) == pytest.approx(7.0, abs=1.0)
+
+
 def test_steps_of_a_failed_trial_are_stored_with_its_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = replace(ON_CPU, **small.read(devices(0), [Reads(cores=2.0)]))
     done = ran(Steps((1.0, 2.0)), Ran(ended(3), polls=1), monkeypatch, platform)

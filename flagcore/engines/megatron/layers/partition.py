@@ -61,7 +61,7 @@ class Fronts:
         """Return all placements of `leading` layers. With `early`, also return those with early multi-token
         prediction.
         """
-        found = list(cls.all(leading))
+        found = list(cls._late(leading))
         between = [replace(each, early=True, between=True) for each in found if not each.last]
         return [*found, *between, *(replace(each, early=True) for each in found)] if early else found
 
@@ -76,7 +76,7 @@ class Fronts:
         return [*range(len(self.dense)), *[-2] * self.between, -1]
 
     @classmethod
-    def all(cls, leading: int) -> Iterator[Fronts]:
+    def _late(cls, leading: int) -> Iterator[Fronts]:
         """Yield all placements of `leading` layers. The first placement has all of them on the first stage."""
         yield cls((leading,))
         if leading > MAX_LEADING:
@@ -116,11 +116,6 @@ class Fronts:
         limits = [np.where(virtual > 1, np.inf, float(count)) for count in self.dense[:full]]
         last = np.where(virtual > 1, np.inf, 0.0) if self.early else any_number
         return [*limits, *[any_number] * (len(self.leading) - 1 - full), last]
-
-
-def all_fronts(train: Training) -> list[Fronts]:
-    """Return all ways to place the leading dense layers and multi-token prediction."""
-    return Fronts.every(leading_layers(train), early=train.options.early_mtp)
 
 
 def leading_layers(train: Training) -> int:
@@ -237,7 +232,7 @@ def best_splits(
     if most is not None:
         later = np.arange(most.shape[2]) >= layout.pipeline[:, None] - 1.0 - early
         possible &= np.all(later | (most.max(axis=1) >= layout.virtual[:, None]), axis=1)
-    for number, fronts in enumerate(all_fronts(train)):
+    for number, fronts in enumerate(Fronts.every(leading, early=train.options.early_mtp)):
         if fronts.early != early:
             continue
         rows = np.flatnonzero(possible & fronts.fit(layout.pipeline))
@@ -293,10 +288,10 @@ def _search(
 def _start(
     total: int, least: FloatArray, limits: FloatArray, counts: Sequence[FloatArray]
 ) -> tuple[FloatArray, BoolArray]:
-    """Return an even split, or another one within the limits, and which candidates have a split.
+    """Return a first split within the limits, even if possible, and whether each candidate has one.
 
-    The rows of the split are the ends, then the stages between on each node group. `counts` are the numbers of these
-    stages.
+    The first rows of the split are the stages at the ends; the others are the middle stages of each node group, whose
+    numbers are `counts`.
     """
     ends = len(least) - len(counts)
     number = np.stack([*np.ones_like(least[:ends]), *counts])
@@ -331,7 +326,7 @@ def _move_layers(
     goes, (now_held, (least, limits)) = moving, (layers, bounds)
     if moving.size < possible.size:
         now_held, least, limits = layers[:, moving], least[:, moving], limits[:, moving]
-        paces, middles = _some(paces, moving), [each[moving] for each in middles]
+        paces, middles = _of_rows(paces, moving), [each[moving] for each in middles]
     while moving.size:
         now, after = (_seconds(fronts, paces, middles, now_held + more) for more in (0.0, 1.0))
         after = np.where(now_held + 1.0 > limits, np.inf, after)
@@ -344,12 +339,12 @@ def _move_layers(
         moving, now_held, least, limits = moving[goes], now_held[:, goes], least[:, goes], limits[:, goes]
         now_held[giver[goes], np.arange(goes.size)] -= 1.0
         now_held[taker[goes], np.arange(goes.size)] += 1.0
-        paces, middles = _some(paces, goes), [each[goes] for each in middles]
+        paces, middles = _of_rows(paces, goes), [each[goes] for each in middles]
         layers[:, moving] = now_held
     return slowest
 
 
-def _some(paces: Sequence[Pace], rows: IntArray) -> list[Pace]:
+def _of_rows(paces: Sequence[Pace], rows: IntArray) -> list[Pace]:
     """Return the paces of the candidates `rows`. Stages on one node group share a pace."""
     found = {id(each): each[rows] for each in paces}
     return [found[id(each)] for each in paces]

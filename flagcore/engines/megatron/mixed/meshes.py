@@ -63,7 +63,7 @@ MBS, SP, SPLIT = "micro_batch_size", "sequence_parallel", "layer_split"
 MICROBATCHES, ALL_REPLICAS = "microbatches", "replicas"
 """Columns of a mesh with replicas: the micro-batches of each replica, and the number of replicas of all meshes."""
 _OF_REPLICAS = {"mbs": MBS, "x": MICROBATCHES}
-DP, TP, PP = (SIZES[name] for name in ("dp", "tp", "pp"))
+DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,13 +225,13 @@ def by_kinds(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntAr
     kinds, which = np.unique(kinds, axis=0, return_inverse=True)
     for number, (apart, *groups) in enumerate(kinds.tolist()):
         rows, order = np.flatnonzero(which.reshape(-1) == number), [group for group in groups if group >= 0]
-        some = {name: column[rows] for name, column in columns.items()}
+        subset = {name: column[rows] for name, column in columns.items()}
         if apart:
-            own = table.of_replicas(some, len(order), task.spec.train.global_batch_size)
+            own = table.of_replicas(subset, len(order), task.spec.train.global_batch_size)
             costs_here = (replace(costs.groups[group], further={}, between=costs.between) for group in order)
             yield rows, list(zip(own, costs_here, strict=True))
         else:
-            yield rows, [(some, _ordered(task.cluster, costs, order))]
+            yield rows, [(subset, _ordered(task.cluster, costs, order))]
 
 
 def splits(task: Task, columns: Columns) -> dict[str, BoolArray]:

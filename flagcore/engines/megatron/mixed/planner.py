@@ -27,7 +27,9 @@ from flagcore.engines.megatron.mixed import hetero
 from flagcore.engines.megatron.mixed.meshes import (
     AFTER_REPLICAS,
     ALL_REPLICAS,
+    CP,
     DP,
+    EP,
     MBS,
     MESHES,
     MICROBATCHES,
@@ -148,8 +150,8 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
                     scores[order][text] = min(scores[order].get(text, np.inf), score)
     found: list[str] = []
     every = {text: score for of_order in scores.values() for text, score in of_order.items()}
-    for some, most in ((every, PLANNED), *((of_order, PLANNED // len(scores)) for of_order in scores.values())):
-        found += sorted(some, key=some.__getitem__)[:most]
+    for by_text, most in ((every, PLANNED), *((of_order, PLANNED // len(scores)) for of_order in scores.values())):
+        found += sorted(by_text, key=by_text.__getitem__)[:most]
     return tuple(dict.fromkeys(found))
 
 
@@ -240,11 +242,12 @@ def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Seque
     kept = np.flatnonzero(~beats.any(axis=0) & (room[0] >= 1.0))
     useful = options[kept]
     alike = 2 * useful.pp + (useful.ep > 1)
+    # Of the rooms, that for 16 micro-batches in flight decides: the first stages of a pipeline hold about as many.
     return useful[np.flatnonzero(_rank(alike, useful.layer) | _rank(alike, -room[2][kept]))]
 
 
 def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
-    """Return which options are among the `MAX_SIZES` with the lowest `figure` of all options with the same `alike`."""
+    """Return, for each option, whether it has one of the `MAX_SIZES` lowest values of `figure` in its group `alike`."""
     order = np.lexsort((figure, alike))
     place = np.empty_like(order)
     place[order] = np.arange(order.size) - np.searchsorted(alike[order], alike[order])
@@ -323,7 +326,6 @@ NEARBY = {2: 64, 3: 8}
 """Maximum distance between tried whole numbers of micro-batches and the real numbers, by the number of kinds (else
 2)."""
 
-CP, EP = SIZES["cp"], SIZES["ep"]
 Rows = Mapping[str, Any]
 """Columns of options for the replicas of a node group: sizes, and times of the replicas."""
 

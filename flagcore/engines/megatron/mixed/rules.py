@@ -49,8 +49,8 @@ def _on_each_mesh(table: Meshes, rule: Rule) -> Rule:
             here = rows[table.groups[code[rows], mesh] >= 0]
             if rule.name == OF_BATCH:
                 here = here[~table.splits_data[code[here]]]
-            some = {name: column[here] for name, column in columns.items()}
-            result[here] |= rule.broken(table.columns(some, mesh))
+            subset = {name: column[here] for name, column in columns.items()}
+            result[here] |= rule.broken(table.columns(subset, mesh))
         return np.asarray(result)
 
     return replace(rule, knobs=(*rule.knobs, MESHES), broken=broken)

@@ -55,14 +55,12 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
     """
     rank_device, built, startup = start_rank(job, number, lambda: _join(job, number, listener))
     job = job.on_replica(groups.get_data_parallel_rank())
-    cpu_start = time.process_time()
     steps: list[Step] = []
     for step in train(job, built, rank_device):
         steps.append(step)
         if number == 0:
             _append_step(job.output, dataclasses.asdict(step))
-    cpu_time_s = time.process_time() - cpu_start
-    report = _report(job, built, steps, rank_device, cpu_time_s)
+    report = _report(job, built, steps, rank_device)
     if number == 0:
         _write_metrics(job.output, {**report, "startup_s": {"import": import_s, **startup}})
     dist.barrier()  # rank 0 may serve the rendezvous, so all ranks wait here until it has written the metrics
@@ -135,32 +133,27 @@ def _embedding_ranks(job: Job, ranks: list[int]) -> list[int]:
     return sorted({ranks[0], ranks[mtp[0]], *ranks[-1:] * tied})
 
 
-def _report(
-    job: Job, built: BuiltModel, steps: list[Step], rank_device: RankDevice, cpu_time_s: float
-) -> dict[str, Any]:
+def _report(job: Job, built: BuiltModel, steps: list[Step], rank_device: RankDevice) -> dict[str, Any]:
     """Gather the measurements of all ranks. Every rank returns the same report."""
     own_report = {
         "rank": dist.get_rank(),
         "parameters": _local_parameters(built),
         **rank_device.memory(),
-        "cpu_time_s": cpu_time_s,
         "own_steps": [
             {"forward_backward_s": step.own_forward_backward_s, "optimizer_s": step.own_optimizer_s} for step in steps
         ],
         SPEED_TEST: speed_test(job, rank_device),
     }
-    own_parameters = _distinct_parameters(built)
     stage = groups.get_pipeline_model_parallel_rank()
     all_reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_reports, (own_report, own_parameters, stage, _local_layers(built)))
-    layers = {stage: count for _, _, stage, count in all_reports}
+    dist.all_gather_object(all_reports, (own_report, stage, _local_layers(built)))
+    layers = {stage: count for _, stage, count in all_reports}
     layers_per_stage = [layers[stage] for stage in sorted(layers)]
     return {
         "schema_version": _SCHEMA_VERSION,
         "steps": [dataclasses.asdict(step) for step in steps],
-        "parameters": sum(own_parameters for _, own_parameters, _, _ in all_reports),
         "num_microbatches": job.num_microbatches,
-        "ranks": [rank for rank, _, _, _ in all_reports],
+        "ranks": [rank for rank, _, _ in all_reports],
         "effective": _effective(job, built, layers_per_stage),
         "versions": _versions(job),
     }
@@ -264,24 +257,6 @@ def _write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
 def _local_parameters(built: BuiltModel) -> int:
     """Return the number of parameters on this rank, including replicas."""
     return sum(weight.numel() for chunk in built.chunks for weight in chunk.parameters())
-
-
-def _distinct_parameters(built: BuiltModel) -> int:
-    """Return this rank's share of the model's parameters, so that over all ranks each parameter is counted once.
-
-    The sum over all ranks is the size of the model with the padded vocabulary. Replicas are counted on the first rank
-    that has one, a tied embedding on the first pipeline stage.
-    """
-    first_dense = groups.get_data_parallel_rank(with_context_parallel=True) == 0
-    first_expert = groups.get_expert_data_parallel_rank() == 0
-    count = 0
-    for weight in (weight for chunk in built.chunks for weight in chunk.parameters()):
-        is_expert = not getattr(weight, "allreduce", True)
-        tensor_rank = groups.get_expert_tensor_parallel_rank() if is_expert else groups.get_tensor_model_parallel_rank()
-        counts_part = tensor_rank == 0 or getattr(weight, "tensor_model_parallel", False)
-        if (first_expert if is_expert else first_dense) and counts_part and not getattr(weight, "shared", False):
-            count += weight.numel()
-    return count
 
 
 def _local_layers(built: BuiltModel) -> int:

@@ -26,6 +26,7 @@ from flagcore.engines.serving.space.program import EngineArgs, Program
 from flagcore.engines.serving.space.rules import (
     check_images,
     context_rules,
+    forbidden,
     same_as_unset,
     speculation_rules,
     split_rules,
@@ -36,7 +37,7 @@ from flagcore.errors import FlagError, NoDevice, SpecError
 from flagcore.spec.models import context_length
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
-N_BATCH, N_UBATCH, FLASH = "batch_size", "ubatch_size", "flash_attention"
+N_BATCH, N_UBATCH = "batch_size", "ubatch_size"
 SPLIT, LAYERS, UNIFIED = "split_mode", "n_gpu_layers", "kv_unified"
 NEED_DRAFT_MODEL = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark")
 
@@ -48,7 +49,6 @@ SPIN_COUNT = 10_000
 """How often libgomp's threads check a barrier before they sleep. With libgomp's default, a server beside two busy
 processes on two cores took 2.5 times longer per iteration; with threads that sleep at once, 1.8 times longer on idle
 cores. With this value it was as fast as the better one of both (xllamacpp, two threads, 4 and 16 sequences)."""
-PLAIN_KV = ("f32", "f16", "bf16")
 PACKAGE = "xllamacpp"
 
 
@@ -232,8 +232,19 @@ def rules(task: Task) -> tuple[Rule, ...]:
     hardware, total = Hardware.of(task), total_context(task)
     return (
         *split_rules(task, data=False),
-        *_split_mode_rules(hardware),
-        *_batch_rules(),
+        *forbidden(task, PROGRAM),
+        Rule(
+            name="batch_holds_slots",
+            knobs=(PARALLEL, N_BATCH),
+            message=f"{N_BATCH} must be at least {PARALLEL}, or llama.cpp aborts",
+            broken=lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < or_default(c[PARALLEL], AUTO_SLOTS)),
+        ),
+        Rule(
+            name="ubatch_in_batch",
+            knobs=(N_BATCH, N_UBATCH),
+            message=f"{N_UBATCH} must not exceed {N_BATCH} (default {PROGRAM.defaults[N_BATCH]})",
+            broken=lambda c: c[N_UBATCH] > PROGRAM.values(c, N_BATCH),
+        ),
         Rule(
             name="threads_on_cores",
             knobs=(INSTANCES, THREADS, BATCH_THREADS),
@@ -256,65 +267,6 @@ def rules(task: Task) -> tuple[Rule, ...]:
             NEED_DRAFT_MODEL,
             "spec-draft-model",
             "draft-mtp",
-        ),
-    )
-
-
-def _split_mode_rules(hardware: Hardware) -> tuple[Rule, ...]:
-    none_code, layer_code, *row_codes = (PROGRAM.code(SPLIT, name) for name in ("none", "layer", "row", "tensor"))
-    return (
-        Rule(
-            name="cores_are_not_split",
-            knobs=(TP, PP),
-            message=f"{TP} and {PP} must be 1 on CPU cores: threads share the work",
-            broken=lambda c: ((c[TP] > 1) | (c[PP] > 1)) & hardware.on_cores,
-        ),
-        Rule(
-            name="one_split",
-            knobs=(TP, PP),
-            message=f"llama.cpp splits by rows ({TP}) or by layers ({PP}), not both",
-            broken=lambda c: (c[TP] > 1) & (c[PP] > 1),
-        ),
-        Rule(
-            name="split_mode",
-            knobs=(TP, PP, SPLIT),
-            message=f"split_mode row or tensor needs {TP} > 1, layer {PP} > 1, none neither",
-            broken=lambda c: (
-                (np.isin(c[SPLIT], row_codes) & ((c[TP] == 1) | (c[PP] > 1)))
-                | ((c[SPLIT] == layer_code) & ((c[PP] == 1) | (c[TP] > 1)))
-                | ((c[SPLIT] == none_code) & ((c[TP] > 1) | (c[PP] > 1)))
-            ),
-        ),
-    )
-
-
-def _batch_rules() -> tuple[Rule, ...]:
-    plain_codes = [0, *(PROGRAM.code(KV, name) for name in PLAIN_KV)]
-    off_code = PROGRAM.code(FLASH, "off")
-    return (
-        Rule(
-            name="most_slots",
-            knobs=(PARALLEL,),
-            message=f"{PARALLEL} must not exceed {MAX_SLOTS}",
-            broken=lambda c: c[PARALLEL] > MAX_SLOTS,
-        ),
-        Rule(
-            name="batch_holds_slots",
-            knobs=(PARALLEL, N_BATCH),
-            message=f"{N_BATCH} must be at least {PARALLEL}, or llama.cpp aborts",
-            broken=lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < or_default(c[PARALLEL], AUTO_SLOTS)),
-        ),
-        Rule(
-            name="ubatch_in_batch",
-            knobs=(N_BATCH, N_UBATCH),
-            message=f"{N_UBATCH} must not exceed {N_BATCH} (default {PROGRAM.defaults[N_BATCH]})",
-            broken=lambda c: c[N_UBATCH] > PROGRAM.values(c, N_BATCH),
-        ),
-        Rule(
-            name="quantized_cache",
-            knobs=(FLASH, KV),
-            message=f"a quantized {KV} needs flash_attention",
-            broken=lambda c: (c[FLASH] == off_code) & ~np.isin(c[KV], plain_codes),
         ),
     )
 

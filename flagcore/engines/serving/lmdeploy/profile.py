@@ -16,9 +16,9 @@ from flagcore.engines.serving.launch.server import PORT, Instance, address
 from flagcore.engines.serving.lmdeploy import REPORTS
 from flagcore.engines.serving.space import knobs
 from flagcore.engines.serving.space.hardware import DP, EP, TP, Hardware, count
-from flagcore.engines.serving.space.knobs import CONTEXT, EAGER, KV, or_default
+from flagcore.engines.serving.space.knobs import CONTEXT, EAGER, or_default
 from flagcore.engines.serving.space.program import Program, as_words
-from flagcore.engines.serving.space.rules import context_rules, same_as_unset, split_rules
+from flagcore.engines.serving.space.rules import context_rules, forbidden, same_as_unset, split_rules
 from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.serving.space.weights import weight_bytes
 
@@ -81,41 +81,12 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     return Instance(argv=tuple(argv), environment={"HF_HUB_OFFLINE": "1"})
 
 
-FULL_SHARE_CODE = 1000
-"""The code of a share of 100% in a column."""
-
-
 def _rules(task: Task) -> tuple[Rule, ...]:
     """Return LMDeploy's legality rules for candidates."""
-    on_cores = Hardware.of(task).on_cores
+    experts = task.spec.model.num_moe_experts or 1
     return (
         *split_rules(task, data=True, pipeline=False),
-        Rule(
-            name="no_cores",
-            knobs=(BACKEND,),
-            message="LMDeploy does not run on CPU cores",
-            broken=lambda c: np.full(c[BACKEND].shape, on_cores),
-        ),
-        *_parallel_rules(task.spec.model.num_moe_experts or 1),
-        *_cache_rules(),
-        Rule(
-            name="turbomind_only",
-            knobs=(BACKEND, PER_ITERATION, ITERATIONS),
-            message=f"{PER_ITERATION} and {ITERATIONS} are options of TurboMind",
-            broken=lambda c: (c[BACKEND] == PYTORCH) & ((c[PER_ITERATION] > 0) | (c[ITERATIONS] > 0)),
-        ),
-        Rule(
-            name="pytorch_only",
-            knobs=(BACKEND, EAGER),
-            message=f"{EAGER} is an option of the PyTorch engine",
-            broken=lambda c: (c[BACKEND] != PYTORCH) & (c[EAGER] == 1),
-        ),
-        *context_rules(task, CONTEXT),
-    )
-
-
-def _parallel_rules(experts: int) -> tuple[Rule, ...]:
-    return (
+        *forbidden(task, PROGRAM),
         Rule(
             name="tensor_power_of_two",
             knobs=(TP,),
@@ -123,34 +94,10 @@ def _parallel_rules(experts: int) -> tuple[Rule, ...]:
             broken=lambda c: c[TP] & (c[TP] - 1) != 0,
         ),
         Rule(
-            name="pytorch_parallel",
-            knobs=(BACKEND, DP, EP),
-            message=f"{DP} and {EP} must be 1 with backend pytorch, which needs one server per rank for them",
-            broken=lambda c: (c[BACKEND] == PYTORCH) & ((c[DP] > 1) | (c[EP] > 1)),
-        ),
-        Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),
             message=f"{EP} must be a multiple of {DP}, and divide {TP} x {DP} and the {experts} experts",
             broken=lambda c: (c[EP] > 1) & _splits_experts_unevenly(c, experts),
-        ),
-    )
-
-
-def _cache_rules() -> tuple[Rule, ...]:
-    pytorch_only = [PROGRAM.code(KV, name) for name in ("fp8", "fp8_e5m2", "turbo_quant")]
-    return (
-        Rule(
-            name="cache_share",
-            knobs=(CACHE,),
-            message=f"{CACHE} must be below 1",
-            broken=lambda c: c[CACHE] == FULL_SHARE_CODE,
-        ),
-        Rule(
-            name="cache_type",
-            knobs=(BACKEND, KV),
-            message=f"{KV} fp8, fp8_e5m2 and turbo_quant need backend pytorch",
-            broken=lambda c: (c[BACKEND] != PYTORCH) & np.isin(c[KV], pytorch_only),
         ),
         Rule(
             name="block_size",
@@ -163,6 +110,7 @@ def _cache_rules() -> tuple[Rule, ...]:
                 )
             ),
         ),
+        *context_rules(task, CONTEXT),
     )
 
 

@@ -19,8 +19,8 @@ _DELTAS = ("content", "reasoning_content", "reasoning")
 """Keys that contain the text in an event of a chat."""
 _NO_PREFIX = b"\n"
 """A prefix that no line has."""
-_MAX_LINE, _MAX_PART = 1 << 24, 1 << 16
-"""Maximum number of bytes of a line, and of an event that spans several lines."""
+_MAX_LINE = 1 << 24
+"""Maximum number of bytes of a line."""
 _FINISH_REASONS = (None, "length", "stop")
 _MAX_EXTRA = 100
 """An answer with this many more events than requested tokens fails before its end."""
@@ -35,7 +35,7 @@ class Stream:
     def __init__(self, requested: float = math.inf) -> None:
         self.done = False
         self._most = requested + _MAX_EXTRA
-        self._rest, self._part = b"", b""
+        self._rest = b""
         self._head, self._tail = _NO_PREFIX, _NO_PREFIX
         self._pieces: list[float] = []
         self._textless: list[float] = []
@@ -60,8 +60,6 @@ class Stream:
                 self._line(line, now)
                 head, tail = self._head, self._tail
                 begin, end = len(head), len(tail)
-            elif self._part:
-                raise _not_json(self._part)
         if len(self._pieces) > self._most:
             reason = f"the answer goes on after {self._most:.0f} events with text; max_tokens was ignored"
             raise RequestFailed(ProblemKind.WRONG_LENGTH, reason)
@@ -132,7 +130,7 @@ class Stream:
         if self.done:
             return
         if line.startswith(b"data:"):
-            payload = self._part + line[5:].strip()
+            payload = line[5:].strip()
             if payload == b"[DONE]":
                 self.done, self._head = True, _NO_PREFIX
             else:
@@ -146,12 +144,9 @@ class Stream:
 
     def _event(self, payload: bytes, now: float, line: bytes) -> None:
         try:
-            data, self._part = json.loads(payload), b""
+            data = json.loads(payload)
         except (ValueError, RecursionError):
-            if len(payload) > _MAX_PART:
-                raise _not_json(payload) from None
-            self._part = payload  # the next line may continue it
-            return
+            raise RequestFailed(ProblemKind.BROKEN, f"an event is not JSON: {payload[:80]!r}") from None
         if not isinstance(data, dict):
             raise RequestFailed(ProblemKind.BROKEN, f"an event is not an object: {payload[:80]!r}")
         if _is_error(data):
@@ -168,7 +163,7 @@ class Stream:
             if len(choices) > 1 or choices[0].get("index"):
                 raise RequestFailed(ProblemKind.BROKEN, "the answer has several choices instead of one")
             self._choice(choices[0], now)
-            if choices[0].get("finish_reason") is None and usage is None and payload in line:
+            if choices[0].get("finish_reason") is None and usage is None:
                 self._store_frame(line)
         elif choices != [] and not isinstance(usage, dict):
             raise RequestFailed(ProblemKind.BROKEN, f"an event has neither choices nor usage: {payload[:80]!r}")
@@ -213,10 +208,6 @@ def _prompt_tokens(usage: dict[str, Any]) -> int:
     if type(count) is not int or not 0 < count < 1 << 31:
         raise RequestFailed(ProblemKind.NO_USAGE, f"prompt_tokens is {count!r}")
     return count
-
-
-def _not_json(payload: bytes) -> RequestFailed:
-    return RequestFailed(ProblemKind.BROKEN, f"an event is not JSON: {payload[:80]!r}")
 
 
 def _is_error(data: dict[str, Any]) -> bool:

@@ -381,7 +381,11 @@ def exchange(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) -
     payload = tokens * (2.0 * serving.model.hidden_size)
     gathered = costs.collectives.seconds("all_gather", payload, ranks, stride)
     gathered = gathered + costs.collectives.seconds("reduce_scatter", payload, ranks, stride)
-    sent = _sent_to_experts(serving, 1.0 * ranks, costs, tokens / ranks) if split.exchanges.any() else gathered
+    sent = (
+        _sent_to_experts(serving, ranks.astype(np.float64), costs, tokens / ranks)
+        if split.exchanges.any()
+        else gathered
+    )
     return np.where(split.data > 1.0, np.where(split.exchanges, sent, gathered), 0.0)
 
 

@@ -90,7 +90,7 @@ def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatAr
 
 
 def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
-    """Return the lane to which a prefix-aware router sends each prompt if all lanes are about equally fast."""
+    """Return the lane (instance) to which a prefix-aware router sends each prompt, if all lanes are equally fast."""
     prefixes, counts = Prefixes(lanes), np.zeros(lanes, dtype=np.int64)
     lane_of = np.zeros(len(prompts), dtype=np.int64)
     for index, parts in enumerate(prompts):

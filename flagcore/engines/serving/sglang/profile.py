@@ -43,16 +43,7 @@ from flagcore.engines.serving.space.hardware import (
     max_in_flight,
 )
 from flagcore.engines.serving.space.installed import strip_dashes
-from flagcore.engines.serving.space.knobs import (
-    BACKEND,
-    BALANCING,
-    DRAFTED,
-    EAGER,
-    REDUNDANT,
-    SPECULATION,
-    TRANSFER,
-    or_default,
-)
+from flagcore.engines.serving.space.knobs import BACKEND, DRAFTED, EAGER, REDUNDANT, SPECULATION, TRANSFER, or_default
 from flagcore.engines.serving.space.program import Program, as_words
 from flagcore.engines.serving.space.settings import PublishedRuns, Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token
@@ -321,7 +312,7 @@ def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
 
 def _rules(task: Task) -> tuple[Rule, ...]:
     """Return SGLang's legality rules for candidates."""
-    experts, on_cores = task.spec.model.num_moe_experts or 1, Hardware.of(task).on_cores
+    experts = task.spec.model.num_moe_experts or 1
     needed = longest_request(task.spec.serve.loads, task.spec.model.vision)
     layouts = rules.split_rules(task, data=True, span=True)
     expert_parallel = Rule(
@@ -332,23 +323,11 @@ def _rules(task: Task) -> tuple[Rule, ...]:
             (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0))
         ),
     )
-    load_balancing = Rule(
-        name="load_balancing",
-        knobs=(EP, BALANCING, REDUNDANT),
-        message=f"{BALANCING} and {REDUNDANT} need {EP} > 1",
-        broken=lambda c: ((c[BALANCING] == 1) | (c[REDUNDANT] > 0)) & (c[EP] <= 1),
-    )
     return (
         *layouts,
         *placement.rules(task, layouts),
         placement.of_each_kind(task, expert_parallel),
-        placement.of_each_kind(task, load_balancing),
-        Rule(
-            name="transfer_on_cores",
-            knobs=(PREFILL_DECODE,),
-            message=f"{PREFILL_DECODE} needs devices: SGLang's backends do not move caches between CPU cores",
-            broken=lambda c: (c[PREFILL_DECODE] > 0) & on_cores,
-        ),
+        *rules.forbidden(task, PROGRAM),
         Rule(
             name="chunk_of_pages",
             knobs=(TP, DP, PAGE, CHUNK),
@@ -362,18 +341,6 @@ def _rules(task: Task) -> tuple[Rule, ...]:
             "tokens of the longest request",
             broken=lambda c: (c[CHUNK] == -1) & (PROGRAM.values(c, PREFILL) < needed),
         ),
-        *_model_rules(task),
-        *_release_rules(task),
-        *rules.context_rules(task, knobs.CONTEXT),
-        rules.block_rule(
-            PROGRAM, PAGE, f"must be a size that {BACKEND} supports", lambda sizes: np.zeros_like(sizes, dtype=np.bool_)
-        ),
-    )
-
-
-def _model_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules for knobs that only some models support."""
-    return (
         *rules.speculation_rules(
             task,
             PROGRAM,
@@ -381,6 +348,11 @@ def _model_rules(task: Task) -> tuple[Rule, ...]:
             [each for each in NEED_DRAFT_MODEL if each != "EAGLE" or task.spec.model.mtp_num_layers == 0],
             DRAFT_FLAG,
             "NEXTN",
+        ),
+        *_release_rules(task),
+        *rules.context_rules(task, knobs.CONTEXT),
+        rules.block_rule(
+            PROGRAM, PAGE, f"must be a size that {BACKEND} supports", lambda sizes: np.zeros_like(sizes, dtype=np.bool_)
         ),
     )
 

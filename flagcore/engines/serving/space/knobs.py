@@ -209,19 +209,6 @@ def if_fp8(default: str, fp8: str) -> Auto:
     return Auto(lambda task: (default, fp8) if Hardware.of(task).fp8 else (default,), help_text)
 
 
-NOT_SET = fixed_values(None)
-
-
-def knob(name: str, help: str, *, flags: Sequence[str] | None = None, auto: Auto = NOT_SET, **fields: Any) -> Knob:
-    """Return a knob.
-
-    `flags`: names of its flags, the preferred one first; by default the name of the knob with hyphens. `fields`: other
-    fields of `Knob`.
-    """
-    rows = tuple(Flag(name=each) for each in (flags if flags is not None else [name.replace("_", "-")]))
-    return Knob(name=name, help=help, flags=rows, auto=auto.values, auto_help=auto.help, **fields)
-
-
 class RolesKnob(Knob):
     """The knob PREFILL_DECODE. Its values are texts such as 2xtp2+1xtp4, and the valid ones depend on the task."""
 
@@ -230,10 +217,11 @@ class RolesKnob(Knob):
 
 
 ASYNC, BACKEND, SPECULATION, DRAFTED = "async_scheduling", "attention_backend", "speculation", "speculative_tokens"
-MOE, BALANCING, QUANTIZATION = "moe_backend", "enable_eplb", "quantization"
+MOE, QUANTIZATION = "moe_backend", "quantization"
 KV, PREFIX, EAGER = "kv_cache_type", "enable_prefix_caching", "enforce_eager"
 TRANSFER, TOWER = "kv_transfer", "mm_encoder_tp_mode"
-EXCHANGE, OVERLAP, REDUNDANT = "all2all_backend", "two_batch_overlap", "redundant_experts"
+EXCHANGE, OVERLAP = "all2all_backend", "two_batch_overlap"
+REDUNDANT, BALANCING = "redundant_experts", "enable_eplb"
 GATHERING = ("none", "naive", "allgather_reducescatter")
 """The values of EXCHANGE with which all attention ranks gather all tokens."""
 EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
@@ -293,4 +281,3 @@ COMMON: Mapping[str, Mapping[str, Any]] = yaml.load(
     files(__package__).joinpath("knobs.yaml").read_text("utf-8"), LOADER
 )
 """The fields of the knobs that engines share, by name of the knob."""
-(INSTANCES_KNOB,) = read({INSTANCES: None})

@@ -156,7 +156,7 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
         return sum(parts) <= hardware.cards and _places(parts, hardware) is None
 
     def rule(name: str, check: Check, message: str) -> Rule:
-        table = _broken_by_code(task, check)
+        table = broken_by_code(task, check)
         return Rule(name=name, knobs=(PREFILL_DECODE,), message=message, broken=lambda c: table[c[PREFILL_DECODE]])
 
     def of_kinds(rule: Rule) -> Rule:
@@ -189,26 +189,9 @@ def of_each_kind(task: Task, rule: Rule) -> Rule:
     return Rule(name=rule.name, knobs=(*rule.knobs, PREFILL_DECODE), message=rule.message, broken=broken)
 
 
-def _broken_by_code(task: Task, check: Check) -> BoolArray:
+def broken_by_code(task: Task, check: Check) -> BoolArray:
     """Return the result of `check` for each value of PREFILL_DECODE, by its code. Code 0, not set, gives False."""
     return np.array([False, *(check(roles(word)) for word in known_roles(task))])
-
-
-def transfer_rule(task: Task, transfer: str, is_broken: Mapping[int, Check], message: str) -> Rule:
-    """Return the rule that excludes pairs of kinds between which the chosen method cannot move caches.
-
-    `transfer`: the knob for the method. `is_broken`: for the code of each method, a function that returns whether the
-    method cannot serve a pair.
-    """
-    tables = {code: _broken_by_code(task, check) for code, check in is_broken.items()}
-
-    def broken(c: Columns) -> BoolArray:
-        result = np.zeros(c[PREFILL_DECODE].shape, dtype=np.bool_)
-        for code, table in tables.items():
-            result |= (c[transfer] == code) & table[c[PREFILL_DECODE]]
-        return result
-
-    return Rule(name="transfer_of_kinds", knobs=(PREFILL_DECODE, transfer), message=message, broken=broken)
 
 
 def merges(transfer: str) -> tuple[Merge, ...]:

@@ -84,6 +84,7 @@ class Program:
     - `cache_types`: bytes per cached element, by word of the knob for the cache type.
     - `word_releases`: by knob, the words that only some releases accept, with a specifier of these releases as the key.
     - `defaults`: the engine's own values of knobs that are not set.
+    - `forbidden`: combinations of values that the engine rejects, by name of the rule (see `rules.forbidden`).
     - `dynamo`: how Dynamo runs the engine; None if it does not.
     """
 
@@ -103,6 +104,7 @@ class Program:
     cache_types: Mapping[str, float] = field(default_factory=dict)
     word_releases: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     defaults: Mapping[str, KnobValue] = field(default_factory=dict)
+    forbidden: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     dynamo: Worker | None = None
 
     @classmethod

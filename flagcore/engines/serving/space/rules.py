@@ -1,13 +1,25 @@
 """Legality rules and merges of candidates that serving engines share."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Task
-from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, has_images, longest_request
+from flagcore.engines.serving.space import placement
+from flagcore.engines.serving.space.hardware import (
+    DP,
+    EP,
+    INSTANCES,
+    PP,
+    PREFILL_DECODE,
+    TP,
+    Hardware,
+    has_images,
+    longest_request,
+)
 from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import BACKEND, CONTEXT, DRAFTED, LAYOUT, SPECULATION, TOWER, tensor_sizes
 from flagcore.engines.serving.space.program import Program
@@ -62,6 +74,50 @@ def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule
     whole = ", or have all devices of several hosts" if span else ""
     limit = f"an instance must fit on a host of {hardware.per_host} devices{whole}"
     return (Rule(name="hosts", knobs=knobs, message=limit, broken=misplaced),)
+
+
+def forbidden(task: Task, program: Program) -> tuple[Rule, ...]:
+    """Return the rules for combinations of values in `forbidden` of an engine's `engine.yaml`.
+
+    A row has these keys:
+
+    - `message`: what the combination violates.
+    - `when`: a condition by knob, all of which must hold; or a list of such mappings, one of which must hold.
+    - `on_cores`: whether the rule applies only if devices are CPU cores.
+
+    A condition is a value, a list of values, `> NUMBER`, or `{not: CONDITION}`. The value null means not set.
+    Conditions on layouts apply to both kinds of instances of PREFILL_DECODE.
+    """
+    on_cores, has_kinds = Hardware.of(task).on_cores, any(knob.name == PREFILL_DECODE for knob in program.knobs)
+    rows = program.forbidden.items()
+    found = [_forbidden(program, name, row) for name, row in rows if on_cores or not row.get("on_cores")]
+    of_layouts = {*placement.SPLITS.values()}
+    return tuple(
+        placement.of_each_kind(task, each) if has_kinds and of_layouts & {*each.knobs} else each for each in found
+    )
+
+
+def _forbidden(program: Program, name: str, row: Mapping[str, Any]) -> Rule:
+    cases = row["when"] if isinstance(row["when"], list) else [row["when"]]
+    conditions = [{knob: _condition(program, knob, wanted) for knob, wanted in case.items()} for case in cases]
+
+    def broken(c: Columns) -> BoolArray:
+        found = [np.all([holds(c[knob]) for knob, holds in case.items()], axis=0) for case in conditions]
+        return np.asarray(np.any(found, axis=0))
+
+    knobs = tuple(dict.fromkeys(knob for case in cases for knob in case))
+    return Rule(name=name, knobs=knobs, message=row["message"], broken=broken)
+
+
+def _condition(program: Program, knob: str, wanted: Any) -> Callable[[IntArray], BoolArray]:
+    """Return the function that checks a condition of `forbidden` for the codes of a knob."""
+    if isinstance(wanted, Mapping):
+        holds = _condition(program, knob, wanted["not"])
+        return lambda codes: ~holds(codes)
+    if isinstance(wanted, str) and wanted.startswith("> "):
+        return lambda codes: codes > int(wanted[2:])
+    found = [int(program.code(knob, value)) for value in (wanted if isinstance(wanted, list) else [wanted])]
+    return lambda codes: np.isin(codes, found)
 
 
 def _attention_and_experts(task: Task) -> tuple[Rule, ...]:

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -74,36 +73,17 @@ class Served(ABC):
         return text
 
     def _get(self, path: str, timeout_s: float = ANSWER_SECONDS) -> tuple[int, str]:
-        """Send GET `path` and return status and text. Raises OSError, also after `timeout_s` or ANSWER_SECONDS."""
+        """Send GET `path` and return status and text. Raises OSError, also if nothing arrives in `timeout_s`."""
         place, limit_s = urlsplit(self.url), max(0.1, min(timeout_s, ANSWER_SECONDS))
         connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=limit_s)
-        end = time.monotonic() + limit_s
         try:
-            connection.connect()
-            timer = threading.Timer(end - time.monotonic(), _shut_down, (connection.sock,))
-            timer.start()  # because the socket's own timeout starts anew with each byte
-            try:
-                connection.request("GET", path, headers={"Connection": "close"})
-                answer = connection.getresponse()
-                text = answer.read(MAX_TEXT).decode("utf-8", errors="replace")
-            finally:
-                timer.cancel()
-            if time.monotonic() < end:
-                return answer.status, text
-        except OSError:  # after the shutdown, a late byte of the server resets the connection
-            if time.monotonic() < end:
-                raise
+            connection.request("GET", path, headers={"Connection": "close"})
+            answer = connection.getresponse()
+            return answer.status, answer.read(MAX_TEXT).decode("utf-8", errors="replace")
         except (ValueError, http.client.HTTPException) as error:
-            if time.monotonic() < end:
-                raise OSError(f"{type(error).__name__}: {error}") from None
+            raise OSError(f"{type(error).__name__}: {error}") from None
         finally:
             connection.close()
-        raise TimeoutError("timed out")
-
-
-def _shut_down(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 class Server(Served):
@@ -123,7 +103,7 @@ class Server(Served):
     def start(self, directory: str | None) -> None:
         """Start the server on a free port. Raises TrialFailure if its program cannot be started."""
         self.port, self._started, self._healthy_from = free_port(), time.monotonic(), 0
-        while self.instance.kind and listeners(transfer_port(self.port)):
+        while self.instance.kind and listeners(transfer_port(self.port)):  # it also listens there, for caches
             self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         instance = self.instance.at_port(self.port)
@@ -139,7 +119,7 @@ class Server(Served):
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **instance.environment},
                     cwd=directory,
-                    start_new_session=True,
+                    start_new_session=True,  # by which `_processes` finds children that it detaches
                 )
         except OSError as error:
             reason = f"{self.name} cannot be started: {instance.argv[0]}: {error.strerror or error}"
@@ -217,7 +197,7 @@ class Server(Served):
         self.ask_to_stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
-        for each in {*family, *self._processes()}:
+        for each in {*family, *self._processes()}:  # also those that it started after SIGTERM
             with contextlib.suppress(psutil.Error):
                 each.kill()
         self._process.wait()

@@ -44,11 +44,8 @@ from flagcore.engines.serving.space.hardware import (
 from flagcore.engines.serving.space.knobs import (
     ASYNC,
     BACKEND,
-    BALANCING,
     CONTEXT,
-    DRAFTED,
     EAGER,
-    REDUNDANT,
     SPECULATION,
     TRANSFER,
 )
@@ -191,12 +188,18 @@ def _rules(task: Task) -> tuple[Rule, ...]:
             message=f"{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch",
             broken=lambda c: (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
         ),
-        *(_rules_on_cores(hardware) if hardware.on_cores else ()),
+        *rules.forbidden(task, PROGRAM),
     )
     return (
         *layouts,
         *placement.rules(task, layouts),
         *_transfer_rules(task),
+        Rule(
+            name="threads_on_cores",
+            knobs=(INSTANCES, TP, THREADS),
+            message=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {hardware.cards} cores",
+            broken=lambda c: (c[THREADS] * c[TP] > hardware.share(c[INSTANCES])) & hardware.on_cores,
+        ),
         Rule(
             name="tokens_hold_sequences",
             knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
@@ -209,13 +212,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
             message=f"without {CHUNKED}, {TOKENS} must be at least {CONTEXT}",
             broken=lambda c: (c[CHUNKED] == 0) & (limits(task, c)[0] < c[CONTEXT]),
         ),
-        Rule(
-            name="eager_has_no_graphs",
-            knobs=(EAGER, GRAPHS),
-            message=f"{GRAPHS} must be NONE with {EAGER}, which captures no graphs",
-            broken=lambda c: (c[EAGER] == 1) & (c[GRAPHS] > 1),
-        ),
-        *_model_rules(task),
+        *rules.speculation_rules(task, PROGRAM, own.NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
         *rules.context_rules(task, CONTEXT),
         _block_rule(task),
         Rule(
@@ -246,6 +243,7 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
         return max(each.pp for each in pair) > 1 or sizes[1] % sizes[0] != 0
 
     checks = {NIXL: staged, P2P: unequal, EXAMPLE: split}
+    tables = {number: placement.broken_by_code(task, checks[word]) for number, word in codes.items()}
     return (
         Rule(
             name="transfer_release",
@@ -273,40 +271,14 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
                 & (c[TOKENS] < np.maximum(c[CONTEXT], longest))
             ),
         ),
-        placement.transfer_rule(
-            task,
-            TRANSFER,
-            {number: checks[word] for number, word in codes.items()},
-            f"{NIXL} needs pp1 and tp that divide each other, {P2P} the same tp, {EXAMPLE} one device per instance",
-        ),
-    )
-
-
-def _model_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules for knobs that only some models support."""
-    on_host = [PROGRAM.code(SPECULATION, method) for method in ("ngram", "suffix")]
-    return (
-        placement.of_each_kind(
-            task,
-            Rule(  # source: vLLM 0.32 `config/parallel.py`
-                name="load_balancing",
-                knobs=(EP, BALANCING, REDUNDANT),
-                message=f"{BALANCING} needs {EP} > 1, and {REDUNDANT} needs {BALANCING}",
-                broken=lambda c: ((c[BALANCING] == 1) & (c[EP] <= 1)) | ((c[REDUNDANT] > 0) & (c[BALANCING] != 1)),
-            ),
-        ),
         Rule(
-            name="speculation_needs_tokens",
-            knobs=(SPECULATION, DRAFTED),
-            message=f"{SPECULATION} needs {DRAFTED}",
-            broken=lambda c: (c[SPECULATION] > 0) & (c[DRAFTED] == 0),
-        ),
-        *rules.speculation_rules(task, PROGRAM, own.NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
-        Rule(  # source: vLLM 0.32 `config/vllm.py`
-            name="asynchronous_drafts",
-            knobs=(ASYNC, SPECULATION),
-            message=f"{ASYNC} must not be on with {SPECULATION} = ngram or suffix, which draft on the host",
-            broken=lambda c: (c[ASYNC] == 1) & np.isin(c[SPECULATION], on_host),
+            name="transfer_of_kinds",
+            knobs=(PREFILL_DECODE, TRANSFER),
+            message=f"{NIXL} needs pp1 and tp that divide each other, {P2P} the same tp, {EXAMPLE} one device per "
+            "instance",
+            broken=lambda c: np.any(
+                [(c[TRANSFER] == number) & table[c[PREFILL_DECODE]] for number, table in tables.items()], axis=0
+            ),
         ),
     )
 
@@ -321,35 +293,6 @@ def _block_rule(task: Task) -> Rule:
         return rules.block_rule(PROGRAM, own.BLOCK, problem, lambda sizes: sizes != own.MLA_CPU_BLOCK)
     problem = "must be a multiple of 32 for vLLM's CPU attention"
     return rules.block_rule(PROGRAM, own.BLOCK, problem, lambda sizes: sizes % 32 != 0)
-
-
-def _rules_on_cores(hardware: Hardware) -> tuple[Rule, ...]:
-    return (
-        Rule(
-            name="pipeline_on_cores",
-            knobs=(PP,),
-            message=f"{PP} must be 1 on CPU cores: vLLM fails at the first request",
-            broken=lambda c: c[PP] > 1,
-        ),
-        Rule(
-            name="data_on_cores",
-            knobs=(DP,),
-            message=f"{DP} must be 1 on CPU cores; use {INSTANCES}",
-            broken=lambda c: c[DP] > 1,
-        ),
-        Rule(
-            name="threads_on_cores",
-            knobs=(INSTANCES, TP, THREADS),
-            message=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {hardware.cards} cores",
-            broken=lambda c: c[THREADS] * c[TP] > hardware.share(c[INSTANCES]),
-        ),
-        Rule(
-            name="synchronous_on_cores",
-            knobs=(ASYNC,),
-            message=f"{ASYNC} must not be on: vLLM's CPU build turns it off",
-            broken=lambda c: c[ASYNC] == 1,
-        ),
-    )
 
 
 def _merges(task: Task) -> tuple[Merge, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Training, pick
+from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Training, distinct, pick
 from flagcore.engines.training.memory.stored_activations import offloaded_bytes
 from flagcore.engines.training.memory.training import split_parameters
 from flagcore.engines.training.schedules import pipeline_seconds
@@ -83,10 +83,10 @@ class Blocks:
     @classmethod
     def from_layout(cls, train: Training, layout: Layout, costs: Costs) -> Blocks:
         layouts = Placement.from_layout(layout, costs).layouts
-        distinct = [each.distinct(LAYER_COUNTS) for each in layouts]
-        combinations = tuple(each[rows] for each, (rows, _) in zip(layouts, distinct, strict=True))
+        found = [distinct([getattr(each, name) for name in LAYER_COUNTS]) for each in layouts]
+        combinations = tuple(each[rows] for each, (rows, _) in zip(layouts, found, strict=True))
         parts = tuple(_parts(train, each, group) for each, group in zip(combinations, costs.groups, strict=True))
-        return cls(combinations, tuple(index for _, index in distinct), parts)
+        return cls(combinations, tuple(index for _, index in found), parts)
 
     def __getitem__(self, rows: slice | IntArray) -> Blocks:
         return replace(self, index=tuple(each[rows] for each in self.index))

@@ -82,8 +82,11 @@ def test_the_defaults_of_llama_cpp_are_read_back(model: str, tmp_path: Path) -> 
         ({"parallel": 64, "batch_size": 16}, "GGML_ASSERT"),
     ],
 )
-def test_values_that_the_rules_forbid_do_not_run(model: str, tmp_path: Path, values: dict[str, Any], says: str) -> None:
+def test_values_that_the_rules_forbid_do_not_run(
+    model: str, tmp_path: Path, values: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = serving("llamacpp", on_cores=True, devices=2, weights=model)
+    monkeypatch.setenv("GGML_NO_BACKTRACE", "1")  # which takes seconds
     with started(ENGINE, task, values, tmp_path) as server:
         state, reason = server.failure()
     assert state is TrialState.INVALID

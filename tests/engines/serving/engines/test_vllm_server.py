@@ -91,7 +91,7 @@ def test_a_pair_answers_as_one_server_does(model: str, tmp_path: Path) -> None:
             tokens_of(servers[0].url, model, prompt, count=1)
             assert tokens_of(servers[1].url, model, prompt) == tokens
         assert "Inject KV cache of 384 tokens" in log_text(servers[1].log), "of the last prompt, three blocks"
-        (point,) = LoadRunner(job, ENGINE.reports, servers, (), tmp_path, deadline).points()
+        (point,) = LoadRunner(job, ENGINE.reports, servers, tmp_path, deadline).points()
         ports = [int(str(each.url).rpartition(":")[2]) for each in servers]
     assert point["repeats"][0]["completed"] == 32
     assert point["repeats"][0]["figures"]["output_tokens_per_s"] > 0

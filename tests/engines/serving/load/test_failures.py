@@ -195,17 +195,9 @@ async def resets_connections_after_answers(body: Body, wire: Wire) -> None:
     wire.close_connection()
 
 
-async def divides_events_into_lines(body: Body, wire: Wire) -> None:
-    await wire.head()
-    for event in (*[piece()] * 5, piece("", "length"), usage(body)):
-        await wire.event(json.dumps(event, indent=1).replace("\n", "\ndata: "))
-    await wire.event("[DONE]")
-    await wire.end()
-
-
 @pytest.mark.parametrize(
     "behaviour",
-    [keeps_alive_and_spells_it_differently, resets_connections_after_answers, divides_events_into_lines],
+    [keeps_alive_and_spells_it_differently, resets_connections_after_answers],
 )
 def test_an_answer_counts_in_any_stream_format_and_chunking(behaviour: Behaviour) -> None:
     result = loaded(behaviour)

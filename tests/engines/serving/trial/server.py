@@ -14,7 +14,7 @@ PORT, SLOTS = int(FLAGS["--port"]), int(FLAGS.get("--parallel", 4))
 PLACES = threading.Semaphore(SLOTS)
 STARTED = Path(f"started-{BEHAVIOUR}")
 SCALE = {"known": 1.0, "brief": 0.1}.get(BEHAVIOUR, 0.0)
-FIRST_S, REST_S = (SCALE * seconds for seconds in {1: (0.2, 2.0), 2: (0.2, 1.0)}.get(SLOTS, (0.8, 0.0)))
+FIRST_S, REST_S = (SCALE * seconds for seconds in {1: (0.2, 1.3), 2: (0.2, 0.9)}.get(SLOTS, (0.8, 0.0)))
 """Seconds to the first token and after it: more slots answer faster in all, and four begin late."""
 
 
@@ -36,9 +36,6 @@ class Handler(BaseHTTPRequestHandler):
         slots = SLOTS + 1 if BEHAVIOUR == "other_slots" else SLOTS
         if BEHAVIOUR == "mute":
             time.sleep(60)
-        while BEHAVIOUR == "drips":  # a header that never ends
-            self.wfile.write(b"H")
-            time.sleep(0.1)
         if BEHAVIOUR == "exits" and self.path == "/v1/models":  # it has been healthy
             os._exit(0)
         if self.path == "/health":
@@ -47,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
             self.plain({"total_slots": slots, "default_generation_settings": {"n_ctx": 512}})
         elif self.path == "/v1/models":
             self.plain({"data": [{"id": "played"}]})
-        elif self.path == "/metrics" and BEHAVIOUR == "odd_metrics":
+        elif self.path == "/metrics" and BEHAVIOUR == "talks":
             Handler.scrapes += 1
             name, count = "llamacpp:spec_decode_num_accepted_tokens_total", 1e6 / Handler.scrapes  # it only falls
             text = f"{name} {count}\n{name.replace('accepted', 'draft')} {Handler.scrapes}\nx{{ NaN\n\0"
@@ -148,8 +145,4 @@ if BEHAVIOUR == "has_children" and os.fork() == 0:
     Path("child.pid").write_text(str(os.getpid()))
     time.sleep(600)
     os._exit(0)
-if BEHAVIOUR == "ignores_sigterm":
-    import signal
-
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 serve()

@@ -64,10 +64,8 @@ def test_instances_on_two_hosts_answer_one_client(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "state", "reason"),
     [
-        ("crashes", TrialState.FAILED, "ended while it started with exit code 1; its log: ValueError"),
         ("out_of_memory", TrialState.OUT_OF_MEMORY, "cudaMalloc failed: out of memory"),
         ("dies", TrialState.FAILED, "exit code 3; its log: RuntimeError: the engine exploded"),
-        ("refuses", TrialState.INVALID, "exceed_context_size_error: 700 of 512"),
     ],
 )
 def test_a_failure_on_a_host_has_its_class_and_its_reason(

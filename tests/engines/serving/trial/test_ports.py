@@ -1,11 +1,10 @@
-"""Whose process listens on a port, and how long a request about the state of a server takes."""
+"""Whose process listens on a port, and how servers are stopped."""
 
 import math
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -48,34 +47,6 @@ def test_a_port_with_two_listeners_is_owned_only_if_both_are_children() -> None:
         assert len(listeners(port)) == 2
         assert is_owned_by(port, [os.getpid()])
         assert not is_owned_by(port, [os.getppid()])
-
-
-@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"])
-def test_an_answer_that_arrives_byte_by_byte_ends_in_time(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "ANSWER_SECONDS", 0.2)
-    asked_to_end = threading.Event()
-
-    def drip(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.sendall(head)
-            while not asked_to_end.wait(0.05):
-                try:
-                    connection.sendall(b"H")
-                except OSError:
-                    return
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=drip, args=(listener,))
-        thread.start()
-        server = Server("server", Instance(argv=()), Path("server.log"), ())
-        server.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        try:
-            with pytest.raises(TimeoutError):
-                server.fetch("/metrics")
-        finally:
-            asked_to_end.set()
-            thread.join()
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def platform(folder: Path, weights: Path, **arguments: object) -> Platform:
 
 def test_two_instances_answer_all_requests_and_run_the_requested_settings(weights: Path, tmp_path: Path) -> None:
     requested = {"instances": 2, "parallel": 4, "threads": 1, "ubatch_size": 64, "kv_cache_type": "q8_0"}
-    done = trials.run(platform(tmp_path, weights, repeats=2), tmp_path, flash_attention="on", **requested)
+    done = trials.run_here(platform(tmp_path, weights, repeats=2), tmp_path, flash_attention="on", **requested)
     assert done.state is TrialState.MEASURED, done.reason
     assert done.measurement is not None
     effective = done.measurement.effective
@@ -70,5 +70,5 @@ def test_two_instances_answer_all_requests_and_run_the_requested_settings(weight
 
 
 def test_each_slot_holds_a_whole_request_for_any_number_of_slots(weights: Path, tmp_path: Path) -> None:
-    done = trials.run(platform(tmp_path, weights), tmp_path, parallel=8)
+    done = trials.run_here(platform(tmp_path, weights), tmp_path, parallel=8)
     assert done.state is TrialState.MEASURED, done.reason

@@ -1,4 +1,4 @@
-"""Trials of a server that tests play, through the launcher and the real trial program."""
+"""Trials of a server that tests play, in this process or through the launcher and the real trial program."""
 
 import dataclasses
 import json
@@ -13,7 +13,10 @@ from flagcore.domain.serving import Load
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
+from flagcore.engines.serving.launch.server import read_job
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore.engines.serving.trial import __main__ as program
+from flagcore.engines.serving.trial.failures import TrialFailure
 from flagcore.launchers.local import LAUNCHER
 from flagcore.tuner.stages.launch import launch
 from flagcore.tuner.stages.measure import measure
@@ -56,6 +59,19 @@ def run(where: Platform, folder: Path, **values: KnobValue) -> Trial:
     limit = TimeLimit(seconds=where.task.spec.control.max_time_per_task or 300.0, because="test")
     running = launch(where, LAUNCHER, requested, folder_, limit)
     return measure(running, where, trial, folder_, None)
+
+
+def run_here(where: Platform, folder: Path, **values: KnobValue) -> Trial:
+    """Run one candidate in this process, which takes less time than a trial program of its own."""
+    requested, folder_ = candidate(where, **values), trial_folder(folder)
+    LLAMACPP.launch(where, requested, str(folder_))
+    trial = Trial(number=0, candidate=requested, role=Role.SEARCH, state=TrialState.RUNNING)
+    try:
+        program.run(read_job(folder_), folder_)
+    except TrialFailure as failure:
+        return dataclasses.replace(trial, state=failure.state, reason=str(failure))
+    measurement = LLAMACPP.read(where.task, requested, str(folder_))
+    return dataclasses.replace(trial, state=TrialState.MEASURED, measurement=measurement)
 
 
 def requests_sent(folder: Path) -> list[dict[str, Any]]:

@@ -194,7 +194,7 @@ def _override(config: dict[str, Any], override: str, file: str) -> bool:
     is_new = name not in section
     section.pop(name, None)
     if not removes:
-        section[name] = parse_yaml(text, file=file)
+        section[name] = plain(parse_yaml(text, file=file), file=file)
     return is_new
 
 
