@@ -14,6 +14,7 @@ from flagcore.cli.main import flag
 from tests.pages import BLOCKS, ROOT, TEXT, Block
 
 TREE = ROOT / "tests" / "engines" / "flagscale" / "trees" / "train_dense"
+RECIPE = ROOT / "extras" / "bridge" / "tests" / "configs" / "llama3_8b.yaml"
 TREES = ("conf", "examples/my-model/conf")
 """Paths of FlagScale configurations on the pages."""
 SMALLER = {
@@ -46,6 +47,8 @@ def build(folder: Path) -> Path:
     (folder / "pretrain.sh").write_text(script.replace("\ntorchrun ", "\n./torchrun "))
     for name in TREES:
         _tree(folder / name)
+    (folder / "checkpoints").mkdir()
+    shutil.copy(RECIPE, folder / "checkpoints" / "run_config.yaml")
     (folder / "outputs" / "auto_tuner").mkdir(parents=True)
     with (folder / "outputs" / "auto_tuner" / "history.csv").open("w", newline="") as stream:
         table = csv.DictWriter(stream, [*MEASURED, "max_mem", "error"])

@@ -59,7 +59,7 @@ OVER = Overheads(
 )
 
 
-def split(**arguments: float | list[float]) -> Split:
+def split(**arguments: float | bool | list[float]) -> Split:
     """A split of one device, but for what is given: one candidate each element of the longest list."""
     counts = {
         **dict.fromkeys(("tensor", "data", "expert", "pipeline", "cores"), 1.0),
@@ -67,10 +67,14 @@ def split(**arguments: float | list[float]) -> Split:
         "pass_tokens": 1e9,
         "cache_bytes": 2.0,
         "crowding": 1.0,
+        "copies": 0.0,
+        **dict.fromkeys(("exchanges", "overlaps", "balanced"), False),
         **arguments,
     }
     rows = max(np.size(value) for value in counts.values())
-    return Split(**{name: np.broadcast_to(np.array(value, dtype=float), (rows,)) for name, value in counts.items()})
+    arrays = {name: np.array(value) for name, value in counts.items()}
+    kinds = {name: each if each.dtype == bool else each.astype(float) for name, each in arrays.items()}
+    return Split(**{name: np.broadcast_to(each, (rows,)) for name, each in kinds.items()})
 
 
 def costs(devices: int = 8) -> Costs:

@@ -93,14 +93,14 @@ class _Importers(click.Group):
         return [*commands, *names(WORKLOADS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        from flagcore.plugins import IMPORTERS, missing_extra, names
+        from flagcore.plugins import IMPORTERS, importer, missing_extra, names
 
         if cmd_name not in self.list_commands(ctx):
             if fix := missing_extra(IMPORTERS, cmd_name.removesuffix(HISTORY)):
                 raise click.UsageError(_("{package} is not installed: run `{command}`", package=cmd_name, command=fix))
             return None
         if cmd_name in names(IMPORTERS):
-            return translated(config_command)
+            return translated(config_command if importer(cmd_name).has_trees else recipe_command)
         return translated(history_command if cmd_name.endswith(HISTORY) else command_command)
 
 
@@ -117,17 +117,44 @@ def import_command() -> None:
 )
 @options.new_file
 @click.pass_context
-def config_command(
-    context: click.Context, /, directory: Path, config_name: str, overrides: tuple[str, ...], output: Path | None
-) -> None:
+def config_command(context: click.Context, /, directory: Path, config_name: str, **given: Any) -> None:
     """Convert the config of another tuner in DIR to a spec.
 
     OVERRIDES are those of hydra (a.b=c). Comments, also printed to stderr, mark keys that are dropped or have another
     meaning here. Relative paths start at the working directory.
     """
+    _convert(context, directory, config_name, **given)
+
+
+@click.command()
+@click.argument("recipe", metavar="RECIPE", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@options.chip(N_("Chip of the cluster [default: that in the name of the recipe, or detected]."))
+@options.new_file
+@click.pass_context
+def recipe_command(context: click.Context, /, recipe: Path, **given: Any) -> None:
+    """Convert a recipe of another tool to a spec.
+
+    RECIPE is its saved config, a directory of checkpoints with it, or its name if the tool is installed. OVERRIDES
+    (a.b=c, or YAML files) change its keys. Comments, also printed to stderr, mark keys that are dropped or have another
+    meaning here.
+    """
+    _convert(context, recipe.parent, recipe.name, **given)
+
+
+def _convert(
+    context: click.Context,
+    directory: Path,
+    name: str,
+    overrides: tuple[str, ...],
+    output: Path | None,
+    chip: str | None = None,
+) -> None:
     from flagcore import api
 
-    config = api.read_tree(directory, config_name, overrides, importer=context.info_name)
+    config = api.read_tree(directory, name, overrides, importer=context.info_name)
+    if chip is not None:
+        config.data["cluster"]["chip"] = chip
     options.print_notes(config.notes)
     api.check_tree(config)
     options.write_new(config.as_yaml(), output)

@@ -58,6 +58,11 @@ class Importer(Protocol):
     name: str
     title: str
     """The name of the other tuner in messages."""
+    has_trees: bool
+    """Whether a configuration is a directory of hydra files, which `flag tune --config-path` also reads.
+
+    Otherwise it is one file, or the name of a recipe.
+    """
 
     def read_tree(
         self, directory: Path, name: str, overrides: Sequence[str] = (), chips: Callable[[], Sequence[Chip]] = tuple

@@ -115,7 +115,8 @@ def strategy(name: str) -> Strategy:
 def importer(name: str | None = None) -> Importer:
     """Return the importer `name`. Raises SpecError or NoDevice like `workload`.
 
-    If `name` is None, return the only importer that can be loaded. Raises UsageError if there is not exactly one.
+    If `name` is None, return the only importer with `has_trees` that can be loaded. Raises UsageError if there is not
+    exactly one.
     """
     if name is not None:
         return _named(IMPORTERS, Importer, name, "importer")
@@ -123,6 +124,7 @@ def importer(name: str | None = None) -> Importer:
     for each in names(IMPORTERS):
         with suppress(FlagError):
             found.append(importer(each))
+    found = [each for each in found if each.has_trees]
     if not found:
         raise UsageError("no importer of another tuner's config is installed; install an extra that has one")
     if len(found) > 1:

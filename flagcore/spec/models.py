@@ -7,6 +7,7 @@ Sources for GGUF files: ggml `docs/gguf.md` and llama.cpp `gguf-py/gguf/constant
 from __future__ import annotations
 
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from flagcore.domain.model import Model
 from flagcore.errors import NoDevice, SpecError
 from flagcore.i18n import _
 from flagcore.spec.plain_data import plain, read_mapping, spec_error
+from flagcore.spec.public import find_public, public_models
 from flagcore.spec.shapes import Shape, model_of_shape
 from flagcore.spec.validate import Context, ModelPath, Section, checked, rule
 
@@ -48,13 +50,17 @@ def _held(data: dict[str, Any], context: Context) -> Model:
 def _model_at(source: str, base: Path) -> Model:
     from flagcore.spec.huggingface import model_of_config, vision_of
 
-    fix = _("give a directory with a config.json, that file, a GGUF file, or an inline shape; nothing is downloaded")
+    fix = _("give a directory with a config.json, a GGUF file, the name of a public model, or an inline shape")
     path, problem = base / source, ""
     try:
         if path.is_dir():
             path /= "config.json"
             problem = "" if path.exists() else _("is a directory without a config.json")
         elif not path.exists():
+            if public := find_public(source):
+                return model_of_config(public[0], name=source, file="")
+            if source.count("/") == 1 and (near := get_close_matches(source, public_models(), n=1)):
+                fix = _("did you mean {name}? flag models lists the known names; {fix}", name=near[0], fix=fix)
             problem = _("does not exist")
     except OSError as error:
         problem = _("cannot be read ({why})", why=error.strerror)

@@ -23,6 +23,7 @@ from flagcore.spec.huggingface import format_of_weights
 from flagcore.spec.knobs import Engines, section_of, serving_types, serving_values
 from flagcore.spec.models import model_of
 from flagcore.spec.plain_data import spec_error
+from flagcore.spec.public import find_public
 from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, document_of, with_fields
 from flagcore.spec.shapes import Shape
 from flagcore.spec.validate import (
@@ -176,20 +177,22 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
     """
     model, profile, slo = context.given("model"), section.profile, _slo_of(section.slo)
     weights = section.weights or (model if isinstance(model, str) else None)
+    public = find_public(weights) if weights and not (context.base / weights).exists() else None
+    stored = public[1] if public else _stored_format(context.base / weights) if weights else None
     highest, objective = _highest(section, slo), context.given("auto_tuner", "objective")
     _check_answers(profile, [*slo, *([objective] if isinstance(objective, str) else [])])
     has_prefixes = profile.trace is not None or profile.turns > 1
     return ServeSpec(
         engine=section.engine if isinstance(section.engine, str) else section.engine[0],
         loads=_loads(profile, slo, context.base),
-        precision=section.precision or (_stored_format(context.base / weights) if weights else None) or "bf16",
+        precision=section.precision or stored or "bf16",
         engine_args=dict(section.engine_args),
         slo=slo,
         repeats=section.repeats,
         highest=highest,
         prefix_aware=section.router == "prefix_aware" or (section.router == AUTO and has_prefixes),
         default_space=not context.given("auto_tuner", "space"),
-        weights=str((context.base / weights).resolve()) if weights else None,
+        weights=weights if public or not weights else str((context.base / weights).resolve()),
         command=tuple(section.command) if section.command else None,
         directory=str((context.base / (section.directory or ".")).resolve()) if section.command else None,
         cards=context.given("auto_tuner", "cards"),

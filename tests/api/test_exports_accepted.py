@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from flagcore import api
+from flagcore.api.tuning import targets
 from flagcore.errors import FlagError
 from tests.api.test_export import SCHEMAS, server, started, written
 from tests.api.test_export_dynamo import DYNAMO
@@ -177,8 +179,10 @@ class Exports:
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
-    return Exports(tmp_path_factory.mktemp("exports"))
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exports]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "load_snapshot", lru_cache(targets.load_snapshot))  # each run is planned once
+        yield Exports(tmp_path_factory.mktemp("exports"))
 
 
 def by_length(runs: tuple[str, ...]) -> list[Any]:

@@ -53,15 +53,17 @@ def test_a_family_name_means_one_chip_in_specs_only(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize(
-    ("space", "layers", "change"),
+    ("space", "model", "change"),
     [
-        ({"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}, 64, "all knobs in the space"),
-        ({}, 300, "cluster.nodes = 2"),
+        ({"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}, {"num_layers": 64}, "all knobs in the"),
+        ({}, {"num_layers": 4, "hidden_size": 32768, "ffn_hidden_size": 131072}, "cluster.nodes = "),
     ],
 )
-def test_where_nothing_fits_the_cheapest_change_is_named(space: dict[str, Any], layers: int, change: str) -> None:
+def test_where_nothing_fits_the_cheapest_change_is_named(
+    space: dict[str, Any], model: dict[str, int], change: str
+) -> None:
     data = spec(space=space)
-    data["model"] = {**SHAPE, "num_layers": layers}
+    data["model"] = SHAPE | model
     data["auto_tuner"]["baseline"] = dict.fromkeys(space, 1) or None
     with pytest.raises(NothingFits) as caught:
         api.estimate(data)

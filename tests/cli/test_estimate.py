@@ -1,7 +1,6 @@
 """`flag estimate`: the list, one candidate in full, and job records."""
 
 import json
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -393,7 +392,6 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
     assert sum(int(row.split(",")[1]) for row in rows) > 0
 
 
-@pytest.mark.skipif(shutil.which("vllm") is not None, reason="vLLM is installed")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

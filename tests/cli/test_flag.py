@@ -48,16 +48,6 @@ def test_planning_does_not_import_torch(project: Project) -> None:
     assert imported(project, ("torch", "megatron.core"), "devices") == []
 
 
-@pytest.mark.parametrize(
-    "command", ["calibrate", "devices", "tune", "estimate", "explain", "run", "plugins", "schema", "doctor"]
-)
-def test_every_command_has_a_help_text(flag: Flag, command: str) -> None:
-    completed = flag(command, "--help")
-    assert completed.code == 0
-    assert completed.out.startswith(f"Usage: flag {command}")
-    assert command in flag("--help").out
-
-
 def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
     schema = json.loads(flag("schema").out)
     assert schema["$defs"]["Document"]["properties"]["train"]

@@ -88,21 +88,21 @@ def test_the_capacity_reported_comes_from_the_stage_with_the_least_free_memory(
     assert memory(LARGE, LARGE)["capacity_gib"] == 2.0
 
 
-def test_without_a_custom_command_nothing_runs_on_a_mixed_cluster(
-    flag: Flag, spec: Callable[..., str], project: Project
+@pytest.mark.parametrize(
+    ("arguments", "command", "space", "named"),
+    [
+        (("tune",), False, {}, ("cluster.groups", "flag estimate", "train.command")),
+        (("tune",), True, {"meshes": ["cpu#1 dp2 + cpu#2 dp2"]}, ("auto_tuner.space.meshes",)),
+        (("estimate", "--chip", "cpu"), False, {}, ("cluster.groups",)),
+    ],
+)
+def test_what_a_mixed_cluster_cannot_do_is_refused(
+    flag: Flag, spec: Callable[..., str], arguments: tuple[str, ...], command: bool, space: Any, named: tuple[str, ...]
 ) -> None:
-    completed = flag("tune", spec(LARGE, SMALL), "--run-dir", str(project.run_dir))
+    file = spec(LARGE, SMALL, command=command, **({"auto_tuner": {"space": space}} if space else {}))
+    completed = flag(*arguments, file)
     assert (completed.code, completed.out) == (2, "")
-    assert "cluster.groups" in completed.err
-    assert "flag estimate" in completed.err
-    assert "train.command" in completed.err
-    assert not project.run_dir.exists()
-
-
-def test_another_chip_for_a_mixed_cluster_is_wrong_usage(flag: Flag, spec: Callable[..., str]) -> None:
-    completed = flag("estimate", spec(LARGE, SMALL), "--chip", "cpu")
-    assert completed.code == 2
-    assert "cluster.groups" in completed.err
+    assert all(word in completed.err for word in named)
 
 
 def test_an_unknown_network_between_groups_is_reported(flag: Flag, spec: Callable[..., str]) -> None:
@@ -148,13 +148,6 @@ def test_an_estimate_compares_splits_of_layers_and_of_data(
     only = mixing(LARGE, LARGE, auto_tuner={"space": {"meshes": ["cpu#1 dp2 | cpu#2 dp2"]}})
     assert only["mixed"]["split"] == "data split"
     assert all(0 <= share < 1 for share in only["idle"].values())
-
-
-def test_meshes_do_not_run_in_trials(flag: Flag, spec: Callable[..., str], project: Project) -> None:
-    space = {"space": {"meshes": ["cpu#1 dp2 + cpu#2 dp2"]}}
-    completed = flag("tune", spec(LARGE, LARGE, command=True, auto_tuner=space), "--run-dir", str(project.run_dir))
-    assert (completed.code, completed.out) == (2, "")
-    assert "auto_tuner.space.meshes" in completed.err
 
 
 def test_meshes_need_several_groups(flag: Flag, project: Project) -> None:

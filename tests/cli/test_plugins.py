@@ -122,14 +122,6 @@ def test_a_plugin_that_cannot_be_switched_off_is_reported(
     assert "did you mean cpu?" in caplog.text
 
 
-def test_every_plugin_of_the_checkout_is_reported_with_its_chips_in_each_format(flag: Flag) -> None:
-    for form in ("table", "json", "jsonl", "yaml", "csv"):
-        completed = flag("plugins", "list", "--format", form)
-        assert completed.code == 0
-        assert "cpu" in completed.out
-        assert "loaded" in completed.out
-
-
 def test_chips_are_listed_with_their_aliases_and_dashes_for_unknown_facts(flag: Flag) -> None:
     chips = {chip["chip"]: chip for chip in json.loads(flag("plugins", "chips", "--json").out)}
     assert "NVIDIA H100 PCIe" in chips["H100-PCIe"]["aliases"]

@@ -287,7 +287,7 @@ def test_trials_side_by_side_have_separate_cores(flag: Flag, project: Project) -
 
 
 def test_an_interrupt_ends_all_running_trials(project: Project) -> None:
-    spec = project.spec(sleeps=1.0, **TWO_AT_ONCE)
+    spec = project.spec(sleeps=0.5, **TWO_AT_ONCE)
     process = project.start("tune", spec, "--run-dir", str(project.run_dir))
     wait_for_trial(project, 2)
     process.send_signal(signal.SIGINT)
@@ -303,7 +303,8 @@ def test_an_interrupt_ends_all_running_trials(project: Project) -> None:
 @pytest.mark.parametrize("kills", [2, pytest.param(6, marks=pytest.mark.long)])
 def test_a_run_killed_at_random_times_resumes_without_loss(kills: int, project: Project) -> None:
     draw = random.Random(11)
-    spec = project.spec(sleeps=0.1)
+    space = {**SPACE, "micro_batch_size": [1, 2]}
+    spec = project.spec(sleeps=0.1, auto_tuner={"space": space}, control={"repeats": 0})
     arguments = ("tune", spec, "--run-dir", str(project.run_dir), "--json", "-q")
     for _ in range(kills):
         number = sum(1 for _ in (project.run_dir / "trials").glob("*"))

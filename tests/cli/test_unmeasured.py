@@ -48,8 +48,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert project.all_gone()
 
 
-@pytest.mark.parametrize("kind", CODES)
-@pytest.mark.parametrize("command", NEED_THE_BEST, ids=" ".join)
+@pytest.mark.parametrize(
+    ("kind", "command"),
+    [("failed", each) for each in NEED_THE_BEST] + [(kind, NEED_THE_BEST[0]) for kind in ("interrupted", "killed")],
+)
 def test_a_command_that_needs_the_best_ends_with_the_cause_and_the_next_command(
     flag: Flag, runs: Path, kind: str, command: tuple[str, ...]
 ) -> None:

@@ -126,7 +126,7 @@ def test_an_impossible_shape_is_refused(read_error: ReadError, more: str, key: s
     assert problem in error.problem
 
 
-@pytest.mark.parametrize("model", ["", "5", "''", "[a]", "nowhere", ".", "Qwen/Qwen3-8B", "x" * 300, "x" * 5000])
+@pytest.mark.parametrize("model", ["", "5", "''", "[a]", "nowhere", ".", "Qwen/Qwen3-9B", "x" * 300, "x" * 5000])
 def test_a_missing_model_is_refused(read_error: ReadError, model: str) -> None:
     assert read_error(model=f"model: {model}\n").key == "model"
 

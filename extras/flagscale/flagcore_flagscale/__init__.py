@@ -24,7 +24,7 @@ from flagcore_flagscale.source import Imported, Source
 class FlagScale:
     """Imports hydra configurations and history.csv files, and exports candidates as configurations."""
 
-    name, title = "flagscale", "FlagScale"
+    name, title, has_trees = "flagscale", "FlagScale", True
     targets: Collection[str] = ("flagscale",)
     per_server = True
 

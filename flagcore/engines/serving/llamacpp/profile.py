@@ -37,7 +37,7 @@ from flagcore.errors import FlagError, NoDevice, SpecError
 from flagcore.spec.models import context_length
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
-N_BATCH, N_UBATCH, FLASH = "batch_size", "ubatch_size", "flash_attention"
+N_BATCH, N_UBATCH = "batch_size", "ubatch_size"
 SPLIT, LAYERS, UNIFIED = "split_mode", "n_gpu_layers", "kv_unified"
 NEED_DRAFT_MODEL = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark")
 

@@ -402,7 +402,7 @@ def _iterations(loop: ClosedLoop, decoding: FloatArray) -> tuple[FloatArray, Flo
     """Return the seconds of an iteration without and of one with prompts, and the prompt tokens of the latter."""
     costs, overheads, ranks, batch = loop.costs, loop.overheads, loop.ranks * loop.stages, decoding / loop.stages
     plain, reads = loop.device(decoding), loop.reads(decoding)
-    plain = np.where(batch > costs.captured, np.maximum(plain, costs.floor), plain)
+    plain = np.where(batch / loop.ranks > costs.captured, np.maximum(plain, costs.floor), plain)
     chunk = np.maximum(loop.budget - decoding * overheads.mixes, 1.0)
     prompt_tokens = np.minimum(np.maximum(loop.prompt, decoding * loop.prompt / loop.output), chunk)
     longest = np.maximum(prompt_tokens / ranks, np.minimum(loop.prompt, prompt_tokens))
@@ -412,10 +412,10 @@ def _iterations(loop: ClosedLoop, decoding: FloatArray) -> tuple[FloatArray, Flo
     mixed = mixed + interpolate(costs.sampled, mixed_in / ranks + prompt_tokens / loop.prompt)
     mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + (reads if overheads.mixes else 0.0)
     mixed = mixed + loop.encode * longest / loop.prompt
-    is_eager = (tokens > costs.captured) | (not overheads.mixes)
+    is_eager = (tokens / loop.ranks > costs.captured) | (not overheads.mixes)
     mixed = np.where(is_eager, np.maximum(mixed, costs.floor), mixed)
-    host = costs.fixed + costs.sequence * decoding
-    return plain + host, mixed + costs.fixed + costs.sequence * mixed_in, prompt_tokens
+    host, mixed_host = (costs.fixed + costs.sequence * each / loop.ranks for each in (decoding, mixed_in))
+    return plain + host, mixed + mixed_host, prompt_tokens
 
 
 PARTS = ("queue_s", "prefill_s", "decode_s", "collectives_s", "host_s")
@@ -433,7 +433,7 @@ def parts(loop: ClosedLoop, decoding: FloatArray) -> dict[str, FloatArray]:
     decode_steps = np.where(role == 1, 0.0, np.maximum(loop.output - (role == 0), 0.0))
     device = loop.device(decoding)
     decode_comm = interpolate(costs.messages, per_rank) + interpolate(costs.exchanged, batch)
-    launch_wait = np.where(batch > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
+    launch_wait = np.where(batch / loop.ranks > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
     piece = np.minimum(loop.prompt, np.maximum(loop.budget, 1.0))
     pieces = np.where(role == 2, 0.0, loop.prompt / piece)
     prefill_comm = pieces * (interpolate(costs.messages, piece) + interpolate(costs.exchanged, piece))
@@ -449,5 +449,5 @@ def parts(loop: ClosedLoop, decoding: FloatArray) -> dict[str, FloatArray]:
         "host_s": loop.front_end
         + prefill_wait
         + pieces * costs.fixed
-        + decode_steps * (costs.fixed + costs.sequence * decoding + launch_wait),
+        + decode_steps * (costs.fixed + costs.sequence * decoding / loop.ranks + launch_wait),
     }

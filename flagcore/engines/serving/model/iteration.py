@@ -97,8 +97,9 @@ def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCo
         if model.moe_shared_expert_intermediate_size:
             width = model.moe_shared_expert_intermediate_size / column.tensor
             local = local + moe * _ffn(serving, kernels, tokens, width)
-        exchanged = moe * exchange(serving, column, costs, tokens)
-        shared = moe * experts(serving, column, kernels, tokens) + exchanged
+        busiest = imbalance(serving, column)
+        exchanged = moe * exchange(serving, column, costs, tokens) * busiest
+        shared = moe * experts(serving, column, kernels, tokens) * busiest + exchanged
         moe_reduce = moe * np.where(column.data > 1.0, 0.0, reduce)
         local, messages = local + moe_reduce, messages + moe_reduce
     stages = _stages(serving, column, costs, tokens)
@@ -106,6 +107,9 @@ def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCo
     head = linear(kernels, tokens, float(model.hidden_size), model.vocab_size / column.tensor, serving, wide=True)
     passes = NODES / tokens
     cached, pair = _attention_rates(serving, split, kernels)
+    if split.overlaps.any():
+        overlapped = _overlapped(serving, shared, exchanged, local, cached[:, None], column)
+        shared = np.where(column.overlaps, overlapped, shared)
     launches = overheads.eager_kernels * model.num_layers + overheads.eager_experts * moe
     if model.multi_latent_attention:
         launches += overheads.eager_latent * model.num_layers
@@ -125,6 +129,37 @@ def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCo
         captured=split.captured,
         crowding=split.crowding,
     )
+
+
+EXPOSED = 0.5
+"""Share of the shorter of two overlapped times that still adds to an iteration. It gives the gain of two-batch overlap
+that LMSYS published, about a third, and the rates of 96 H100 (benchmarks/README.md)."""
+
+
+def _overlapped(
+    serving: Serving, shared: FloatArray, exchanged: FloatArray, local: FloatArray, cached: FloatArray, split: Split
+) -> FloatArray:
+    """Return `shared` for batches of which one half computes while the other half exchanges tokens.
+
+    Two times overlap: to compute, including attention to the cache, and to exchange. An iteration takes the longer one
+    and a share of the shorter one. `local` and `cached` contain a part of it, which is subtracted.
+    """
+
+    def computing(tokens: FloatArray) -> FloatArray:
+        return _at(local, tokens / split.data) + reading * tokens / split.data
+
+    reading = cached * (0.5 * (serving.prompt + serving.tokens))
+    half = NODES / 2.0
+    experts_half, exchanged_half = _at(shared - exchanged, half), _at(exchanged, half)
+    computed = computing(half) + experts_half
+    longer, shorter = np.maximum(computed, exchanged_half), np.minimum(computed, exchanged_half)
+    return 2.0 * (longer + EXPOSED * shorter) - computing(NODES)
+
+
+def _at(table: FloatArray, tokens: FloatArray) -> FloatArray:
+    """Interpolate each candidate's row of a table at several numbers of tokens."""
+    tokens = np.broadcast_to(tokens, table.shape)
+    return np.array([np.interp(counts, NODES, row) for counts, row in zip(tokens, table, strict=True)])
 
 
 def _projections(serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:
@@ -280,7 +315,7 @@ TILE_ROWS = 8.0
 """Minimum number of rows of an expert in a grouped product, an estimate."""
 
 
-def distinct_experts(count: float, chosen: float, tokens: FloatArray) -> FloatArray:
+def distinct_experts(count: FloatArray | float, chosen: float, tokens: FloatArray | float) -> FloatArray:
     """Return the expected number of distinct experts, of `count`, if each token chooses `chosen` of them at random."""
     return count * (1.0 - (1.0 - chosen / count) ** tokens)
 
@@ -295,7 +330,8 @@ def experts(serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatA
     count, chosen, h = float(model.num_moe_experts or 1), float(model.moe_router_topk), float(model.hidden_size)
     gates = 2.0 if model.gated_linear_unit else 1.0
     width = (model.moe_ffn_hidden_size or 0) * split.expert / (split.tensor * split.data)
-    local_experts = distinct_experts(count, chosen, tokens * overheads.spread) / split.expert
+    stored = 1.0 + split.copies / count
+    local_experts = distinct_experts(count, chosen, tokens * overheads.spread) * stored / split.expert
     routed = tokens * chosen / split.expert
     rows, one = np.maximum(routed, local_experts * TILE_ROWS), np.ones_like(tokens)
     time = np.zeros_like(tokens)
@@ -303,18 +339,79 @@ def experts(serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatA
         work = linear(kernels, rows, inner, outer, serving) / overheads.grouped_work
         read = linear(kernels, one, inner, local_experts * outer, serving) / overheads.grouped_share
         time = time + (work**3 + read**3) ** (1 / 3)
-    time = time / np.where(split.data > 1.0, overheads.exchanged_share, 1.0)
+    time = time / np.where((split.data > 1.0) & ~split.exchanges, overheads.exchanged_share, 1.0)
     traffic = kernels.memory_seconds(routed * 2.0 * (2.0 * h + (gates + 1.0) * width))
     router = linear(kernels, tokens / split.data, h, count, serving, wide=True)
     small_kernels = overheads.experts.get(precision, max(overheads.experts.values(), default=0.0))
     return time + traffic + router + small_kernels
 
 
+LOW_LATENCY_TOKENS = 256.0
+"""Tokens of a rank up to which engines use kernels that send each token directly, without forwarding on a host: the
+usual limit of DeepEP's low-latency kernels in published commands (sgl-project/sglang #6017)."""
+
+EXCHANGE_LATENCY = 20e-6
+"""Seconds of a message besides the time of its bytes. With 41 GB/s, it gives the times of DeepEP's low-latency kernels
+for 128 tokens on 16 to 256 H800 within 8% (deepseek-ai/DeepEP docs/legacy.md @0297fc80)."""
+
+BALANCED, SKEW, SKEW_POWER = 1.18, 9.0, 1.4
+"""The busiest rank's share of work relative to the mean: `BALANCED` if copies of experts balance the work, as LMSYS
+measured (lmsys.org, 2025-05-05, large-scale EP). Without copies, it is 1 + `SKEW` / (experts of a rank) ** `SKEW_POWER`
+times as much, which gives the gains of 1.49 and 2.54 that they measured with 8 and 3.6 experts of a rank."""
+
+
+def imbalance(serving: Serving, split: Split) -> FloatArray:
+    """Return the work of the rank with the most work for experts, relative to the mean.
+
+    It is 1 if all ranks gather all tokens: the fitted rates of experts already include it there.
+    """
+    count = float(serving.model.num_moe_experts or 1)
+    skew = 1.0 + SKEW / ((count + split.copies) / split.expert) ** SKEW_POWER
+    return np.where(split.exchanges & (split.expert > 1.0), BALANCED * np.where(split.balanced, 1.0, skew), 1.0)
+
+
 def exchange(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) -> FloatArray:
-    """Return the seconds of the collectives between attention ranks and experts: all-gather and reduce-scatter."""
+    """Return the seconds that one layer takes to send tokens of attention ranks to experts, and their results back.
+
+    `tokens`: tokens of all attention ranks together. Without a library for it, all ranks gather all tokens and
+    reduce-scatter the results.
+    """
     ranks = (split.tensor * split.data).astype(np.int64)
     stride = np.ones(ranks.shape, dtype=np.int64)
     payload = tokens * (2.0 * serving.model.hidden_size)
-    time = costs.collectives.seconds("all_gather", payload, ranks, stride)
-    time = time + costs.collectives.seconds("reduce_scatter", payload, ranks, stride)
-    return np.where(split.data > 1.0, time, 0.0)
+    gathered = costs.collectives.seconds("all_gather", payload, ranks, stride)
+    gathered = gathered + costs.collectives.seconds("reduce_scatter", payload, ranks, stride)
+    sent = (
+        _sent_to_experts(serving, ranks.astype(np.float64), costs, tokens / ranks)
+        if split.exchanges.any()
+        else gathered
+    )
+    return np.where(split.data > 1.0, np.where(split.exchanges, sent, gathered), 0.0)
+
+
+def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, own: FloatArray) -> FloatArray:
+    """Return the seconds to send the `own` tokens of each rank only to the ranks of their experts, and results back.
+
+    Each of both messages takes `EXCHANGE_LATENCY`, and its bytes over the network or the links of a host, whichever is
+    slower. Of many tokens, each is sent to a host once, and forwarded to the ranks there. FP8 tokens have a scale of 32
+    bits for 128 elements; results have 16 bits.
+    """
+    chosen, domain = float(serving.model.moe_router_topk), serving.link_domain
+    token_bytes = 1.0 + 4.0 / 128.0 if serving.precision == "fp8" else 2.0
+    sent = own * serving.model.hidden_size * (token_bytes + 2.0)
+    hosts, inside = np.maximum(ranks / domain, 1.0), np.minimum(ranks, domain)
+    to_ranks, to_hosts = (distinct_experts(1.0 * each, 1.0, chosen) for each in (ranks, hosts))
+    over_network = np.where(own <= LOW_LATENCY_TOKENS, to_ranks, to_hosts) * (1.0 - 1.0 / hosts)
+    over_links = to_ranks * (inside - 1.0) / np.where(own <= LOW_LATENCY_TOKENS, ranks, inside)
+    seconds = sent * over_links * _seconds_per_byte(costs, 1)
+    if (hosts > 1.0).any():
+        seconds = np.maximum(seconds, sent * over_network * _seconds_per_byte(costs, domain))
+    return 2.0 * EXCHANGE_LATENCY + seconds
+
+
+def _seconds_per_byte(costs: Costs, stride: int) -> float:
+    """Return the seconds per byte of a large message between two devices that are `stride` devices apart."""
+    size = 1e9
+    pair, apart = np.array([2]), np.array([stride])
+    first, second = costs.collectives.seconds("send", np.array([size, 2.0 * size]), pair, apart).tolist()
+    return float(second - first) / size

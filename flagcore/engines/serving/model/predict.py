@@ -169,7 +169,11 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
     loads = task.spec.serve.loads
     prompt = float(np.mean([load.input_len + load.prefix_len for load in loads]))
     tokens = prompt + float(np.mean([load.output_len for load in loads]))
-    serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt)
+    group = task.cluster.groups[0]
+    domain = (group.chip.link and group.chip.link.domain_size) or group.devices_per_node
+    serving = Serving(
+        model=model, precision=precision, overheads=overheads, link_domain=domain, tokens=tokens, prompt=prompt
+    )
     if precision not in STORED_BYTES and file_bytes is None and computes(precision):
         return serving
     supported = [name for name in COMPUTE_FORMATS if computes(name)]
@@ -196,12 +200,18 @@ def split_of(
 
     `captured_tokens`: the largest batch that the engine captures as a graph. `processes_per_cpu`: see `crowding`.
     """
-    names = ("tensor", "data", "expert", "pipeline", "pass_tokens")
+    names = ("tensor", "data", "expert", "pipeline")
     counts = {name: np.maximum(getattr(settings, name).astype(np.float64), 1.0) for name in names}
+    no_limit, off = np.full(settings.tensor.shape, np.inf), np.zeros(settings.tensor.shape, dtype=np.bool_)
     ranks = counts["tensor"] * counts["data"] * counts["pipeline"]
     captured = np.minimum(captured_tokens, 2.0 * settings.max_running)
     return Split(
         **counts,
+        pass_tokens=no_limit if settings.pass_tokens is None else np.maximum(settings.pass_tokens, 1.0),
+        exchanges=off if settings.exchanges is None else settings.exchanges,
+        overlaps=off if settings.overlaps is None else settings.overlaps,
+        copies=np.zeros(off.shape) if settings.copies is None else settings.copies.astype(np.float64),
+        balanced=off if settings.balanced is None else settings.balanced,
         cores=np.maximum(settings.devices / ranks, 1.0),
         captured=np.where(settings.graphs > 0, captured, 0.0),
         cache_bytes=settings.cache_element_bytes.astype(np.float64),

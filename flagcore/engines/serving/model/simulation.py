@@ -89,9 +89,9 @@ class Price:
                 + _interpolate(self._sampled, per_rank)
                 + _interpolate(self._shared, batch)
             )
-            if batch > self._captured:
+            if per_rank > self._captured:
                 seconds = max(seconds, self._floor)
-            seconds = (seconds + (self._fixed + self._sequence * sequences)) / self.lane.gain
+            seconds = (seconds + (self._fixed + self._sequence * sequences / self.lane.ranks)) / self.lane.gain
             self._decode[sequences] = seconds
         return seconds
 
@@ -109,9 +109,9 @@ class Price:
         per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
         time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
         time += _interpolate(self._shared, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
-        if batch > self._captured or not self.overheads.mixes:
+        if batch / self.lane.ranks > self._captured or not self.overheads.mixes:
             time = max(time, self._floor)
-        return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences
+        return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / self.lane.ranks
 
     def pieces(self, sequences: int, tokens: float, pairs: float, count: int) -> float:
         """Return the seconds of `count` iterations with `tokens` tokens each of one long prompt.

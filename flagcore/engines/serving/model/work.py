@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.model import Model
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.serving.space.installed import release
 
 TOKENIZER = 1.25e-6
@@ -106,6 +106,7 @@ class Serving:
 
     - `precision`: the format in which the weights are multiplied.
     - `weight_bytes`: bytes per stored weight if the weights are stored in another format; None if they are not.
+    - `link_domain`: number of consecutive devices that are connected without the network.
     - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and linear attention depend
       on them.
     """
@@ -114,6 +115,7 @@ class Serving:
     precision: str
     overheads: Overheads
     weight_bytes: float | None = None
+    link_domain: int = 8
     tokens: float = 1.0
     prompt: float = 1.0
 
@@ -142,7 +144,12 @@ class Split:
     - `expert`: the number of groups of experts, among which the tensor and data ranks are divided.
     - `cores`: CPU cores that work together on each rank; 1 for other devices.
     - `captured`: the largest iteration, in tokens, that runs as a captured graph; 0 if there are no graphs.
-    - `pass_tokens`: the maximum number of tokens in one pass through the model.
+    - `pass_tokens`: the maximum number of tokens in one pass through the model; infinity if there is no such limit.
+    - `exchanges`: whether attention ranks send each token only to the ranks of its experts. Otherwise all ranks gather
+      all tokens.
+    - `overlaps`: whether two halves of a batch overlap computing and the exchange of tokens.
+    - `copies`: stored copies of experts in addition to the model's experts.
+    - `balanced`: whether experts with much work get these copies.
     - `cache_bytes`: bytes per element of the KV cache.
     - `crowding`: the engine's busy processes per CPU of a host, at least 1. Times of the host are multiplied by it.
     """
@@ -154,6 +161,10 @@ class Split:
     cores: FloatArray
     captured: FloatArray
     pass_tokens: FloatArray
+    exchanges: BoolArray
+    overlaps: BoolArray
+    copies: FloatArray
+    balanced: BoolArray
     cache_bytes: FloatArray
     crowding: FloatArray
 

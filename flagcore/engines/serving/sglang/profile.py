@@ -43,14 +43,14 @@ from flagcore.engines.serving.space.hardware import (
     max_in_flight,
 )
 from flagcore.engines.serving.space.installed import strip_dashes
-from flagcore.engines.serving.space.knobs import BACKEND, DRAFTED, EAGER, SPECULATION, TRANSFER, or_default
+from flagcore.engines.serving.space.knobs import BACKEND, DRAFTED, EAGER, REDUNDANT, SPECULATION, TRANSFER, or_default
 from flagcore.engines.serving.space.program import Program, as_words
 from flagcore.engines.serving.space.settings import PublishedRuns, Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
-REDUNDANT, HICACHE = "redundant_experts", "hicache_size"
+HICACHE = "hicache_size"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
 """The smallest default that SGLang uses for max_running_requests."""
@@ -198,6 +198,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         drafted=_drafted(other_args, values),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values),
+        **knobs.exchange_settings(task, values, KNOBS),
     )
 
 
@@ -313,18 +314,19 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     """Return SGLang's legality rules for candidates."""
     experts = task.spec.model.num_moe_experts or 1
     needed = longest_request(task.spec.serve.loads, task.spec.model.vision)
-    layouts = (
-        *rules.split_rules(task, data=True, span=True),
-        Rule(
-            name="expert_parallel",
-            knobs=(TP, DP, EP),
-            message=f"{EP} must divide {TP} x {DP} (SGLang's tp-size), and the {experts} experts",
-            broken=lambda c: (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0)),
+    layouts = rules.split_rules(task, data=True, span=True)
+    expert_parallel = Rule(
+        name="expert_parallel",
+        knobs=(TP, DP, EP, REDUNDANT),
+        message=f"{EP} must divide {TP} x {DP} (SGLang's tp-size), and the {experts} experts with {REDUNDANT}",
+        broken=lambda c: (
+            (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0))
         ),
     )
     return (
         *layouts,
         *placement.rules(task, layouts),
+        placement.of_each_kind(task, expert_parallel),
         *rules.forbidden(task, PROGRAM),
         Rule(
             name="chunk_of_pages",

@@ -129,6 +129,24 @@ def tower_shares(columns: Columns, *, loaded: bool = True) -> FloatArray:
     return np.where(is_whole, 1.0, tensor) if loaded else np.full_like(tensor, np.inf)
 
 
+def exchange_settings(task: Task, columns: Columns, knobs: Sequence[Knob]) -> dict[str, Any]:
+    """Return the fields of `Settings` for the exchange of tokens between attention ranks and experts.
+
+    If the knob is not set, instances on several hosts are assumed to use a library for it, as all published runs do.
+    """
+    hardware = Hardware.of(task)
+    words = next(knob.words for knob in knobs if knob.name == EXCHANGE)
+    gathering = [words.index(word) + 1 for word in GATHERING if word in words]
+    several_hosts = columns[TP] * columns[DP] > hardware.per_host
+    chosen = np.where(columns[EXCHANGE] == 0, several_hosts, ~np.isin(columns[EXCHANGE], gathering))
+    return {
+        "exchanges": chosen & (columns[DP] > 1) & (columns[EP] > 1),
+        "overlaps": chosen & (columns[OVERLAP] == 1),
+        "copies": columns[REDUNDANT],
+        "balanced": (columns[BALANCING] == 1) | (columns[REDUNDANT] > 0),
+    }
+
+
 def or_default(codes: IntArray, default: IntArray | int) -> IntArray:
     """Return the values of a numeric knob, with `default` where the knob is not set."""
     return np.where(codes > 0, codes, default)
@@ -199,9 +217,13 @@ class RolesKnob(Knob):
 
 
 ASYNC, BACKEND, SPECULATION, DRAFTED = "async_scheduling", "attention_backend", "speculation", "speculative_tokens"
-MOE, BALANCING, QUANTIZATION = "moe_backend", "enable_eplb", "quantization"
+MOE, QUANTIZATION = "moe_backend", "quantization"
 KV, PREFIX, EAGER = "kv_cache_type", "enable_prefix_caching", "enforce_eager"
 TRANSFER, TOWER = "kv_transfer", "mm_encoder_tp_mode"
+EXCHANGE, OVERLAP = "all2all_backend", "two_batch_overlap"
+REDUNDANT, BALANCING = "redundant_experts", "enable_eplb"
+GATHERING = ("none", "naive", "allgather_reducescatter")
+"""The values of EXCHANGE with which all attention ranks gather all tokens."""
 EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
 """Knobs for which some builds of an engine register more values. `engine_args` may contain such values, a space may
 not."""

@@ -147,7 +147,6 @@ def _spread(counts: range) -> list[int]:
 def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return the rules for PREFILL_DECODE: both kinds must fit on the devices, and each must obey `layout_rules`."""
     hardware = Hardware.of(task)
-    of_layout = [rule for rule in layout_rules if set(rule.knobs) <= set(SPLITS.values())]
 
     def too_many(pair: Pair) -> bool:
         return sum(each.count * each.devices for each in pair) > hardware.cards
@@ -156,21 +155,38 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
         parts = [each.devices for each in pair for _ in range(each.count)]
         return sum(parts) <= hardware.cards and _places(parts, hardware) is None
 
-    def illegal(pair: Pair) -> bool:
-        columns = {knob: np.array([each.layout[knob] for each in pair]) for knob in SPLITS.values()}
-        return any(bool(np.any(rule.broken(columns))) for rule in of_layout)
-
     def rule(name: str, check: Check, message: str) -> Rule:
         table = broken_by_code(task, check)
         return Rule(name=name, knobs=(PREFILL_DECODE,), message=message, broken=lambda c: table[c[PREFILL_DECODE]])
+
+    def of_kinds(rule: Rule) -> Rule:
+        message = f"in {PREFILL_DECODE}, {rule.message}"
+        return replace(of_each_kind(task, rule), name=f"{rule.name}_of_kinds", message=message)
 
     cards = f"both kinds of {PREFILL_DECODE} must not exceed the {hardware.cards} devices"
     hosts = f"each instance of {PREFILL_DECODE} must fit on a host, or have all devices of several"
     return (
         rule("cards_of_kinds", too_many, cards),
         rule("hosts_of_kinds", misplaced, hosts),
-        rule("layout_of_kinds", illegal, f"each kind of {PREFILL_DECODE} must obey the rules for layouts"),
+        *(of_kinds(each) for each in layout_rules if set(each.knobs) <= set(SPLITS.values())),
     )
+
+
+def of_each_kind(task: Task, rule: Rule) -> Rule:
+    """Return a rule for layouts that, for values of PREFILL_DECODE, applies to both kinds of instances."""
+    pairs = [None, *map(roles, known_roles(task))]
+    tables = [
+        {knob: np.array([pair[kind].layout[knob] if pair else 1 for pair in pairs]) for knob in SPLITS.values()}
+        for kind in range(len(KINDS))
+    ]
+
+    def broken(c: Columns) -> BoolArray:
+        codes = c[PREFILL_DECODE]
+        kinds = [{**c, **{knob: table[codes] for knob, table in each.items()}} for each in tables]
+        of_kinds = np.any([rule.broken(columns) for columns in kinds], axis=0)
+        return np.where(codes > 0, of_kinds, rule.broken(c) if set(rule.knobs) <= set(c) else False)
+
+    return Rule(name=rule.name, knobs=(*rule.knobs, PREFILL_DECODE), message=rule.message, broken=broken)
 
 
 def broken_by_code(task: Task, check: Check) -> BoolArray:

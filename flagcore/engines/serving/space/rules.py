@@ -8,7 +8,18 @@ import numpy as np
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Task
-from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, has_images, longest_request
+from flagcore.engines.serving.space import placement
+from flagcore.engines.serving.space.hardware import (
+    DP,
+    EP,
+    INSTANCES,
+    PP,
+    PREFILL_DECODE,
+    TP,
+    Hardware,
+    has_images,
+    longest_request,
+)
 from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import BACKEND, CONTEXT, DRAFTED, LAYOUT, SPECULATION, TOWER, tensor_sizes
 from flagcore.engines.serving.space.program import Program
@@ -75,10 +86,15 @@ def forbidden(task: Task, program: Program) -> tuple[Rule, ...]:
     - `on_cores`: whether the rule applies only if devices are CPU cores.
 
     A condition is a value, a list of values, `> NUMBER`, or `{not: CONDITION}`. The value null means not set.
+    Conditions on layouts apply to both kinds of instances of PREFILL_DECODE.
     """
-    on_cores = Hardware.of(task).on_cores
+    on_cores, has_kinds = Hardware.of(task).on_cores, any(knob.name == PREFILL_DECODE for knob in program.knobs)
     rows = program.forbidden.items()
-    return tuple(_forbidden(program, name, row) for name, row in rows if on_cores or not row.get("on_cores"))
+    found = [_forbidden(program, name, row) for name, row in rows if on_cores or not row.get("on_cores")]
+    of_layouts = {*placement.SPLITS.values()}
+    return tuple(
+        placement.of_each_kind(task, each) if has_kinds and of_layouts & {*each.knobs} else each for each in found
+    )
 
 
 def _forbidden(program: Program, name: str, row: Mapping[str, Any]) -> Rule:

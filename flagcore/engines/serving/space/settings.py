@@ -28,7 +28,6 @@ class Settings:
     - `max_running`: maximum number of sequences in one iteration of one attention DP group.
     - `max_batched_tokens`: maximum number of tokens in one iteration of one attention DP group. Depending on the
       engine, it applies to the prompt tokens or to all tokens.
-    - `pass_tokens`: maximum number of tokens in one pass through the model. A larger iteration takes several passes.
     - `context_len`: maximum number of tokens of one sequence.
     - `chunked`: whether prompts are computed in chunks; otherwise a prompt is computed in one piece.
     - `graphs`: whether the engine captures graphs; otherwise it runs in eager mode.
@@ -38,6 +37,9 @@ class Settings:
       None means all.
     - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
     - `drafted`: tokens that speculation drafts per sequence and iteration.
+    - `pass_tokens`: maximum number of tokens in one pass through the model. A larger iteration takes several passes.
+      None means that one pass computes any iteration.
+    - `exchanges`, `overlaps`, `copies`, `balanced`: as in `Split`. None means no, or no copies.
     - `quantized`: whether the engine converts the weights to fp8.
     - `tower_shares`: ranks that split the vision tower's weights, infinity if it is not loaded. None means the tensor
       ranks.
@@ -52,7 +54,6 @@ class Settings:
     expert: IntArray
     max_running: IntArray
     max_batched_tokens: IntArray
-    pass_tokens: IntArray
     block_size: IntArray
     context_len: IntArray
     chunked: IntArray
@@ -64,6 +65,11 @@ class Settings:
     on_device: FloatArray | None = None
     host_s: FloatArray | None = None
     drafted: IntArray | None = None
+    pass_tokens: IntArray | None = None
+    exchanges: BoolArray | None = None
+    overlaps: BoolArray | None = None
+    copies: IntArray | None = None
+    balanced: BoolArray | None = None
     quantized: BoolArray | None = None
     tower_shares: FloatArray | None = None
     host_tokens: FloatArray | None = None
@@ -72,8 +78,7 @@ class Settings:
     def of(cls, task: Task, columns: Columns, **own: IntArray | FloatArray | BoolArray) -> Settings:
         """Return the engine's `own` settings, completed with the common knobs in `columns` and with defaults.
 
-        By default one pass computes a whole iteration, prompts are chunked, no graphs are captured, and the cache takes
-        a share of the memory.
+        By default prompts are chunked, no graphs are captured, and the cache takes a share of the memory.
         """
         ones = np.ones_like(columns[INSTANCES])
         unknown = np.full(ones.shape, np.nan)
@@ -86,7 +91,6 @@ class Settings:
             "pipeline": pipeline,
             "data": data,
             "expert": expert,
-            "pass_tokens": own["max_batched_tokens"],
             "block_size": ones,
             "context_len": common_knobs.or_default(
                 context, longest_request(task.spec.serve.loads, task.spec.model.vision)

@@ -58,6 +58,7 @@ def main(arguments: list[str], age_s: float = 0.0) -> int:
         job = read_job(folder)
     except (OSError, ValueError) as error:
         return report(TrialFailure(TrialState.INVALID, str(error)))
+    # an exception, so that the servers are stopped before this program ends
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         run(job, folder, began)
@@ -75,6 +76,7 @@ def run(job: Job, folder: Path, began: float | None = None) -> None:
     `began`: when the trial began (time.monotonic()); None means now.
     """
     now = time.monotonic()
+    # at least a second, in which the first problem of a server is found and reported
     deadline = max(now + 1.0, (now if began is None else began) + job.timeout_s - MARGIN_SECONDS)
     reports: ServerReports = resolve_name(job.engine)
     with running_servers(job, reports, folder, deadline) as servers:

@@ -166,6 +166,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
         quantized=PROGRAM.converts_to_fp8(values),
         tower_shares=knobs.tower_shares(values, loaded="language-model-only" not in other_args),
+        **knobs.exchange_settings(task, values, KNOBS),
     )
 
 

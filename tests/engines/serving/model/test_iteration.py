@@ -5,10 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flagcore.domain.chip import with_network
+from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.model import Indexer, LinearAttention, Model, Windows
 from flagcore.engines.serving.model.iteration import NODES, distinct_experts, interpolate, iteration_costs
 from flagcore.engines.serving.model.simulation import Lane, Price
 from flagcore.engines.serving.model.work import Serving
+from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.roofline import Roofline
 from tests.served import CHIP, DENSE, EXPERTS, LATENT, OVER, costs, split, times
 
@@ -161,3 +164,49 @@ def test_a_chip_without_bf16_serves_in_fp16(model: Model) -> None:
     found = iteration_costs(Serving(model=model, precision="fp16", overheads=OVER), split(), older)
     assert found.local == pytest.approx(times(model).local)
     assert found.cached == pytest.approx(times(model).cached)
+
+
+HOSTS = NodeGroup(chip=with_network(CHIP, 50e9), nodes=8, devices_per_node=8)
+NETWORK = replace(costs(), collectives=Collectives(topology=topology_of(HOSTS)))
+"""Costs on eight hosts."""
+
+
+def seconds_of_experts(tokens: float, **arguments: float | bool) -> float:
+    """What the experts of 64 attention ranks on eight hosts take for the tokens of all ranks."""
+    layout = split(data=64.0, expert=64.0, **arguments)
+    found = iteration_costs(Serving(model=EXPERTS, precision="fp8", overheads=OVER), layout, NETWORK)
+    return float(interpolate(found.shared, np.array([tokens]))[0])
+
+
+def test_sending_tokens_to_their_experts_is_faster_than_gathering_all() -> None:
+    assert seconds_of_experts(16384, exchanges=True, balanced=True) < 0.5 * seconds_of_experts(16384)
+
+
+def test_copies_of_busy_experts_shorten_an_iteration() -> None:
+    balanced, skewed = (seconds_of_experts(16384, exchanges=True, balanced=each) for each in (True, False))
+    assert balanced < 0.8 * skewed
+
+
+def test_overlapping_the_exchange_helps_large_batches_but_hides_at_most_the_shorter_part() -> None:
+    layout = {"data": 64.0, "expert": 64.0, "exchanges": True, "balanced": True}
+    plain, found = (
+        iteration_costs(
+            Serving(model=EXPERTS, precision="fp8", overheads=OVER), split(**layout, overlaps=each), NETWORK
+        )
+        for each in (False, True)
+    )
+    tokens = np.array([65536.0])
+    whole, hidden = (
+        interpolate(each.local, tokens / 64)[0] + interpolate(each.shared, tokens)[0] for each in (plain, found)
+    )
+    assert 0.5 * whole < hidden < whole
+
+
+def test_ranks_have_their_own_hosts_and_graphs() -> None:
+    found = times(EXPERTS, data=8.0, expert=8.0, captured=512.0)
+    lane = Lane(budget=1e9, running=1e9, cache_tokens=1e9, ranks=8.0)
+    price = Price(found, 0, lane, OVER)
+    alone = Price(found, 0, replace(lane, ranks=1.0), OVER)
+    assert price.decode(4096) < alone.decode(4096)
+    device = interpolate(found.local + found.sampled, np.array([512.0])) + interpolate(found.shared, np.array([4096.0]))
+    assert price.decode(4096) == pytest.approx(device[0] + found.fixed[0] + 512 * found.sequence[0])

@@ -103,14 +103,14 @@ def test_a_latency_needs_no_second_kind_unless_it_is_listed() -> None:
     [
         (PAIR, ""),
         ("2xtp2+2xtp4", "cards_of_kinds"),
-        ("1xtp3+1xtp4", "layout_of_kinds"),
-        ("1xtp2ep4+1xtp4", "layout_of_kinds"),
+        ("1xtp3+1xtp4", "attention_heads"),
+        ("1xtp2ep4+1xtp4", "expert_parallel"),
     ],
 )
 @ENGINES
 def test_each_kind_obeys_the_rules_of_the_engine(engine: Engine, pair: str, rule: str) -> None:
     found = illegal(engine, cards(engine), pair)
-    assert (rule in found) if rule else found == []
+    assert any(each.startswith(rule) for each in found) if rule else found == []
 
 
 @ENGINES

@@ -1,0 +1,445 @@
+"""Imports recipes of Megatron-Bridge as specs, with a note on each key that is dropped or changed.
+
+Megatron-Bridge is github.com/NVIDIA-NeMo/Megatron-Bridge. The format is the output of `ConfigContainer.to_yaml` and the
+`run_config.yaml` in its checkpoints, as of commit 067f987d (2026-08-22) and release 0.3.1.
+"""
+
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flagcore.contracts import Importer, ImportNote
+from flagcore.domain.chip import Chip, normalize_name
+from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
+from flagcore.engines.megatron.layers.stages import LAYOUT
+from flagcore.engines.megatron.space.settings import SETTINGS
+from flagcore.errors import SpecError, UsageError, join_errors
+from flagcore.i18n import _
+from flagcore.spec.importing import Notes, commented_yaml
+from flagcore.spec.plain_data import parse_yaml, plain, read_text, spec_error
+
+SECTIONS = {"model": "model", "train.seq_length": "dataset", "train": "train", "auto_tuner.baseline": "model"}
+"""The sections of a Megatron-Bridge config, by the sections of a spec."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedRecipe:
+    """The data of a spec, and notes on the keys of a config that are dropped or changed."""
+
+    data: dict[str, Any]
+    notes: tuple[ImportNote, ...]
+    file: str
+
+    def translate_error(self, error: SpecError) -> SpecError:
+        return join_errors([self._with_own_key(each) for each in error.problems])
+
+    def as_yaml(self) -> str:
+        return commented_yaml(self.data, self.notes)
+
+    def _with_own_key(self, error: SpecError) -> SpecError:
+        for prefix, section in SECTIONS.items():
+            if error.key == prefix or error.key.startswith(f"{prefix}."):
+                key = f"{section}.{error.key.rpartition('.')[2]}" if "." in error.key else section
+                return spec_error(key, error.problem, value=error.value, fix=error.fix, file=self.file)
+        return error
+
+
+class Bridge:
+    """Imports configs of Megatron-Bridge as specs."""
+
+    name, title, has_trees = "bridge", "Megatron-Bridge", False
+
+    def read_tree(
+        self, directory: Path, name: str, overrides: Sequence[str] = (), chips: Callable[[], Sequence[Chip]] = tuple
+    ) -> ImportedRecipe:
+        """Return the imported config of a file, a checkpoint or a recipe.
+
+        `name` is a file or a checkpoint, or else a recipe of the installed package. `overrides` change the config, such
+        as `train.global_batch_size=512`. Raises SpecError, UsageError.
+        """
+        config, file, added = read_recipe(directory / name, name, overrides)
+        data, notes = translate(config, file, name, chips, added)
+        return ImportedRecipe(data=data, notes=notes, file=file)
+
+
+IMPORTER: Importer = Bridge()
+
+
+RUN_CONFIG = "run_config.yaml"
+PROGRAM = """
+import sys
+from megatron.bridge import recipes
+getattr(recipes, sys.argv[1])().to_yaml(sys.argv[2])
+"""
+"""A program that writes the config of a recipe to a file. It runs in its own process, because the package imports
+torch."""
+TIMEOUT_SECONDS = 600.0
+_TARGETS = ("_target_", "_call_", "_args_", "_name_")
+
+
+def _items(loader: yaml.SafeLoader, node: yaml.MappingNode) -> list[Any]:
+    return list(loader.construct_mapping(node))
+
+
+class _Loader(yaml.SafeLoader):
+    """A YAML loader that reads sets as lists."""
+
+
+_Loader.add_constructor("tag:yaml.org,2002:set", _items)
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+def read_recipe(path: Path, name: str, overrides: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:
+    """Return a config as plain values, its file for messages, and the keys of overrides that the config does not have.
+
+    The config is at `path`, or else that of the recipe `name`. A directory is a checkpoint, or contains the checkpoints
+    of iterations. An override is `a.b=c`, or a YAML file of changes. Raises SpecError, UsageError.
+    """
+    if path.is_dir():
+        found = [path / RUN_CONFIG, *sorted(path.glob(f"iter_*/{RUN_CONFIG}"), reverse=True)]
+        path = next((each for each in found if each.is_file()), found[0])
+    if path.is_file() or path.suffix in (".yaml", ".yml") or not _NAME.fullmatch(name):
+        config, file = _read(path, str(path)), str(path)
+    else:
+        config, file = _config_of_recipe(name), name
+    config, added = _sections(config), list[str]()
+    for override in overrides:
+        if "=" not in override and override.endswith((".yaml", ".yml")):
+            _merge(config, _sections(_read(Path(override), override)))
+        elif _override(config, override, file) and not override.startswith(("+", "~")):
+            added.append(override.partition("=")[0])
+    return config, file, added
+
+
+def _config_of_recipe(name: str) -> dict[str, Any]:
+    """Return the config that the recipe function `name` of the installed package creates. Raises UsageError,
+    SpecError.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "config.yaml")
+        command = [sys.executable, "-c", PROGRAM, name, str(file)]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            raise UsageError(_("the recipe {name} did not return within {n} s", name=name, n=TIMEOUT_SECONDS)) from None
+        if file.is_file():
+            return _read(file, name)
+    reason = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+    fix = _("give a file that `ConfigContainer.to_yaml` or a checkpoint has, or install megatron-bridge")
+    raise UsageError(
+        _("{name} is no file, and no recipe that runs here ({reason}); {fix}", name=name, reason=reason, fix=fix)
+    )
+
+
+def _read(path: Path, file: str) -> dict[str, Any]:
+    """Return the mapping in a YAML 1.1 file, as PyYAML writes it, possibly with sets. Raises SpecError."""
+    text = read_text(path, file=file, key="file")
+    try:
+        data = plain(yaml.load(text, _Loader), file=file)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise spec_error("the document", _("cannot be read as YAML: {why}", why=why), file=file) from None
+    if not isinstance(data, dict):
+        raise spec_error((), _("must be a mapping of keys and values"), value=data, file=file)
+    return data
+
+
+def _sections(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain(each) for key, each in config.items() if key not in _TARGETS}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in which enums, types and functions are replaced by their names."""
+    if isinstance(value, Mapping):
+        name = value.get("_name_") or (value.get("_target_") if value.get("_call_") is False else None)
+        if isinstance(name, str):
+            return name.rpartition(".")[2]
+        if isinstance(arguments := value.get("_args_"), list):
+            return _plain(arguments[-1]) if arguments else None
+        return _sections(value)
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _merge(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(config.get(key), dict):
+            _merge(config[key], value)
+        else:
+            config[key] = value
+
+
+def _override(config: dict[str, Any], override: str, file: str) -> bool:
+    """Change a value like Megatron-Bridge's command line: a.b=c, +a.b=c, ++a.b=c or ~a.b. Return whether it is new.
+
+    Raises SpecError for an invalid override.
+    """
+    key, equals, text = override.partition("=")
+    removes, key = key.startswith("~"), key.lstrip("+~")
+    *parents, name = key.split(".")
+    if not name or not (equals or removes):
+        raise spec_error(override, _("is not an override"), fix=_("use a.b=c, or a YAML file"), file=file)
+    section = config
+    for parent in parents:
+        if not isinstance(section.setdefault(parent, {}), dict):
+            section[parent] = {}
+        section = section[parent]
+    is_new = name not in section
+    section.pop(name, None)
+    if not removes:
+        section[name] = plain(parse_yaml(text, file=file), file=file)
+    return is_new
+
+
+USED_SECTIONS = (
+    "model",
+    "train",
+    "dataset",
+    "tokenizer",
+    "ddp",
+    "optimizer",
+    "mixed_precision",
+    "comm_overlap",
+    "peft",
+)
+"""Sections with keys that a spec needs. If several contain a setting, the last one takes precedence."""
+SETTING_SECTIONS = ("model", "optimizer", "ddp", "mixed_precision", "comm_overlap")
+DEVICES_PER_NODE = 8
+VIRTUAL, VIRTUAL_LAYERS = "virtual_pipeline_model_parallel_size", SIZES[4]
+ATTENTION = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
+"""The attention backends of megatron-core 0.16 (`AttnBackend`) by their numbers in YAML."""
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8", "float8_e4m3fn": "fp8"}
+LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+MODEL_KEYS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "qk_layernorm"),
+    *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_layer_freq", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"),
+    *("v_head_dim", "mtp_num_layers", "add_bias_linear", "add_qkv_bias", "attention_backend", "transformer_impl"),
+    *("experimental_attention_variant", "window_size", "attention_output_gate", "hybrid_override_pattern"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "sequence_parallel", *SIZES[:4]),
+    *("bf16", "fp16", "seq_length"),
+)
+"""Keys of `model` that are also flags of Megatron-LM with the same meaning."""
+_IN_NAME = re.compile(r"_(\d+)gpu_([a-z]+\d+\w*?)(?=_|$)")
+_SETTING_NAMES = frozenset(setting.name for setting in SETTINGS) - {"pipeline_schedule", LAYOUT, "fp8_recipe"}
+
+
+def translate(
+    config: Mapping[str, Any],
+    file: str,
+    name: str,
+    chips: Callable[[], Sequence[Chip]],
+    added: Collection[str] = (),
+) -> tuple[dict[str, Any], tuple[ImportNote, ...]]:
+    """Return the data of a spec for a config, and notes.
+
+    The recipe's `name` may contain the number and kind of devices. `added` are the keys of overrides that the config
+    does not have. Raises SpecError, also for keys in `added` that have no use.
+    """
+    notes = Notes(file)
+    sections = {key: value for key in USED_SECTIONS if isinstance(value := config.get(key), Mapping)}
+    model, train = sections.get("model", {}), sections.get("train", {})
+    if not model.get("num_layers"):
+        fix = "give the config of a whole recipe, as ConfigContainer.to_yaml or a checkpoint's run_config.yaml has it"
+        raise notes.error("model.num_layers", "is missing: these are overrides only, or not a model of layers", fix=fix)
+    used = {"model": {*MODEL_KEYS, "share_embeddings_and_output_weights", "gated_linear_unit", "num_query_groups"}}
+    flags = Flags(notes, _entries(config, sections), "model.{name}")
+    for key in ("global_batch_size", "seq_length"):
+        if not flags.has(key):
+            notes.report(
+                f"train.{key}" if "batch" in key else f"model.{key}", "is missing", fix="add it as an override"
+            )
+    section = shape(flags, _vocabulary(flags, model, sections.get("tokenizer", {})))
+    baseline = baseline_of(flags, bool(section.get("num_moe_experts")))
+    if notes.problems:
+        raise join_errors(notes.problems)
+    settings = _settings(sections, section, baseline, used)
+    if layout := _layout(model.get(LAYOUT)):
+        settings[LAYOUT] = layout
+        text = "applies to all candidates: only pipelines that it fits are tried; remove it to search for others"
+        notes.note(f"model.{LAYOUT}", text, f"train.settings.{LAYOUT}")
+    work = options(flags)
+    work["settings"] = {**work.get("settings", {}), **settings}
+    sizes = {key: flags.get(key) for key in ("seq_length", "global_batch_size")}
+    cluster, devices = _cluster(name, baseline, notes, chips)
+    data = {"engine": "megatron", **sizes, **work}
+    tuner: dict[str, Any] = {"baseline": baseline}
+    if problem := baseline_problem(baseline, data, section, devices):
+        notes.note("model", f"cannot run: {problem}; the rule of thumb is the baseline instead", "auto_tuner")
+        tuner = {}
+    if model.get("hf_model_id"):
+        notes.note("model.hf_model_id", f"{model['hf_model_id']}: its sizes are in the config", "model")
+    steps = train.get("train_iters")
+    if steps:
+        notes.note("train.train_iters", f"dropped ({steps}): a trial has few steps; see auto_tuner.control", "train")
+    _note_others(config, sections, used, notes, added)
+    if notes.problems:
+        raise join_errors(notes.problems)
+    return {"model": section, "cluster": cluster, "train": data, "auto_tuner": tuner}, tuple(notes.notes)
+
+
+def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the config as flags of Megatron-LM with their keys in the config."""
+    model, train, ddp = (sections.get(key, {}) for key in ("model", "train", "ddp"))
+    values = {f"model.{key}": model.get(key) for key in MODEL_KEYS}
+    backend = model.get("attention_backend")
+    values["model.attention_backend"] = ATTENTION.get(backend, backend) if isinstance(backend, int) else backend
+    groups = model.get("num_query_groups")
+    if not model.get("multi_latent_attention") and groups and groups != model.get("num_attention_heads"):
+        values |= {"model.group_query_attention": True, "model.num_query_groups": groups}
+    values["model.swiglu"] = bool(model.get("gated_linear_unit"))
+    values["model.untie_embeddings_and_output_weights"] = not model.get("share_embeddings_and_output_weights", True)
+    parts = (model["num_layers"], model.get("pipeline_model_parallel_size") or 1, model.get(VIRTUAL))
+    numbers = [each for each in parts if type(each) is int and each > 0]
+    if len(numbers) == 3 and numbers[2] > 1:
+        values[f"model.{VIRTUAL_LAYERS}"] = math.ceil(numbers[0] / (numbers[1] * numbers[2]))
+    if model.get("seq_length") is None:
+        values["dataset.seq_length"] = sections.get("dataset", {}).get("seq_length")
+    values |= {f"train.{key}": train.get(key) for key in ("micro_batch_size", "global_batch_size", "rampup_batch_size")}
+    sharded = ddp.get("use_distributed_optimizer", sections.get("optimizer", {}).get("use_distributed_optimizer"))
+    values["ddp.use_distributed_optimizer"] = sharded
+    values |= _precision(config.get("mixed_precision"))
+    if config.get("peft"):
+        values["peft.peft_type"] = "adapters"
+    return list(values.items())
+
+
+def _precision(mixed: object) -> dict[str, Any]:
+    """Return the flags for `mixed_precision`: a config, or the name of one. They take precedence over the ones in
+    `model`.
+    """
+    if isinstance(mixed, Mapping):
+        fields = {key: mixed.get(key) for key in ("bf16", "fp16", "fp8")}
+        fields["fp8_recipe"] = mixed.get("fp8_recipe") if mixed.get("fp8") else None
+        fields["fp8"] = mixed.get("fp8") or mixed.get("fp4")
+    elif isinstance(mixed, str):
+        text = mixed.replace("-", "_")
+        narrow = next((word for word in ("mxfp8", "nvfp4", "fp8") if word in text), None)
+        fields = {"fp16": text.startswith("fp16"), "bf16": "bf16" in text, "fp8": narrow}
+        fields["fp8_recipe"] = narrow if narrow != "fp8" else None
+    else:
+        return {}
+    model = {"model.bf16": None, "model.fp16": None}
+    return {**model, **{f"mixed_precision.{key}": value for key, value in fields.items()}}
+
+
+def _vocabulary(flags: Flags, model: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Any:
+    """Return the vocabulary size of the model or, if it is missing, of the tokenizer."""
+    size = model.get("vocab_size") or tokenizer.get("vocab_size")
+    if size is None:
+        flags.source.report("model.vocab_size", "is missing", fix="add it as an override: model.vocab_size=128256")
+    return size
+
+
+def _settings(
+    sections: Mapping[str, Mapping[str, Any]],
+    model: Mapping[str, Any],
+    baseline: Mapping[str, Any],
+    used: dict[str, set[str]],
+) -> dict[str, Any]:
+    """Return the settings of megatron-core that have an effect, and add their keys to `used`."""
+    found: dict[str, Any] = {}
+    for section in SETTING_SECTIONS:
+        for key, value in sections.get(section, {}).items():
+            if key in _SETTING_NAMES:
+                used.setdefault(section, set()).add(key)
+                if not (value is None or value is False or value == []):  # these values mean "off", the default
+                    found[key] = DTYPES.get(str(value), value) if key.endswith("dtype") else value
+    reduces_fp32 = sections.get("mixed_precision", {}).get(
+        "grad_reduce_in_fp32", sections.get("ddp", {}).get("grad_reduce_in_fp32")
+    )
+    if reduces_fp32 is False:
+        found["grad_reduce_in_bf16"] = True
+    without = (
+        {name for name in found if name.startswith(("moe_", "expert_"))} if not model.get("num_moe_experts") else set()
+    )
+    if found.get("moe_token_dispatcher_type") != "flex":
+        without.add("moe_flex_dispatcher_backend")
+    if baseline.get("recompute_granularity") != "selective":
+        without.add("recompute_modules")
+    if not found.get("optimizer_cpu_offload"):
+        without.add("optimizer_offload_fraction")
+    if not found.get("use_precision_aware_optimizer"):
+        without |= {"main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"}
+    if not found.get("fine_grained_activation_offloading"):
+        without.add("offload_modules")
+    if found.get("cuda_graph_impl") in (None, "none"):
+        without |= {"cuda_graph_impl", "cuda_graph_scope"}
+    return {name: value for name, value in found.items() if name not in without}
+
+
+def _layout(value: object) -> str:
+    """Return a layout of stages as Megatron's text. If `value` is a list, it contains a list of layers for each
+    stage.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        return ""
+    stages = [each if isinstance(each, list) else [each] for each in value]
+    return "|".join("".join(LETTERS.get(str(layer), str(layer)) for layer in stage) for stage in stages)
+
+
+def _cluster(
+    name: str, baseline: Mapping[str, Any], notes: Notes, chips: Callable[[], Sequence[Chip]]
+) -> tuple[dict[str, Any], int]:
+    """Return the section `cluster` and its number of devices.
+
+    They are in the recipe's name; otherwise they are the fewest devices that can run it.
+    """
+    match = _IN_NAME.search(name)
+    sizes = (baseline.get(key) for key in SIZES[:4])
+    # An error is reported later for sizes of other types.
+    tensor, stages, context, experts = (size if type(size) is int else 1 for size in sizes)
+    if match:
+        devices, kind = int(match[1]), normalize_name(match[2])
+        like = [chip for chip in chips() if chip.matches_name(match[2]) or normalize_name(chip.name).startswith(kind)]
+        like.sort(key=lambda each: (not each.matches_name(match[2]), not each.dense_flops_per_second, len(each.name)))
+        chip, per_node = (like[0].name, like[0].devices_per_node) if like else ("auto", DEVICES_PER_NODE)
+        notes.note("recipe", f"{name} is for {devices} x {match[2].upper()}", "cluster")
+    else:
+        devices, chip, per_node = math.lcm(tensor * stages * context, stages * experts), "auto", DEVICES_PER_NODE
+        text = f"no key of a config has the chip or the number of devices: {devices} is the fewest; correct it"
+        notes.note("cluster", text, "cluster")
+    nodes = max(1, math.ceil(devices / per_node))
+    per_node = devices if nodes == 1 else per_node
+    return {"chip": chip, "nodes": nodes, "devices_per_node": per_node}, nodes * per_node
+
+
+def _note_others(
+    config: Mapping[str, Any],
+    sections: Mapping[str, Mapping[str, Any]],
+    used: Mapping[str, set[str]],
+    notes: Notes,
+    added: Collection[str],
+) -> None:
+    """Add notes about the sections and keys that a spec does not have, except null, false and empty values.
+
+    Report an error for unused keys in `added`, because most of them are misspelt.
+    """
+    taken = {"train": {"micro_batch_size", "global_batch_size", "train_iters"}, "dataset": {"seq_length"}}
+    taken |= {"ddp": {"use_distributed_optimizer", "grad_reduce_in_fp32"}, "tokenizer": {"vocab_size"}}
+    taken |= {"mixed_precision": {"bf16", "fp16", "fp8", "fp4", "fp8_recipe", "grad_reduce_in_fp32"}}
+    taken |= {"model": {"vocab_size", "hf_model_id", LAYOUT, VIRTUAL}, "optimizer": {"use_distributed_optimizer"}}
+    for override in added:
+        section, *keys = override.split(".")
+        known = taken.get(section, set()) | used.get(section, set())
+        known |= _SETTING_NAMES if section in SETTING_SECTIONS else {"rampup_batch_size"}
+        if section not in USED_SECTIONS or (keys and keys[0] not in known):
+            fix = _("correct it, or write +{key}=VALUE", key=override)
+            notes.report(override, _("is not in the config, and predictions do not use it"), fix=fix)
+    for section, values in sections.items():
+        known = taken.get(section, set()) | used.get(section, set())
+        if keys := [
+            key for key, value in values.items() if key not in known and value not in (None, False, [], {}, "")
+        ]:
+            notes.note(f"{section} ({', '.join(keys)})", "dropped: predictions do not use them")
+    others = [key for key, value in config.items() if key not in sections and isinstance(value, Mapping) and value]
+    notes.note(", ".join(others), "dropped: they do not describe the job's sizes")

@@ -1,0 +1,69 @@
+"""Shapes of public models, by the names of their Hugging Face repositories: a plan needs no download."""
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+FORMATS = {
+    **dict.fromkeys(("awq", "gptq", "int4", "w4a16", "4bit", "bnb"), "int4"),
+    **dict.fromkeys(("int8", "w8a8", "8bit"), "int8"),
+    **dict.fromkeys(("fp8", "w8a8fp8"), "fp8"),
+    **dict.fromkeys(("nvfp4", "fp4"), "nvfp4"),
+    "bf16": "bf16",
+}
+"""The format of the weights that a word at the end of a repository's name means."""
+_SAME_SHAPE = {
+    "instruct",
+    "chat",
+    "it",
+    "hf",
+    "base",
+    "pt",
+    "thinking",
+    "dynamic",
+    "block",
+    "static",
+    "gguf",
+    "quantized",
+}
+"""Words at the end of a name that do not change the shape, besides formats and dates such as 2507."""
+
+
+@lru_cache(maxsize=1)
+def public_models() -> Mapping[str, Mapping[str, Any]]:
+    """Return the table of public models: the keys of config.json and the format of quantized weights by name."""
+    table: dict[str, dict[str, Any]] = yaml.load(files(__package__).joinpath("public_models.yaml").read_text(), LOADER)
+    return table
+
+
+def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
+    """Return the config.json of a public model, and the format of its weights if they are quantized.
+
+    Letters may differ in case. Fine-tuned and quantized variants, also of other organizations, have the shape of the
+    model whose name they extend. Returns None for an unknown name.
+    """
+    table = public_models()
+    exact = next((known for known in table if known.lower() == name.lower()), None)
+    stem, weights = _stem(name)
+    found = exact or next((known for known in table if _stem(known)[0] == stem), None)
+    if found is None or name.count("/") != 1:
+        return None
+    config = dict(table[found])
+    stored = config.pop("weights", None)
+    return config, (stored if exact or weights is None else None if weights == "bf16" else weights)
+
+
+def _stem(name: str) -> tuple[str, str | None]:
+    """Return the part of a repository's name that determines the shape, and the format that its end names."""
+    model = name.lower().rpartition("/")[2].removeprefix("meta-").replace("quantized.", "quantized-")
+    words, weights = model.split("-"), None
+    while len(words) > 1 and (
+        words[-1] in _SAME_SHAPE or words[-1] in FORMATS or re.fullmatch(r"[01]\d{3}|2[345]\d\d", words[-1])
+    ):
+        weights = FORMATS.get(words.pop(), weights)
+    return "-".join(words), weights
