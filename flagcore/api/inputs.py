@@ -13,7 +13,7 @@ import numpy as np
 
 from flagcore.api.calibrated_plugins import CalibratedPlugins
 from flagcore.contracts import Problem
-from flagcore.domain.chip import MUCH_SLOWER, Support, slowness, unknown_chip_hint
+from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness, unknown_chip_hint
 from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
@@ -370,7 +370,7 @@ def warn_about_problem(problem: Problem) -> None:
 
 
 def _chip_notes(task: Task) -> Iterator[str]:
-    """Yield a note for each chip that the spec names by its family, and a warning for each chip with a slow precision.
+    """Yield notes on chips: names of families, assumed networks, and precisions that are slow.
 
     A precision is slow if matrix products of a training job are much slower in it than in fp32.
     """
@@ -379,6 +379,13 @@ def _chip_notes(task: Task) -> Iterator[str]:
         if section.chip != AUTO and not group.chip.has_name(section.chip):
             text = N_("chip {name} means {chip}; name another variant by its own name")
             yield _(text, name=section.chip, chip=group.chip.name)
+    for chip in {group.chip.name: group.chip for group in task.cluster.groups}.values():
+        if chip.nic_bytes_per_second == ASSUMED_NETWORK:
+            text = N_(
+                "the network between hosts of {chip} is assumed: {rate:.0f} GB/s per device; set {key} to its rate"
+            )
+            key = f"cluster.{'groups.' if task.spec.cluster.groups else ''}nic_bytes_per_second"
+            yield _(text, chip=chip.name, rate=ASSUMED_NETWORK.value / 1e9, key=key)
     if isinstance(task.spec.work, TrainSpec):
         precision = task.spec.work.precision
         for chip, ratio in {group.chip.name: slowness(group.chip, precision) for group in task.cluster.groups}.items():

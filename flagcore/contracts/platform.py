@@ -175,6 +175,7 @@ class Costs:
     If there are several node groups, `memory`, `kernels` and `collectives` belong to the first group.
 
     `guessed`: whether kernel times come from the core's roofline, neither measured nor fitted.
+    `assumed_network`: whether the network rate is `flagcore.domain.chip.ASSUMED_NETWORK`, because none is known.
     `synchronous`: whether the host computes, as on a CPU. Then kernels do not hide the time of launches.
     `run_slowdown`: the factor by which kernels are slower in a run on many devices than in `kernels`.
     `further`: the costs of the other node groups, by the rank of their first device, in the order of ranks.
@@ -185,6 +186,7 @@ class Costs:
     kernels: KernelCosts
     collectives: CollectiveCosts
     guessed: bool = False
+    assumed_network: bool = False
     synchronous: bool = False
     run_slowdown: float = 1.0
     further: Mapping[int, Costs] = field(default_factory=dict)

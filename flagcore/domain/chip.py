@@ -195,6 +195,20 @@ def with_network(chip: Chip, nic_bytes_per_second: float | None, nic_latency_sec
     return replace(chip, nic_bytes_per_second=Fact(value=nic_bytes_per_second, source=source))
 
 
+ASSUMED_NETWORK = Fact(
+    value=25e9,
+    source=Source(
+        kind="estimated",
+        detail="200 Gb/s per device, chosen: the known rates of chips with a link are 100 to 400 Gb/s; the key "
+        "cluster.nic_bytes_per_second sets it",
+    ),
+)
+"""The network rate of accelerators on several hosts, if neither their plugin nor the spec states one."""
+
+ASSUMED_NETWORK_RANGE = 2.0
+"""The factor by which the network may be slower or faster than ASSUMED_NETWORK."""
+
+
 MIN_SIMILARITY = 0.72
 """The minimum similarity (0 to 1) of normalized names at which a chip is suggested for a misspelled name."""
 

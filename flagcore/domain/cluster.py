@@ -103,6 +103,12 @@ class Cluster:
             return self.groups[0].title
         return " + ".join(f"{group.devices} x {group.title}" for group in self.groups)
 
+    @property
+    def linked_devices(self) -> int:
+        """The largest number of devices that share a host, or a link that connects several hosts."""
+        links = [(group.chip.link and group.chip.link.domain_size) or 0 for group in self.groups]
+        return max(*links, *(group.devices_per_node for group in self.groups))
+
     def peak_flops(self, precision: str) -> float | None:
         """Return the mean peak of all devices in flops per second, or None if a group's peak is unknown."""
         facts = [group.chip.dense_flops_per_second.get(precision) for group in self.groups]

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from flagcore.contracts import Costs, Platform
+from flagcore.domain.chip import ASSUMED_NETWORK_RANGE
 from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Task
@@ -60,6 +61,8 @@ They are the 10th and 90th percentiles of measured over predicted times of runs 
 (`benchmarks/fitted.json`). There are intervals for dense models, for mixtures of experts, for chips without measured
 kernels (the same runs without the fitted curves), and for ranks that share a CPU (an estimate from ranks on one CPU).
 """
+NETWORK_PARTS = ("cp_comm_s", "ep_comm_s", "pp_comm_s", "dp_comm_exposed_s")
+"""The parts of a step that may use the network between hosts. Their times widen the interval if its rate is assumed."""
 
 
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
@@ -304,10 +307,13 @@ def _predict(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> P
     for each in costs.groups:
         intervals += [SHARED_CPU_INTERVAL] if each.synchronous else [ESTIMATED_INTERVAL] if each.guessed else []
     low, high = min(bound[0] for bound in intervals), max(bound[1] for bound in intervals)
+    network = np.zeros(())
+    if any(each.assumed_network for each in costs.groups):
+        network = sum((time_s[part] for part in NETWORK_PARTS if part in time_s), network)
     return Predictions(
         step_time_s=total,
-        low_s=total * low,
-        high_s=total * high,
+        low_s=(total - network * (1.0 - 1.0 / ASSUMED_NETWORK_RANGE)) * low,
+        high_s=(total + network * (ASSUMED_NETWORK_RANGE - 1.0)) * high,
         time_s=time_s,
         static_bytes=memory.memory.static,
         activation_bytes=memory.memory.activation,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from flagcore.contracts import Costs
-from flagcore.domain.chip import Chip, Device, Support, unknown_chip_hint, with_network
+from flagcore.domain.chip import ASSUMED_NETWORK, Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, Level, NodeGroup
 from flagcore.domain.engine import EngineSupport, has_common_library
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec, TrainSpec
@@ -60,6 +60,9 @@ def discover(spec: Spec, plugins: LoadedPlugins, engine_version: str | None = No
         chip = best_chip(vendor_devices, plugins, engine) if is_auto else _find_chip(requested.chip, key, plugins)
         support = _require_support(chip, plugins, engine, engine_version)
         chip = with_network(plugins.measured_chip(chip), requested.nic_bytes_per_second, requested.nic_latency_seconds)
+        several_hosts = bool(spec.cluster.groups) or requested.nodes > 1
+        if several_hosts and chip.nic_bytes_per_second is None and not support.shared_devices:
+            chip = replace(chip, nic_bytes_per_second=ASSUMED_NETWORK)
         groups.append(_group(requested, chip, devices, support))
         supports.append(support)
     joined = _join_supports(supports, [group.chip.name for group in groups])
@@ -110,6 +113,7 @@ def _costs_of(group: NodeGroup, support: EngineSupport, plugins: LoadedPlugins, 
         collectives=plugins.collective_costs(group, engine)
         or Collectives(topology=plugins.topology(group) or topology_of(group)),
         guessed=kernels is None,
+        assumed_network=group.chip.nic_bytes_per_second == ASSUMED_NETWORK,
         synchronous=synchronous,
         run_slowdown=1.0 if synchronous else run_slowdown,
     )

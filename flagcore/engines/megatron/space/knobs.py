@@ -53,7 +53,13 @@ def _recompute_choice(name: str, label: str, help: str, words: tuple[str, ...]) 
 
 SPACE_KNOBS = (
     _parallel_size("data_parallel_size", "DP", "Number of model replicas that share the global batch.", has_flag=False),
-    _parallel_size("tensor_model_parallel_size", "TP", "Number of devices that split each layer's matrices."),
+    _parallel_size(
+        "tensor_model_parallel_size",
+        "TP",
+        "Number of devices that split each layer's matrices.",
+        auto=lambda task: [n for n in divisors(task.cluster.devices) if n <= task.cluster.linked_devices],
+        auto_help="every divisor of the number of devices, within a host",
+    ),
     _parallel_size("pipeline_model_parallel_size", "PP", "Number of pipeline stages."),
     _knob(
         "layer_split",

@@ -46,6 +46,9 @@ WIDTH_FACTOR = 2.0
 """Factor on both ends of an interval if the chip was not measured, or the engine or its kind of attention (linear or
 sparse) was not fitted."""
 
+NETWORK_FACTOR = 1.2
+"""An additional factor if the rate of the network between hosts is assumed. Chosen."""
+
 
 def predict(
     task: Task,
@@ -88,7 +91,7 @@ def predict(
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     unmeasured = costs.guessed or costs.synchronous or untested
     unmeasured |= bool(task.spec.model.linear_attention or task.spec.model.indexer)
-    width_factor = WIDTH_FACTOR if unmeasured else 1.0
+    width_factor = (WIDTH_FACTOR if unmeasured else 1.0) * (NETWORK_FACTOR if costs.assumed_network else 1.0)
     few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
     return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)
 

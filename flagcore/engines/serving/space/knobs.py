@@ -24,6 +24,7 @@ from flagcore.engines.serving.space.hardware import (
     has_images,
     max_in_flight,
 )
+from flagcore.engines.serving.space.weights import min_devices
 from flagcore.errors import SpecError
 
 LAYOUT = (INSTANCES, TP, PP, DP, EP)
@@ -167,10 +168,11 @@ def tensor_sizes(task: Task) -> tuple[int, ...]:
     """Return the divisors of the number of devices, and the powers of two up to it, in ascending order.
 
     The number of attention heads is rarely a multiple of other sizes: 8 of 12 devices can serve a model that 6 and 12
-    cannot.
+    cannot. Sizes above the devices that a link connects are left out, unless the weights need them.
     """
-    cards = Hardware.of(task).cards
-    return tuple(sorted({*divisors(task), *(1 << step for step in range(cards.bit_length()))}))
+    cards, most = Hardware.of(task).cards, max(task.cluster.linked_devices, min_devices(task))
+    sizes = {*divisors(task), *(1 << step for step in range(cards.bit_length()))}
+    return tuple(sorted(size for size in sizes if size <= most))
 
 
 def powers_in_flight(task: Task, count: int, maximum: int = 1 << 30) -> tuple[int, ...]:
@@ -229,7 +231,7 @@ EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
 not."""
 AUTOS = {
     "roles": Auto(placement.auto_roles, "not set; for a rate also divisions of all devices between two layouts"),
-    "tensor_sizes": Auto(tensor_sizes, "divisors of the devices, and powers of two"),
+    "tensor_sizes": Auto(tensor_sizes, "divisors of the devices, and powers of two, within a host"),
     "divisors": Auto(divisors, "divisors of the devices"),
     "unset_and_divisors": Auto(lambda task: (None, *divisors(task)), "not set, and divisors of the devices"),
     "divisors_with_experts": Auto(
