@@ -379,13 +379,13 @@ def _chip_notes(task: Task) -> Iterator[str]:
         if section.chip != AUTO and not group.chip.has_name(section.chip):
             text = N_("chip {name} means {chip}; name another variant by its own name")
             yield _(text, name=section.chip, chip=group.chip.name)
-    for chip in {group.chip.name: group.chip for group in task.cluster.groups}.values():
-        if chip.nic_bytes_per_second == ASSUMED_NETWORK:
+    for name, known in {group.chip.name: group.chip for group in task.cluster.groups}.items():
+        if known.nic_bytes_per_second == ASSUMED_NETWORK:
             text = N_(
                 "the network between hosts of {chip} is assumed: {rate:.0f} GB/s per device; set {key} to its rate"
             )
             key = f"cluster.{'groups.' if task.spec.cluster.groups else ''}nic_bytes_per_second"
-            yield _(text, chip=chip.name, rate=ASSUMED_NETWORK.value / 1e9, key=key)
+            yield _(text, chip=name, rate=ASSUMED_NETWORK.value / 1e9, key=key)
     if isinstance(task.spec.work, TrainSpec):
         precision = task.spec.work.precision
         for chip, ratio in {group.chip.name: slowness(group.chip, precision) for group in task.cluster.groups}.items():

@@ -18,6 +18,9 @@ from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArra
 from flagcore.domain.trial import TrialState
 from flagcore.i18n import N_
 
+MEMORY_ERROR = 0.10
+"""The relative standard deviation of measured from predicted memory on a chip without measured trials."""
+
 PART_NAMES = {
     "compute_s": N_("compute"),
     "tp_comm_s": N_("tensor parallel"),

@@ -34,6 +34,7 @@ class Estimate(Notebook):
     - `assumed`: the implementation and settings that a plan assumes.
     - `notes`: the plugins' notes on engine and chip.
     - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
+    - `roomier`: the fastest candidate below 90% of the memory, if the first one takes more than 95%.
     - `slo` of a candidate: the figures that exceed the latency limits.
     - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits.
     - `mixing`: a comparison of a mixed cluster with each of its kinds of chips alone.
@@ -49,6 +50,7 @@ class Estimate(Notebook):
     candidates: tuple[Mapping[str, Any], ...]
     model: tuple[Mapping[str, Any], ...]
     defaults: Mapping[str, Any] | None = None
+    roomier: Mapping[str, Any] | None = None
     unmet: str = ""
     untimed: int = 0
     no_time: str = ""
@@ -97,7 +99,9 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         yield "\n" + estimate.bottleneck, False
     lines = [candidate_line(_("baseline"), estimate.baseline, estimate.knobs)]
     if estimate.defaults:
-        lines.append(candidate_line(_("engine defaults on the fewest devices"), estimate.defaults, estimate.knobs))
+        lines.append(candidate_line(_("engine defaults"), estimate.defaults, estimate.knobs))
+    if estimate.roomier:
+        lines.append(candidate_line(_("fastest below 90% of the memory"), estimate.roomier, estimate.knobs))
     yield "\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts), False
     if estimate.mixing:
         yield "\n" + mixing_text(estimate.mixing, estimate.knobs), True

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from flagcore.domain.chip import disturbances
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, Plan, Speedup
+from flagcore.domain.prediction import MEMORY_ERROR
 from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
 from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, ServeSpec
 from flagcore.domain.space import Candidate
@@ -138,7 +139,7 @@ def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
             parts.append(" ".join([knob.title, *texts]))
         else:
             parts.append(f"no {knob.title}" if value is False else f"{knob.title} {value}")
-    return ", ".join(parts) or "engine defaults"
+    return ", ".join(parts) or _("engine defaults")
 
 
 def value_text(value: object) -> str:
@@ -169,8 +170,18 @@ def candidate_line(name: str, record: Mapping[str, Any], knobs: Knobs) -> str:
     seconds, rate, memory = step_value(record), record.get("output_tokens_per_s"), record["memory"]
     speed = _("time unknown") if seconds is None else _("~{seconds} s/step", seconds=f"{seconds:.4g}")
     speed = _("~{rate} output tokens/s", rate=shown(rate)) if rate is not None else speed
-    fits = ", " + _("does not fit") if memory.get("fits") is False else ""
-    return f"{name}: {values_text(record['candidate'], knobs)}: {speed}, ~{memory['device_used_gib']:.4g} GiB{fits}"
+    values = values_text(record["candidate"], knobs)
+    text = f"{name}: {speed}" if values == name else f"{name}: {values}: {speed}"
+    return f"{text}, ~{memory['device_used_gib']:.4g} GiB" + (", " + _(excess) if (excess := _excess(memory)) else "")
+
+
+def _excess(memory: Mapping[str, Any]) -> str:
+    """Return that a prediction exceeds the memory, and whether the excess is within the error of predictions."""
+    if memory.get("fits") is not False:
+        return ""
+    if memory["device_used_gib"] <= memory["capacity_gib"] * (1.0 + MEMORY_ERROR):
+        return N_("over memory by less than the error of predictions: flag tune tries it as the baseline")
+    return N_("does not fit")
 
 
 def candidate_columns(records: Sequence[Mapping[str, Any]], knobs: Knobs) -> dict[str, str]:

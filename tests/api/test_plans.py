@@ -94,3 +94,33 @@ def test_a_rule_that_removes_what_fits_is_named() -> None:
     message = str(caught.value)
     assert "by selective_recompute_with_flash_attention" in message
     assert "GiB" not in message
+
+
+@pytest.mark.parametrize("chip", ["C550", "MLU370-X8"])
+def test_plans_for_several_hosts_have_times_and_keep_tensor_parallelism_within_a_host(
+    chip: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = spec(chip)
+    data["cluster"] = {"chip": chip, "nodes": 4}
+    data["train"]["global_batch_size"] = 64
+    found = api.estimate(data, top=50)
+    per_host = found.devices // 4
+    assert found.untimed == 0
+    assert max(each["candidate"]["tensor_model_parallel_size"] for each in found.candidates) <= per_host
+    assert any("cluster.nic_bytes_per_second" in record.getMessage() for record in caplog.records)
+    data["cluster"]["nic_bytes_per_second"] = 25e9
+    known = api.estimate(data, top=1).candidates[0]
+    assumed = found.candidates[0]
+    assert known["candidate"] == assumed["candidate"]
+    assert known["step_time_s"]["value"] == assumed["step_time_s"]["value"]
+    assert known["step_time_s"]["high"] < assumed["step_time_s"]["high"]
+    data["auto_tuner"] = {"space": {"tensor_model_parallel_size": [2 * per_host]}}
+    crossing = api.estimate(data, top=50).candidates
+    assert any(each["candidate"]["tensor_model_parallel_size"] == 2 * per_host for each in crossing)
+
+
+@pytest.mark.parametrize(
+    ("name", "chip"), [("MLU590", "MLU590-M9"), ("910B", "910B3"), ("A100", "A100-80GB"), ("MTT-S4000", "MTT-S4000")]
+)
+def test_a_family_means_its_usual_member(name: str, chip: str) -> None:
+    assert next(each.name for each in load_plugins(()).chips() if each.matches_name(name)) == chip

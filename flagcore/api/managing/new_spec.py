@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, LoadedSpec, check_chips, validate_engines
 from flagcore.contracts import ImportNote
-from flagcore.errors import SpecError, SpecErrors, UsageError
+from flagcore.errors import FlagError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import _
 from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.importing import commented_yaml
@@ -122,9 +123,17 @@ def spec_of_model(
 
     `engine`: None means the engine that is the default for plans. `devices`: the number per node; None means all.
     """
-    engine = engine or next((name for name, each in plugins.engines().items() if each.plans_by_default), "")
+    engine = engine or _default_engine()
     cluster = {"nodes": nodes or 1, **({} if devices is None else {"devices_per_node": devices})}
     return LoadedSpec(UNNAMED, new_spec(engine, model, cluster, defaults_of(engine)).data)
+
+
+def _default_engine() -> str:
+    for name in plugins.engines():
+        with suppress(FlagError):  # raised for engines that cannot be loaded
+            if plugins.workload(name).plans_by_default:
+                return name
+    return ""
 
 
 def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> list[ImportNote]:

@@ -67,6 +67,7 @@ def estimate(
         counts=before_trials(problem),
         baseline=_records(problem, np.array([problem.space.find(problem.baseline)]))[0],
         defaults=_engine_defaults(problem),
+        roomier=_roomier(problem, order),
         unmet=unmet_text(problem) or only_baseline_text(problem),
         candidates=_candidates(problem, order, top, distinct=distinct),
         model=tuple(model_table(problem.workload.parts(task))),
@@ -173,6 +174,20 @@ def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
         return None
     columns = candidate_columns(problem.platform, values)
     return {"candidate": values, **prediction_records(problem.platform, columns)[0]}
+
+
+def _roomier(problem: Problem, order: IntArray) -> dict[str, Any] | None:
+    """Return the first candidate of `order` below 90% of the memory if the first one takes more than 95%.
+
+    Otherwise, or if the engine's reserve is a knob, so that all candidates take as much, return None.
+    """
+    share = problem.predictions.share_in_use[order]
+    below = order[share < ROOMY_SHARE]
+    return _records(problem, below[:1])[0] if below.size and share[0] > CROWDED_SHARE else None
+
+
+CROWDED_SHARE, ROOMY_SHARE = 0.95, 0.90
+"""Shares of the memory. Users keep about a tenth free, because fragmentation and other processes vary."""
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:

@@ -203,7 +203,7 @@ def test_messages_between_node_groups_take_the_slower_network() -> None:
     unknown = replace(GROUPS[0], nic_bytes_per_second=None)
     for groups in ((unknown, GROUPS[1]), (GROUPS[1], unknown)):
         between = completed(spec(groups=groups), plugins).costs.between
-        assert np.isnan(between.seconds("send", *SEND)).all()
+        assert between.seconds("send", *SEND) == slow  # the assumed rate is above that of the other group
 
 
 def test_messages_between_vendors_without_a_common_library_go_through_the_hosts() -> None:

@@ -21,8 +21,11 @@ def strip_dashes(flag: str) -> str:
     return name.replace("_", "-") + dot + key
 
 
-def find_command(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the spec's command, or `default`, with an absolute path. Raises NoDevice if it does not exist."""
+def find_command(spec: Spec, default: tuple[str, ...], package: str = "") -> tuple[str, ...]:
+    """Return the spec's command, or `default`, with an absolute path. Raises NoDevice if it does not exist.
+
+    `package`: the pip package that installs `default`.
+    """
     command = spec.serve.command or default
     program = command[0]
     bin_folder = os.path.dirname(sys.executable)
@@ -31,9 +34,9 @@ def find_command(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:
     else:
         path = shutil.which(program, path=bin_folder) or shutil.which(program)
     if path is None:
-        raise NoDevice(
-            f"{program}, which starts {spec.serve.engine}, is not installed; install it, or set serve.command"
-        )
+        pip = f" (`pip install {package}`, or the build of the chip's vendor)" if command == default and package else ""
+        problem = f"{program}, which starts {spec.serve.engine}, is not installed"
+        raise NoDevice(f"{problem}; install it{pip}, or set serve.command")
     return (os.path.abspath(path), *command[1:])
 
 

@@ -219,7 +219,7 @@ class Program:
 
     def command(self, spec: Spec) -> tuple[str, ...]:
         """Return the command that starts the engine, with an absolute path. Raises NoDevice if it does not exist."""
-        return installed.find_command(spec, tuple(self.program))
+        return installed.find_command(spec, tuple(self.program), *self.packages[:1])
 
     def start_command(self, spec: Spec) -> tuple[str, ...]:
         """Like `command`, but without an absolute path if the command does not exist on this machine."""
