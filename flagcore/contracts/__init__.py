@@ -16,6 +16,7 @@ from flagcore.contracts.exchange import (
     ManifestWriter,
     ServerGroup,
     ServerGroups,
+    Surroundings,
 )
 from flagcore.contracts.platform import (
     AttentionShape,
@@ -64,6 +65,7 @@ __all__ = [
     "ServerGroup",
     "ServerGroups",
     "Strategy",
+    "Surroundings",
     "Telemetry",
     "Workload",
     "communicator_bytes",

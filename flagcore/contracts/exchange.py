@@ -35,6 +35,24 @@ class ImportNote:
         return f"{self.key}: {self.text}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What surrounds a command, such as a container or a batch script.
+
+    - `envs`: the environment variables of the command.
+    - `hosts`: the number of hosts, 1 if the surroundings do not say it.
+    - `devices`: the number of devices per host, None if it is unknown.
+    - `instances`: how many copies of the command run.
+    - `version`: the engine's release; empty if it is unknown.
+    """
+
+    envs: Mapping[str, str] = field(default_factory=dict)
+    hosts: int = 1
+    devices: int | None = None
+    instances: int = 1
+    version: str = ""
+
+
 class ImportedSpec(Protocol):
     """A spec that an importer has read from `file`, as plain data with absolute paths."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts.exchange import ImportNote, ServerGroups
+from flagcore.contracts.exchange import ImportNote, ServerGroups, Surroundings
 from flagcore.contracts.platform import Costs, Platform, PruningRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
@@ -49,6 +49,9 @@ class Workload(ABC):
     """The distribution whose version is the engine's release. Empty: the one in `modules` with the engine's name."""
     untested: str = ""
     """A warning to users, if the support for the engine was written from its documentation. Empty if it was tested."""
+    images: Mapping[str, Sequence[str]] = {}
+    """The entry points of public container images with the engine, by repository, or by repository and the start of a
+    tag, such as `example/server` or `example/server:cpu`."""
     start_seconds: float = START_SECONDS
     """The seconds that a trial may take to start. For a server, they include the seconds of the load."""
 
@@ -362,8 +365,14 @@ class Workload(ABC):
 
     # Commands, job records and exports. Engines that also implement `flagcore.contracts.Exporter` have more targets.
 
+    def starts(self, command: Sequence[str], directory: str) -> bool:
+        """Return whether a command starts the engine's program. Shells and containers around it are already removed.
+        By default False.
+        """
+        return False
+
     def read_command(
-        self, command: Sequence[str], directory: Path, model: str | None
+        self, command: Sequence[str], directory: Path, model: str | None, around: Surroundings
     ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
         """Convert a launch command, or a script that starts one, to the data of a spec. Also return notes.
 
@@ -372,6 +381,7 @@ class Workload(ABC):
 
         `directory`: the working directory of the command.
         `model`: the path of the model. None means the model that the command names.
+        `around`: what surrounds the command.
         Raises SpecError, by default always.
         """
         raise self._unsupported("the import of commands", "write a spec")
