@@ -52,6 +52,8 @@ class Workload(ABC):
     images: Mapping[str, Sequence[str]] = {}
     """The entry points of public container images with the engine, by repository, or by repository and the start of a
     tag, such as `example/server` or `example/server:cpu`."""
+    plans_by_default: bool = False
+    """Whether plans of a model use this engine if none is named. Of several such engines, the first one is used."""
     start_seconds: float = START_SECONDS
     """The seconds that a trial may take to start. For a server, they include the seconds of the load."""
 

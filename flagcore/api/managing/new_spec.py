@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from flagcore import plugins
-from flagcore.api.inputs import check_chips, validate_engines
+from flagcore.api.inputs import UNNAMED, LoadedSpec, check_chips, validate_engines
 from flagcore.contracts import ImportNote, Surroundings
 from flagcore.domain.secrets import is_secret, redact_data, redact_text
 from flagcore.errors import SpecError, SpecErrors, UsageError
@@ -22,6 +22,7 @@ from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.importing import Notes, commented_yaml
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import read_text
+from flagcore.spec.public import absolute_model
 from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.serving import ProfileSection, ServeSection
 from flagcore.spec.starts import Start, starts_of
@@ -73,7 +74,7 @@ def read_command(
     around = Surroundings(
         envs=envs, hosts=start.hosts, devices=start.devices, instances=start.instances, version=start.version
     )
-    path = os.path.abspath(model) if model is not None else None
+    path = absolute_model(model, Path()) if model is not None else None
     command = start.script if has_script else start.words
     data, engine_notes = workload.read_command(command, Path.cwd(), path, around)
     if chip is not None:
@@ -152,9 +153,12 @@ def defaults_of(engine: str) -> Mapping[str, Any]:
 
 
 def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedCommand:
-    """Return a spec for the model at a path. `values` are the values of the keys of `defaults_of`. Raises SpecError."""
-    path = os.path.abspath(model)
-    model_from(path, base=Path())
+    """Return a spec for a model: its path, or the name of a public model. Raises SpecError.
+
+    `values`: the values of the keys of `defaults_of`.
+    """
+    model_from(model, base=Path())
+    path = absolute_model(model, Path())
     data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}
     sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection}
     if plugins.workload(engine).kind == "train":
@@ -167,6 +171,18 @@ def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mappin
     validate_engines(data, file=Path(), base=Path())
     check_chips(cluster)
     return ImportedCommand(data=data, notes=tuple(_comments(data, sections)))
+
+
+def spec_of_model(
+    model: str, *, engine: str | None = None, nodes: int | None = None, devices: int | None = None
+) -> LoadedSpec:
+    """Return a spec for a model without a file, with the defaults of a new spec. Raises SpecError.
+
+    `engine`: None means the engine that is the default for plans. `devices`: the number per node; None means all.
+    """
+    engine = engine or next((name for name, each in plugins.engines().items() if each.plans_by_default), "")
+    cluster = {"nodes": nodes or 1, **({} if devices is None else {"devices_per_node": devices})}
+    return LoadedSpec(UNNAMED, new_spec(engine, model, cluster, defaults_of(engine)).data)
 
 
 def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> list[ImportNote]:
