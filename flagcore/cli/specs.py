@@ -1,7 +1,6 @@
 """The commands flag init and import: new specs, and the specs and trials of other tuners."""
 
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,7 @@ class _Importers(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         command = self.get_command(ctx, args[0])
-        return (args[0], command, args[1:]) if command else (None, translated(any_command), args)
+        return (args[0], command, args[1:]) if command else (None, translated(command_command), args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         from flagcore.plugins import IMPORTERS, importer, missing_extra, names
@@ -190,39 +189,23 @@ def _convert(
     options.write_new(config.as_yaml(), output)
 
 
-def _any_options(function: Callable[..., None]) -> click.Command:
-    function = options.new_file(function)
-    function = options.chip(N_("Chip of the cluster [default: detected when the spec is used]."))(function)
-    function = click.option("--model", metavar="PATH", help="Path of the model if the command does not have it.")(
-        function
-    )
-    function = click.argument("command", nargs=-1, required=True, metavar="COMMAND")(function)
-    return click.command()(function)
-
-
-@_any_options
+@click.command()
+@click.argument("command", nargs=-1, required=True, metavar="COMMAND")
+@click.option("--model", metavar="PATH", help="Path of the model if the command does not have it.")
+@options.chip(N_("Chip of the cluster [default: detected when the spec is used]."))
+@options.new_file
 @click.pass_context
-def command_command(context: click.Context, /, command: tuple[str, ...], **given: Any) -> None:
+def command_command(context: click.Context, /, command: tuple[str, ...], output: Path | None, **given: Any) -> None:
     """Convert a command of the engine to a spec.
 
-    COMMAND is one quoted text, a script that starts the engine, or the words of the command after `--`. A script is
-    read without running its programs. The arguments are the baseline. Comments, also printed to stderr, mark arguments
-    that are dropped or have another meaning in the spec.
+    COMMAND is one quoted text, a file or script that starts the engine, - for stdin, or the words of the command after
+    `--`. A script is read without running its programs. The arguments are the baseline. Comments, also printed to
+    stderr, mark arguments that are dropped or have another meaning in the spec.
     """
-    _import(str(context.info_name), command, **given)
-
-
-@_any_options
-def any_command(command: tuple[str, ...], **given: Any) -> None:
-    """Convert a file or a command that starts an engine to a spec."""
-    _import(None, command, **given)
-
-
-def _import(engine: str | None, command: tuple[str, ...], output: Path | None, **given: Any) -> None:
     from flagcore import api
 
     text = sys.stdin.read() if command == ("-",) else ""
-    imported = api.read_command(engine, () if text else command, text=text, **given)
+    imported = api.read_command(context.info_name, () if text else command, text=text, **given)
     options.print_notes(imported.notes)
     options.write_new(imported.as_yaml(), output)
 

@@ -16,7 +16,7 @@ from flagcore.contracts.exchange import (
     ManifestWriter,
     ServerGroup,
     ServerGroups,
-    Surroundings,
+    Start,
 )
 from flagcore.contracts.platform import (
     AttentionShape,
@@ -64,8 +64,8 @@ __all__ = [
     "SearchContext",
     "ServerGroup",
     "ServerGroups",
+    "Start",
     "Strategy",
-    "Surroundings",
     "Telemetry",
     "Workload",
     "communicator_bytes",

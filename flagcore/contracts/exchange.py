@@ -36,21 +36,21 @@ class ImportNote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What surrounds a command, such as a container or a batch script.
+class Start:
+    """A program that is started: its words, literal variables, devices per host (None: unknown), hosts and copies.
 
-    - `envs`: the environment variables of the command.
-    - `hosts`: the number of hosts, 1 if the surroundings do not say it.
-    - `devices`: the number of devices per host, None if it is unknown.
-    - `instances`: how many copies of the command run.
-    - `version`: the engine's release; empty if it is unknown.
+    `version` is that of the image's tag. `script` is the script that contains the command, and `job` are the variables
+    that the batch system sets for it.
     """
 
+    words: tuple[str, ...] = ()
     envs: Mapping[str, str] = field(default_factory=dict)
-    hosts: int = 1
     devices: int | None = None
+    hosts: int = 1
     instances: int = 1
     version: str = ""
+    script: tuple[str, ...] = ()
+    job: Mapping[str, str] = field(default_factory=dict)
 
 
 class ImportedSpec(Protocol):

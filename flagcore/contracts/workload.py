@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts.exchange import ImportNote, ServerGroups, Surroundings
+from flagcore.contracts.exchange import ImportNote, ServerGroups, Start
 from flagcore.contracts.platform import Costs, Platform, PruningRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
@@ -374,7 +374,7 @@ class Workload(ABC):
         return False
 
     def read_command(
-        self, command: Sequence[str], directory: Path, model: str | None, around: Surroundings
+        self, start: Start, directory: Path, model: str | None
     ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
         """Convert a launch command, or a script that starts one, to the data of a spec. Also return notes.
 
@@ -383,7 +383,7 @@ class Workload(ABC):
 
         `directory`: the working directory of the command.
         `model`: the path of the model. None means the model that the command names.
-        `around`: what surrounds the command.
+        `start`: the command, and what surrounds it.
         Raises SpecError, by default always.
         """
         raise self._unsupported("the import of commands", "write a spec")

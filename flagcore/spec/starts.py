@@ -7,11 +7,12 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
+from flagcore.contracts import Start
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore.spec.script import SHELLS, is_script, trace_script
@@ -37,27 +38,10 @@ _SWITCHES = {
 _NO_DEVICE = re.compile("rdma|hca|roce|efa|nic|fuse|hugepages")
 """Extended resources of Kubernetes that are no accelerators."""
 _MANIFEST = re.compile(r"\s*(#.*\n\s*)*(---|\{|[\w\"'./-]+:(\s|$))")
+_COMPOSE_VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::?-([^}]*))?[^}]*\}|(\w+))")
 _RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?(?:post|rc)\d+)?)(?![\d.])")
 _BATCH_LINE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 _BATCH_SHORT = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """A program that is started: its words, literal variables, devices per host (None: unknown), hosts and copies.
-
-    `version` is that of the image's tag. `script` is the script that contains the command, and `job` are the variables
-    that the batch system sets for it.
-    """
-
-    words: tuple[str, ...]
-    envs: Mapping[str, str] = field(default_factory=dict)
-    devices: int | None = None
-    hosts: int = 1
-    instances: int = 1
-    version: str = ""
-    script: tuple[str, ...] = ()
-    job: Mapping[str, str] = field(default_factory=dict)
 
 
 def starts_of(
@@ -73,6 +57,8 @@ def starts_of(
     elif re.search(r"^\[Service\]", text, re.MULTILINE):
         found = _unit(text)
     elif _MANIFEST.match(text):
+        if re.search(r"^services:", text, re.MULTILINE):
+            text = _COMPOSE_VARIABLE.sub(lambda m: m[1] or os.environ.get(m[2] or m[4]) or m[3] or "", text)
         try:
             documents = list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
         except yaml.YAMLError as error:
@@ -156,29 +142,15 @@ def _services(document: Any, images: Mapping[str, Sequence[str]]) -> Iterator[St
     """Yield the containers of a compose file."""
     services = document.get("services") if isinstance(document, Mapping) else None
     for service in services.values() if isinstance(services, Mapping) else ():
-        service = _interpolated(service)
         deploy = service.get("deploy") or {}
         reserved = ((deploy.get("resources") or {}).get("reservations") or {}).get("devices") or []
         counts = [len(each.get("device_ids") or []) or each.get("count") for each in reserved] or [service.get("gpus")]
         start = Start(
-            words=(),
             envs=_variables(service.get("environment")),
             devices=_number(counts[0]),
             instances=_number(deploy.get("replicas")) or _number(service.get("scale")) or 1,
         )
         yield _container(start, service.get("image", ""), service.get("entrypoint"), service.get("command"), images)
-
-
-def _interpolated(value: Any) -> Any:
-    """Return data with `${NAME:-default}` replaced as by compose."""
-    if isinstance(value, Mapping):
-        return {key: _interpolated(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_interpolated(each) for each in value]
-    if not isinstance(value, str):
-        return value
-    pattern = r"\$(?:(\$)|\{(\w+)(?::?-([^}]*))?[^}]*\}|(\w+))"
-    return re.sub(pattern, lambda m: m[1] or os.environ.get(m[2] or m[4]) or m[3] or "", value)
 
 
 def _pods(node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, instances: int = 1) -> Iterator[Start]:
@@ -194,7 +166,7 @@ def _pods(node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, ins
             limits = (each.get("resources") or {}).get("limits") or (each.get("resources") or {}).get("requests") or {}
             counts = [_number(count) for key, count in limits.items() if "/" in key and not _NO_DEVICE.search(key)]
             envs = _variables(each.get("env"))
-            start = Start(words=(), envs=envs, devices=next(iter(counts), None), hosts=hosts, instances=instances)
+            start = Start(envs=envs, devices=next(iter(counts), None), hosts=hosts, instances=instances)
             yield _container(start, each.get("image", ""), each.get("command"), each.get("args"), images)
     elif isinstance(group := node.get("leaderWorkerTemplate"), Mapping):
         template = group.get("leaderTemplate") or group.get("workerTemplate")
@@ -216,9 +188,9 @@ def _unit(text: str) -> Iterator[Start]:
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
         key, _equals, value = line.partition("=")
         if key.strip() == "Environment":
-            envs |= _variables(_split(value))
+            envs |= _variables(split_words(value))
         elif key.strip() == "ExecStart" and value.strip():
-            words = _split(value.strip().lstrip("-@+!:"))
+            words = split_words(value.strip().lstrip("-@+!:"))
             yield Start(words=_filled(words, r"\$\{?(\w+)\}?", envs), envs=dict(envs))
 
 
@@ -269,10 +241,11 @@ def _variables(entries: Any) -> dict[str, str]:
 
 def _words(value: Any) -> list[str]:
     """Return the words of a command that is a text, a list, or missing."""
-    return _split(value) if isinstance(value, str) else [str(each) for each in value or ()]
+    return split_words(value) if isinstance(value, str) else [str(each) for each in value or ()]
 
 
-def _split(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
+    """Return the words of a command as a shell splits them. Raises UsageError."""
     try:
         return shlex.split(text.replace("\\\n", " "))
     except ValueError as error:

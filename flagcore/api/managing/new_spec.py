@@ -13,7 +13,7 @@ import yaml
 
 from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, LoadedSpec, check_chips, validate_engines
-from flagcore.contracts import ImportNote, Surroundings
+from flagcore.contracts import ImportNote, Start
 from flagcore.domain.secrets import is_secret, redact_data, redact_text
 from flagcore.errors import SpecError, SpecErrors, UsageError
 from flagcore.i18n import _
@@ -25,7 +25,7 @@ from flagcore.spec.plain_data import read_text
 from flagcore.spec.public import absolute_model
 from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.serving import ProfileSection, ServeSection
-from flagcore.spec.starts import Start, starts_of
+from flagcore.spec.starts import split_words, starts_of
 from flagcore.spec.validate import Section
 
 _OF_MACHINE = re.compile(r"^(PATH|HOME|HOSTNAME|USER|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY)$")
@@ -71,12 +71,9 @@ def read_command(
     workload, notes = workloads[name], Notes()
     has_script = workload.kind == "train" and start.script
     envs = _envs({**start.envs, **start.job} if has_script else start.envs, notes)
-    around = Surroundings(
-        envs=envs, hosts=start.hosts, devices=start.devices, instances=start.instances, version=start.version
-    )
     path = absolute_model(model, Path()) if model is not None else None
-    command = start.script if has_script else start.words
-    data, engine_notes = workload.read_command(command, Path.cwd(), path, around)
+    start = replace(start, words=start.script if has_script else start.words, envs=envs)
+    data, engine_notes = workload.read_command(start, Path.cwd(), path)
     if chip is not None:
         data["cluster"]["chip"] = chip
     if envs:
@@ -98,11 +95,7 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
         return list(words), text or None
     if os.path.isfile(words[0]):
         return ["bash", words[0]], read_text(Path(words[0]), file=words[0], key="file")
-    try:
-        command = shlex.split(words[0].replace("\\\n", " "))
-    except ValueError as error:
-        raise UsageError(_("the command cannot be read: {reason}", reason=error)) from None
-    if not command:
+    if not (command := split_words(words[0])):
         raise UsageError(_("the command is empty"))
     if len(command) == 1 and re.search(r"\.\w{2,7}$", command[0]):
         raise UsageError(_("{file} is not a file", file=command[0]))

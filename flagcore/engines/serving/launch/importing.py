@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flagcore.contracts import ImportNote, Surroundings
+from flagcore.contracts import ImportNote, Start
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.launch.profile import EngineProfile
@@ -35,10 +35,10 @@ _NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
 
 
 def spec_of_command(
-    engine: EngineProfile, command: Sequence[str], directory: Path, model: str | None, around: Surroundings
+    engine: EngineProfile, start: Start, directory: Path, model: str | None
 ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
     """Convert a command to the data of a spec, with notes (see `Workload.read_command`). Raises SpecError."""
-    words, place = command, _position(engine, command)
+    words, place = start.words, _position(engine, start.words)
     if place is None:
         names = " or ".join(f"`{' '.join(each)}`" for each in engine.program.commands)
         problem, fix = f"starts no server of {engine.program.title}", f"give a command with {names}"
@@ -59,18 +59,18 @@ def spec_of_command(
     serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
     if tuple(program) != tuple(engine.program.program):
         serve["command"] = [os.path.abspath(directory / each) if "/" in each else each for each in program]
-    if around.version:
-        serve["engine_version"] = around.version
+    if start.version:
+        serve["engine_version"] = start.version
         notes.note("serve.engine_version", "is the tag of the image", "serve.engine_version")
-    if around.instances > 1:
-        baseline = {INSTANCES: around.instances * baseline.get(INSTANCES, 1), **baseline}
-        notes.note("replicas", f"{around.instances}: the instances of the baseline", f"auto_tuner.baseline.{INSTANCES}")
+    if start.instances > 1:
+        baseline = {INSTANCES: start.instances * baseline.get(INSTANCES, 1), **baseline}
+        notes.note("replicas", f"{start.instances}: the instances of the baseline", f"auto_tuner.baseline.{INSTANCES}")
     cluster: dict[str, Any] = {"chip": "auto"}
     devices = math.prod(baseline.get(name, 1) for name in (INSTANCES, TP, PP, DP))
     if engine_args.pop(engine.program.expert_switch, False):
         baseline[EP] = devices // (baseline.get(PP, 1) * baseline.get(INSTANCES, 1))
     if devices > 1 or engine.split_by == TP:
-        cluster |= _cluster(devices, hosts, local * devices // baseline.get(DP, 1), around, notes)
+        cluster |= _cluster(devices, hosts, local * devices // baseline.get(DP, 1), start, notes)
         baseline = {TP: 1, **baseline}
     data = {"model": path, "cluster": cluster, "serve": serve, "auto_tuner": {"baseline": baseline}}
     return data, notes.notes
@@ -81,13 +81,13 @@ def starts(engine: EngineProfile, command: Sequence[str], directory: str) -> boo
     return _position(engine, command) is not None
 
 
-def _cluster(devices: int, hosts: int, local: int, around: Surroundings, notes: Notes) -> dict[str, int]:
+def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -> dict[str, int]:
     """Return the hosts and the devices of each. `local`: devices that the command has on one host, 0 if unknown."""
-    key, each = "cluster.devices_per_node", local or around.devices
-    hosts = max(hosts, around.hosts * around.instances if around.hosts > 1 else 1)
+    key, each = "cluster.devices_per_node", local or start.devices
+    hosts = max(hosts, start.hosts * start.instances if start.hosts > 1 else 1)
     if hosts > 1 and devices % hosts == 0:
         each = devices // hosts
-    elif around.instances > 1 and devices <= NODE:
+    elif start.instances > 1 and devices <= NODE:
         each = devices
     elif each is None and devices > NODE and devices % NODE == 0:
         each = NODE
@@ -95,8 +95,8 @@ def _cluster(devices: int, hosts: int, local: int, around: Surroundings, notes: 
     if each and devices > each and devices % each == 0:
         return {"nodes": devices // each, "devices_per_node": each}
     notes.note(key, "is the number of devices of the command", key)
-    if around.devices and around.devices > devices:
-        notes.note(key, f"the container or job has {around.devices}: the search may use all if you set it", key)
+    if start.devices and start.devices > devices:
+        notes.note(key, f"the container or job has {start.devices}: the search may use all if you set it", key)
     return {"devices_per_node": devices}
 
 
