@@ -126,7 +126,7 @@ def _not_one(
     for name, row in table.items() if not found else ():
         in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
         if in_words or ("text" in row and re.search(row["text"], text, re.MULTILINE)):
-            fix = _("plan the shape of its model: `flag init --model NAME -o spec.yaml`, `flag estimate spec.yaml`")
+            fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
             problem = _("is of {name}, which flagcore does not tune", name=name)
             return SpecError(key="command", value=value, problem=problem, fix=row.get("fix") or fix)
     shown = ", ".join(redact_text(each)[:60] for each in commands[:4]) or _("nothing")

@@ -164,10 +164,10 @@ class UserCommand:
         return bool(has_known_name) or len(TRAINING_FLAGS & {word.partition("=")[0] for word in self.arguments}) > 1
 
 
-def starts_megatron(words: Sequence[str], directory: str) -> bool:
+def starts_megatron(command: Sequence[str], directory: str) -> bool:
     """Return whether a command starts one of Megatron-LM's programs."""
-    command = parse(words, directory)
-    return command is not None and command.is_megatron
+    parsed = parse(command, directory)
+    return parsed is not None and parsed.is_megatron
 
 
 def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> UserCommand | None:

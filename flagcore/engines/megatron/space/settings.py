@@ -30,7 +30,7 @@ def _setting(name: str, row: dict[str, Any]) -> Knob:
     values = (None, *row.pop("auto", words if compare and kind == "word" else ()))
     if compare and kind == "flag":
         row["neutral"], values = row.get("neutral", False), (False, True)
-    auto = {"auto": lambda task: values} if len(values) > 1 else {}
+    auto: dict[str, Any] = {"auto": lambda task: values} if len(values) > 1 else {}
     return Knob(name=name, kind=kind, scope=scope, flags=tuple(flags), words=words, requires=requires, **auto, **row)
 
 

@@ -162,7 +162,8 @@ def _arguments(
             arguments[name] = _value(name, values[0]) if values else True
     known = engine.program.known_args(arguments)
     for name in known:
-        if name != engine.program.expert_switch and engine.program.knob_of(name)[0] is None:
+        is_known = name == engine.program.expert_switch or name in engine.program.digit_flags
+        if not is_known and engine.program.knob_of(name)[0] is None:
             notes.note(
                 as_words({name: True}, has_negation=True)[0], _unknown_flag(engine, name), f"serve.engine_args.{name}"
             )
