@@ -37,6 +37,7 @@ from flagcore.report.formats import as_yaml
 from flagcore.spec.clusters import without_spares
 from flagcore.spec.convert import check_engines, parse_spec
 from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, spec_error
+from flagcore.spec.public import absolute_model
 from flagcore.spec.serving import engines_of, select_engine
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
@@ -124,7 +125,7 @@ def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[
 
 
 PATHS = (("model",), ("serve", "weights"), ("serve", "profile", "trace"), ("cluster", "hostfile"))
-"""The keys of a spec whose values are paths."""
+"""The keys of a spec whose values are paths. Models may also be names of public models, which stay as they are."""
 
 
 def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
         for name in sections:
             section = section.get(name) if isinstance(section, dict) else None
         if isinstance(section, dict) and section.get(key) and isinstance(section[key], str):
-            section[key] = str((base / section[key]).resolve())
+            section[key] = absolute_model(section[key], base)
     return resolved
 
 

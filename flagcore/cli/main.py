@@ -24,13 +24,13 @@ from flagcore.i18n.width import wrapped
 MODULES = {
     "flagcore.cli.machine": ("calibrate", "completion", "devices", "doctor", "plugins", "schema"),
     "flagcore.cli.plan": ("compare", "estimate", "explain", "probe"),
-    "flagcore.cli.specs": ("import", "init"),
+    "flagcore.cli.specs": ("import", "init", "models"),
     "flagcore.cli.tune": ("export", "manifest", "report", "run", "runs", "tune"),
 }
 COMMANDS = {name: module for module, names in MODULES.items() for name in names}
 GROUPS = {
     N_("Start"): ("init", "import", "tune"),
-    N_("Plan"): ("estimate", "probe", "compare"),
+    N_("Plan"): ("models", "estimate", "probe", "compare"),
     N_("Inspect"): ("explain", "report", "runs"),
     N_("Use the result"): ("run", "export", "manifest"),
     N_("Hardware"): ("devices", "doctor", "calibrate"),

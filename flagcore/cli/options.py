@@ -172,6 +172,41 @@ tree = _adding(
 """Adds SPEC, or another tuner's config (`--config-path`, `--config-name`, OVERRIDES). The command receives `spec`."""
 
 
+MODEL_HELP = N_("Directory with a config.json, GGUF file, or name of a public model (`flag models`).")
+
+
+def _with_model(
+    command: Callable[..., Any],
+    /,
+    spec: Any,
+    model: str | None,
+    engine: str | None,
+    nodes: int | None,
+    devices: int | None,
+    **others: Any,
+) -> Any:
+    from flagcore import api
+
+    if model is None:
+        if any(value is not None for value in (engine, nodes, devices)):
+            raise click.UsageError(_("--engine, --nodes and --devices require --model; use --set with SPEC"))
+    elif spec is not None or others.get("jobs") is not None:
+        raise click.UsageError(_("--model replaces SPEC"))
+    else:
+        spec = api.spec_of_model(model, engine=engine, nodes=nodes, devices=devices)
+    return command(spec=spec, **others)
+
+
+model = _adding(
+    _with_model,
+    click.option("--model", metavar="MODEL", help=N_("Plan for this model instead of SPEC: a path or public name.")),
+    click.option("--engine", metavar="NAME", help=N_("With --model: engine [default: a serving engine].")),
+    click.option("--nodes", type=click.IntRange(1), help=N_("With --model: number of hosts [default: 1].")),
+    click.option("--devices", type=click.IntRange(1), help=N_("With --model: devices per host [default: all].")),
+)
+"""Adds `--model`, `--engine`, `--nodes` and `--devices`, which replace SPEC. The command receives `spec`."""
+
+
 def _with_new_file(
     command: Callable[..., Any], /, *arguments: Any, output: Path | None, force: bool, **others: Any
 ) -> Any:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 @click.command("estimate")
 @options.tree
+@options.model
 @click.option(
     "--jobs", type=click.Path(), metavar="FILE", help="Predict job records from a JSON Lines file (- for stdin)."
 )
@@ -53,7 +54,7 @@ def estimate_command(
     if explain is not None and form == "csv":
         raise click.UsageError(_("--explain does not support --format csv"))
     if (spec is None) == (jobs is None):
-        raise click.UsageError(_("either SPEC or --jobs FILE is required"))
+        raise click.UsageError(_("one of SPEC, --model and --jobs is required"))
     if spec is not None and os.fspath(spec).endswith(".jsonl"):
         raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=os.fspath(spec)))
     if spec is not None:

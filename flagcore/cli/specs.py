@@ -13,7 +13,7 @@ from flagcore.i18n import N_, _
 
 
 @click.command("init")
-@click.option("--model", metavar="PATH", help="Hugging Face directory, config.json or GGUF file.")
+@click.option("--model", metavar="MODEL", help=options.MODEL_HELP)
 @click.option("--engine", metavar="NAME", help="Engine that trains or serves the model.")
 @options.chip(N_("Chip of the cluster [default: detected when the spec is used]."))
 @click.option("--nodes", type=click.IntRange(1), help="Number of hosts [default: 1].")
@@ -42,7 +42,7 @@ def init_command(
     from flagcore import api
     from flagcore.plugins import WORKLOADS, names
 
-    model = model or _ask(_("Hugging Face directory or GGUF file"), "--model")
+    model = model or _ask(_("Directory with a config.json, GGUF file, or name of a public model"), "--model")
     engine = engine or _ask(_("Engine ({names})", names=", ".join(names(WORKLOADS))), "--engine")
     defaults = api.defaults_of(engine)
     if foreign := [name for name, value in given.items() if value is not None and name not in defaults]:
@@ -69,6 +69,20 @@ def _ask(text: str, option: str, default: Any = None) -> Any:
     if default is None:
         raise click.UsageError(_("{option} is required: stdin is not a terminal", option=option))
     return default
+
+
+@click.command("models")
+@click.argument("words", nargs=-1)
+@options.output
+def models_command(words: tuple[str, ...], form: str) -> None:
+    """List public models whose names contain all WORDS.
+
+    `flag estimate --model NAME` and the key `model` of a spec accept these names, and those of fine-tuned and quantized
+    variants, without a download.
+    """
+    from flagcore import api
+
+    options.show_records(api.public_model_table(words), form, options.columns("models"))
 
 
 HISTORY = "-history"

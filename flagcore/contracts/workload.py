@@ -49,6 +49,8 @@ class Workload(ABC):
     """The distribution whose version is the engine's release. Empty: the one in `modules` with the engine's name."""
     untested: str = ""
     """A warning to users, if the support for the engine was written from its documentation. Empty if it was tested."""
+    plans_by_default: bool = False
+    """Whether plans of a model use this engine if none is named. Of several such engines, the first one is used."""
     start_seconds: float = START_SECONDS
     """The seconds that a trial may take to start. For a server, they include the seconds of the load."""
 

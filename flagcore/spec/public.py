@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -56,6 +57,12 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
     config = dict(table[found])
     stored = config.pop("weights", None)
     return config, (stored if exact or weights is None else None if weights == "bf16" else weights)
+
+
+def absolute_model(source: str, base: Path) -> str:
+    """Return the absolute path of a model. The name of a public model stays, unless a file or directory has it."""
+    path = base / source
+    return source if find_public(source) and not path.exists() else str(path.resolve())
 
 
 def _stem(name: str) -> tuple[str, str | None]:

@@ -168,7 +168,8 @@ class CommonSection(Section):
     """Sections of all specs."""
 
     model: ModelInput
-    """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape."""
+    """Path of a directory with a config.json, of that file or of a GGUF file, relative to the spec; or the name of a
+    public model; or an inline shape."""
     cluster: Annotated[Literal["auto"] | ClusterSection, rule(cluster_of)] = ClusterSection()
     """The hardware; absent: detected on this machine; auto: all hosts of the allocation that flagcore runs in."""
     envs: Envs = Field(default={})

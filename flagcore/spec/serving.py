@@ -351,8 +351,8 @@ class ServeDocument(CommonSection):
     """A tuning task: model, cluster, server with its load, and search."""
 
     model: Annotated[ModelPath | Shape | None, rule(_model_or_weights)] = None  # type: ignore[assignment]
-    """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape; null: that
-    of the weights."""
+    """Path of a directory with a config.json, of that file or of a GGUF file, relative to the spec; or the name of a
+    public model; or an inline shape; null: that of the weights."""
     serve: Annotated[ServeSection, rule(serve_of)]
     """The serving job: the engine, its load, and the latency limits."""
     auto_tuner: ServeTunerSection = ServeTunerSection()

@@ -94,3 +94,25 @@ def test_unknown_chip_is_refused_with_near_names(flag: Flag) -> None:
         assert refused.code == 2
         assert not refused.out
         assert "H200" in refused.err
+
+
+def test_a_public_model_is_planned_without_a_file(flag: Flag) -> None:
+    options = ("--model", "Qwen/Qwen3-8B", "--chip", "H100", "--devices", "2", "--json", "--top", "1")
+    ran = flag("estimate", *options)
+    assert ran.code == 0, ran.err
+    assert "max_num_seqs" in json.loads(ran.out)[0]["candidate"]
+    training = flag("estimate", *options, "--engine", "megatron", "--set", "train.global_batch_size=8")
+    assert "micro_batch_size" in json.loads(training.out)[0]["candidate"]
+    for wrong in (("spec.yaml",), ("--jobs", "-")):
+        assert flag("estimate", *options[:4], *wrong).code == 2
+    assert flag("estimate", "spec.yaml", "--nodes", "2").code == 2
+    assert "Qwen/Qwen3-8B" in flag("estimate", "--model", "Qwen/Qwen3-8", "--chip", "H100").err
+
+
+def test_public_models_are_listed_by_words_and_start_a_spec(flag: Flag) -> None:
+    [model] = json.loads(flag("models", "deepseek", "V3.2", "--json").out)
+    expected = {"layers": 61, "hidden": 7168, "experts": 256, "context": 163840, "weights": "fp8"}
+    assert model == {"model": "deepseek-ai/DeepSeek-V3.2", **expected}
+    assert flag("models", "no such model", "--json").out.strip() == "[]"
+    made = flag("init", "--model", "Qwen/Qwen3-8B", "--engine", "vllm", "--chip", "H100")
+    assert yaml.safe_load(made.out)["model"] == "Qwen/Qwen3-8B"

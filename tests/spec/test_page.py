@@ -1,3 +1,4 @@
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -96,45 +97,47 @@ def sample(schema: Any, root: Any) -> Any:
     return [sample(schema["items"], root)] if "items" in schema else values.get(schema.get("type"), {})
 
 
-ALL_EXAMPLES = [
-    (kind, ".".join(path), EXAMPLES.get(".".join(path), sample(key, root)))
-    for kind, keys, root in (("train", KEYS, SCHEMA), ("serve", SERVE_KEYS, SERVE_SCHEMA))
-    for path, key in keys.items()
-]
-
-
-@pytest.mark.parametrize(("kind", "path", "example"), ALL_EXAMPLES, ids=[path for _, path, _ in ALL_EXAMPLES])
-def test_every_key_has_a_valid_value(kind: str, path: str, example: object, tmp_path: Path) -> None:
-    parse_example(path, example, BASE if kind == "train" else SERVE_BASE, tmp_path)
-
-
-@pytest.mark.parametrize("knob", [path[-1] for path in KEYS if path[:-1] == ("auto_tuner", "space")])
-def test_auto_is_a_value_of_every_knob(knob: str, tmp_path: Path) -> None:
-    parse_example(f"auto_tuner.space.{knob}", "auto", BASE, tmp_path)
-
-
-def parse_example(key: str, example: object, base: dict[str, Any], tmp_path: Path) -> None:
-    path = key.split(".")
-    data: dict[str, Any] = yaml.safe_load(yaml.safe_dump(base))
-    if path[:-1] == ["cluster", "groups"]:
-        data["cluster"] = {"groups": {"chip": "C550"}}
-    if path == ["cluster", "host_envs"]:
-        data["cluster"] = {"hostfile": "hosts.txt"}
-    if path[:3] == ["serve", "profile", "images"]:
-        data["serve"].setdefault("profile", {})["images"] = {"bucket_config": {"8x8": 1}}
-    place = data
-    for name in path[:-1]:
-        place = place[name]
-    place[path[-1]] = example
-    if path[:-1] == ["cluster", "groups"]:
-        data["cluster"]["groups"] = [place]
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files that the examples name."""
     (tmp_path / "hosts.txt").write_text("a slots=8\n")
     (tmp_path / "Qwen3-8B").mkdir()
     (tmp_path / "Qwen3-8B" / "config.json").write_text(
         '{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,'
         ' "num_attention_heads": 4, "vocab_size": 100}'
     )
-    parse_spec(data, file="page", base=tmp_path, engines=ENGINES)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("keys", "root", "base"), [(KEYS, SCHEMA, BASE), (SERVE_KEYS, SERVE_SCHEMA, SERVE_BASE)], ids=["train", "serve"]
+)
+def test_every_key_has_a_valid_value(keys: Any, root: Any, base: dict[str, Any], folder: Path) -> None:
+    for path, key in keys.items():
+        parse_example(path, EXAMPLES.get(".".join(path), sample(key, root)), base, folder)
+
+
+def test_auto_is_a_value_of_every_knob(folder: Path) -> None:
+    for path in KEYS:
+        if path[:-1] == ("auto_tuner", "space"):
+            parse_example(path, "auto", BASE, folder)
+
+
+def parse_example(path: tuple[str, ...], example: object, base: dict[str, Any], folder: Path) -> None:
+    data = copy.deepcopy(base)
+    if path[:-1] == ("cluster", "groups"):
+        data["cluster"] = {"groups": {"chip": "C550"}}
+    if path == ("cluster", "host_envs"):
+        data["cluster"] = {"hostfile": "hosts.txt"}
+    if path[:3] == ("serve", "profile", "images"):
+        data["serve"].setdefault("profile", {})["images"] = {"bucket_config": {"8x8": 1}}
+    place = data
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = example
+    if path[:-1] == ("cluster", "groups"):
+        data["cluster"]["groups"] = [place]
+    parse_spec(data, file=".".join(path), base=folder, engines=ENGINES)
 
 
 def test_example_of_the_page_is_a_valid_spec(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.inputs import check_chips, validate_engines
+from flagcore.api.inputs import UNNAMED, LoadedSpec, check_chips, validate_engines
 from flagcore.contracts import ImportNote
 from flagcore.errors import SpecError, SpecErrors, UsageError
 from flagcore.i18n import _
 from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.importing import commented_yaml
 from flagcore.spec.models import model_from
+from flagcore.spec.public import absolute_model
 from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.serving import ProfileSection, ServeSection
 from flagcore.spec.validate import Section
@@ -45,7 +46,7 @@ def read_command(
     """
     workload = plugins.workload(engine)
     command, envs = _split(words)
-    path = os.path.abspath(model) if model is not None else None
+    path = absolute_model(model, Path()) if model is not None else None
     data, notes = workload.read_command(command, Path.cwd(), path)
     if chip is not None:
         data["cluster"]["chip"] = chip
@@ -94,9 +95,12 @@ def defaults_of(engine: str) -> Mapping[str, Any]:
 
 
 def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedCommand:
-    """Return a spec for the model at a path. `values` are the values of the keys of `defaults_of`. Raises SpecError."""
-    path = os.path.abspath(model)
-    model_from(path, base=Path())
+    """Return a spec for a model: its path, or the name of a public model. Raises SpecError.
+
+    `values`: the values of the keys of `defaults_of`.
+    """
+    model_from(model, base=Path())
+    path = absolute_model(model, Path())
     data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}
     sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection}
     if plugins.workload(engine).kind == "train":
@@ -109,6 +113,18 @@ def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mappin
     validate_engines(data, file=Path(), base=Path())
     check_chips(cluster)
     return ImportedCommand(data=data, notes=tuple(_comments(data, sections)))
+
+
+def spec_of_model(
+    model: str, *, engine: str | None = None, nodes: int | None = None, devices: int | None = None
+) -> LoadedSpec:
+    """Return a spec for a model without a file, with the defaults of a new spec. Raises SpecError.
+
+    `engine`: None means the engine that is the default for plans. `devices`: the number per node; None means all.
+    """
+    engine = engine or next((name for name, each in plugins.engines().items() if each.plans_by_default), "")
+    cluster = {"nodes": nodes or 1, **({} if devices is None else {"devices_per_node": devices})}
+    return LoadedSpec(UNNAMED, new_spec(engine, model, cluster, defaults_of(engine)).data)
 
 
 def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> list[ImportNote]:

@@ -4,15 +4,13 @@ Tensors are on torch's meta device, the other ranks are torch's fake process gro
 512 bytes counts what lives. Kernels that torch would pick on an accelerator, and not on the meta device, are replaced
 by functions that allocate what those kernels do: fused attention and RMS norm, and compiled SwiGLU.
 
-Run as a program: `python meta_ranks.py`, with a list of jobs as JSON on stdin; prints a list of their figures.
-The environment must disable torch's compiler: TORCHDYNAMO_DISABLE=1.
+To be used in a process of its own, for it replaces functions of torch, whose compiler the environment must disable:
+TORCHDYNAMO_DISABLE=1.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -402,9 +400,9 @@ def _loss(losses: Any) -> tuple[Any, dict[str, Any]]:
     return loss, {"loss": loss.detach().clone()}
 
 
-if __name__ == "__main__":
+def run(jobs: list[dict[str, Any]]) -> list[Any]:
+    """Return the figures of each job."""
     stand_in()
     gc.collect()
     gc.freeze()  # collections between jobs need not look at the libraries
-    jobs = json.load(sys.stdin)
-    json.dump([train(job) if job.get("train") else parameters(job) for job in jobs], sys.stdout)
+    return [train(job) if job.get("train") else parameters(job) for job in jobs]

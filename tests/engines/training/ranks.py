@@ -1,9 +1,6 @@
 """Jobs of one rank, in Megatron's words, and what megatron-core and flagcore's physics say of them."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import numpy as np
 from flagcore.domain.model import Model
 from flagcore.engines.training.layout import Layout, Options, StageLayers, Training
 from flagcore.engines.training.stages import placed
+from tests.engines.megatron.trial.trial_jobs import run_jobs
 from tests.engines.training.candidates import layout as one_of
 
 DP, TP, PP, VP = (
@@ -95,16 +93,9 @@ def layout(knobs: dict[str, Any], steps: int = 1) -> Layout:
     )
 
 
-def run_ranks(jobs: list[dict[str, Any]]) -> list[Any]:
-    """Build or train ranks in a separate process: torch stays out of this one."""
-    program = Path(__file__).with_name("meta_ranks.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(program)],
-        input=json.dumps(jobs),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TORCHDYNAMO_DISABLE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers: list[Any] = json.loads(done.stdout)
+def run_ranks(folder: Path, jobs: list[dict[str, Any]]) -> list[Any]:
+    """Build or train ranks in a fork of the tests' warm process: torch stays out of this one."""
+    codes, stderr = run_jobs(folder, {"ranks": {"simulated": jobs}})
+    assert codes["ranks"] == 0, stderr[-2000:]
+    answers: list[Any] = json.loads((folder / "ranks").read_text())
     return answers

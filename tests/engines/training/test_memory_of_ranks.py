@@ -166,7 +166,7 @@ GATHERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def allocated(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
+def allocated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """What megatron-core allocates, by case. All jobs of the chosen tests run in one process."""
     mine = [item for item in request.session.items if item.path == request.path]
     chosen = [item.callspec.params["name"] for item in mine if hasattr(item, "callspec")]
@@ -175,7 +175,7 @@ def allocated(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
         jobs[f"gathered, {name}"] = of_megatron(model, 0, knobs, steps=steps(knobs), dispatcher="allgather")
     jobs["plain activation"] = of_megatron(DENSE, 0, TP2, steps=2, plain_activation=True)
     jobs["fp32"] = of_megatron(DENSE, 0, {PP: 2}, steps=2, precision="fp32")
-    return dict(zip(jobs, run_ranks(list(jobs.values())), strict=True))
+    return dict(zip(jobs, run_ranks(tmp_path_factory.mktemp("ranks"), list(jobs.values())), strict=True))
 
 
 @needs_megatron

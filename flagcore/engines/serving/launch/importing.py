@@ -18,6 +18,7 @@ from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import DEFAULT_SPACE
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.importing import Notes
+from flagcore.spec.public import find_public
 
 LENGTHS = ("max_model_len", "context_length", "ctx_size")
 """Arguments whose value may have a unit, such as 32k."""
@@ -177,7 +178,8 @@ def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
     cached = sorted(Path(home, "hub", f"models--{model.replace('/', '--')}", "snapshots").glob("*/config.json"))
     if cached:
         return str(cached[-1].parent)
-    notes.note("model", f"{model} is not on this machine: download it, and set its path", "model")
+    if not find_public(model):
+        notes.note("model", f"{model} is not on this machine: download it, and set its path", "model")
     return model
 
 

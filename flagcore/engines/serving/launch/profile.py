@@ -59,6 +59,8 @@ class EngineProfile:
     """The pip distribution of the engine if it differs from the engine's name."""
     untested: str = ""
     """Why predictions for this engine are less certain. Empty if runs of the engine were measured."""
+    plans_by_default: bool = False
+    """As in `Workload`."""
     start_seconds: float = 1200.0
     """Timeout of a trial in seconds: servers load their weights and compile before the load begins."""
     knobs: tuple[Knob, ...] = field(init=False)

@@ -328,6 +328,7 @@ WORKLOAD = Engine(
     where="flagcore.engines.serving.vllm:REPORTS",
     program=PROGRAM,
     modules={"vllm": "vllm>=0.11,<0.34"},
+    plans_by_default=True,
     rules=_rules,
     merges=_merges,
     settings=own.settings,

@@ -50,7 +50,6 @@ def trial_of(arguments: str, release: str = "0.16.0") -> dict[str, Any]:
 SAMPLES = "--train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252"
 
 
-@pytest.mark.parametrize("release", known_releases())
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -63,15 +62,14 @@ SAMPLES = "--train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-
         "--train-iters=7 --train-iters 9",
     ],
 )
-def test_trial_counts_iterations_and_its_schedule_fits(arguments: str, release: str) -> None:
-    found = trial_of(arguments, release)
-    assert found["train_iters"] == 5
-    assert not found.keys() & {"train_samples", "lr_decay_samples", "lr_warmup_samples", "rampup_batch_size"}
-    assert not found.keys() & {"lr_warmup_iters", "lr_warmup_fraction", "lr_decay_iters", "lr_wsd_decay_samples"}
-    assert ("lr_wsd_decay_iters" in found) == ("WSD" in arguments)
-    assert found.get("lr_wsd_decay_iters", 1) < 5
-    assert found["eval_iters"] == 0
-    assert found["log_interval"] == 1
+def test_trial_counts_iterations_and_its_schedule_fits(arguments: str) -> None:
+    for release in known_releases():
+        found = trial_of(arguments, release)
+        assert (found["train_iters"], found["eval_iters"], found["log_interval"]) == (5, 0, 1)
+        assert not found.keys() & {"train_samples", "lr_decay_samples", "lr_warmup_samples", "rampup_batch_size"}
+        assert not found.keys() & {"lr_warmup_iters", "lr_warmup_fraction", "lr_decay_iters", "lr_wsd_decay_samples"}
+        assert ("lr_wsd_decay_iters" in found) == ("WSD" in arguments)
+        assert found.get("lr_wsd_decay_iters", 1) < 5
 
 
 HARMFUL = (

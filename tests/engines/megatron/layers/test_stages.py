@@ -91,12 +91,10 @@ def test_split_puts_multi_token_prediction_on_the_last_stage() -> None:
     assert parse_layout(text, 61, 1) == parse_layout("Et*4|(t*4|)*14tmL", 61, 1)
 
 
-@pytest.mark.parametrize("stages", range(2, 70))
 @pytest.mark.parametrize("layers", [5, 33, 61, 94])
-def test_most_even_split_is_complete_and_no_stage_is_larger_than_it_must_be(layers: int, stages: int) -> None:
-    split = even_split(layers, stages)
-    assert sum(split) == layers
-    assert len(split) == stages
-    assert max(split) == -(-layers // stages)
-    assert min(split) >= 0
-    assert len(set(split[1:-1])) <= 2
+def test_most_even_split_is_complete_and_no_stage_is_larger_than_it_must_be(layers: int) -> None:
+    for stages in range(2, 70):
+        split = even_split(layers, stages)
+        assert (sum(split), len(split), max(split)) == (layers, stages, -(-layers // stages))
+        assert min(split) >= 0
+        assert len(set(split[1:-1])) <= 2

@@ -1,11 +1,13 @@
 """Jobs for the trial program's tests, and a process that runs many of them after importing torch once.
 
 Run as a program: reads lines of JSON, each [folder, [[name, job], ...]], and answers each with {name: exit code}.
+A job {"simulated": [...]} is a list of jobs of `tests.engines.training.meta_ranks`.
 """
 
 import atexit
 import copy
 import functools
+import importlib
 import json
 import os
 import shutil
@@ -133,6 +135,11 @@ def _main() -> None:
         codes = {}
         for name, data in jobs:
             print(f"--- {name}", file=sys.stderr, flush=True)
+            if "simulated" in data:
+                os.environ["TORCHDYNAMO_DISABLE"] = "1"
+                importlib.import_module("flagcore.engines.megatron.trial.rank")
+                codes[name] = ranks.run_ranks(1, partial(_simulate, data["simulated"], Path(folder, name)))
+                continue
             try:
                 job = parse_job(data).started()
             except JobError as error:
@@ -144,6 +151,14 @@ def _main() -> None:
             codes[name] = ranks.run_ranks(job.processes, partial(program.run_forked_rank, job, import_s))
         sys.stderr.flush()
         print(json.dumps(codes), flush=True)
+
+
+def _simulate(jobs: list[dict[str, Any]], answers: Path, number: int, listener: Any) -> int:
+    """Write what `meta_ranks` finds in its jobs to a file. It replaces functions of torch, so it runs in a fork."""
+    from tests.engines.training import meta_ranks
+
+    answers.write_text(json.dumps(meta_ranks.run(jobs)))
+    return 0
 
 
 if __name__ == "__main__":
