@@ -230,4 +230,4 @@ def test_experts_are_split_over_hosts_with_copies() -> None:
     assert illegal(SGLANG, task, pair, redundant_experts=32) == ["expert_parallel"]
     assert illegal(SGLANG, task, pair, redundant_experts=64) == []
     assert illegal(SGLANG, task, "1xtp1dp24ep24+1xtp1dp72ep72", redundant_experts=32) == []
-    assert illegal(SGLANG, task, pair.replace("ep64", "ep1"), redundant_experts=64) == ["load_balancing"]
+    assert illegal(SGLANG, task, "1xtp1dp32+1xtp1dp64", redundant_experts=64) == ["load_balancing"]
