@@ -291,7 +291,7 @@ def _best_rows(context: Candidates, figures: Mapping[str, FloatArray], rows: Int
     if name.endswith("per_device"):
         base = base / context.kinds.total(context.settings.devices)[rows]
     longest = max(load.longest for load in map(context.draw, context.serve.loads))
-    full = context.kinds.total(context.memory.cache_tokens < longest)[rows] > 0
+    full = context.kinds.total(np.where(context.memory.cache_tokens < longest, 1.0, 0.0))[rows] > 0
     return rows[np.lexsort((-base if name in RATES else base, full))[:limit]]
 
 
