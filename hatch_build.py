@@ -86,7 +86,8 @@ class CustomMetadataHook(MetadataHookInterface):
 
         own = {name: [part("plugins", name)] for name in VENDORS} | {name: [part("extras", name)] for name in EXTRAS}
         watchers = {name: [part("extras", "watchers"), *needs] for name, needs in TOOLS.items()}
-        parts = {**own, **ENGINES, **watchers}
+        engines = {**ENGINES, "lmdeploy": [part("extras", "lmdeploy"), *ENGINES["lmdeploy"]]}
+        parts = {**own, **engines, **watchers}
         everything = list(dict.fromkeys(need for name, needs in parts.items() if name not in ENGINES for need in needs))
         metadata["dependencies"] = [*CORE, part("plugins", "cpu")]
         dev = [*DEV, *TOOLS["tensorboard"]]

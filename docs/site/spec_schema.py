@@ -7,13 +7,15 @@ from flagcore.plugins import WORKLOADS, engines
 from flagcore.plugins.loader import installed, origin
 from flagcore.spec.serving import json_schema
 
-FILE = Path(__file__).parents[2] / "examples" / "spec.schema.json"
+ROOT = Path(__file__).parents[2]
+FILE, EXTRAS = ROOT / "examples" / "spec.schema.json", ROOT / "extras"
 
 
 def schema() -> str:
     """Return the JSON Schema of a spec without engines of other distributions that are installed here."""
+    own = {"flagcore", *(f"flagcore-{folder.name}" for folder in EXTRAS.iterdir())}
     points = installed(WORKLOADS)
-    own_names = {name for name, each in points.items() if {origin(point).name for point in each} == {"flagcore"}}
+    own_names = {name for name, each in points.items() if {origin(point).name for point in each} <= own}
     return (
         json.dumps(json_schema({name: each for name, each in engines().items() if name in own_names}), indent=2) + "\n"
     )

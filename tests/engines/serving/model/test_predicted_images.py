@@ -6,13 +6,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from flagcore_lmdeploy.profile import WORKLOAD as LMDEPLOY
 
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Images, Load
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
-from flagcore.engines.serving.lmdeploy.profile import WORKLOAD as LMDEPLOY
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
 from flagcore.engines.serving.space.hardware import CHAT_TOKENS, longest_request
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM

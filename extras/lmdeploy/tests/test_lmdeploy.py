@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_lmdeploy.profile import WORKLOAD
 
 from flagcore.api.managing import inspection
 from flagcore.api.managing.inspection import doctor
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.lmdeploy.profile import WORKLOAD
 from flagcore.engines.serving.load.result import GENERATE
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traffic import body

@@ -13,7 +13,6 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
-from flagcore.engines.serving.lmdeploy import REPORTS
 from flagcore.engines.serving.space import knobs
 from flagcore.engines.serving.space.hardware import DP, EP, TP, Hardware, count
 from flagcore.engines.serving.space.knobs import CONTEXT, EAGER, or_default
@@ -21,13 +20,14 @@ from flagcore.engines.serving.space.program import Program, as_words
 from flagcore.engines.serving.space.rules import context_rules, forbidden, same_as_unset, split_rules
 from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.serving.space.weights import weight_bytes
+from flagcore_lmdeploy import REPORTS
 
 BACKEND, BATCH, BLOCK = "backend", "max_batch_size", "block_size"
 CACHE, PREFILL = "cache_max_entry_count", "max_prefill_token_num"
 PER_ITERATION, ITERATIONS = "num_tokens_per_iter", "max_prefill_iters"
 DEFAULT_CACHE = 0.8
 
-PROGRAM = Program.read("flagcore.engines.serving.lmdeploy")
+PROGRAM = Program.read("flagcore_lmdeploy")
 PYTORCH = PROGRAM.code(BACKEND, "pytorch")
 
 
@@ -123,7 +123,7 @@ def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
 
 WORKLOAD = Engine(
     name="lmdeploy",
-    where="flagcore.engines.serving.lmdeploy:REPORTS",
+    where="flagcore_lmdeploy:REPORTS",
     program=PROGRAM,
     modules={"lmdeploy": "lmdeploy>=0.18,<0.19"},
     rules=_rules,
