@@ -131,8 +131,8 @@ class _Search:
         self.state, self.past = learn(()), dependencies.past(problem)
         self.consecutive_busy = 0
         """Consecutive trials whose devices were busy, or that lost a host which cannot be replaced."""
-        self.lost_host: str | None = None
-        """The host that the last trial lost."""
+        self.loss: str | None = None
+        """If the last trial lost a host, the host and the reason."""
         before = self.store.trials()
         own = [each for each in before if each.fidelity == self.fidelity and not each.source]
         failed = {each.number for each in own if each.state is TrialState.FAILED}
@@ -161,9 +161,8 @@ class _Search:
         stopped = next((each.search_ended for each in self.state.repeats if each.search_ended), None)
         stopped = stopped or self._run_candidates()
         self._repeat_finalists(stopped)
-        if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY and self.lost_host:
-            text = _("lost in {count} consecutive trials", count=self.consecutive_busy)
-            raise HostLost(self.lost_host, text)
+        if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY and self.loss:
+            raise HostLost("", f"{stopped}: {self.loss}")
         return stopped
 
     def _run_probes(self) -> None:
@@ -359,7 +358,7 @@ class _Search:
 
     def _finish(self, trial: Trial) -> None:
         self.store.finish(trial)
-        self.lost_host = trial.lost_host
+        self.loss = trial.reason if trial.lost_host else None
         if not (trial.lost_host and self.problem.task.spec.cluster.survives_loss):
             self.consecutive_busy = self.consecutive_busy + 1 if trial.inconclusive else 0
         self._learn()

@@ -115,34 +115,28 @@ class TrialRunner:
         not return within `cluster.wait_for_hosts` and the search can continue without it. Otherwise, raises HostLost.
         If a plugin fails to prepare the launch, only this trial fails. Raises LaunchError if no trial can be started.
         """
-        spec, start, pause = self.problem.task.spec, time.monotonic(), FIRST_PAUSE
+        spec, start, pause = self.groups[trial.group or 0].task.spec, time.monotonic(), FIRST_PAUSE
         max_time = math.inf if spec.control.max_time is None else spec.control.max_time - (trial.began_s or 0.0)
-        ends_at = start + min(spec.cluster.wait_for_hosts, max_time)
+        longest = min(spec.cluster.wait_for_hosts, max_time)
         while True:
             try:
                 return self._run(trial, best, cold, on_wait)
             except HostLost as lost:
-                left = ends_at - time.monotonic()
+                seconds, reason = time.monotonic() - start, str(lost)
                 if not lost.host:
                     raise
-                if left <= 0:
-                    if not self._can_replace(lost.host, trial):
+                if seconds >= longest:
+                    self.launcher.give_up(lost.host)
+                    usable_hosts = self.launcher.usable_hosts(spec.cluster.hosts)
+                    if len(usable_hosts) < (spec.cluster.min_nodes or max(spec.trial_nodes)):
                         raise
-                    failed = replace(
-                        trial, state=TrialState.FAILED, reason=str(lost), duration_s=time.monotonic() - start
-                    )
+                    failed = replace(trial, state=TrialState.FAILED, reason=reason, duration_s=seconds)
                     return replace(failed, inconclusive=True, lost_host=lost.host)
-                pause = min(pause, left)
+                pause = min(pause, longest - seconds, LONGEST_PAUSE)
                 text = N_("{reason}; next attempt in {seconds:.0f} s")
-                on_wait(replace(trial, reason=Message(text, reason=lost, seconds=pause)))
+                on_wait(replace(trial, reason=Message(text, reason=reason, seconds=pause)))
                 self.pool.pause(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-
-    def _can_replace(self, host: str, trial: Trial) -> bool:
-        """Exclude a host from further trials. Return whether enough other hosts are left."""
-        self.launcher.give_up(host)
-        spec = self.groups[trial.group or 0].task.spec
-        return len(self.launcher.usable_hosts(spec.cluster.hosts)) >= (spec.cluster.min_nodes or max(spec.trial_nodes))
+                pause *= 2
 
     def _run(self, trial: Trial, best: Trial | None, cold: bool, on_wait: Callable[[Trial], object]) -> Trial:
         """Wait for the devices of a trial, then run or probe it. Raises HostLost if it cannot be started on a host."""
