@@ -142,7 +142,7 @@ def test_the_candidate_can_be_copied_from_a_table(explained: Callable[..., Any],
     spec = project.spec(auto_tuner={"space": {**space, "micro_batch_size": [1, 2]}})
     listing = json.loads(flag("estimate", spec, "--json", "--all", "--top", "40").out)
     assert any(each["candidate"]["use_recompute"] for each in listing)
-    for each in listing[:: len(listing) // 8]:
+    for each in listing[:: len(listing) // 4]:
         account = explained(spec, values_text(each["candidate"], BY_NAME))
         assert account["candidate"] == each["candidate"]
         assert f"number {each['number']:,} of" in account["because"][0]
