@@ -123,12 +123,11 @@ def _container(start: Start, image: str, entry: Any, args: Any, images: Mapping[
     path, _at, _digest = image.partition("@")
     repository, _colon, tag = path.rpartition(":") if ":" in path.rpartition("/")[2] else (path, "", "")
     program: Sequence[str] = _words(entry)
-    if entry is None:
-        for name, entry_point in images.items():
-            known, _colon, tags = name.partition(":")
-            if f"/{repository}".endswith(f"/{known}") and tag.startswith(tags):
-                program = entry_point
-    release = _RELEASE.search(tag)
+    release = None
+    for name, entry_point in images.items():
+        known, _colon, tags = name.partition(":")
+        if f"/{repository}".endswith(f"/{known}") and tag.startswith(tags):
+            program, release = entry_point if entry is None else program, _RELEASE.match(tag)
     words = _filled((*program, *_words(args)), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
     return replace(start, words=words, version=release[1] if release else "")
 

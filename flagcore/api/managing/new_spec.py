@@ -95,7 +95,10 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
         return list(words), text or None
     if os.path.isfile(words[0]):
         return ["bash", words[0]], read_text(Path(words[0]), file=words[0], key="file")
-    if not (command := split_words(words[0])):
+    command = split_words(words[0])
+    if {">", ">>", "2>&1", "|", "&", "&&", ";"} & set(command):
+        return [], words[0]  # a shell has to read it
+    if not command:
         raise UsageError(_("the command is empty"))
     if len(command) == 1 and re.search(r"\.\w{2,7}$", command[0]):
         raise UsageError(_("{file} is not a file", file=command[0]))
@@ -121,7 +124,7 @@ def _not_one(
     words: Sequence[str], text: str, programs: Sequence[Start], found: Collection[tuple[str, str]]
 ) -> SpecError:
     """Return the error for an input that starts no engine, or several. It names a known program without an engine."""
-    commands, value = [shlex.join(each.words) for each in programs], " ".join(words) or None
+    commands, value = [shlex.join(each.words) for each in programs], " ".join(words[1:] if text else words) or None
     table = yaml.safe_load(files("flagcore").joinpath("engines/untuned.yaml").read_text("utf-8"))
     for name, row in table.items() if not found else ():
         in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
