@@ -140,13 +140,10 @@ class HostsLauncher(Launcher):
             raise LaunchError(self.no_hosts)
         folder = os.path.abspath(launch.folder)
         launch = with_variables(replace(launch, folder=folder))
-        try:
+        with as_launch_error(f"cannot write into the trial's folder {folder}: "):
             prepare(launch, launch.environment, folder, launch.directory or folder)
             for name in LOGS:
                 Path(folder, name).write_bytes(b"")
-        except OSError as error:
-            reason = error.strerror or error
-            raise LaunchError(f"cannot write into the trial's folder {folder}: {reason}") from error
         with as_launch_error():  # such as a missing ssh, or too many open files
             trial = HostsRunning(launch, self)
         try:

@@ -74,12 +74,9 @@ class LocalLauncher(Launcher):
         folder = os.path.abspath(launch.folder)
         directory = os.path.abspath(launch.directory or folder)
         with contextlib.ExitStack() as logs:
-            try:
+            with as_launch_error(f"cannot write into the trial's folder {folder}: "):
                 prepare(launch, environment, folder, directory)
                 stdout, stderr = (logs.enter_context(_new_log(folder, name)) for name in ("stdout.log", "stderr.log"))
-            except OSError as error:
-                reason = error.strerror or error
-                raise LaunchError(f"cannot write into the trial's folder {folder}: {reason}") from error
             template = self._templates.find(launch.argv, environment, directory) if launch.warm else None
             limits = Limits(launch.timeout_seconds, launch.memory_limit_bytes, launch.disk_limit_bytes)
             begin = partial(guarded.start, launch.argv, environment, directory, folder, limits)
