@@ -70,13 +70,14 @@ class CandidateReport(Notebook):
     - `requested`: its knobs if another, equivalent `candidate` is reported.
     - `state`: ILLEGAL, OUTSIDE, REMOVED, RAN or OPEN.
     - `because`: the reasons for the state.
-    - `rules`: the rules behind it.
+    - `rules`: the rules behind it, each with `rule`, `message`, the `values` that it uses, and the `trial` of a learned
+      rule.
     - `predicted`: the prediction, or None for an illegal candidate.
     - `believed`: the prediction corrected by trials.
     - `trials`: the trials of the candidate.
     - `expected_s`: the step time as measured, else believed, else predicted.
     - `changes`: up to three other candidates: `allowed` is the nearest valid one, `faster` a faster one nearby, and
-      `fastest` the fastest of all.
+      `fastest` the fastest of all. Each has `differs`, `candidate`, `predicted`, `expected_s`, `trial` and `measured`.
     - `causes`: a paragraph on where the candidate spends more or less time than the best; the best is compared with the
       baseline.
     - `matches`: if `name` does not determine a candidate of the space, the fastest matching one is reported, and these
@@ -234,13 +235,7 @@ both runs correct. PREDICTED: at least one time is an uncorrected prediction. UN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRuns:
-    """The measured runs of a candidate.
-
-    - `step_time_s`: the median over all runs.
-    - `spread_s`: the spread of the steps in a run.
-    - `between_s`: the time between the fastest and the slowest run, or None for a single run.
-    - `noise`: as a fraction of the step time.
-    """
+    """The measured runs of a compared candidate; see `Comparison`."""
 
     step_time_s: float | None
     spread_s: float
@@ -257,10 +252,7 @@ class MeasuredRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of two compared candidates, with the fields of `CandidateReport`.
-
-    `believed` is None if the candidate ran, and `measured` if it was not measured.
-    """
+    """One of two compared candidates; see `Comparison`."""
 
     name: str
     where: str
@@ -278,6 +270,10 @@ class Side:
 class Comparison(Notebook):
     """A comparison of two candidates `a` and `b`, in seconds and GiB. Each pair has this order.
 
+    - `a`, `b`: each has `name`, `where`, `candidate`, `state`, `predicted`, `believed` (the prediction corrected by
+      trials, or None if the candidate ran), and `measured` (None if it was not measured). `measured` has `step_time_s`
+      (the median over `runs` runs), `spread_s` (of the steps in a run), `between_s` (between the fastest and the
+      slowest run, or None for a single run), `noise` as a fraction, and `device_used_gib` if known.
     - `differs`: the knobs that differ.
     - `tasks`: the other differences between the two specs.
     - `time`, `memory`, `figures` (of servers): predictions by part, all empty if a candidate is illegal.
