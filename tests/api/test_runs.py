@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,11 +17,6 @@ from flagcore.tuner.store.trials import OptunaStore
 from tests.cli.conftest import Project
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Project:
-    return Project(tmp_path)
-
-
 def test_importing_flagcore_imports_nothing_else() -> None:
     code = "import sys; before = set(sys.modules); import flagcore; print(*(set(sys.modules) - before))"
     completed = subprocess.run(
@@ -32,10 +28,21 @@ def test_importing_flagcore_imports_nothing_else() -> None:
         _ = flagcore.nothing  # type: ignore[attr-defined]
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> flagcore.Outcome:
+    """The outcome of a run of four trials."""
+    project = Project(tmp_path_factory.mktemp("made"))
+    return flagcore.tune(project.spec(control={"max_trials": 4}), run_dir=project.run_dir)
+
+
+@pytest.fixture
+def copied(made: flagcore.Outcome, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made.run_dir, tmp_path / "run"))
+
+
 @pytest.mark.slow
-def test_the_run_the_outcome_and_its_result_agree(project: Project) -> None:
-    outcome = flagcore.tune(project.spec(control={"max_trials": 4}), run_dir=project.run_dir)
-    run = flagcore.load_run(project.run_dir)
+def test_the_run_the_outcome_and_its_result_agree(made: flagcore.Outcome) -> None:
+    outcome, run = made, flagcore.load_run(made.run_dir)
     assert (run.trials, run.repeats, run.best, run.gains) == (
         outcome.plan.trials,
         outcome.plan.repeats,
@@ -56,21 +63,21 @@ def test_the_run_the_outcome_and_its_result_agree(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_reading_an_active_run_changes_nothing_in_its_folder(project: Project) -> None:
-    flagcore.tune(project.spec(control={"max_trials": 2}), run_dir=project.run_dir)
-    identity = json.loads((project.run_dir / "task.json").read_text())["run"]
-    run = flagcore.load_run(project.run_dir)
-    (project.run_dir / "result.json").unlink()
-    store = OptunaStore(project.run_dir, {}, run=identity)
+def test_reading_an_active_run_changes_nothing_in_its_folder(copied: Path) -> None:
+    identity = json.loads((copied / "task.json").read_text())["run"]
+    run = flagcore.load_run(copied)
+    (copied / "result.json").unlink()
+    store = OptunaStore(copied, {}, run=identity)
     store.begin(run.trials[0])
-    files_before = {file: file.stat().st_mtime_ns for file in project.run_dir.rglob("*")}
-    second_read = flagcore.load_run(project.run_dir)
+    files_before = {file: file.stat().st_mtime_ns for file in copied.rglob("*")}
+    second_read = flagcore.load_run(copied)
     assert second_read.trials == run.trials  # the one that runs is no trial yet
     assert (dict(second_read.data), second_read.stopped_because) == ({}, None)
-    assert {file: file.stat().st_mtime_ns for file in project.run_dir.rglob("*")} == files_before
+    assert {file: file.stat().st_mtime_ns for file in copied.rglob("*")} == files_before
 
 
-def test_a_run_without_trials_has_its_predictions(project: Project) -> None:
+def test_a_run_without_trials_has_its_predictions(tmp_path: Path) -> None:
+    project = Project(tmp_path)
     outcome = flagcore.tune(project.spec(), run_dir=project.run_dir, fidelity="estimate")
     run = flagcore.load_run(project.run_dir)
     assert [trial.candidate for trial in run.trials] == [trial.candidate for trial in outcome.plan.trials]
@@ -93,9 +100,8 @@ def test_folder_without_a_run_and_one_that_cannot_be_read_are_refused(tmp_path: 
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_journal_that_is_not_a_file_is_refused_immediately(project: Project, make: Callable[[Path], None]) -> None:
-    flagcore.tune(project.spec(control={"max_trials": 1}), run_dir=project.run_dir)
-    (project.run_dir / "journal.log").unlink()
-    make(project.run_dir / "journal.log")
+def test_a_journal_that_is_not_a_file_is_refused_immediately(copied: Path, make: Callable[[Path], None]) -> None:
+    (copied / "journal.log").unlink()
+    make(copied / "journal.log")
     with pytest.raises(RunError, match=r"journal\.log cannot be read \(it is not a regular file\)"):
-        flagcore.load_run(project.run_dir)
+        flagcore.load_run(copied)

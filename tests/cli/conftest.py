@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from flagcore import api
 from flagcore.cli import main
 from flagcore.launchers import guard
 
@@ -59,9 +61,10 @@ def do(what):
     if what == "silent":
         sys.exit(0)
     if what == "oom":
-        hog = bytearray(1 << 20)
+        hog = []
         while True:
-            hog += b"x" * (64 << 20)
+            hog.append(b"x" * (64 << 20))
+            time.sleep(0.02)
     if what == "says_oom":
         sys.exit("torch.OutOfMemoryError: tried to allocate 20 GiB")
     if what == "vanish":
@@ -221,6 +224,23 @@ def project(tmp_path: Path) -> Iterator[Project]:
     for pid in new_project.processes():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def made_run(tmp_path_factory: pytest.TempPathFactory, _no_calibration: None) -> Path:
+    """A run of five trials with its repeats, made once."""
+    made_project = Project(tmp_path_factory.mktemp("finished"))
+    api.tune(made_project.spec(control={"max_trials": 5}), run_dir=made_project.run_dir)
+    assert made_project.all_gone()
+    return made_project.run_dir
+
+
+@pytest.fixture
+def finished(made_run: Path, project: Project) -> Project:
+    """A project with a copy of a finished run of five trials."""
+    project.spec(control={"max_trials": 5})
+    shutil.copytree(made_run, project.run_dir)
+    return project
 
 
 @pytest.fixture

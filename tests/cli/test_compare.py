@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flagcore.api.explaining.compare import CORRECTED, PREDICTED, compare_subjects, overlap
 from flagcore.api.explaining.subject import Subject, columns_of
@@ -49,14 +50,12 @@ def test_parts_of_two_candidates_of_a_spec_add_up_to_their_steps_and_memory(
 
 
 def test_a_candidate_without_runs_is_compared_by_its_corrected_prediction(
-    compared: Callable[..., Any], project: Project, flag: Flag
+    compared: Callable[..., Any], finished: Project
 ) -> None:
-    spec = project.spec(control={"max_trials": 2})
-    assert flag("tune", spec, "--run-dir", str(project.run_dir), "-q").code == 0
     open_one = next(
         both
-        for typed in ("tp=2, mbs=1", "tp=2, mbs=2", "dp=2, mbs=2", "dp=2, mbs=4")
-        if (both := compared(project.run_dir, typed))["b"]["measured"] is None
+        for typed in ("pp=2, mbs=2", "pp=2, mbs=1", "tp=2, mbs=1", "dp=2, mbs=2")
+        if (both := compared(finished.run_dir, typed))["b"]["measured"] is None
     )
     corrected = open_one["b"]["believed"]["step_time_s"]["value"]
     assert open_one["certainty"] == "corrected"
@@ -92,26 +91,26 @@ def _measured_trial(number: int, candidate: Candidate, step: float, state: Trial
 
 @pytest.mark.slow
 def test_measured_candidates_are_distinguished_by_more_than_their_noise_or_not(
-    compared: Callable[..., Any], project: Project, flag: Flag, tmp_path: Path
+    compared: Callable[..., Any], finished: Project, made_run: Path, flag: Flag, tmp_path: Path
 ) -> None:
-    spec = project.spec(control={"max_trials": 5})
-    assert flag("tune", spec, "--run-dir", str(project.run_dir), "-q").code == 0
-    text = flag("compare", str(project.run_dir), f"{project.run_dir}:baseline").out
+    text = flag("compare", str(finished.run_dir), f"{finished.run_dir}:baseline").out
     assert "(significant: " in text
     assert "spread within a run" in text
     assert "spread between runs" in text
-    comparison = compared(project.run_dir, f"{project.run_dir}:baseline")
+    comparison = compared(finished.run_dir, f"{finished.run_dir}:baseline")
     assert comparison["certainty"] == "significant"
     best, baseline = (comparison[side]["measured"]["step_time_s"] for side in "ab")
     assert comparison["gap"] == pytest.approx(baseline / best - 1)
     assert comparison["a"]["measured"]["runs"] == comparison["b"]["measured"]["runs"] == 2
-    assert compared(project.run_dir, "baseline") == comparison
+    assert compared(finished.run_dir, "baseline") == comparison
     assert f"{comparison['gap']:+.1%} against the {best:.4g} s of A (measured)" in comparison["because"][0]
-    rerun = compared(project.run_dir, project.run_dir)
+    rerun = compared(finished.run_dir, finished.run_dir)
     assert (rerun["gap"], rerun["certainty"], rerun["differs"]) == (0.0, "not significant", {})
-    other_record = project.spec(control={"max_trials": 1}, train={"seq_length": 512})
-    assert flag("tune", other_record, "--run-dir", str(tmp_path / "other"), "-q").code == 0
-    distinct = compared(f"{project.run_dir}:baseline", tmp_path / "other")
+    spec = yaml.safe_load((made_run.parent / "spec.yaml").read_text())
+    spec["train"]["seq_length"], spec["auto_tuner"]["control"]["max_trials"] = 512, 1
+    (made_run.parent / "other.yaml").write_text(yaml.safe_dump(spec))
+    assert flag("tune", str(made_run.parent / "other.yaml"), "--run-dir", str(tmp_path / "other"), "-q").code == 0
+    distinct = compared(f"{finished.run_dir}:baseline", tmp_path / "other")
     assert distinct["tasks"] == ["work.seq_length: 1024 -> 512"]
     assert distinct["gap"] == pytest.approx(1.0, abs=1e-6)  # half the tokens in the same time
 

@@ -18,7 +18,7 @@ Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train-1024-probe.yaml")
-CONTROL = {"train_iters": 2, "warmup_iters": 1, "max_time_per_task": 60, "max_trials": 2}
+CONTROL = {"train_iters": 2, "warmup_iters": 1, "max_time_per_task": 60}
 WORLD: dict[str, Any] = {
     "cluster": {
         "chip": "cpu",
@@ -114,7 +114,7 @@ def test_two_nodes_are_tuned_by_probes_on_one_core(
     flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLAGCORE_HOME", str(project.folder / "home"))
-    completed = flag("tune", world(project), "--run-dir", str(project.run_dir), "--fidelity", "probe")
+    completed = flag("tune", world(project, max_trials=1), "--run-dir", str(project.run_dir), "--fidelity", "probe")
     assert completed.code == 0, completed.err
     assert "Best probed configuration on 8 x cpu: " in completed.out
     assert "modelled communication and waiting" in completed.out

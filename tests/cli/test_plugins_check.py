@@ -1,6 +1,7 @@
 """`flag plugins new` and `flag plugins check`: a new plugin passes, and faults are reported with a fix."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,15 +25,11 @@ def acme(flag: Flag, tmp_path: Path) -> Path:
 
 
 def test_a_new_plugin_passes_every_check_and_lists_its_placeholders(flag: Flag, acme: Path) -> None:
-    completed = flag("plugins", "check", str(acme), "--format", "json")
+    completed = flag("plugins", "check", str(acme))
     assert completed.code == 0, completed.out
-    (plugin,) = json.loads(completed.out)["plugins"]
-    assert list(plugin) == ["name", "version", "passed", "failed", "skipped", "failures"]
-    assert (plugin["name"], plugin["version"], plugin["failed"], plugin["failures"]) == ("acme", "0.1.0", 0, [])
-    assert plugin["passed"] >= 40
-    text = flag("plugins", "check", str(acme)).out
-    assert "to fill in:" in text
-    assert "flagcore_acme/chips/a1.yaml:5" in text
+    assert re.match(r"acme 0\.1\.0: [4-9]\d passed, 0 failed", completed.out)
+    assert "to fill in:" in completed.out
+    assert "flagcore_acme/chips/a1.yaml:5" in completed.out
 
 
 def test_a_new_plugin_with_all_options_passes_every_check(flag: Flag, tmp_path: Path) -> None:
@@ -43,18 +40,10 @@ def test_a_new_plugin_with_all_options_passes_every_check(flag: Flag, tmp_path: 
     assert created.code == 0, created.err
     completed = flag("plugins", "check", created.out.strip(), "--format", "json")
     assert completed.code == 0, completed.out
-
-
-def test_a_failed_check_is_reported_with_its_fix(flag: Flag, acme: Path) -> None:
-    chip = acme / "flagcore_acme/chips/a1.yaml"
-    chip.write_text(chip.read_text().replace("68719476736", "64"))
-    completed = flag("plugins", "check", str(acme), "--format", "json")
-    assert completed.code == 4
-    assert "acme" in completed.err
-    failures = {each["check"]: each for each in json.loads(completed.out)["plugins"][0]["failures"]}
-    result = failures["figures_are_plausible"]
-    assert "A1: memory_bytes = 64" in result["message"]
-    assert "bytes" in result["fix"]
+    (plugin,) = json.loads(completed.out)["plugins"]
+    assert list(plugin) == ["name", "version", "passed", "failed", "skipped", "failures"]
+    assert (plugin["name"], plugin["version"], plugin["failed"], plugin["failures"]) == ("acme", "0.1.0", 0, [])
+    assert plugin["passed"] >= 40
 
 
 @pytest.mark.parametrize(
@@ -99,15 +88,17 @@ from flagcore.hooks import hookimpl
 class Endless(VendorPlugin):
     @hookimpl
     def flagcore_failure_patterns(self):
-        while True:
-            pass
+        import time
+        time.sleep(100)
 
 plugin = Endless(**vars(plugin))
 """
     hooks.write_text(hooks.read_text() + endless)
     completed = flag("plugins", "check", str(acme), "--format", "json")
     assert completed.code == 4
-    assert "it took more than 8 s" in json.loads(completed.out)["plugins"][0]["failures"][-1]["message"]
+    assert "acme" in completed.err
+    failures = json.loads(completed.out)["plugins"][0]["failures"]
+    assert "it took more than 8 s" in failures[-1]["message"]
     left = [each for each in psutil.process_iter(["cmdline"]) if str(acme) in " ".join(each.info["cmdline"] or ())]
     assert not psutil.wait_procs(left, timeout=5)[1]
 

@@ -82,7 +82,7 @@ def test_interrupt_ends_a_probe_and_its_processes(project: Project) -> None:
     slow_spec = {**WORLD, "auto_tuner": {"control": {"train_iters": 10_000, "max_time_per_task": 600}}}
     process = project.start("probe", project.spec(**slow_spec), "--candidate", KNOBS, "--folder", str(project.folder))
     start_time = time.monotonic()
-    while not list(project.folder.glob("candidate-0/rank-0/steps.jsonl")) and time.monotonic() < start_time + 60:
+    while not list(project.folder.glob("candidate-0/rank-0/launch.json")) and time.monotonic() < start_time + 60:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

@@ -21,24 +21,6 @@ def tune(flag: Flag, project: Project, **arguments: Any) -> Ran:
     return flag("tune", project.served(**arguments), "--run-dir", str(project.run_dir))
 
 
-def test_the_fastest_is_found_with_its_figures_and_its_start_script(flag: Flag, project: Project) -> None:
-    completed = tune(flag, project, space={"parallel": [1, 4]})
-    assert completed.code == 0, completed.err
-    result = project.result()
-    assert books_balance(result)
-    assert [trial["state"] for trial in result["trials"]] == ["measured"] * 2
-    best = result["best"]
-    assert best["candidate"]["parallel"] == best["measured"]["effective"]["parallel"] == 4
-    assert result["baseline"]["candidate"]["parallel"] == 1
-    assert result["gain"] > 0.2
-    assert best["measured"]["figures"]["output_tokens_per_s"] > 0
-    assert best["measured"]["figures"]["ttft_s"]["p99"] > 0.8
-    launch = json.loads((project.run_dir / "best" / "launch.json").read_text())
-    assert launch["argv"][:3] == [sys.executable, str(SERVER), "known"]
-    assert "--parallel 4" in (project.run_dir / "best.sh").read_text()
-    assert project.all_gone()
-
-
 def test_if_no_configuration_meets_the_slo_the_nearest_is_named(flag: Flag, project: Project) -> None:
     only = {"parallel": 4}
     completed = tune(flag, project, serve={"slo": {"ttft_s": {"p99": 0.05}}}, space=only, baseline=only)
@@ -60,7 +42,7 @@ def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_reported
 
 
 def test_a_trial_that_fails_has_no_figures_and_does_not_compete(flag: Flag, project: Project) -> None:
-    completed = tune(flag, project, behaviour="cuts")
+    completed = tune(flag, project, behaviour="cuts", space={"parallel": [1, 2]})
     assert completed.code == 5
     trials = project.result()["trials"]
     assert {trial["state"] for trial in trials} == {"invalid"}
@@ -76,7 +58,7 @@ def test_several_instances_get_nginx(flag: Flag, project: Project) -> None:
     assert str(folder / "start.sh") in (project.run_dir / "best.sh").read_text()
 
 
-def test_a_killed_run_leaves_no_process_and_resumes(
+def test_a_killed_run_leaves_no_process_and_resumes_to_the_fastest_with_its_start_script(
     flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = project.served(space={"parallel": [1, 4]})
@@ -94,8 +76,18 @@ def test_a_killed_run_leaves_no_process_and_resumes(
     assert "trial 0 (" not in rerun.err
     assert "resuming" in caplog.text
     result = project.result()
-    assert result["best"]["candidate"]["parallel"] == 4
+    assert books_balance(result)
     assert [trial["state"] for trial in result["trials"]] == ["measured"] * 2
+    best = result["best"]
+    assert best["candidate"]["parallel"] == best["measured"]["effective"]["parallel"] == 4
+    assert result["baseline"]["candidate"]["parallel"] == 1
+    assert result["gain"] > 0.2
+    assert best["measured"]["figures"]["output_tokens_per_s"] > 0
+    assert best["measured"]["figures"]["ttft_s"]["p99"] > 0.8
+    launch = json.loads((project.run_dir / "best" / "launch.json").read_text())
+    assert launch["argv"][:3] == [sys.executable, str(SERVER), "known"]
+    assert "--parallel 4" in (project.run_dir / "best.sh").read_text()
+    assert project.all_gone()
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,12 @@ BUILDS = {vendor.name: vendor for vendor in VENDORS}
 
 
 @functools.cache
-def records(name: str, modules: Path | None) -> list[dict[str, Any]]:
+def records(name: str, modules: Path) -> list[dict[str, Any]]:
     """Return what `flag doctor` reports with the modules in a folder in front of the installed ones."""
     stack = STACKS[name]
     # other folders on the path may hold a sitecustomize that changes torch, which fails for a stand-in
     own = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if Path(each).is_relative_to(ROOT)]
-    path = os.pathsep.join([*filter(None, [str(modules) if modules else ""]), *own])
+    path = os.pathsep.join([str(modules), *own])
     with fakes.machine({stack.tool: fakes.prints(stack.printed)}, PYTHONPATH=path):
         return api.doctor()
 
@@ -48,9 +48,17 @@ def of_stack(found: list[dict[str, Any]], chip: str) -> list[dict[str, Any]]:
     return [each for each in found if each["name"] == chip and not each["ok"]]
 
 
+@pytest.fixture(scope="module")
+def of_nvidia(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a stand-in for NVIDIA's torch."""
+    folder = tmp_path_factory.mktemp("nvidia")
+    (folder / "torch.py").write_text(BUILDS["nvidia"].torch)
+    return folder
+
+
 @pytest.mark.parametrize("name", STACKS)
-def test_the_public_wheel_of_vllm_is_not_advised_on_a_vendors_chip(name: str) -> None:
-    found = {each["for"]: each for each in records(name, None)}
+def test_the_public_wheel_of_vllm_is_not_advised_on_a_vendors_chip(name: str, of_nvidia: Path) -> None:
+    found = {each["for"]: each for each in records(name, of_nvidia)}
     for engine in ("vllm", "sglang", "lmdeploy"):
         assert "pip install 'flagcore[" not in found[f"engine {engine} ({engine})"]["fix"]
     words = "`pip install --no-deps`" if name == "cambricon" else "the public wheel"
@@ -58,8 +66,8 @@ def test_the_public_wheel_of_vllm_is_not_advised_on_a_vendors_chip(name: str) ->
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_a_torch_of_another_vendor_is_reported(name: str) -> None:
-    problems = of_stack(records(name, None), STACKS[name].chip)
+def test_a_torch_of_another_vendor_is_reported(name: str, of_nvidia: Path) -> None:
+    problems = of_stack(records(name, of_nvidia), STACKS[name].chip)
     assert any(each["fix"].startswith("torch ") and each["fix"].endswith("vendor's build") for each in problems)
     assert any("torch_mlu" in each["fix"] for each in problems) == (name == "cambricon")
 

@@ -125,7 +125,10 @@ def test_devices_only_on_the_pci_bus_are_reported_and_not_listed(
         (folder / name).write_text(value + "\n")
     assert machine.pci_ids(vendor.pci_vendor, tmp_path) == ("0x4001",)
     assert machine.pci_ids(0x1234, tmp_path) == ()
-    (problem,) = vendor.detector.problems(tmp_path)[-1:]
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "torch.py").write_text(STRANGER)
+    with fakes.machine(PYTHONPATH=str(tmp_path / "modules")):
+        (problem,) = vendor.detector.problems(tmp_path)[-1:]
     assert {"0000:0e:00.0", "8", "16"} <= set(problem.split())
     (folder / "current_link_width").write_text("16\n")
     assert machine.narrow_links(vendor.pci_vendor, tmp_path) == ()

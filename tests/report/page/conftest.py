@@ -50,8 +50,11 @@ class Runs:
 
     def __call__(self, kind: str) -> Made:
         if kind not in self.made:
-            run_folder = self.folder / kind / "run"
-            getattr(self, kind)(run_folder)
+            if kind == "serving":
+                run_folder = self("engines").folder / "llamacpp"
+            else:
+                run_folder = self.folder / kind / "run"
+                getattr(self, kind)(run_folder)
             html, markdown = api.report(run_folder), api.report(run_folder, "markdown")
             result = run_folder / "result.json"
             data = json.loads(result.read_text()) if result.exists() else {}
@@ -120,11 +123,11 @@ class Runs:
             api.tune(project.spec(), run_dir=where, on_event=stop)
 
     def resumed(self, where: Path) -> None:
-        self.interrupted(where)
-        api.tune(where.parent / "spec.yaml", run_dir=where)
+        shutil.copytree(self("interrupted").folder, where)
+        api.tune(self("interrupted").folder.parent / "spec.yaml", run_dir=where)
 
     def killed(self, where: Path) -> None:
-        self.interrupted(where)
+        shutil.copytree(self("interrupted").folder, where)
         for name in ("result.json", "insight.json", "report.html", "report.txt"):
             (where / name).unlink()
         for name in ("best", "best.sh", "best.yaml"):
@@ -132,12 +135,10 @@ class Runs:
             shutil.rmtree(removed_file) if removed_file.is_dir() else removed_file.unlink()
 
     def engines(self, where: Path) -> None:
-        self.serving(where, ["llamacpp", "vllm"])
-
-    def serving(self, where: Path, engine: object = "llamacpp") -> None:
         serve, envs = {"slo": {"ttft_s": {"p99": 100.0}}}, {"HF_TOKEN": "a-secret-of-mine"}
-        project = self.project(where)
-        api.tune(project.served(behaviour="brief", engine=engine, serve=serve, envs=envs), run_dir=where)
+        engine = ["llamacpp", "vllm"]
+        spec = self.project(where).served(behaviour="brief", engine=engine, serve=serve, envs=envs)
+        api.tune(spec, run_dir=where)
 
 
 @pytest.fixture(scope="session")
