@@ -12,6 +12,8 @@ TORCH := torch==2.13.0
 TESTS ?=
 JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# Tests start hundreds of processes: modules are compiled once, also where the environment keeps Python from it.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-hosts test-ray test-watchers test-anywhere coverage mutations samples \
   changelog dist reference docs docs-release bench bench-estimate bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean

@@ -45,7 +45,6 @@ TOGETHER = {
 }
 """Prefixes of files whose tests stay in one process of pytest-xdist: they train, or share what takes long to start."""
 SPREAD = (
-    "plugins/nvidia/tests/test_conformance.py",
     "tests/cli/test_tune",
     "tests/engines/serving/trial/test_misbehaving_servers.py",
     "tests/launchers/",
@@ -57,6 +56,7 @@ SPREAD = (
 FIRST = (
     *TOGETHER["training"],
     *SPREAD,
+    "plugins/nvidia/tests/test_conformance.py",
     "tests/hosts/",
     "tests/benchmarks/test_replay.py",
     "tests/engines/flagscale/test_trees.py",

@@ -7,6 +7,7 @@ FlagError                     1  internal error, the only one that shows a trace
 │   ├── NotModelled           2  a setup that flagcore cannot predict
 │   ├── RunError              2  the run directory is locked, changed, unreadable or full
 │   └── LaunchError           2  a trial cannot be started: no such program, no free port, no disk
+│       └── HostLost          6  a host of the trials was lost, so the search is not finished
 ├── NothingFits               3  no candidate fits the devices and the rules
 ├── NoDevice                  4  no usable device or plugin
 ├── EveryTrialFailed          5  trials ran, none succeeded
@@ -88,6 +89,17 @@ class RunError(UsageError):
 
 class LaunchError(UsageError):
     """A trial cannot be started: a program, a port, disk space or a setting of the environment is missing."""
+
+
+class HostLost(LaunchError):
+    """A host was lost, and neither it nor another host could be used in time. Finished trials are saved."""
+
+    exit_code = 6
+
+    def __init__(self, host: str, problem: str) -> None:
+        super().__init__(f"host {host}: {problem}" if host else problem)
+        self.host = host
+        """The lost host. Empty if too few hosts are left."""
 
 
 class NothingFits(FlagError):

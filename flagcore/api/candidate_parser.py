@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 from unicodedata import normalize
 
 from flagcore.contracts import Problem
@@ -10,6 +9,7 @@ from flagcore.domain.knob import Knobs
 from flagcore.domain.space import Axis, Columns, IntArray, KnobValue, as_candidate
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _, did_you_mean
+from flagcore.report.candidate_report import ExcludingRule
 from flagcore.report.text import details, knob_of
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical
@@ -54,11 +54,11 @@ def parse_candidate(text: str, problem: Problem) -> tuple[dict[str, IntArray], f
     )
 
 
-def broken_rules_of(problem: Problem, columns: Columns) -> list[Mapping[str, Any]]:
-    """Return the rules that one candidate breaks as plain data, each with the candidate's values of its knobs."""
+def broken_rules_of(problem: Problem, columns: Columns) -> list[ExcludingRule]:
+    """Return the rules that one candidate breaks, each with the candidate's values of its knobs."""
     values = as_candidate(problem.space.axes, columns).as_dict()
     return [
-        {"rule": rule.name, "message": rule.message, "values": {knob: values.get(knob) for knob in rule.knobs}}
+        ExcludingRule(rule=rule.name, message=rule.message, values={knob: values.get(knob) for knob in rule.knobs})
         for rule in problem.legality.rules
         if bool(rule.broken(columns).any())
     ]

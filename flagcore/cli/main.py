@@ -92,7 +92,7 @@ def flag() -> None:
     """Find the fastest way to train or serve a large language model on any AI chip.
 
     Results go to stdout, logs go to stderr. Exit status: 0 success, 1 internal error, 2 invalid usage or spec,
-    3 nothing fits, 4 no usable device or plugin, 5 every trial failed, 130 interrupted.
+    3 nothing fits, 4 no usable device or plugin, 5 every trial failed, 6 a host was lost, 130 interrupted.
     """
 
 

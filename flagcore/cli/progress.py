@@ -33,7 +33,7 @@ def line(event: Event) -> str:
         candidate = candidate_text(trial.candidate, event.knobs)
         return _("{trial} starts: {candidate}", trial=name, candidate=candidate) + _predicted(event)
     if event.kind == "trial_waits":
-        return _("{trial} waits for its devices: {reason}", trial=name, reason=trial.reason)
+        return _("{trial} waits: {reason}", trial=name, reason=trial.reason)
     measurement = trial.measurement if not trial.state.failed else None
     result = _step(trial, measurement, event.objective) if measurement else trial.reason or ""
     if trial.state is TrialState.MEASURED and trial.reason:

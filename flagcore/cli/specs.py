@@ -106,6 +106,17 @@ class _Importers(click.Group):
                 commands += [name + HISTORY] if isinstance(importer(name), HistoryReader) else []
         return [*commands, *names(WORKLOADS)]
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Pass everything to the command that finds out what it was given, unless a command's name comes first."""
+        named = {"-h", "--help", *self.list_commands(ctx)}
+        return super().parse_args(ctx, ["--", *args] if args and args[0] not in named else args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        command = self.get_command(ctx, args[0])
+        return (args[0], command, args[1:]) if command else (None, translated(command_command), args)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         from flagcore.plugins import IMPORTERS, importer, missing_extra, names
 
@@ -120,7 +131,11 @@ class _Importers(click.Group):
 
 @click.group("import", cls=_Importers)
 def import_command() -> None:
-    """Import a command of an engine, or the config or the trials of another tuner."""
+    """Convert what you start today to a spec: flag import FILE, - for stdin, or -- COMMAND.
+
+    FILE is a script, a batch script of Slurm, a compose file, a manifest of Kubernetes, or a systemd unit. COMMAND may
+    be docker run or podman run. The commands below read what is named.
+    """
 
 
 @click.command()
@@ -183,13 +198,14 @@ def _convert(
 def command_command(context: click.Context, /, command: tuple[str, ...], output: Path | None, **given: Any) -> None:
     """Convert a command of the engine to a spec.
 
-    COMMAND is one quoted text, a script that starts the engine, or the words of the command after `--`. A script is
-    read without running its programs. The arguments are the baseline. Comments, also printed to stderr, mark arguments
-    that are dropped or have another meaning in the spec.
+    COMMAND is one quoted text, a file or script that starts the engine, - for stdin, or the words of the command after
+    `--`. A script is read without running its programs. The arguments are the baseline. Comments, also printed to
+    stderr, mark arguments that are dropped or have another meaning in the spec.
     """
     from flagcore import api
 
-    imported = api.read_command(str(context.info_name), command, **given)
+    text = sys.stdin.read() if command == ("-",) else ""
+    imported = api.read_command(context.info_name, () if text else command, text=text, **given)
     options.print_notes(imported.notes)
     options.write_new(imported.as_yaml(), output)
 

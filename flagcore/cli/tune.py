@@ -61,7 +61,7 @@ def tune_command(
     """
     from flagcore import api
     from flagcore.cli.progress import progress
-    from flagcore.errors import Interrupted
+    from flagcore.errors import HostLost, Interrupted
     from flagcore.report.formats import fitted
     from flagcore.report.text import candidate_columns
 
@@ -73,9 +73,10 @@ def tune_command(
         # Tables in the files of the run are not wrapped.
         with fitted(None), progress(sys.stderr, quiet, verbose) as on_event:
             outcome = api.tune(spec, on_event=on_event, **given)
-    except Interrupted as error:
+    except (Interrupted, HostLost) as error:
         command = _resuming_command(click.get_current_context().obj)
-        raise Interrupted(_("{error}; resume with `{command}`", error=error, command=command)) from None
+        error.args = (_("{error}; resume with `{command}`", error=error, command=command),)
+        raise
     if form == "table":
         options.show(str(outcome))
     elif form == "json":

@@ -16,6 +16,7 @@ from flagcore.contracts.exchange import (
     ManifestWriter,
     ServerGroup,
     ServerGroups,
+    Start,
 )
 from flagcore.contracts.platform import (
     AttentionShape,
@@ -63,6 +64,7 @@ __all__ = [
     "SearchContext",
     "ServerGroup",
     "ServerGroups",
+    "Start",
     "Strategy",
     "Telemetry",
     "Workload",

@@ -35,6 +35,24 @@ class ImportNote:
         return f"{self.key}: {self.text}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A program that is started: its words, literal variables, devices per host (None: unknown), hosts and copies.
+
+    `version` is that of the image's tag. `script` is the script that contains the command, and `job` are the variables
+    that the batch system sets for it.
+    """
+
+    words: tuple[str, ...] = ()
+    envs: Mapping[str, str] = field(default_factory=dict)
+    devices: int | None = None
+    hosts: int = 1
+    instances: int = 1
+    version: str = ""
+    script: tuple[str, ...] = ()
+    job: Mapping[str, str] = field(default_factory=dict)
+
+
 class ImportedSpec(Protocol):
     """A spec that an importer has read from `file`, as plain data with absolute paths."""
 

@@ -389,7 +389,10 @@ class Launcher(ABC):
 
     @abstractmethod
     def start(self, launch: Launch) -> RunningLaunch:
-        """Start `launch` in its own process group. Raises FlagError if it cannot be started."""
+        """Start `launch` in its own process group. Raises FlagError if it cannot be started.
+
+        If it raises HostLost, flagcore tries again, for at most `cluster.wait_for_hosts` seconds.
+        """
 
     def close(self) -> None:  # noqa: B027  (a default, not abstract)
         """End all processes that the launcher keeps running between launches. By default there are none."""
@@ -416,6 +419,9 @@ class Launcher(ABC):
         By default failures are ignored. Raises FlagError if too few hosts are left.
         """
         return tuple(hosts[:count])
+
+    def give_up(self, host: str) -> None:  # noqa: B027  (a default, not abstract)
+        """Do not use a host any more, because flagcore has waited for it in vain. By default nothing is done."""
 
     def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:  # noqa: B027  (a default, not abstract)
         """Prepare to resume a run. By default nothing is done.

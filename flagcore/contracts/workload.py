@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts.exchange import ImportNote, ServerGroups
+from flagcore.contracts.exchange import ImportNote, ServerGroups, Start
 from flagcore.contracts.platform import Costs, Platform, PruningRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
@@ -49,6 +49,9 @@ class Workload(ABC):
     """The distribution whose version is the engine's release. Empty: the one in `modules` with the engine's name."""
     untested: str = ""
     """A warning to users, if the support for the engine was written from its documentation. Empty if it was tested."""
+    images: Mapping[str, Sequence[str]] = {}
+    """The entry points of public container images with the engine, by repository, or by repository and the start of a
+    tag, such as `example/server` or `example/server:cpu`."""
     plans_by_default: bool = False
     """Whether plans of a model use this engine if none is named. Of several such engines, the first one is used."""
     start_seconds: float = START_SECONDS
@@ -364,8 +367,14 @@ class Workload(ABC):
 
     # Commands, job records and exports. Engines that also implement `flagcore.contracts.Exporter` have more targets.
 
+    def starts(self, command: Sequence[str], directory: str) -> bool:
+        """Return whether a command starts the engine's program. Shells and containers around it are already removed.
+        By default False.
+        """
+        return False
+
     def read_command(
-        self, command: Sequence[str], directory: Path, model: str | None
+        self, start: Start, directory: Path, model: str | None
     ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
         """Convert a launch command, or a script that starts one, to the data of a spec. Also return notes.
 
@@ -374,6 +383,7 @@ class Workload(ABC):
 
         `directory`: the working directory of the command.
         `model`: the path of the model. None means the model that the command names.
+        `start`: the command, and what surrounds it.
         Raises SpecError, by default always.
         """
         raise self._unsupported("the import of commands", "write a spec")

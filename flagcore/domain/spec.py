@@ -47,6 +47,7 @@ class ClusterSpec:
     `host_envs`: environment variables of single hosts, by host.
     `spares`: the number of spare hosts, which are the last ones of `hosts`. They replace hosts that fail.
     `min_nodes`: if no spare is left, trials run on at least this number of nodes. None means on all nodes.
+    `wait_for_hosts`: the maximum number of seconds to wait for a lost host.
     """
 
     chip: str = AUTO
@@ -57,6 +58,7 @@ class ClusterSpec:
     hosts: tuple[str, ...] = ()
     spares: int = 0
     min_nodes: int | None = None
+    wait_for_hosts: float = 300.0
     nic_bytes_per_second: float | None = None
     nic_latency_seconds: float | None = None
     price_per_device_hour: float | None = None

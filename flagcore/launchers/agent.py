@@ -25,7 +25,6 @@ import secrets
 import select
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -46,13 +45,6 @@ MAX_FILE_BYTES = 64 << 20
 """Larger files, such as checkpoints, stay on the host."""
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 """Errors after which the host counts as lost. After any other error, the trial cannot be started on any host."""
-
-
-def free_port() -> int:
-    """Return a free TCP port of this host."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 class Mirror:
@@ -213,7 +205,7 @@ class Agent:
         self.folder = os.path.join(self.home, f"trial-{self.count}")
         os.mkdir(self.folder)
         self.mirror = Mirror(self.folder)
-        state = {"port": free_port(), "free_disk_bytes": guard.free_disk_bytes(self.home), "left": left}
+        state = {"port": network.free_port(), "free_disk_bytes": guard.free_disk_bytes(self.home), "left": left}
         self.wire.send(ready={**state, "time": time.time(), "python": platform.python_version()})
 
     def report(self) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from flagcore.contracts import Launcher
 from flagcore.domain.launch import HOSTS, Exit, Launch, host_folder
-from flagcore.errors import LaunchError
+from flagcore.errors import HostLost, LaunchError
 from flagcore.launchers import guard, guarded, template
 from flagcore.launchers.connection import (
     CLOSE_SECONDS,
@@ -61,13 +61,12 @@ class HostsLauncher(Launcher):
     has_allocation: Callable[[], bool] = lambda: False
     hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
     fix: str = "list them in cluster.hostfile"
-    reached: set[str] = field(default_factory=set)
-    """The hosts that ran a trial. If a connection to one of them fails later, the host is lost; the spec is not
-    wrong."""
     lost: dict[str, str] = field(default_factory=dict)
     """For each lost host, the marker of the trial whose processes may still run there."""
     failures: Counter[str] = field(default_factory=Counter)
-    """How many times each host was lost."""
+    """How many times each host was lost during a trial. It is at least 1 for hosts that could not be reached."""
+    failed_at: dict[str, float] = field(default_factory=dict)
+    """When each of those hosts failed the last time, on the monotonic clock."""
     ended_at: float = -math.inf
     """The time of the end of the last trial, on the monotonic clock."""
     agents: Agents | None = None
@@ -93,18 +92,22 @@ class HostsLauncher(Launcher):
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
         """Return `count` of the `hosts`. The first ones are preferred.
 
-        Later hosts replace those that were lost more often. A host that was lost MAX_LOSSES times is excluded unless
-        all hosts are needed. Raises LaunchError if too few hosts remain.
+        Later hosts replace those that were lost more often, or as often but later. A host that was lost MAX_LOSSES
+        times is excluded unless all hosts are needed. Raises HostLost if too few hosts remain.
         """
         if len(hosts) <= count:
             return tuple(hosts)
         usable_hosts = self.usable_hosts(hosts)
         if len(usable_hosts) < count:
             lost_hosts = ", ".join(host for host in hosts if host not in usable_hosts)
-            raise LaunchError(f"only {len(usable_hosts)} of {count} hosts are usable: {lost_hosts} cannot be used")
-        best = sorted(usable_hosts, key=lambda host: self.failures[host])[:count]
+            raise HostLost("", f"only {len(usable_hosts)} of {count} hosts are usable: {lost_hosts} cannot be used")
+        best = sorted(usable_hosts, key=lambda host: (self.failures[host], self.failed_at.get(host, 0.0)))[:count]
         replacements = iter([host for host in best if host not in hosts[:count]])
         return tuple(host if host in best else next(replacements) for host in hosts[:count])
+
+    def give_up(self, host: str) -> None:
+        """Do not use a host any more, unless all hosts are needed."""
+        self.failures[host] = MAX_LOSSES
 
     def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:
         """Prepare to continue a run: prefer hosts that were not `lost` before, and end processes of interrupted trials.
@@ -130,43 +133,28 @@ class HostsLauncher(Launcher):
         In the arguments and variables of the launch, `{node_rank}`, `{nnodes}`, `{master_addr}`, `{master_port}`,
         `{node_ports}` (a free port of each host) and `{interface}` are replaced for each host. The files of the trial's
         folder are sent to every host. The files of the first host, and the logs of all hosts, are copied back to the
-        folder. Files of the other hosts are copied to `hosts/NAME`. If a host that ran an earlier trial cannot be
-        reached, the trial ends at once. Raises LaunchError if another host cannot be reached, or if a host cannot start
-        the program.
+        folder. Files of the other hosts are copied to `hosts/NAME`. Raises HostLost if a host cannot be reached, and
+        LaunchError if the program cannot be started.
         """
         if not launch.hosts:
             raise LaunchError(self.no_hosts)
         folder = os.path.abspath(launch.folder)
         launch = with_variables(replace(launch, folder=folder))
-        try:
+        with as_launch_error(f"cannot write into the trial's folder {folder}: "):
             prepare(launch, launch.environment, folder, launch.directory or folder)
             for name in LOGS:
                 Path(folder, name).write_bytes(b"")
-        except OSError as error:
-            reason = error.strerror or error
-            raise LaunchError(f"cannot write into the trial's folder {folder}: {reason}") from error
         with as_launch_error():  # such as a missing ssh, or too many open files
             trial = HostsRunning(launch, self)
         try:
             trial.begin()
-        except HostLost as problem:
-            if problem.host not in self.reached:
-                trial.close()
-                raise
-            trial.end()
-        except BaseException:
+        except BaseException as problem:
             trial.close()
+            if isinstance(problem, HostLost):
+                self.failures[problem.host] = max(self.failures[problem.host], 1)
+                self.failed_at[problem.host] = time.monotonic()
             raise
-        self.reached.update(launch.hosts)
         return trial
-
-
-class HostLost(LaunchError):
-    """A host cannot be reached."""
-
-    def __init__(self, host: str, problem: str) -> None:
-        super().__init__(f"host {host}: {problem}")
-        self.host = host
 
 
 class HostsRunning:
@@ -291,6 +279,7 @@ class HostsRunning:
         seconds = time.monotonic() - self.started_at
         if lost:
             self.launcher.failures[lost.host] += 1
+            self.launcher.failed_at[lost.host] = time.monotonic()
             is_second_loss = self.launcher.failures[lost.host] == MAX_LOSSES
             detail = f"{lost.host}: {lost.problem}" + ("; lost for the second time" if is_second_loss else "")
             ended = Exit(code=1, ended_by="host", duration_s=seconds, detail=detail, lost_host=lost.host)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import secrets
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -17,17 +16,6 @@ from flagcore.errors import LaunchError
 from flagcore.launchers import guard, guarded, network
 from flagcore.launchers.guarded import MARKER, NO_FOLDER, UNLIMITED, Guarded, Limits
 from flagcore.launchers.template import Template, Templates
-
-
-def free_port() -> int:
-    """Return a free TCP port at 127.0.0.1. Raises LaunchError if there is none."""
-    try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        fix = "free a port, or set MASTER_PORT in the trial's environment"
-        raise LaunchError(f"no free TCP port on 127.0.0.1: {error.strerror}; {fix}") from error
 
 
 class LocalRunning:
@@ -79,18 +67,16 @@ class LocalLauncher(Launcher):
         given = network.fill(launch.environment, network.placeholders())
         environment = {"MASTER_ADDR": "127.0.0.1", MARKER: secrets.token_hex(8), **given}
         if "MASTER_PORT" not in environment:
-            environment["MASTER_PORT"] = str(free_port())
+            with as_launch_error("no free TCP port on 127.0.0.1: set MASTER_PORT in the trial's environment; "):
+                environment["MASTER_PORT"] = str(network.free_port("127.0.0.1"))
         argv = (word.replace("{master_port}", environment["MASTER_PORT"]) for word in launch.argv)
         launch = replace(launch, argv=tuple(argv))
         folder = os.path.abspath(launch.folder)
         directory = os.path.abspath(launch.directory or folder)
         with contextlib.ExitStack() as logs:
-            try:
+            with as_launch_error(f"cannot write into the trial's folder {folder}: "):
                 prepare(launch, environment, folder, directory)
                 stdout, stderr = (logs.enter_context(_new_log(folder, name)) for name in ("stdout.log", "stderr.log"))
-            except OSError as error:
-                reason = error.strerror or error
-                raise LaunchError(f"cannot write into the trial's folder {folder}: {reason}") from error
             template = self._templates.find(launch.argv, environment, directory) if launch.warm else None
             limits = Limits(launch.timeout_seconds, launch.memory_limit_bytes, launch.disk_limit_bytes)
             begin = partial(guarded.start, launch.argv, environment, directory, folder, limits)
@@ -118,12 +104,12 @@ def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
 
 
 @contextlib.contextmanager
-def as_launch_error() -> Iterator[None]:
-    """Convert an OSError in this context to a LaunchError."""
+def as_launch_error(prefix: str = "") -> Iterator[None]:
+    """Convert an OSError in this context to a LaunchError, whose message begins with `prefix`."""
     try:
         yield
     except OSError as error:
-        raise LaunchError(str(error)) from error
+        raise LaunchError(f"{prefix}{error}") from error
 
 
 def _new_log(folder: str, name: str) -> BinaryIO:

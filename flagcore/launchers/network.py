@@ -43,6 +43,13 @@ def fill(environment: Mapping[str, str], values: Mapping[str, str]) -> dict[str,
     return filled
 
 
+def free_port(address: str = "") -> int:
+    """Return a free TCP port at an address of this machine, by default at all of them. Raises OSError."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
 def interface_to(host: str) -> str:
     """Return the network interface that leads to a host, or an empty string if unknown. Nothing is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -11,7 +11,7 @@ from flagcore.domain.spec import SERVING, objective_value
 from flagcore.domain.trial import step_value
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import memory_parts, part_name, used_text
-from flagcore.report.formats import NAMES, Notebook, hardware_text, shown, table
+from flagcore.report.formats import IF_KNOWN, NAMES, Notebook, hardware_text, shown, table
 from flagcore.report.text import (
     details,
     heading,
@@ -28,9 +28,43 @@ SAME = 1e-9
 """The maximum relative difference between figures that count as equal."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExcludingRule:
+    """A rule that excludes a candidate, with the values of the candidate that it uses."""
+
+    rule: str
+    message: str
+    values: Mapping[str, KnobValue] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruningRule(ExcludingRule):
+    """A rule that removed a legal candidate. `trial` is the number of the trial from which the rule was learned."""
+
+    trial: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another candidate: the knobs that `differs` lists, its prediction, and its number as a trial.
+
+    `measured`: whether `expected_s` was measured.
+    """
+
+    candidate: Mapping[str, KnobValue]
+    differs: Mapping[str, tuple[KnobValue, KnobValue]]
+    predicted: Mapping[str, Any]
+    expected_s: float | None
+    trial: int | None
+    measured: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CandidateReport(Notebook):
-    """A report on one candidate as plain data, in GiB and seconds. Knobs are given by name.
+    """A report on one candidate, in GiB and seconds. Knobs are given by name.
 
     - `name`: the input.
     - `requested`: its knobs if another, equivalent `candidate` is reported.
@@ -59,15 +93,15 @@ class CandidateReport(Notebook):
     candidate: Mapping[str, KnobValue]
     state: str
     because: tuple[str, ...]
-    rules: tuple[Mapping[str, Any], ...] = ()
+    rules: tuple[ExcludingRule, ...] = ()
     requested: Mapping[str, KnobValue] | None = None
     predicted: Mapping[str, Any] | None = None
     believed: Mapping[str, Any] | None = None
     expected_s: float | None = None
     trials: tuple[Mapping[str, Any], ...] = ()
-    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    changes: Mapping[str, Alternative] = field(default_factory=dict)
     causes: str = ""
-    matches: tuple[Mapping[str, Any], ...] = ()
+    matches: tuple[Alternative, ...] = ()
     knobs: Knobs = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -168,22 +202,22 @@ def _changes(report: CandidateReport) -> Iterator[str]:
     if changes:
         yield _("Possible changes:")
     for kind, change in changes.items():
-        trial = "" if change["trial"] is None else f", {_('trial')} {change['trial']}"
-        used = f"~{change['predicted']['memory']['device_used_gib']:.3g} GiB{trial}"
-        differs = differs_text(change["differs"], report.knobs)
-        yield f"  {_(names[kind])}: {differs}: {_time(report, change)}{_gain(change['expected_s'], own)}, {used}"
+        trial = "" if change.trial is None else f", {_('trial')} {change.trial}"
+        used = f"~{change.predicted['memory']['device_used_gib']:.3g} GiB{trial}"
+        differs = differs_text(change.differs, report.knobs)
+        yield f"  {_(names[kind])}: {differs}: {_time(report, change)}{_gain(change.expected_s, own)}, {used}"
 
 
 def _matches(report: CandidateReport) -> Iterator[str]:
     if report.matches:
         yield _("It is the fastest with these knobs. The next ones:")
     for each in report.matches:
-        yield f"  {values_text(each['candidate'], report.knobs)}: {_time(report, each)}"
+        yield f"  {values_text(each.candidate, report.knobs)}: {_time(report, each)}"
 
 
-def _time(report: CandidateReport, other: Mapping[str, Any]) -> str:
+def _time(report: CandidateReport, other: Alternative) -> str:
     """Return the expected time of another candidate as text."""
-    step, mark = other["expected_s"], "" if other["measured"] else "~"
+    step, mark = other.expected_s, "" if other.measured else "~"
     return _("time unknown") if step is None else f"{mark}{seconds_text(report.objective, step)}"
 
 
@@ -199,9 +233,42 @@ NOT_SIGNIFICANT: both were measured, but the runs overlap. CORRECTED: at least o
 both runs correct. PREDICTED: at least one time is an uncorrected prediction. UNKNOWN: a time is missing."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRuns:
+    """The measured runs of a compared candidate; see `Comparison`."""
+
+    step_time_s: float | None
+    spread_s: float
+    between_s: float | None
+    runs: int
+    noise: float
+    fidelity: str
+    device_used_gib: float | None = field(default=None, metadata=IF_KNOWN)
+
+    def share(self, seconds: float | None) -> float | None:
+        """Return a time as a fraction of the step time."""
+        return seconds / self.step_time_s if seconds is not None and self.step_time_s else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of two compared candidates; see `Comparison`."""
+
+    name: str
+    where: str
+    candidate: Mapping[str, KnobValue]
+    chip: str
+    devices: int
+    state: str
+    because: tuple[str, ...]
+    predicted: Mapping[str, Any] | None
+    believed: Mapping[str, Any] | None
+    measured: MeasuredRuns | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison(Notebook):
-    """A comparison of two candidates `a` and `b` as plain data, in seconds and GiB. Each pair has this order.
+    """A comparison of two candidates `a` and `b`, in seconds and GiB. Each pair has this order.
 
     - `a`, `b`: each has `name`, `where`, `candidate`, `state`, `predicted`, `believed` (the prediction corrected by
       trials, or None if the candidate ran), and `measured` (None if it was not measured). `measured` has `step_time_s`
@@ -216,8 +283,8 @@ class Comparison(Notebook):
     - `knobs`: the knobs of both tasks, which only the text uses.
     """
 
-    a: Mapping[str, Any]
-    b: Mapping[str, Any]
+    a: Side
+    b: Side
     objective: str
     differs: Mapping[str, tuple[KnobValue, KnobValue]]
     tasks: tuple[str, ...]
@@ -234,7 +301,7 @@ class Comparison(Notebook):
 
     def __repr__(self) -> str:
         gap = "unknown" if self.gap is None else f"{self.gap:+.1%} in time, {self.certainty}"
-        return f"<Comparison of {self.a['name']} and {self.b['name']}: {gap}>"
+        return f"<Comparison of {self.a.name} and {self.b.name}: {gap}>"
 
 
 def compared_text(both: Comparison) -> str:
@@ -251,37 +318,37 @@ def compared_text(both: Comparison) -> str:
     return "\n".join(["\n\n".join(parts), *(f"  {line}" for line in both.because)])
 
 
-def _side_text(side: Mapping[str, Any], knobs: Knobs) -> str:
-    place = f"{side['where']}, {hardware_text(side['devices'], side['chip'])}"
-    return f"{side['name']} ({place}): {values_text(side['candidate'], knobs)} ({state_name(side['state'])})"
+def _side_text(side: Side, knobs: Knobs) -> str:
+    place = f"{side.where}, {hardware_text(side.devices, side.chip)}"
+    return f"{side.name} ({place}): {values_text(side.candidate, knobs)} ({state_name(side.state)})"
 
 
 def _rows(both: Comparison) -> Iterator[list[str]]:
     """Yield the rows of the table. The row of a figure that neither side has is empty."""
     sides = (both.a, both.b)
-    measured = [side["measured"] or {} for side in sides]
+    measured = [side.measured for side in sides]
     is_served = both.objective in SERVING
     name = heading(both.objective) if is_served else _("step s")
 
     def speed(seconds: Iterable[float | None]) -> list[float | None]:
         return [objective_value(both.objective, each) if each and is_served else each for each in seconds]
 
-    yield _row(name, speed(each.get("step_time_s") for each in measured))
+    yield _row(name, speed(each.step_time_s if each else None for each in measured))
     if any(measured):
-        for text, key in ((_("spread within a run"), "spread_s"), (_("spread between runs"), "between_s")):
-            shares = (None if each.get(key) is None else each[key] / each["step_time_s"] for each in measured)
-            yield [text, *map(shown, shares), "-", "-"]
-        yield [_("runs"), *(shown(each.get("runs")) for each in measured), "-", "-"]
-        yield _row(_("in use GiB"), [each.get("device_used_gib") for each in measured])
-    yield _row(f"~{name}", speed(step_value(side["predicted"]) for side in sides))
-    yield _row(f"~{name} {_('(after trials)')}", speed(step_value(side["believed"]) for side in sides))
+        spreads = [each.share(each.spread_s) if each else None for each in measured]
+        yield [_("spread within a run"), *map(shown, spreads), "-", "-"]
+        between = [each.share(each.between_s) if each else None for each in measured]
+        yield [_("spread between runs"), *map(shown, between), "-", "-"]
+        yield [_("runs"), *(shown(each.runs if each else None) for each in measured), "-", "-"]
+        yield _row(_("in use GiB"), [each.device_used_gib if each else None for each in measured])
+    yield _row(f"~{name}", speed(step_value(side.predicted) for side in sides))
+    yield _row(f"~{name} {_('(after trials)')}", speed(step_value(side.believed) for side in sides))
     for part, pair in both.time.items():
         yield _row(f"~  {_(part_name(part))} s", pair)
     for figure, pair in both.figures.items():
         yield _row(f"~{latency_name(figure)} s", pair)
-    yield _row(
-        _("~in use GiB"), [side["predicted"] and side["predicted"]["memory"]["device_used_gib"] for side in sides]
-    )
+    used = [side.predicted["memory"]["device_used_gib"] if side.predicted else None for side in sides]
+    yield _row(_("~in use GiB"), used)
     for part, pair in both.memory.items():
         yield _row(f"~  {_(part)} GiB", pair)
 

@@ -8,8 +8,9 @@ from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import TDP, Counts
 from flagcore.domain.prediction import Labels
 from flagcore.domain.search_state import SearchTime
+from flagcore.domain.space import KnobValue
 from flagcore.i18n import N_, _, ngettext
-from flagcore.report.formats import Notebook, hardware_text, known_columns, render, shown, table_columns
+from flagcore.report.formats import Notebook, hardware_text, known_columns, render, shown, table, table_columns
 from flagcore.report.text import (
     assumed_text,
     candidate_columns,
@@ -20,6 +21,59 @@ from flagcore.report.text import (
     slo_text,
     values_text,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChipPlan:
+    """The fastest candidate on some kinds of chips. `split`: how a mixed plan divides the work between the kinds."""
+
+    chips: str
+    devices: int
+    tokens_per_second: float
+    step_time_s: float
+    candidate: Mapping[str, KnobValue]
+    implementation: str
+    split: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancedSplit:
+    """The split of layers that the engine derives, and its step time."""
+
+    layers: tuple[int, ...]
+    step_time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixing:
+    """The fastest plan that mixes kinds of chips, and the fastest plan of each kind alone.
+
+    - `others`: the fastest plans that divide the work in the other ways of the engine.
+    - `idle`: the share of the pipeline's time in which the devices of a kind have no work.
+    - `limit`: the bottleneck of the mixed plan.
+    - `slowest`: the kind with the slowest stage.
+    - `layers`: the layers of the plan's stages.
+    - `balanced`: the derived split, or None if the plan already has it.
+    """
+
+    mixed: ChipPlan
+    others: tuple[ChipPlan, ...] = ()
+    alone: tuple[ChipPlan, ...] = ()
+    idle: Mapping[str, float]
+    limit: str
+    slowest: str
+    layers: tuple[int, ...]
+    balanced: BalancedSplit | None = None
+
+    @property
+    def sum_alone(self) -> float:
+        """The tokens per second of all kinds alone."""
+        return sum(each.tokens_per_second for each in self.alone)
+
+    @property
+    def best_alone(self) -> ChipPlan | None:
+        """The plan of the fastest kind alone."""
+        return max(self.alone, key=lambda each: each.tokens_per_second, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -58,7 +112,7 @@ class Estimate(Notebook):
     assumed: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     search: SearchTime | None = None
-    mixing: Mapping[str, Any] | None = None
+    mixing: Mixing | None = None
     knobs: Knobs = field(default_factory=dict)
     labels: Labels = field(default_factory=Labels)
     bottleneck: str = ""
@@ -148,38 +202,38 @@ PAYS = 1.02
 """Mixing pays from this throughput on, relative to the fastest kind alone."""
 
 
-def mixing_text(mixing: Mapping[str, Any], knobs: Knobs) -> str:
+def mixing_text(mixing: Mixing, knobs: Knobs) -> str:
     """Return a table with the mixed plans, each kind alone and their sum, and a line about the gain."""
-    alone = mixing["alone"]
-    plans = [(_(each["split"]) if each["split"] else _("mixed"), each) for each in (mixing["mixed"], *mixing["others"])]
-    plans += [(_("alone"), each) for each in alone]
-    rows = [{**each, "plan": name, "text": values_text(each["candidate"], knobs)} for name, each in plans]
-    if alone:
-        rate, devices = (sum(each[key] for each in alone) for key in ("tokens_per_second", "devices"))
-        rows.append({"plan": _("sum of single chips"), "devices": devices, "tokens_per_second": rate})
-    figures = {"~s/step": "step_time_s", "~tok/s": "tokens_per_second", _("candidate"): "text"}
-    columns = {_("plan"): "plan", _("chips"): "chips", _("devices"): "devices", **figures}
-    return render(rows, "table", columns) + "\n" + verdict(mixing)
+    plans = [(_(each.split) if each.split else _("mixed"), each) for each in (mixing.mixed, *mixing.others)]
+    plans += [(_("alone"), each) for each in mixing.alone]
+    headings = [_("plan"), _("chips"), _("devices"), "~s/step", "~tok/s", _("candidate")]
+    rows = []
+    for name, each in plans:
+        figures = map(shown, (each.devices, each.step_time_s, each.tokens_per_second))
+        rows.append([name, each.chips, *figures, values_text(each.candidate, knobs)])
+    if mixing.alone:
+        devices = sum(each.devices for each in mixing.alone)
+        rows.append([_("sum of single chips"), "-", str(devices), "-", shown(mixing.sum_alone), "-"])
+    return table(headings, rows) + "\n" + verdict(mixing)
 
 
-def verdict(mixing: Mapping[str, Any]) -> str:
+def verdict(mixing: Mixing) -> str:
     """Return whether mixing pays, what limits it, and which chips are idle."""
-    text = _("No kind of chip can run the job alone.")
-    if mixing["alone"]:
-        figures = {"times": mixing["of_best_alone"], "chip": mixing["best_alone"], "share": mixing["of_sum"]}
+    text, used = _("No kind of chip can run the job alone."), mixing.mixed.implementation
+    if best := mixing.best_alone:
+        times = mixing.mixed.tokens_per_second / best.tokens_per_second
+        figures = {"times": times, "chip": best.chips, "share": mixing.mixed.tokens_per_second / mixing.sum_alone}
         pays = N_("Mixing pays: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.")
         does_not_pay = N_("Mixing does not pay: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.")
-        text = _(pays if mixing["of_best_alone"] >= PAYS else does_not_pay, **figures)
-    used = mixing["mixed"]["implementation"]
-    if own := [each for each in mixing["alone"] if each["implementation"] != used]:
-        kinds = ", ".join(f"{each['chips']} {each['implementation']}" for each in own)
+        text = _(pays if times >= PAYS else does_not_pay, **figures)
+    if own := [each for each in mixing.alone if each.implementation != used]:
+        kinds = ", ".join(f"{each.chips} {each.implementation}" for each in own)
         text += " " + _("train.implementation differs: alone {kinds}, mixed {used}.", kinds=kinds, used=used)
-    if idle := ", ".join(f"{name} ~{share:.0%}" for name, share in mixing["idle"].items()):
-        limit = {"limit": _(mixing["limit"]), "slowest": mixing["slowest"], "idle": idle}
+    if idle := ", ".join(f"{name} ~{share:.0%}" for name, share in mixing.idle.items()):
+        limit = {"limit": _(mixing.limit), "slowest": mixing.slowest, "idle": idle}
         text += " " + _("Limited by {limit}, slowest stage on {slowest}; idle: {idle}.", **limit)
-    balanced = mixing["balanced"]
-    if balanced and balanced["layers"] != mixing["layers"]:
-        layers, better = (", ".join(map(str, each)) for each in (mixing["layers"], balanced["layers"]))
-        figures = {"layers": layers, "better": better, "seconds": shown(balanced["step_time_s"])}
-        text += " " + _("Layers {layers}; balanced: {better}, ~{seconds} s/step.", **figures)
+    if mixing.balanced and mixing.balanced.layers != mixing.layers:
+        layers, better = (", ".join(map(str, each)) for each in (mixing.layers, mixing.balanced.layers))
+        names = {"layers": layers, "better": better, "seconds": shown(mixing.balanced.step_time_s)}
+        text += " " + _("Layers {layers}; balanced: {better}, ~{seconds} s/step.", **names)
     return text

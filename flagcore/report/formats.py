@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import fields, is_dataclass
 from html import escape
 from importlib.resources import files
 from itertools import zip_longest
@@ -183,14 +184,30 @@ def _is_figure(cell: str) -> bool:
     return cell == "-" or digits.isdigit()
 
 
+IF_KNOWN = {"if_known": True}
+"""The metadata of a field of a dataclass that plain data leaves out if it is None."""
+
+
+def as_data(value: Any) -> Any:
+    """Return a dataclass as plain data, with the dataclasses in its fields. A field `knobs` is left out."""
+    if is_dataclass(value):
+        known = {each.name: getattr(value, each.name) for each in fields(value) if each.name != "knobs"}
+        left_out = {each.name for each in fields(value) if each.metadata == IF_KNOWN and known[each.name] is None}
+        return {name: as_data(each) for name, each in known.items() if name not in left_out}
+    if isinstance(value, Mapping):
+        return {name: as_data(each) for name, each in value.items()}
+    return [as_data(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
 class Notebook:
     """A result that notebooks show as its one-line `repr`, followed by its text."""
 
     __slots__: tuple[str, ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        """Return all fields except the knobs, which only the text uses."""
-        return {name: getattr(self, name) for name in self.__slots__ if name != "knobs"}
+        """Return all fields as plain data, except the knobs, which only the text uses."""
+        data: dict[str, Any] = as_data(self)
+        return data
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(repr(self).strip('<>'))}\n\n{escape(str(self))}</pre>"

@@ -29,6 +29,7 @@ from flagcore.spec.validate import (
     Section,
     Speed,
     Text,
+    Wait,
     Word,
 )
 
@@ -78,12 +79,15 @@ class ClusterSection(NodesSection):
     """Number of spare hosts, which replace hosts that fail."""
     min_nodes: Devices | None = None
     """If hosts fail and no spare is left, trials use fewer data-parallel replicas on at least this number of hosts."""
+    wait_for_hosts: Wait = 300.0
+    """Seconds that a trial waits for a lost host, if no spare replaces it, before `min_nodes` applies or the search
+    ends."""
     host_envs: dict[str, Envs] = Field(default={})
     """Environment variables of trials on single hosts of `hostfile`, by host. They override those of the spec and of
     the host's group."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
-    """Groups of nodes with different chips, in rank order, instead of the other keys except `hostfile` and
-    `host_envs`; null: those of the types in `hostfile`, or identical nodes."""
+    """Groups of nodes with different chips, in rank order, instead of the other keys except `hostfile`,
+    `wait_for_hosts` and `host_envs`; null: those of the types in `hostfile`, or identical nodes."""
 
 
 _HOST = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.:\[\]\-]{0,252}")
@@ -162,7 +166,7 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> C
         problem, fix = _("is not a host of cluster.hostfile"), _("use a name of cluster.hostfile, or remove it")
         raise join_errors([spec_error(("host_envs", each), problem, fix=fix) for each in unknown])
     if cluster.groups is not None or len({line.kind for line in lines}) > 1:
-        return replace(_groups(cluster, lines), host_envs=host_envs)
+        return replace(_groups(cluster, lines), wait_for_hosts=cluster.wait_for_hosts, host_envs=host_envs)
     numbers = dict[str, int]()
     if lines:
         usable = without_spares(lines, cluster.spares)
@@ -178,6 +182,7 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> C
         hosts=tuple(line.host for line in lines),
         spares=cluster.spares,
         min_nodes=cluster.min_nodes,
+        wait_for_hosts=cluster.wait_for_hosts,
         host_envs=host_envs,
     )
 
@@ -197,7 +202,7 @@ def without_spares(hosts: Sequence[object], spares: int) -> int:
 
 def _groups(cluster: ClusterSection, lines: Sequence[HostLine]) -> ClusterSpec:
     """Return a cluster of several node groups: the groups in the section, or one per type in the host file `lines`."""
-    others = cluster.model_fields_set - {"groups", "hostfile", "host_envs"}
+    others = cluster.model_fields_set - {"groups", "hostfile", "wait_for_hosts", "host_envs"}
     if key := next((key for key in ClusterSection.model_fields if key in others), None):
         what = "cluster.groups" if cluster.groups else "several types in cluster.hostfile"
         problem, fix = f"cannot be combined with {what}", "set it for each group, or leave it out"

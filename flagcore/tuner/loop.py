@@ -18,7 +18,7 @@ from flagcore.domain.search_state import has_time_to_repeat, next_repeat, second
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
-from flagcore.errors import FlagError, Interrupted, LaunchError
+from flagcore.errors import FlagError, HostLost, Interrupted, LaunchError
 from flagcore.i18n import N_, Message, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.feasibility import dry_run, require_candidate, require_predicted_time
@@ -131,7 +131,13 @@ class _Search:
         self.state, self.past = learn(()), dependencies.past(problem)
         self.consecutive_busy = 0
         """Consecutive trials whose devices were busy, or that lost a host which cannot be replaced."""
+        self.loss: str | None = None
+        """If the last trial lost a host, the host and the reason."""
         before = self.store.trials()
+        own = [each for each in before if each.fidelity == self.fidelity and not each.source]
+        failed = {each.number for each in own if each.state is TrialState.FAILED}
+        self.retried = set() if any(each.measurement for each in own) else failed
+        """Failed trials of earlier calls that measured nothing. Their cause may be gone, so they are tried again."""
         cut_off = (self.store.folder(each) for each in before if each.state is TrialState.INTERRUPTED)
         dependencies.launcher.resume(filter(None, (each.lost_host for each in before)), cut_off)
         self.can_run_on = cache(lambda nodes: SmallerTask(problem.platform, nodes).runs(problem.space.columns()))
@@ -148,12 +154,15 @@ class _Search:
     def run(self) -> str:
         """Probe, search, and repeat the finalists. Return why the search stopped.
 
+        Raises HostLost if it stopped because hosts were lost.
         A search does not continue once repeats have begun, even if the run is resumed.
         """
         self._run_probes()
         stopped = next((each.search_ended for each in self.state.repeats if each.search_ended), None)
         stopped = stopped or self._run_candidates()
         self._repeat_finalists(stopped)
+        if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY and self.loss:
+            raise HostLost("", f"{stopped}: {self.loss}")
         return stopped
 
     def _run_probes(self) -> None:
@@ -325,7 +334,7 @@ class _Search:
             runs = 1 + len(self.state.repeats_of(candidate)) if role is Role.REPEAT else 0
             nodes = self._nodes_left
             if not self._has_nodes(candidate):
-                raise LaunchError(_("the candidate cannot run on the {nodes} nodes that are left", nodes=nodes))
+                raise HostLost("", _("the candidate cannot run on the {nodes} nodes that are left", nodes=nodes))
             trial = replace(trial, shortened=plan_shortened_steps(self.problem, trial, runs, nodes))
         return replace(trial, time_limit=self._time_limit(trial))
 
@@ -349,13 +358,15 @@ class _Search:
 
     def _finish(self, trial: Trial) -> None:
         self.store.finish(trial)
+        self.loss = trial.reason if trial.lost_host else None
         if not (trial.lost_host and self.problem.task.spec.cluster.survives_loss):
             self.consecutive_busy = self.consecutive_busy + 1 if trial.inconclusive else 0
         self._learn()
         self._emit("trial_finished", trial)
 
     def _learn(self) -> None:
-        trials = self.store.trials()
+        stored = self.store.trials()
+        trials = [replace(each, inconclusive=True) if each.number in self.retried else each for each in stored]
         self.state, self.interference = learn(trials, self.fidelity), interference(trials)
         problem = with_learned(self.problem, self.state.trials)
         self.problem = replace(problem, pruned=prune_by_trials(problem, self.state.trials, self.state.probes))

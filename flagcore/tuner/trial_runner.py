@@ -18,7 +18,8 @@ from flagcore.contracts import Launcher, Platform, Problem
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
-from flagcore.errors import LaunchError, UsageError
+from flagcore.errors import HostLost, LaunchError, UsageError
+from flagcore.i18n import N_, Message
 from flagcore.tuner.stages.devices import SETTLE_SECONDS, wait_for_devices
 from flagcore.tuner.stages.launch import launch, with_hosts
 from flagcore.tuner.stages.limit import time_limit
@@ -29,6 +30,11 @@ from flagcore.tuner.stages.shorten import SmallerTask, shorten
 
 if TYPE_CHECKING:
     from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
+
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""The seconds before the second attempt to start a trial if a host is lost, doubled before each further attempt, and
+their maximum."""
 
 
 def predicted_trial(problem: Problem, candidate: Candidate, role: Role, fidelity: str) -> Trial:
@@ -101,13 +107,39 @@ class TrialRunner:
     pool: TrialPool
 
     def run(self, trial: Trial, best: Trial | None, cold: bool, on_wait: Callable[[Trial], object]) -> Trial:
-        """Wait for the devices of a trial, then run or probe it, and return it with its outcome.
+        """Wait for the hosts and the devices of a trial, then run or probe it, and return it with its outcome.
 
         The trial is stopped early if it is clearly slower than `best`. A `cold` trial starts as a new process instead
-        of a fork. `on_wait` is called with the reason if the trial has to wait for its devices. The trial fails and is
-        inconclusive if its devices stay busy, or if it runs out of memory while other programs use them. If a plugin
-        fails to prepare the launch, only this trial fails. Raises LaunchError if no trial can be started.
+        of a fork. `on_wait` is called with the reason whenever the trial has to wait. The trial fails and is
+        inconclusive if its devices stay busy, if it runs out of memory while other programs use them, or if a host does
+        not return within `cluster.wait_for_hosts` and the search can continue without it. Otherwise, raises HostLost.
+        If a plugin fails to prepare the launch, only this trial fails. Raises LaunchError if no trial can be started.
         """
+        spec, start, pause = self.groups[trial.group or 0].task.spec, time.monotonic(), FIRST_PAUSE
+        max_time = math.inf if spec.control.max_time is None else spec.control.max_time - (trial.began_s or 0.0)
+        longest = min(spec.cluster.wait_for_hosts, max_time)
+        while True:
+            try:
+                return self._run(trial, best, cold, on_wait)
+            except HostLost as lost:
+                seconds, reason = time.monotonic() - start, str(lost)
+                if not lost.host:
+                    raise
+                if seconds >= longest:
+                    self.launcher.give_up(lost.host)
+                    usable_hosts = self.launcher.usable_hosts(spec.cluster.hosts)
+                    if len(usable_hosts) < (spec.cluster.min_nodes or max(spec.trial_nodes)):
+                        raise
+                    failed = replace(trial, state=TrialState.FAILED, reason=reason, duration_s=seconds)
+                    return replace(failed, inconclusive=True, lost_host=lost.host)
+                pause = min(pause, longest - seconds, LONGEST_PAUSE)
+                text = N_("{reason}; next attempt in {seconds:.0f} s")
+                on_wait(replace(trial, reason=Message(text, reason=reason, seconds=pause)))
+                self.pool.pause(pause)
+                pause *= 2
+
+    def _run(self, trial: Trial, best: Trial | None, cold: bool, on_wait: Callable[[Trial], object]) -> Trial:
+        """Wait for the devices of a trial, then run or probe it. Raises HostLost if it cannot be started on a host."""
         platform, start, pause = self.groups[trial.group or 0], time.monotonic(), self.pool.pause
         if trial.fidelity == RUN:
             if trial.fewer_nodes:

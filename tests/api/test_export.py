@@ -61,7 +61,9 @@ def server(
     (weights / "config.json").write_text(json.dumps(config))
     serve = {"engine": engine, "weights": str(weights), "engine_args": args}
     cluster = {"chip": "H100-SXM", "devices_per_node": 4}
-    return written(folder, {"model": str(weights), "cluster": cluster, "serve": serve, **changes})
+    space = {"instances": [1, 2], "tensor_model_parallel_size": [1, 2, 4], "max_num_seqs": [64, 128]}
+    tuner = {"space": space}
+    return written(folder, {"model": str(weights), "cluster": cluster, "serve": serve, "auto_tuner": tuner, **changes})
 
 
 def exported(spec: Path, target: str, candidate: str = "best", **options: Any) -> dict[str, str]:

@@ -105,9 +105,9 @@ def test_too_few_knobs_are_completed_by_the_fastest_candidate_and_the_next_are_l
     assert report.state == "open"
     assert report.candidate["max_num_seqs"] in space["max_num_seqs"]
     (other,) = report.matches
-    assert {other["candidate"]["max_num_seqs"], report.candidate["max_num_seqs"]} == set(space["max_num_seqs"])
-    assert (other["candidate"]["instances"], other["candidate"]["tensor_model_parallel_size"]) == (2, 1)
-    assert other["expected_s"] >= (report.expected_s or 0.0)
+    assert {other.candidate["max_num_seqs"], report.candidate["max_num_seqs"]} == set(space["max_num_seqs"])
+    assert (other.candidate["instances"], other.candidate["tensor_model_parallel_size"]) == (2, 1)
+    assert other.expected_s >= (report.expected_s or 0.0)
     assert api.explain_candidate(data, "instances=4, tp=2").state == "illegal"
     assert not api.explain_candidate(data, "instances=2, tp=1, max_num_seqs=32").matches
 

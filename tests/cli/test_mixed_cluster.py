@@ -11,7 +11,7 @@ import yaml
 from flagcore import api
 from flagcore.api.inputs import fixed_task
 from flagcore.api.snapshot import build_problem_of_spec
-from flagcore.report.estimate import verdict
+from flagcore.report.estimate import BalancedSplit, ChipPlan, Mixing, verdict
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
@@ -36,13 +36,13 @@ def spec(project: Project) -> Callable[..., str]:
 
 
 @pytest.fixture
-def mixing(spec: Callable[..., str]) -> Callable[..., dict[str, Any]]:
+def mixing(spec: Callable[..., str]) -> Callable[..., Mixing]:
     """Return the comparison of a mixed plan with each kind alone."""
 
-    def compared(*groups: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    def compared(*groups: dict[str, Any], **sections: Any) -> Mixing:
         found = api.estimate(spec(*groups, **sections)).mixing
         assert found is not None
-        return dict(found)
+        return found
 
     return compared
 
@@ -112,42 +112,41 @@ def test_an_unknown_network_between_groups_is_reported(flag: Flag, spec: Callabl
     assert "the network between node groups (give nic_bytes_per_second in each of cluster.groups)" in completed.err
 
 
-def test_an_estimate_compares_the_mixed_plan_with_each_kind_alone(mixing: Callable[..., dict[str, Any]]) -> None:
+def test_an_estimate_compares_the_mixed_plan_with_each_kind_alone(mixing: Callable[..., Mixing]) -> None:
     found = mixing(LARGE, LARGE)
-    assert [each["devices"] for each in (found["mixed"], *found["alone"])] == [4, 2, 2]
-    total = sum(each["tokens_per_second"] for each in found["alone"])
-    assert found["of_sum"] == pytest.approx(found["mixed"]["tokens_per_second"] / total)
-    assert found["of_best_alone"] == pytest.approx(2 * found["of_sum"])
-    assert found["idle"].keys() == {"cpu#1", "cpu#2"}
-    assert all(0 <= share < 1 for share in found["idle"].values())
+    assert [each.devices for each in (found.mixed, *found.alone)] == [4, 2, 2]
+    assert found.best_alone
+    assert found.sum_alone == pytest.approx(2 * found.best_alone.tokens_per_second)
+    assert found.idle.keys() == {"cpu#1", "cpu#2"}
+    assert all(0 <= share < 1 for share in found.idle.values())
 
 
 def test_kinds_alone_with_another_implementation_are_named(
-    flag: Flag, spec: Callable[..., str], mixing: Callable[..., dict[str, Any]]
+    flag: Flag, spec: Callable[..., str], mixing: Callable[..., Mixing]
 ) -> None:
     groups = [
         {"chip": chip, "nodes": 1, "devices_per_node": 2, "nic_bytes_per_second": 1e10} for chip in ("H100-SXM", "C550")
     ]
     found = mixing(*groups)
-    assert {each["implementation"] for each in found["alone"]} != {found["mixed"]["implementation"]}
+    assert {each.implementation for each in found.alone} != {found.mixed.implementation}
     assert "train.implementation" in flag("estimate", spec(*groups)).out
     assert "train.implementation differs" not in flag("estimate", spec(LARGE, LARGE)).out
 
 
 def test_an_estimate_compares_splits_of_layers_and_of_data(
-    flag: Flag, spec: Callable[..., str], mixing: Callable[..., dict[str, Any]]
+    flag: Flag, spec: Callable[..., str], mixing: Callable[..., Mixing]
 ) -> None:
     found = mixing(LARGE, LARGE)
-    plans = [found["mixed"], *found["others"]]
-    assert {each["split"] for each in plans} == {"layer split", "data split"}
-    assert plans[0]["step_time_s"] <= plans[1]["step_time_s"]
+    plans = [found.mixed, *found.others]
+    assert {each.split for each in plans} == {"layer split", "data split"}
+    assert plans[0].step_time_s <= plans[1].step_time_s
     for each in plans:
-        assert ("|" in (each["candidate"]["meshes"] or "")) == (each["split"] == "data split")
+        assert ("|" in (each.candidate["meshes"] or "")) == (each.split == "data split")
     table = flag("estimate", spec(LARGE, LARGE)).out
     assert all(text in table for text in ("layer split", "data split"))
     only = mixing(LARGE, LARGE, auto_tuner={"space": {"meshes": ["cpu#1 dp2 | cpu#2 dp2"]}})
-    assert only["mixed"]["split"] == "data split"
-    assert all(0 <= share < 1 for share in only["idle"].values())
+    assert only.mixed.split == "data split"
+    assert all(0 <= share < 1 for share in only.idle.values())
 
 
 def test_meshes_need_several_groups(flag: Flag, project: Project) -> None:
@@ -158,31 +157,35 @@ def test_meshes_need_several_groups(flag: Flag, project: Project) -> None:
 
 
 def test_a_slower_group_has_fewer_layers_and_is_named(
-    flag: Flag, spec: Callable[..., str], mixing: Callable[..., dict[str, Any]]
+    flag: Flag, spec: Callable[..., str], mixing: Callable[..., Mixing]
 ) -> None:
     listed = json.loads(flag("estimate", spec(NEW, OLD), "--top", "100", "--json").out)
     assert any((each["candidate"]["meshes"] or "").startswith("new") for each in listed)
-    alone = mixing(NEW, OLD)["alone"]
-    assert 2.0 < alone[1]["step_time_s"] / alone[0]["step_time_s"] < 4.5
-    assert [each["chips"] for each in alone] == ["new", "old"]
+    alone = mixing(NEW, OLD).alone
+    assert 2.0 < alone[1].step_time_s / alone[0].step_time_s < 4.5
+    assert [each.chips for each in alone] == ["new", "old"]
 
 
 def test_a_fixed_layout_is_compared_with_the_balanced_one(
-    flag: Flag, spec: Callable[..., str], mixing: Callable[..., dict[str, Any]]
+    flag: Flag, spec: Callable[..., str], mixing: Callable[..., Mixing]
 ) -> None:
     fixed = {
         "auto_tuner": {"space": {"meshes": ["new dp2 + old dp2"]}},
         "train": {"settings": {"pipeline_model_parallel_layout": "Et*2|t*2L"}},
     }
     found = mixing(NEW, OLD, **fixed)
-    assert found["layers"] == [2, 2]
-    first, second = found["balanced"]["layers"]
+    assert found.layers == (2, 2)
+    assert found.balanced
+    first, second = found.balanced.layers
     assert first > 2 > second
-    assert found["balanced"]["step_time_s"] < found["mixed"]["step_time_s"]
+    assert found.balanced.step_time_s < found.mixed.step_time_s
     assert f"{first}, {second}" in flag("estimate", spec(NEW, OLD, **fixed)).out
 
 
 def test_the_balanced_split_is_shown_if_no_chip_can_run_alone() -> None:
-    limits = {"idle": {"a": 0.27}, "limit": "bubble", "slowest": "a", "mixed": {"implementation": "local"}}
-    text = verdict({"alone": [], **limits, "layers": [11, 13], "balanced": {"layers": [10, 14], "step_time_s": 2.0}})
+    plan = ChipPlan(
+        chips="a + b", devices=4, tokens_per_second=1.0, step_time_s=3.0, candidate={}, implementation="local"
+    )
+    split = BalancedSplit(layers=(10, 14), step_time_s=2.0)
+    text = verdict(Mixing(mixed=plan, idle={"a": 0.27}, limit="bubble", slowest="a", layers=(11, 13), balanced=split))
     assert all(figure in text for figure in ("27%", "11, 13", "10, 14"))

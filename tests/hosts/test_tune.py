@@ -38,7 +38,9 @@ def test_a_full_disk_and_a_lost_host_cost_a_trial_each(project: Project) -> None
 
 def test_without_a_spare_the_search_continues_on_the_hosts_that_are_left(project: Project) -> None:
     bed = project.bed
-    project.write_spec(sleeps=0.5, trials=4, repeats=1, batch=12, min_nodes=2, nic_bytes_per_second=1e9)
+    project.write_spec(
+        sleeps=0.5, trials=4, repeats=1, batch=12, min_nodes=2, wait_for_hosts=5, nic_bytes_per_second=1e9
+    )
     tune = Tune(project)
     assert tune.wait_for_a_trial(1) == [*bed.names]
     bed.poweroff("h3")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.launch import Exit, Launch
-from flagcore.errors import LaunchError
+from flagcore.errors import HostLost, LaunchError
 from flagcore.launchers import connection, guard
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.guarded import MARKER
@@ -225,9 +225,12 @@ READY = '{"ready": {"time": 0, "python": "3.11", "port": 4000, "free_disk_bytes"
 )
 def test_a_host_that_sends_nonsense_costs_only_its_trial(tmp_path: Path, mark: str, lines: list[str]) -> None:
     host_launcher = launcher(b=answering(*lines))
-    host_launcher.reached.add("b")
-    exit_record = run("sleep 60", tmp_path / "trial", host_launcher, hosts=("a", "b"))
-    assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "b:")
+    try:
+        lost_host = run("sleep 60", tmp_path / "trial", host_launcher, hosts=("a", "b")).lost_host
+    except HostLost as error:
+        lost_host = error.host
+    assert lost_host == "b"
+    assert host_launcher.failures == {"b": 1}
     assert not (tmp_path / "x").exists()
 
 
@@ -235,6 +238,8 @@ def test_a_host_that_never_answered_is_an_error_of_the_launch(tmp_path: Path, ma
     refusing = launcher(c=lambda host: ["sh", "-c", "echo Permission denied >&2; exit 255"])
     with pytest.raises(LaunchError, match="c: Permission denied"):
         refusing.start(launch("true", tmp_path / "trial"))
+    assert refusing.choose_hosts(HOSTS, 2) == HOSTS[:2]
+    assert refusing.choose_hosts(HOSTS[1:], 1) == HOSTS[1:2]
     with pytest.raises(LaunchError, match="host"):
         launcher().start(launch("true", tmp_path / "trial", directory="/no/such/folder"))
     with pytest.raises(LaunchError, match="no-such-ssh"):
@@ -259,7 +264,9 @@ def test_a_spare_replaces_a_host_that_was_lost() -> None:
     assert host_launcher.choose_hosts(HOSTS, 2) == ("c", "b")
     host_launcher.failures["c"] = 1
     assert host_launcher.choose_hosts(HOSTS, 2) == ("a", "b")
-    host_launcher.failures["a"] = 2
+    host_launcher.failed_at["a"] = 9.0
+    assert host_launcher.choose_hosts(HOSTS, 2) == ("c", "b")
+    host_launcher.give_up("a")
     assert host_launcher.choose_hosts(HOSTS, 2) == ("c", "b")
     host_launcher.failures["b"] = 2
     with pytest.raises(LaunchError, match="1 of 2"):
@@ -415,7 +422,6 @@ def test_a_host_that_never_ends_its_trial_costs_only_its_trial(
     monkeypatch.setattr("flagcore.launchers.hosts.START_SECONDS", 1.0)
     beats = f"cat > /dev/null & echo '{READY}'; echo '{{\"started\": 1}}'; while sleep 1; do echo; done"
     host_launcher = launcher(b=lambda host: ["sh", "-c", beats.replace("echo;", "echo {};")])
-    host_launcher.reached.add("b")
     running = host_launcher.start(launch("true", tmp_path / "trial", hosts=("b",), timeout_seconds=1.0))
     exit_record = ended(running)
     assert (exit_record.ended_by, exit_record.lost_host) == ("host", "b")

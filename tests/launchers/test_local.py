@@ -18,7 +18,8 @@ import pytest
 from flagcore.domain.launch import Exit, Launch
 from flagcore.errors import LaunchError
 from flagcore.launchers import guard
-from flagcore.launchers.local import LAUNCHER, MARKER, LocalRunning, free_port
+from flagcore.launchers.local import LAUNCHER, MARKER, LocalRunning
+from flagcore.launchers.network import free_port
 from tests.launchers.processes import MARK, ended, family, within
 from tests.launchers.processes import marked as marked_processes
 

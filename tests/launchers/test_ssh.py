@@ -11,7 +11,7 @@ import pytest
 
 from flagcore.domain.launch import Launch
 from flagcore.launchers.hosts import SSH
-from flagcore.launchers.local import free_port
+from flagcore.launchers.network import free_port
 from tests.launchers.processes import ended
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")

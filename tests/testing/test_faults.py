@@ -1,6 +1,8 @@
 """Each check is run on a plugin with a fault that it must find."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flagcore_testing.checks import CHECKS, module
@@ -53,15 +55,17 @@ def test_a_valid_plugin_passes_all_checks(acme: Path) -> None:
     }
 
 
-def started(check: str) -> bool:
-    """Return whether a check starts processes."""
-    return check.startswith(("import_", "hooks_"))
+def by_time(faults: Sequence[Fault]) -> Iterator[Any]:
+    """Yield the faults. A check that starts processes takes a second: all its faults but the first are long."""
+    seen: set[str] = set()
+    for fault in faults:
+        starts_processes = fault.check.startswith(("import_", "hooks_"))
+        mark = pytest.mark.long if fault.check in seen else pytest.mark.slow
+        yield pytest.param(fault, id=fault.check, marks=mark if starts_processes else ())
+        seen.add(fault.check)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(each, id=each.check, marks=pytest.mark.slow if started(each.check) else ()) for each in FAULTS],
-)
+@pytest.mark.parametrize("fault", [*by_time(FAULTS)])
 def test_a_fault_fails_its_check(tmp_path: Path, acme: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (check,) = (each for each in CHECKS if each.__name__ == fault.check)

@@ -175,13 +175,15 @@ def test_a_node_is_detected_launched_and_tuned(vendor: str, played: bool, tmp_pa
     assert launch["environment"].items() >= {"GEMS_VENDOR": vendor, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items()
 
 
-def test_a_busy_device_fails_the_trial_before_it_starts(tmp_path: Path) -> None:
-    environment = node(tmp_path, {"nvidia-smi": NVIDIA.replace("4MiB /  81920MiB", "20992MiB /  81920MiB", 2)})
+def test_a_busy_device_fails_the_trial_before_it_starts(flag: Callable[..., Ran], tmp_path: Path) -> None:  # noqa: F811
     control = {**SPEC["auto_tuner"]["control"], "device_wait": 0}
     spec = {**SPEC, "auto_tuner": {**SPEC["auto_tuner"], "control": control}}
+    spec["train"] = {**SPEC["train"], "command": [sys.executable, "train.py"]}
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
-    completed = run(environment, tmp_path, "tune", "spec.yaml", "--run-dir", "run")
-    assert completed.returncode == 5
+    table = NVIDIA.replace("4MiB /  81920MiB", "20992MiB /  81920MiB", 2)
+    with fakes.machine({"nvidia-smi": fakes.prints(table)}):
+        completed = flag("tune", "spec.yaml", "--run-dir", "run")
+    assert completed.code == 5, completed.err
     (trial,) = json.loads((tmp_path / "run" / "result.json").read_text())["trials"]
     assert (trial["state"], trial["inconclusive"]) == ("failed", True)
     assert trial["reason"].startswith("device busy: device 0 has 20.5 of 80.0 GiB in use; device 1 has 20.5")

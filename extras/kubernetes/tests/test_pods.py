@@ -23,7 +23,7 @@ from flagcore.domain.launch import Launch
 from flagcore.errors import NoDevice
 from flagcore.launchers import guard
 from flagcore.launchers.hub import Hub
-from flagcore.launchers.local import free_port
+from flagcore.launchers.network import free_port
 from tests.launchers.processes import MARK, ended, marked, within
 
 pytestmark = pytest.mark.slow

@@ -2,13 +2,12 @@
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from flagcore.api.explaining.states import account_of
+from flagcore.api.explaining.states import RAN, state_of
 from flagcore.api.explaining.subject import Subject
 from flagcore.api.inputs import SpecLike
 from flagcore.api.snapshot import Snapshot, load_snapshot
@@ -23,6 +22,8 @@ from flagcore.report.candidate_report import (
     SIGNIFICANT,
     UNKNOWN,
     Comparison,
+    MeasuredRuns,
+    Side,
     figure_pairs,
 )
 from flagcore.report.explanation import memory_parts
@@ -68,12 +69,10 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
     seconds, certainty = _times(a, b)
     both = [a.predicted, b.predicted] if a.predicted and b.predicted else [{}, {}]
     latencies = [{f"{name}.p50": each[name]["p50"] for name in LATENCIES if name in each} for each in both]
-    data = [account_of(side) | {"measured": _measured(side)} for side in (a, b)]
-    for each in data:
-        del each["rules"]
+    sides = _side(a), _side(b)
     return Comparison(
-        a=data[0],
-        b=data[1],
+        a=sides[0],
+        b=sides[1],
         objective=specs[0].objective,
         differs=a.differing(b.candidate),
         tasks=_task_differences(a.snapshot, b.snapshot),
@@ -82,26 +81,43 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
         figures=figure_pairs(*latencies),
         gap=None if seconds is None else _relative(a, b, *seconds),
         certainty=certainty,
-        because=tuple(_reasons(a, b, data, seconds, certainty)),
+        because=tuple(_reasons(a, b, sides, seconds, certainty)),
         knobs={**b.snapshot.problem.knobs, **a.snapshot.problem.knobs},
     )
 
 
-def _measured(side: Subject) -> dict[str, Any] | None:
+def _side(subject: Subject) -> Side:
+    state, because, _rules = state_of(subject)
+    cluster = subject.snapshot.task.cluster
+    return Side(
+        name=subject.name,
+        where=str(subject.snapshot.where),
+        candidate=subject.candidate.as_dict(),
+        chip=cluster.chips,
+        devices=cluster.devices,
+        state=state,
+        because=tuple(because),
+        predicted=subject.predicted,
+        believed=None if state == RAN else subject.believed,
+        measured=_measured(subject),
+    )
+
+
+def _measured(side: Subject) -> MeasuredRuns | None:
     figures = [run.measurement for run in side.runs if run.measurement]
     if not figures:
         return None
     steps_s = [each.step_time_s for each in figures]
     used = max(each.device_used_bytes or each.peak_reserved_bytes or 0 for each in figures)
-    return {
-        "step_time_s": side.measured_s,
-        "spread_s": median(each.spread_s for each in figures),
-        "between_s": max(steps_s) - min(steps_s) if len(figures) > 1 else None,
-        "runs": len(figures),
-        "noise": noise(side.runs),
-        "fidelity": side.runs[0].fidelity,
-        **({"device_used_gib": used / 2**30} if used else {}),
-    }
+    return MeasuredRuns(
+        step_time_s=side.measured_s,
+        spread_s=median(each.spread_s for each in figures),
+        between_s=max(steps_s) - min(steps_s) if len(figures) > 1 else None,
+        runs=len(figures),
+        noise=noise(side.runs),
+        fidelity=side.runs[0].fidelity,
+        device_used_gib=used / 2**30 if used else None,
+    )
 
 
 def _unit(side: Subject) -> float:
@@ -158,13 +174,13 @@ def _task_differences(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
 
 
 def _reasons(
-    a: Subject, b: Subject, sides: Sequence[Mapping[str, Any]], seconds: tuple[float, float] | None, certainty: str
+    a: Subject, b: Subject, sides: Sequence[Side], seconds: tuple[float, float] | None, certainty: str
 ) -> list[str]:
     """Return why a candidate is illegal, or where `b` spends more or less time than `a`.
 
     The parts of steps with different numbers of tokens are not compared.
     """
-    if illegal := [(name, each["because"][0]) for name, each in zip("AB", sides, strict=True) if not each["predicted"]]:
+    if illegal := [(name, each.because[0]) for name, each in zip("AB", sides, strict=True) if not each.predicted]:
         return [_("{name} is illegal: {reason}", name=name, reason=reason) for name, reason in illegal]
     if seconds is None:
         return [_("at least one time is unknown")]

@@ -1,7 +1,6 @@
 """States of combinations and candidates, each with its reasons, and the report on one candidate."""
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -16,7 +15,14 @@ from flagcore.domain.search_state import DOES_NOT_FIT
 from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
 from flagcore.errors import NothingFits
 from flagcore.i18n import N_, _
-from flagcore.report.candidate_report import CandidateReport, differs_text, seconds_text
+from flagcore.report.candidate_report import (
+    Alternative,
+    CandidateReport,
+    ExcludingRule,
+    PruningRule,
+    differs_text,
+    seconds_text,
+)
 from flagcore.report.explanation import Explanation, needs_text
 from flagcore.report.formats import shown
 from flagcore.report.result import stop_reason
@@ -39,7 +45,7 @@ LEGAL = {
 """The text for a candidate outside the space. The key is whether it is predicted to fit."""
 
 
-def state_of(subject: Subject) -> tuple[str, list[str], list[Mapping[str, Any]]]:
+def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]:
     """Return the state of a candidate, the reasons for it, and the rules that caused it."""
     snapshot, predicted = subject.snapshot, subject.predicted
     if predicted is None:
@@ -60,27 +66,9 @@ def state_of(subject: Subject) -> tuple[str, list[str], list[Mapping[str, Any]]]
     return OPEN, [*probes, *_why_open(subject)], []
 
 
-def account_of(subject: Subject) -> dict[str, Any]:
-    """Return the fields that the report on a candidate and a comparison have in common."""
-    state, because, rules = state_of(subject)
-    cluster = subject.snapshot.task.cluster
-    return {
-        "name": subject.name,
-        "where": str(subject.snapshot.where),
-        "candidate": subject.candidate.as_dict(),
-        "chip": cluster.chips,
-        "devices": cluster.devices,
-        "state": state,
-        "because": tuple(because),
-        "rules": tuple(rules),
-        "predicted": subject.predicted,
-        "believed": None if state == RAN else subject.believed,
-    }
-
-
-def _broken_rule(rule: Mapping[str, Any]) -> str:
-    values = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
-    return f"{rule['rule']}: {rule['message']}" + (f" ({values})" if values else "")
+def _broken_rule(rule: ExcludingRule) -> str:
+    values = ", ".join(f"{knob} = {value}" for knob, value in rule.values.items())
+    return f"{rule} ({values})" if values else str(rule)
 
 
 def _values_outside_space(subject: Subject) -> Iterator[str]:
@@ -139,30 +127,29 @@ def _all_runs(subject: Subject) -> Iterator[str]:
         yield _("not significantly slower than the best")
 
 
-def _pruning_rules(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
+def _pruning_rules(snapshot: Snapshot, row: int) -> list[PruningRule]:
     """Return the rule that removed a row in the stage `prune`, as a list of one. The list is empty if no rule did."""
     code, trial = int(snapshot.pruned.rule[row]), int(snapshot.pruned.trial[row])
     if not code:
         return []
     name = snapshot.pruned.rules[code - 1]
     message = snapshot.problem.messages.get(name, "")
-    return [{"rule": name, "message": message, "values": {}, "trial": trial if trial >= 0 else None}]
+    return [PruningRule(rule=name, message=message, trial=trial if trial >= 0 else None)]
 
 
-def _removal(subject: Subject, rule: Mapping[str, Any]) -> str:
+def _removal(subject: Subject, rule: PruningRule) -> str:
     snapshot, state, predictions = subject.snapshot, subject.snapshot.search_state, subject.snapshot.problem.predictions
-    if rule["rule"] == DOES_NOT_FIT:
+    if rule.rule == DOES_NOT_FIT:
         assert subject.predicted is not None
         line = f"{DOES_NOT_FIT}: {needs_text(subject.predicted['memory'])}"
         least_share = needed_share(snapshot.problem.space, predictions, (*state.trials, *state.probes))
         needed_gib = float(predictions.device_used_bytes[subject.row]) * least_share / 2**30
         return line if least_share == 1.0 else line + "; " + _("after trials at least {gib:.2f} GiB", gib=needed_gib)
-    line = f"{rule['rule']}: {rule['message']}"
-    if rule["trial"] is None:
-        return line
-    trial = next(each for each in all_trials(snapshot.run) if each.number == rule["trial"])
+    if rule.trial is None:
+        return str(rule)
+    trial = next(each for each in all_trials(snapshot.run) if each.number == rule.trial)
     differences = differs_text(subject.differing(trial.candidate), snapshot.problem.knobs)
-    return f"{line}: {_('trial')} {trial.number} ({differences}) {state_name(trial.state.value)}"
+    return f"{rule}: {_('trial')} {trial.number} ({differences}) {state_name(trial.state.value)}"
 
 
 def _why_open(subject: Subject) -> list[str]:
@@ -238,12 +225,21 @@ def explain_candidate(
 def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     """Return the report on a candidate with this name, in the form of `explain_candidate`. Raises UsageError."""
     subject = Subject.of(snapshot, name)
-    account, changes = account_of(subject), subject.changes()
-    if account["state"] in (OPEN, RAN):
+    (state, because, rules), changes, cluster = state_of(subject), subject.changes(), snapshot.task.cluster
+    if state in (OPEN, RAN):
         changes.pop("allowed", None)
     is_equivalent = subject.named & subject.differing(subject.requested).keys()
     return CandidateReport(
-        **account,
+        name=subject.name,
+        where=str(snapshot.where),
+        chip=cluster.chips,
+        devices=cluster.devices,
+        candidate=subject.candidate.as_dict(),
+        state=state,
+        because=tuple(because),
+        rules=tuple(rules),
+        predicted=subject.predicted,
+        believed=None if state == RAN else subject.believed,
         objective=snapshot.task.spec.objective,
         requested=subject.requested.as_dict() if is_equivalent else None,
         expected_s=subject.expected_s,
@@ -255,14 +251,14 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     )
 
 
-def _change(subject: Subject, row: int) -> Mapping[str, Any]:
+def _change(subject: Subject, row: int) -> Alternative:
     snapshot, other = subject.snapshot, Subject.of_row(subject.snapshot, row)
     trials = (trial.number for trial in snapshot.search_state.trials if trial.candidate == other.candidate)
-    return {
-        "candidate": other.candidate.as_dict(),
-        "differs": subject.differing(other.candidate),
-        "predicted": record(snapshot.task, snapshot.problem.predictions.row(row)),
-        "expected_s": other.expected_s,
-        "trial": next(trials, None),
-        "measured": other.measured_s is not None,
-    }
+    return Alternative(
+        candidate=other.candidate.as_dict(),
+        differs=subject.differing(other.candidate),
+        predicted=record(snapshot.task, snapshot.problem.predictions.row(row)),
+        expected_s=other.expected_s,
+        trial=next(trials, None),
+        measured=other.measured_s is not None,
+    )

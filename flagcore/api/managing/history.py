@@ -170,7 +170,7 @@ class _RowConverter:
         except SpecError as error:
             raise UsageError(str(error)) from None
         if broken := broken_rules_of(self.problem, columns):
-            raise UsageError(_("illegal: {rule}", rule=f"{broken[0]['rule']}: {broken[0]['message']}"))
+            raise UsageError(_("illegal: {rule}", rule=broken[0]))
         candidate = as_candidate(space.axes, canonical(columns, self.problem.legality.merges))
         if space.find(candidate) is None:
             raise UsageError(_("not in the space of the spec"))

@@ -24,10 +24,10 @@ from flagcore.api.inputs import warn
 from flagcore.contracts import Launcher
 from flagcore.domain.chip import SLOW_CORE_RATIO, SLOW_RATIO, SPEED_TEST, Device, slow_devices
 from flagcore.domain.launch import HOSTS, Launch, log_tail
-from flagcore.errors import LaunchError, NoDevice, UsageError
+from flagcore.errors import HostLost, LaunchError, NoDevice, UsageError
 from flagcore.i18n import N_, _
 from flagcore.launchers import network
-from flagcore.launchers.hosts import MAX_LOSSES, HostLost, HostsLauncher
+from flagcore.launchers.hosts import MAX_LOSSES, HostsLauncher
 from flagcore.spec.clusters import read_hosts
 
 PROGRAM = "flagcore.api.managing.host_report"
@@ -203,7 +203,6 @@ def require_hosts(
         raise NoDevice("; ".join(unusable_hosts))
     launcher.failures = Counter({host: MAX_LOSSES for host, lines in problems.items() if lines})
     usable_reports = [report for report in reports if not problems[report.host]]
-    launcher.reached.update(report.host for report in usable_reports)
     warn(_("{line}; it is not used", line=line) for line in unusable_hosts)
     warn(host_warnings(usable_reports))
     if compare and 1 < len(usable_reports) <= MAX_COMPARED:

@@ -3,26 +3,34 @@
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, LoadedSpec, check_chips, validate_engines
-from flagcore.contracts import ImportNote
+from flagcore.contracts import ImportNote, Start
+from flagcore.domain.secrets import is_secret, redact_data, redact_text
 from flagcore.errors import FlagError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import _
+from flagcore.plugins import WORKLOADS, names
 from flagcore.spec.clusters import ClusterSection
-from flagcore.spec.importing import commented_yaml
+from flagcore.spec.importing import Notes, commented_yaml
 from flagcore.spec.models import model_from
+from flagcore.spec.plain_data import read_text
 from flagcore.spec.public import absolute_model
 from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.serving import ProfileSection, ServeSection
+from flagcore.spec.starts import split_words, starts_of
 from flagcore.spec.validate import Section
 
-ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_OF_MACHINE = re.compile(r"^(PATH|HOME|HOSTNAME|USER|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY)$")
+_DEVICES = "VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +46,40 @@ class ImportedCommand:
 
 
 def read_command(
-    engine: str, words: Sequence[str], *, model: str | None = None, chip: str | None = None
+    engine: str | None, words: Sequence[str], *, model: str | None = None, chip: str | None = None, text: str = ""
 ) -> ImportedCommand:
-    """Return a spec for a command of `engine`. The command is one quoted text, the path of a script, or several words.
+    """Return a spec for a command. The command is one quoted text, the path of a file that starts it, or several words.
 
-    `model`: the path of the model if the command does not contain it. `chip`: the chip of the cluster; if it is None,
-    it is detected later. Raises SpecError, UsageError.
+    Files are scripts, batch scripts, compose files, manifests and systemd units. `engine`: None means the engine that
+    the command starts. `model`: the path of the model if the command does not contain it. `chip`: the chip of the
+    cluster; if it is None, it is detected later. `text`: the content of the file in place of `words`.
+    Raises SpecError, UsageError.
     """
-    workload = plugins.workload(engine)
-    command, envs = _split(words)
+    workloads = {name: plugins.workload(name) for name in ([engine] if engine else names(WORKLOADS))}
+    words, content = _command(words, text)
+    images = {image: entry for each in workloads.values() for image, entry in each.images.items()}
+    programs = list(starts_of(words, content, images, os.getcwd()))
+    found = dict[tuple[str, str], Start]()
+    for name, workload in workloads.items():
+        for start in programs:
+            if workload.starts(start.words, os.getcwd()):
+                key = name, re.sub(r"--\w*port[= ]\S+", "", shlex.join(start.words))
+                copies = found[key].instances if key in found else 0
+                found[key] = replace(start, instances=copies + start.instances)
+    if len(found) != 1:
+        raise _not_one(words, content or "", programs, found)
+    ((name, _words), start) = next(iter(found.items()))
+    workload, notes = workloads[name], Notes()
+    has_script = workload.kind == "train" and start.script
+    envs = _envs({**start.envs, **start.job} if has_script else start.envs, notes)
     path = absolute_model(model, Path()) if model is not None else None
-    data, notes = workload.read_command(command, Path.cwd(), path)
+    start = replace(start, words=start.script if has_script else start.words, envs=envs)
+    data, engine_notes = workload.read_command(start, Path.cwd(), path)
     if chip is not None:
         data["cluster"]["chip"] = chip
     if envs:
-        data["envs"] = dict(envs)
+        data["envs"] = envs
+    data = redact_data(data)
     try:
         validate_engines(data, file=Path(), base=Path())
     except SpecError as error:
@@ -60,29 +87,56 @@ def read_command(
         if problems:
             raise SpecErrors(problems) from None
     check_chips(data.get("cluster"))
-    return ImportedCommand(data=data, notes=tuple(notes))
+    return ImportedCommand(data=data, notes=(*engine_notes, *notes.notes))
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Split a command into its words and the variables that it sets before them. Raises UsageError."""
-    if len(words) == 1 and os.path.isfile(words[0]):
-        words = ["bash", words[0]]
-    elif len(words) == 1:
-        try:
-            words = shlex.split(words[0].replace("\\\n", " "))
-        except ValueError as error:
-            raise UsageError(_("the command cannot be read: {reason}", reason=error)) from None
-    command = list(words)
-    envs = dict[str, str]()
-    while command and (command[0] == "env" or ASSIGNMENT.match(command[0])):
-        name, equals, value = command.pop(0).partition("=")
-        if equals:
-            envs[name] = value
+def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
+    """Return the words of a command, and the content of its file, if it is one. Raises UsageError."""
+    if text or len(words) != 1:
+        return list(words), text or None
+    if os.path.isfile(words[0]):
+        return ["bash", words[0]], read_text(Path(words[0]), file=words[0], key="file")
+    command = split_words(words[0])
+    if {">", ">>", "2>&1", "|", "&", "&&", ";"} & set(command):
+        return [], words[0]  # a shell has to read it
     if not command:
         raise UsageError(_("the command is empty"))
-    if len(command) == 1 and command[0].endswith(".sh"):
+    if len(command) == 1 and re.search(r"\.\w{2,7}$", command[0]):
         raise UsageError(_("{file} is not a file", file=command[0]))
-    return command, envs
+    return command, None
+
+
+def _envs(variables: Mapping[str, str], notes: Notes) -> dict[str, str]:
+    """Return the variables without secrets and those of the container alone, with a note on each."""
+    kept = dict[str, str]()
+    for name, value in variables.items():
+        if is_secret(name) or redact_text(value) != value:
+            notes.note(name, "is a secret: not copied")
+        elif _OF_MACHINE.search(name) or (name.endswith(_DEVICES) and not re.match("[0-9]", value)):
+            notes.note(name, "dropped: belongs to the machine or the container")
+        else:
+            kept[name] = value
+            what = "restricts the devices of all trials" if name.endswith(_DEVICES) else "is set in all trials"
+            notes.note(name, what, f"envs.{name}")
+    return kept
+
+
+def _not_one(
+    words: Sequence[str], text: str, programs: Sequence[Start], found: Collection[tuple[str, str]]
+) -> SpecError:
+    """Return the error for an input that starts no engine, or several. It names a known program without an engine."""
+    commands, value = [shlex.join(each.words) for each in programs], " ".join(words[1:] if text else words) or None
+    table = yaml.safe_load(files("flagcore").joinpath("engines/untuned.yaml").read_text("utf-8"))
+    for name, row in table.items() if not found else ():
+        in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
+        if in_words or ("text" in row and re.search(row["text"], text, re.MULTILINE)):
+            fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
+            problem = _("is of {name}, which flagcore does not tune", name=name)
+            return SpecError(key="command", value=value, problem=problem, fix=row.get("fix") or fix)
+    shown = ", ".join(redact_text(each)[:60] for each in commands[:4]) or _("nothing")
+    problem = _("starts {n} programs of engines, not one; it runs {shown}", n=len(found), shown=shown)
+    fix = _("give the command of one of {engines}", engines=", ".join(names(WORKLOADS)))
+    return SpecError(key="command", value=value, problem=problem, fix=fix)
 
 
 TRAINING: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}

@@ -22,7 +22,7 @@ from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
-from flagcore.report.estimate import Estimate
+from flagcore.report.estimate import BalancedSplit, ChipPlan, Estimate, Mixing
 from flagcore.report.explanation import part_name
 from flagcore.report.formats import lookup, size_text
 from flagcore.report.text import serving_load_text
@@ -218,32 +218,17 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
     }
 
 
-def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> dict[str, Any] | None:
-    """Return the fastest plan that mixes kinds of chips, and the fastest plan of each kind alone, as plain data.
-
-    Returns None if no mixed plan has a predicted time.
-
-    - `split`: how the mixed plan divides the work between the kinds.
-    - `others`: the fastest plans that divide it in the other ways of the engine.
-    - `of_sum`: the throughput relative to the sum over all kinds alone.
-    - `of_best_alone`: the throughput relative to the fastest kind alone, `best_alone`.
-    - `idle`: the share of the pipeline's time in which the devices of a kind have no work.
-    - `limit`: the bottleneck of the mixed plan.
-    - `slowest`: the kind with the slowest stage.
-    - `layers`: the layers of the plan's stages.
-    - `balanced`: the layers and the step time of the derived split, or None if the plan already has that split.
-    """
+def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | None:
+    """Compare a mixed cluster with each of its kinds. Returns None if no mixed plan has a predicted time."""
     order, titles = rows_by_time(problem), problem.task.cluster.names
     ways = problem.workload.splits(problem.task, problem.space.columns(order))
     rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}
-    plans = [(name, rows[:1], _plan(problem, rows)) for name, rows in rows_of_ways.items()]
-    found = [(plan | {"split": name}, row) for name, row, plan in plans if plan]
+    plans = [(rows[:1], _plan(problem, rows, name)) for name, rows in rows_of_ways.items()]
+    found = [(plan, row) for row, plan in plans if plan]
     if not found:
         return None
-    (mixed, row), *others = sorted(found, key=lambda pair: float(pair[0]["step_time_s"]))
+    (mixed, row), *others = sorted(found, key=lambda pair: pair[0].step_time_s)
     alone = [plan for group in range(len(titles)) if (plan := _alone(spec, problem, group, plugins))]
-    total = sum(each["tokens_per_second"] for each in alone)
-    best = max(alone, key=lambda each: float(each["tokens_per_second"]), default=None)
     columns = problem.space.columns(row)
     task = engine_task(problem.task, effects_of_row(problem.task, columns))
     pipelines = problem.workload.pipelines(task, columns, problem.costs)
@@ -253,22 +238,19 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> dict[str,
         for each in pipelines
         for seconds, group in zip(np.add(each.forward_s, each.backward_s) * each.microbatches, each.groups, strict=True)
     ]
-    return {
-        "mixed": mixed,
-        "others": [plan for plan, _ in others],
-        "alone": alone,
-        "of_sum": mixed["tokens_per_second"] / total if alone else None,
-        "of_best_alone": mixed["tokens_per_second"] / best["tokens_per_second"] if best else None,
-        "best_alone": best["chips"] if best else "",
-        "idle": {title: share for title, share in shares.items() if share is not None},
-        "limit": limit(problem.predictions.row(int(row[0]))),
-        "slowest": max(stages, default=(0.0, ""))[1],
-        "layers": [count for each in pipelines for count in each.layers],
-        "balanced": _balanced(problem, row),
-    }
+    return Mixing(
+        mixed=mixed,
+        others=tuple(plan for plan, _ in others),
+        alone=tuple(alone),
+        idle={title: share for title, share in shares.items() if share is not None},
+        limit=limit(problem.predictions.row(int(row[0]))),
+        slowest=max(stages, default=(0.0, ""))[1],
+        layers=tuple(count for each in pipelines for count in each.layers),
+        balanced=_balanced(problem, row),
+    )
 
 
-def _balanced(problem: Problem, row: IntArray) -> dict[str, Any] | None:
+def _balanced(problem: Problem, row: IntArray) -> BalancedSplit | None:
     """Return the layers and the step time of a candidate with the derived split, or None if it has that split."""
     columns, workload = problem.space.columns(row), problem.workload
     found = workload.with_derived_split(engine_task(problem.task, effects_of_row(problem.task, columns)), columns)
@@ -276,10 +258,10 @@ def _balanced(problem: Problem, row: IntArray) -> dict[str, Any] | None:
     if found is None or len(pipelines) != 1:
         return None
     seconds = float(workload.predict(*found, problem.costs).step_time_s[0])
-    return {"layers": list(pipelines[0].layers), "step_time_s": seconds}
+    return BalancedSplit(layers=tuple(pipelines[0].layers), step_time_s=seconds)
 
 
-def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> dict[str, Any] | None:
+def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> ChipPlan | None:
     """Return the fastest plan of one kind of chips, or None if it cannot run the job or has no predicted time."""
     workload, fixed = mixed.workload, {name: values for name, values in spec.space.items() if values != AUTO}
     space = {**workload.values_alone(mixed.task, group), **fixed}
@@ -292,19 +274,20 @@ def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> di
         return None
 
 
-def _plan(problem: Problem, rows: IntArray) -> dict[str, Any] | None:
+def _plan(problem: Problem, rows: IntArray, split: str = "") -> ChipPlan | None:
     """Return the first of `rows` as a plan, or None if there are no rows or its time is unknown."""
     cluster, train = problem.task.cluster, problem.task.spec.train
     for row in rows[:1].tolist():
         if (seconds := problem.predictions.row(row).step_time_s) is not None:
-            return {
-                "chips": cluster.chips,
-                "devices": cluster.devices,
-                "tokens_per_second": train.global_batch_size * train.seq_length / seconds,
-                "step_time_s": seconds,
-                "candidate": problem.space.candidate(row).as_dict(),
-                "implementation": train.implementation or "local",
-            }
+            return ChipPlan(
+                chips=cluster.chips,
+                devices=cluster.devices,
+                tokens_per_second=train.global_batch_size * train.seq_length / seconds,
+                step_time_s=seconds,
+                candidate=problem.space.candidate(row).as_dict(),
+                implementation=train.implementation or "local",
+                split=split,
+            )
     return None
 
 

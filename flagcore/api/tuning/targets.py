@@ -127,8 +127,7 @@ def _candidate(snapshot: Snapshot, name: str) -> Candidate:
     """Return the candidate with this name. Raises UsageError if it is illegal."""
     columns, _named = named_columns(snapshot, name)
     if rules := broken_rules_of(snapshot.problem, columns):
-        texts = "; ".join(f"{rule['rule']}: {rule['message']}" for rule in rules)
-        raise UsageError(_("the candidate is illegal: {rules}", rules=texts))
+        raise UsageError(_("the candidate is illegal: {rules}", rules="; ".join(map(str, rules))))
     legality = snapshot.problem.legality
     return as_candidate(snapshot.problem.space.axes, canonical(columns, legality.merges))
 

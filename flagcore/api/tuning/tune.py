@@ -40,7 +40,7 @@ from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Control, Spec, TrainSpec
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
-from flagcore.errors import EveryTrialFailed, FlagError, Interrupted, NothingFits, RunError
+from flagcore.errors import EveryTrialFailed, FlagError, HostLost, Interrupted, NothingFits, RunError
 from flagcore.i18n import N_, _, ngettext
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.report.page.summary import no_best
@@ -280,7 +280,7 @@ def each_engine(
     for engine in engines:
         try:
             done[engine] = tune_one(_budget_share(select_engine(data, engine), len(engines)), run_dir / engine)
-        except Interrupted:
+        except (Interrupted, HostLost):
             raise
         except FlagError as error:
             failed[engine] = error

@@ -17,6 +17,7 @@ from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import reading, start
 from flagcore.engines.megatron.command import checks
+from flagcore.engines.megatron.command.user_command import starts_megatron
 from flagcore.engines.megatron.importing.command import spec_of_command
 from flagcore.engines.megatron.layers.split import SPLIT, with_derived_split
 from flagcore.engines.megatron.mixed import meshes
@@ -83,6 +84,7 @@ class Megatron(contracts.Workload):
     read = staticmethod(reading.read)
     step_limit = staticmethod(reading.step_limit)
     command_changes = staticmethod(checks.command_changes)
+    starts = staticmethod(starts_megatron)
     read_command = staticmethod(spec_of_command)
     as_in_production = staticmethod(production.as_in_production)
     assumed = staticmethod(production.assumed)

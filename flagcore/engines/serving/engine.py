@@ -59,6 +59,7 @@ class Engine(EngineProfile, Workload):
     kind: str = "serve"
     targets: Collection[str] = ("compose", DYNAMO)
     per_server: bool = False
+    starts = importing.starts
     read_command = importing.spec_of_command
     export = start.exported
     groups = start.server_groups

@@ -177,7 +177,7 @@ class _Watch:
         state, reason = failure(ended, self.folder, self._failure_patterns, self.trial.time_limit)
         if state is TrialState.TIMED_OUT and self.is_training:
             reason = self._timeout_reason(reason, steps)
-        is_lost = ended.ended_by == "host"
+        is_lost = ended.ended_by in ("host", "guard")
         return replace(self.trial, state=state, reason=reason, inconclusive=is_lost, lost_host=ended.lost_host)
 
     @property

@@ -175,7 +175,7 @@ def _outcome(each: _RunningRank, ended: Exit, platform: Platform, limit: TimeLim
         return replace(result, state=TrialState.MEASURED, measured=measured)
     patterns = (*platform.failure_patterns, *platform.workload.failure_patterns())
     state, reason = failure(ended, folder, patterns, limit)
-    return replace(result, state=state, reason=reason, inconclusive=ended.ended_by == "host")
+    return replace(result, state=state, reason=reason, inconclusive=ended.ended_by in ("host", "guard"))
 
 
 GIB = 2**30

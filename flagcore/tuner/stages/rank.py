@@ -33,7 +33,7 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
         if trial.role in (Role.REPEAT, Role.INTERFERENCE):
             continue
         earlier = by_candidate.get(trial.candidate)
-        if earlier is None or not earlier.is_conclusive or earlier.source:
+        if earlier is None or not earlier.is_conclusive or earlier.source or earlier.state is TrialState.FAILED:
             by_candidate[trial.candidate] = trial
     measured = [trial for trial in by_candidate.values() if trial.state is TrialState.MEASURED and trial.is_conclusive]
     baseline = [trial for trial in by_candidate.values() if trial.role is Role.BASELINE]

@@ -12,7 +12,7 @@ from tests.engines.flagscale.accounting import TREES
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The trees in the working directory, and a small model of Hugging Face's beside them."""
-    shutil.copytree(TREES, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(TREES, tmp_path, copy_function=shutil.copyfile, dirs_exist_ok=True)
     sizes = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
     config = {"model_type": "qwen3", "vocab_size": 1000, "num_key_value_heads": 4, **sizes}
     (tmp_path / "model").mkdir()

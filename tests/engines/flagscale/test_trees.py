@@ -36,8 +36,13 @@ Flag = Callable[..., Ran]
 SPACE = "experiment.auto_tuner.space"
 ALL = tuple(sorted(path.parent.name for path in TREES.glob("*/tune.yaml")))
 TRAIN = tuple(name for name in ALL if name.startswith("train"))
-FUZZED = ("train_hetero", "serve_many", "serve_vllm")
+FUZZED = ("train_hetero", "serve_vllm")
 """Trees that have between them most keys."""
+
+
+def mostly_long(shorter: tuple[str, ...], names: tuple[str, ...] = ALL) -> list[Any]:
+    """Return trees as parameters, all but some of them long."""
+    return [pytest.param(name, marks=() if name in shorter else pytest.mark.long) for name in names]
 
 
 def tree(name: str, *overrides: str) -> Imported:
@@ -99,21 +104,15 @@ def test_a_training_tree_starts_its_entrypoint_with_all_of_its_flags() -> None:
     assert save == os.path.abspath("outputs/dense/checkpoints")
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("++train.system.tp_comm_overlap=false", []),
-        ("++train.model.mrope_section=[71,72]", ["--mrope-section", "71", "72"]),
-        ("++train.model.init=null", ["--init", "None"]),
-        ("++train.system.num_layers_per_virtual_pipeline_stage=null", []),
-        ("++train.model.my_path=xxx", ["--my-path", "???"]),
-    ],
-)
-def test_flags_have_the_form_of_flagscale(override: str, words: list[str]) -> None:
+def test_flags_have_the_form_of_flagscale() -> None:
+    system = ("tp_comm_overlap=false", "num_layers_per_virtual_pipeline_stage=null")
+    model = ("mrope_section=[71,72]", "init=null", "my_path=xxx")
+    added = *(f"++train.system.{each}" for each in system), *(f"++train.model.{each}" for each in model)
     before, after = (
-        tree("train_dense", "train.data.data_path=a", *extra).data["train"]["command"] for extra in ((), (override,))
+        tree("train_dense", "train.data.data_path=a", *extra).data["train"]["command"] for extra in ((), added)
     )
-    assert [word for word in after if word not in before] == words
+    words = [word for word in after if word not in before]
+    assert words == ["--mrope-section", "71", "72", "--init", "None", "--my-path", "???"]
 
 
 def test_commands_before_the_start_run_in_the_shell_of_torchrun() -> None:
@@ -338,43 +337,32 @@ def test_the_minimum_of_slots_processes_and_visible_devices_counts(
     assert ("experiment.runner.hostfile" in notes(found)) is not hostfile
 
 
+def with_pattern(pattern: str) -> Imported:
+    """Return the tree of experts with this pattern of layers."""
+    whole, unresolved = composed("train_moe")
+    changed = copy.deepcopy(whole)
+    changed["train"]["model"]["moe_layer_freq"] = int(pattern) if pattern.isdecimal() else pattern
+    return translate(changed, unresolved, file="train_moe/tune.yaml")
+
+
 @pytest.mark.parametrize(
     ("pattern", "dense"),
-    [
-        ("[0]*3+[1]*24", 3),
-        ("([0]*3+[1]*24)", 3),
-        ("3*[0] + 24*[1]", 3),
-        ("[0, 1]+[1]*25", 1),
-        ("1", 0),
-        ("[1]*27", 0),
-    ],
+    [("[0]*3+[1]*24", 3), ("([0]*3+[1]*24)", 3), ("3*[0] + 24*[1]", 3), ("[0, 1]+[1]*25", 1), ("1", 0), ("[1]*27", 0)],
 )
 def test_dense_layers_come_first(pattern: str, dense: int) -> None:
-    model = tree("train_moe", f"train.model.moe_layer_freq='{pattern}'").data["model"]
-    assert model.get("moe_first_dense_layers", 0) == dense
+    assert with_pattern(pattern).data["model"].get("moe_first_dense_layers", 0) == dense
 
 
 @pytest.mark.parametrize(
     "pattern",
     [
-        "2",
-        "0",
-        "[1]*13+[0]*14",
-        "[1]*5",
-        "[0]*27",
-        "[1]**27",
-        "[1]*[27]",
-        "[1]*True",
-        "[0]+1",
-        "([0]+[1]*99999)*99999",
-        "[" * 500,
-        "x",
-        "[0]+[len([1])]*26",
+        *("2", "0", "[1]*13+[0]*14", "[1]*5", "[0]*27", "[1]**27", "[1]*[27]", "[1]*True", "[0]+1"),
+        *("([0]+[1]*99999)*99999", "[" * 500, "x", "[0]+[len([1])]*26"),
     ],
 )
 def test_another_pattern_of_experts_is_refused(pattern: str) -> None:
     with pytest.raises(SpecError) as caught:
-        tree("train_moe", f"train.model.moe_layer_freq='{pattern}'")
+        with_pattern(pattern)
     assert caught.value.key == "train.model.moe_layer_freq"
 
 
@@ -452,7 +440,7 @@ def test_each_engine_has_its_knobs_or_the_space_of_flagscale() -> None:
     assert bare["auto_tuner"]["space"]["page_size"] == [32, 64, 128]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", mostly_long(("serve_llama_cpp", "serve_many", "train_dense", *FUZZED, "train_moe")))
 def test_every_key_of_a_tree_has_an_effect_or_is_reported(name: str) -> None:
     assert unaccounted(copy.deepcopy(composed(name)[0])) == []
 
@@ -479,10 +467,7 @@ def test_the_action_may_have_any_hydra_spelling(override: str) -> None:
     assert tree("train_dense", override).data == tree("train_dense").data
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in FUZZED else pytest.mark.long) for name in ALL],
-)
+@pytest.mark.parametrize("name", mostly_long(FUZZED))
 def test_any_invalid_value_gives_a_spec_or_a_spec_error(name: str) -> None:
     full = composed(name)[0]
     same = translate(full, file="x").data
@@ -515,13 +500,7 @@ def test_flags_that_an_engine_refuses_to_take_never_come_into_its_arguments() ->
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("train_dense", "train_hetero", "train_moe") else pytest.mark.long)
-        for name in TRAIN
-    ],
-)
+@pytest.mark.parametrize("name", mostly_long(("train_hetero", "train_moe"), TRAIN))
 def test_a_training_tree_is_estimated_for_another_chip(name: str, folder: Path, flag: Flag) -> None:
     pytest.importorskip("flagcore_nvidia")
     arguments = ("--config-path", name, "--config-name", "tune", "--chip", "H100-SXM", "--json")

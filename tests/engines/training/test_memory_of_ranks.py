@@ -132,6 +132,8 @@ CASES |= {
 
 
 REPEATS = {
+    *("interleaved, first", "uniform recompute on a stage", "wide split experts"),
+    *("two tokens before the loss, stage 1", "two tokens alone, stage 2"),
     *("sequence", "recompute of all experts", "two tokens on the last stage", "latent attention, recompute"),
     *("tensor and experts", "two tokens, block recompute", "seven layers, interleaved, stage 0"),
     *("seven layers, recompute, stage 0", "experts and a dense layer, stage 2"),

@@ -38,8 +38,8 @@ from flagcore.engines.megatron.mixed import hetero
 from flagcore.engines.megatron.mixed.hetero import NOT_PASSED, PROGRAM, Mixed
 from flagcore.engines.megatron.mixed.meshes import SIZES
 from flagcore.engines.megatron.space.knobs import BY_NAME, SPACE_KNOBS
-from flagcore.engines.script import SHELLS
 from flagcore.errors import LaunchError
+from flagcore.spec.script import SHELLS
 
 ARGUMENTS_FILE = "arguments.json"
 """A file in a trial's folder that contains its command and the differences from the user's command."""

@@ -6,8 +6,11 @@ The options of torchrun are those of torch 2.13 `distributed/run.py`.
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import yaml
 
 from flagcore.engines.megatron.command.arguments import Argument, ArgumentTable
 from flagcore.engines.megatron.command.user_command import Option, UserCommand
@@ -38,82 +41,18 @@ class TrialRule:
         return re.fullmatch(self.dests, dest) is not None
 
 
-def _always(effective: Effective) -> bool:
-    return True
-
-
-STEPS = "a trial runs {steps} steps"
-SCHEDULE = "the learning-rate schedule must fit {steps} steps"
-NO_EVALUATION = "a trial does not evaluate"
-NO_EXIT = "a trial ends after its steps"
-NO_CHECKPOINTS = "a trial reads and writes no checkpoints"
-NO_LOGS = "a trial does not write your logs"
 NO_PROFILES = "profiling takes time and writes files"
-NO_MONITORS = "monitors take time and may restart ranks"
-
-RULES = (
-    TrialRule(
-        dests="train_iters|train_samples|phase_transition_iterations|iterations_to_skip|skip_(iters|samples)_range",
-        why=STEPS,
-        adds=("--train-iters", "{steps}"),
-        when=_always,
-    ),
-    TrialRule(dests="rampup_batch_size|step_batch_size_schedule", why="a trial runs full batches"),
-    TrialRule(dests="lr_(decay|warmup)_(iters|samples|fraction)|lr_decay_stablelm2_.*", why=SCHEDULE),
-    TrialRule(dests="lr_wsd_decay_(iters|samples)", why=SCHEDULE, adds=("--lr-wsd-decay-iters", "1")),
-    TrialRule(
-        dests="initial_loss_scale",
-        why="fp16 skips steps until its loss scale fits",
-        adds=("--initial-loss-scale", "4096"),
-        when=lambda effective: bool(effective.get("fp16")) and not effective.get("loss_scale"),
-    ),
-    TrialRule(
-        dests="eval_(iters|.*_batch_size)|full_validation|multiple_validation_sets|start_eval_at_iter|extra_(eval|valid)_.*",
-        why=NO_EVALUATION,
-        adds=("--eval-iters", "0"),
-        when=_always,
-    ),
-    TrialRule(
-        dests="eval_interval",
-        why=NO_EVALUATION,
-        adds=("--eval-interval", "{steps}"),
-        when=lambda effective: "eval_interval" not in effective,
-    ),
-    TrialRule(dests="skip_train|test_mode", why=STEPS),
-    TrialRule(dests="exit_(interval|duration_in_mins|on_missing_checkpoint|signal.*)", why=NO_EXIT),
-    TrialRule(
-        dests="save|save_.*|no_save_.*|.*_save|.*_save_interval|async_.*save|load|pretrained_checkpoint|finetune|no_load_.*"
-        "|ckpt_(step|convert_.*)|override_ckpt_iteration|non_persistent_.*|replication.*|use_persistent_ckpt_worker"
-        "|auto_detect_ckpt_format|(use|override)_(checkpoint_)?opt_param_scheduler|(bert|ict)_load|log_progress"
-        "|use_(mp_args_from_)?checkpoint_args|load_main_params_from_ckpt",
-        why=NO_CHECKPOINTS,
-    ),
-    TrialRule(
-        dests="tensorboard_dir|wandb_.*|mlflow_.*|one_logger_.*|config_logger_dir|logits_save_.*|rl_profile_dir"
-        "|dump_param_to_param_group_map|moe_routing_trace_.*|flight_recorder_.*",
-        why=NO_LOGS,
-    ),
-    TrialRule(dests="enable_one_logger", why=NO_LOGS, adds=("--no-one-logger",), when=_always),
-    TrialRule(
-        dests="profile|profile_.*|use_pytorch_profiler|pytorch_profiler_.*|record_memory_history|memory_snapshot_path"
-        "|nvtx_ranges|rl_profile|record_shapes",
-        why=NO_PROFILES,
-    ),
-    TrialRule(
-        dests="(disable_)?log_straggler|straggler_.*|disable_straggler_.*|enable_ft_package|calc_ft_timeouts|ft_.*"
-        "|inprocess_.*|run_workload_inspector_server|error_injection_.*",
-        why=NO_MONITORS,
-    ),
-    TrialRule(dests="log_interval", why="step times are read from the log", adds=("--log-interval", "1"), when=_always),
-    TrialRule(dests="auto_tune", why="memory is logged after each step", adds=("--auto-tune",), when=_always),
-    TrialRule(
-        dests="data_cache_path",
-        why="the run has its own index files of the data",
-        adds=("--data-cache-path", "{run}/data-cache"),
-        when=lambda effective: "data_cache_path" in effective or not effective.get("mock_data"),
-    ),
+CONDITIONS: Mapping[str, Callable[[Effective], bool]] = {
+    "always": lambda effective: True,
+    "is_fp16_without_scale": lambda effective: bool(effective.get("fp16")) and not effective.get("loss_scale"),
+    "is_never_evaluated": lambda effective: "eval_interval" not in effective,
+    "reads_data": lambda effective: "data_cache_path" in effective or not effective.get("mock_data"),
+}
+"""The values of `when` in `trial_rules.yaml`."""
+RULES = tuple(
+    TrialRule(**{**row, "adds": tuple(row.get("adds", ())), "when": CONDITIONS.get(row.get("when", ""))})
+    for row in yaml.safe_load(files(__package__).joinpath("trial_rules.yaml").read_text("utf-8"))
 )
-"""All rules, in the order in which they are applied. Arguments that a release does not support are not added."""
 
 EQUIVALENT_ARGUMENTS = {
     "num_layers_per_virtual_pipeline_stage": (

@@ -27,9 +27,9 @@ from flagcore.engines.megatron.command.arguments import FORK, ArgumentTable, rel
 from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
 from flagcore.engines.megatron.space.knobs import BY_NAME, SPACE_KNOBS
 from flagcore.engines.megatron.space.settings import SETTINGS
-from flagcore.engines.script import SCRIPT_FIX, SHELLS, is_script, trace_script
 from flagcore.errors import SpecError
 from flagcore.spec.knobs import setting_from_text
+from flagcore.spec.script import SCRIPT_FIX, SHELLS, is_script, trace_script
 
 DISTRIBUTION = "megatron-core"
 _VERSION_FIELD = re.compile(rb"^(MAJOR|MINOR|PATCH) = (\d+)", re.MULTILINE)
@@ -162,6 +162,12 @@ class UserCommand:
         """Whether the program is one of Megatron-LM's programs, judged by its name or its arguments."""
         has_known_name = PROGRAM.fullmatch(Path(self.program[-1]).name) if self.program else None
         return bool(has_known_name) or len(TRAINING_FLAGS & {word.partition("=")[0] for word in self.arguments}) > 1
+
+
+def starts_megatron(command: Sequence[str], directory: str) -> bool:
+    """Return whether a command starts one of Megatron-LM's programs."""
+    parsed = parse(command, directory)
+    return parsed is not None and parsed.is_megatron
 
 
 def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> UserCommand | None:

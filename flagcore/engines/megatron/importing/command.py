@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flagcore.contracts import ImportNote
+from flagcore.contracts import ImportNote, Start
 from flagcore.engines.megatron.command.arguments import release_table
 from flagcore.engines.megatron.command.user_command import UserCommand, detected_release, read_command
 from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
@@ -26,17 +26,16 @@ SHAPE = {
 """Arguments that describe the model's shape, and their keys in a spec."""
 
 
-def spec_of_command(
-    command: Sequence[str], directory: Path, model: str | None
-) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
     """Return the data of a spec for a command and notes, as `Workload.read_command` requires. Raises SpecError."""
-    user_command = read_command(command, str(directory), {})
+    command = start.words
+    user_command = read_command(command, str(directory), start.envs)
     if user_command is None:
         problem, fix = "starts no Megatron-LM program", "give `torchrun ... pretrain_gpt.py ...` or a script with it"
         raise SpecError(key="command", value=" ".join(command), problem=problem, fix=fix)
     notes = Notes()
     flags = _flags(user_command, notes)
-    cluster = _cluster(user_command, notes)
+    cluster = _cluster(user_command, notes, start)
     devices = cluster["nodes"] * (cluster["devices_per_node"] if cluster["devices_per_node"] != "auto" else 1)
     if model:
         section = asdict(model_from(model, base=directory))
@@ -67,16 +66,17 @@ def _flags(command: UserCommand, notes: Notes) -> Flags:
     return Flags(notes, values.items())
 
 
-def _cluster(command: UserCommand, notes: Notes) -> dict[str, Any]:
-    """Return the section `cluster` from the options of torchrun."""
+def _cluster(command: UserCommand, notes: Notes, start: Start) -> dict[str, Any]:
+    """Return the section `cluster` from the options of torchrun, or else from the surroundings of the command."""
     option = command.option("nproc-per-node", "nproc_per_node")
-    devices = option.value if option else "1" if command.launcher else "auto"
-    nodes = option.value.rpartition(":")[2] if (option := command.option("nnodes")) else "1"
+    devices = option.value if option else "1" if command.launcher and start.devices is None else ""
+    devices = devices if devices.isdecimal() else str(start.devices or "auto")
+    nodes = option.value.rpartition(":")[2] if (option := command.option("nnodes")) else ""
     if not devices.isdecimal():
         notes.note("cluster.devices_per_node", "is not in the command; auto is the number on this machine", "cluster")
     return {
         "chip": "auto",
-        "nodes": int(nodes) if nodes.isdecimal() else 1,
+        "nodes": int(nodes) if nodes.isdecimal() else start.hosts * start.instances,
         "devices_per_node": int(devices) if devices.isdecimal() else "auto",
     }
 

@@ -7,40 +7,46 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from flagcore.contracts import ImportNote
+from flagcore.contracts import ImportNote, Start
+from flagcore.domain.secrets import is_secret
 from flagcore.domain.serving import Load
-from flagcore.engines.script import is_script, trace_script
 from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP
 from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import DEFAULT_SPACE
+from flagcore.engines.serving.space.program import as_words
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.importing import Notes
+from flagcore.spec.plain_data import read_mapping
 from flagcore.spec.public import find_public
 
 LENGTHS = ("max_model_len", "context_length", "ctx_size")
 """Arguments whose value may have a unit, such as 32k."""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HOSTS = "nnodes"
+NODE = 8
+"""Devices of a usual host, for a command whose devices do not fit on one host."""
+Pair: TypeAlias = tuple[str, list[str]]
+"""A flag, with its dashes, and its values."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 _NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
 
 
 def spec_of_command(
-    engine: EngineProfile, command: Sequence[str], directory: Path, model: str | None
+    engine: EngineProfile, start: Start, directory: Path, model: str | None
 ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
     """Convert a command to the data of a spec, with notes (see `Workload.read_command`). Raises SpecError."""
-    words = _server_command(engine, command, directory)
-    place = _position(engine, words)
+    words, place = start.words, _position(engine, start.words)
     if place is None:
         names = " or ".join(f"`{' '.join(each)}`" for each in engine.program.commands)
         problem, fix = f"starts no server of {engine.program.title}", f"give a command with {names}"
         raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
     program = words[place[0] : place[1]]
     notes = Notes()
-    path, arguments, hosts = _arguments(engine, words[place[1] :], notes)
+    pairs = _with_config(engine, list(_split(engine, words[place[1] :])), directory, notes)
+    path, arguments, hosts, local = _arguments(engine, pairs, notes)
     path = model or _weights(path, directory, notes)
     if path is None:
         fix = f"write it after {' '.join(program)}, or give its path as --model"
@@ -53,33 +59,45 @@ def spec_of_command(
     serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
     if tuple(program) != tuple(engine.program.program):
         serve["command"] = [os.path.abspath(directory / each) if "/" in each else each for each in program]
+    if start.version:
+        serve["engine_version"] = start.version
+        notes.note("serve.engine_version", "is the tag of the image", "serve.engine_version")
+    if start.instances > 1:
+        baseline = {INSTANCES: start.instances * baseline.get(INSTANCES, 1), **baseline}
+        notes.note("replicas", f"{start.instances}: the instances of the baseline", f"auto_tuner.baseline.{INSTANCES}")
     cluster: dict[str, Any] = {"chip": "auto"}
     devices = math.prod(baseline.get(name, 1) for name in (INSTANCES, TP, PP, DP))
     if engine_args.pop(engine.program.expert_switch, False):
         baseline[EP] = devices // (baseline.get(PP, 1) * baseline.get(INSTANCES, 1))
     if devices > 1 or engine.split_by == TP:
-        if hosts > 1 and devices % hosts == 0:
-            cluster["nodes"], devices = hosts, devices // hosts
-        cluster["devices_per_node"] = devices
-        notes.note("cluster.devices_per_node", "is the number of devices of the command", "cluster.devices_per_node")
+        cluster |= _cluster(devices, hosts, local * devices // baseline.get(DP, 1), start, notes)
         baseline = {TP: 1, **baseline}
     data = {"model": path, "cluster": cluster, "serve": serve, "auto_tuner": {"baseline": baseline}}
     return data, notes.notes
 
 
-def _server_command(engine: EngineProfile, command: Sequence[str], directory: Path) -> Sequence[str]:
-    """Return the command itself or, if it runs a script, the command in it that starts the engine. Raises SpecError."""
-    if not is_script(command, str(directory)):
-        return command
-    try:
-        records, _failure = trace_script(command, str(directory), {})
-    except SpecError as error:
-        raise SpecError(key="command", value=error.value, problem=error.problem, fix="give the command") from None
-    commands = [each.words for each in records if _position(engine, each.words)]
-    if len(commands) != 1:
-        problem = f"starts {len(commands)} servers of {engine.program.title}"
-        raise SpecError(key="command", value=" ".join(command), problem=problem, fix="give the command of one")
-    return commands[0]
+def starts(engine: EngineProfile, command: Sequence[str], directory: str) -> bool:
+    """Return whether a command starts the engine's server."""
+    return _position(engine, command) is not None
+
+
+def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -> dict[str, int]:
+    """Return the hosts and the devices of each. `local`: devices that the command has on one host, 0 if unknown."""
+    key, each = "cluster.devices_per_node", local or start.devices
+    hosts = max(hosts, start.hosts * start.instances if start.hosts > 1 else 1)
+    if hosts > 1 and devices % hosts == 0:
+        each = devices // hosts
+    elif start.instances > 1 and devices <= NODE:
+        each = devices
+    elif each is None and devices > NODE and devices % NODE == 0:
+        each = NODE
+        notes.note(key, f"{NODE} is assumed: {devices} devices on hosts of usual size", key)
+    if each and devices > each and devices % each == 0:
+        return {"nodes": devices // each, "devices_per_node": each}
+    notes.note(key, "is the number of devices of the command", key)
+    if start.devices and start.devices > devices:
+        notes.note(key, f"the container or job has {start.devices}: the search may use all if you set it", key)
+    return {"devices_per_node": devices}
 
 
 def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | None:
@@ -94,12 +112,36 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
     return None
 
 
-def _arguments(engine: EngineProfile, words: Sequence[str], notes: Notes) -> tuple[str | None, dict[str, Any], int]:
-    """Return the model, the flags of a server with their values (True if there is none), and the number of hosts."""
-    model, arguments, hosts = None, dict[str, Any](), 1
-    for flag, values in _split(words):
+def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, notes: Notes) -> list[Pair]:
+    """Return the flags with those of the engine's configuration file before them. Raises SpecError."""
+    name = engine.program.config_flag
+    file = next((values[0] for flag, values in pairs if name and values and strip_dashes(flag) == name), None)
+    if file is None:
+        return pairs
+    notes.note(f"--{name}", f"the flags of {file} are part of the command", "serve")
+    rows = {f"--{key}": value for key, value in read_mapping(directory / file, file=file).items() if value is not False}
+    lists = {key: value if isinstance(value, list) else [value] for key, value in rows.items()}
+    added = [(key, [str(each) for each in value if each is not True]) for key, value in lists.items()]
+    first = [pair for pair in pairs if not pair[0]]
+    return [*first, *added, *(pair for pair in pairs if pair[0] and strip_dashes(pair[0]) != name)]
+
+
+def _arguments(
+    engine: EngineProfile, pairs: Sequence[Pair], notes: Notes
+) -> tuple[str | None, dict[str, Any], int, int]:
+    """Return the model, the flags of a server with their values (True if there is none), the number of hosts, and the
+    data-parallel ranks of each host (0 if unknown).
+    """
+    model, arguments, hosts, local = None, dict[str, Any](), 1, 0
+    for flag, values in pairs:
         name = strip_dashes(flag)
         knob, _ = engine.program.knob_of(name)
+        if knob is None and not flag.startswith("--"):
+            head, dot, tail = name.partition(".")
+            name = engine.program.short_flags.get(head, head) + dot + tail
+        elif knob is None:
+            name = name.replace("_", "-")
+            knob, _ = engine.program.knob_of(name)
         if model is None and knob is not None and len(values) > (knob.kind != "flag"):
             model = values.pop()  # the model follows a flag, as in `--enforce-eager MODEL`
         if not flag or name in engine.program.model_flags:
@@ -107,20 +149,28 @@ def _arguments(engine: EngineProfile, words: Sequence[str], notes: Notes) -> tup
         elif name == _HOSTS and len(values) == 1 and values[0].isdecimal():
             hosts = int(values[0])
             notes.note(flag, "is the number of hosts of the cluster", "cluster")
+        elif name == engine.program.local_flag and len(values) == 1 and values[0].isdecimal():
+            local = int(values[0])
+            notes.note(flag, "is the number of data-parallel ranks of each host", "cluster")
         elif reason := engine.program.reserved.get(name):
             notes.note(flag, f"dropped: {reason}", "serve.engine_args")
+        elif is_secret(name):
+            notes.note(flag, "dropped: secrets are not copied", "serve.engine_args")
         elif len(values) > 1:
             notes.note(flag, f"dropped ({' '.join(values)}): a spec has single values", "serve.engine_args")
         else:
             arguments[name] = _value(name, values[0]) if values else True
     known = engine.program.known_args(arguments)
     for name in known:
-        if name != engine.program.expert_switch and engine.program.knob_of(name)[0] is None:
-            notes.note(f"--{name}", _unknown_flag(engine, name), f"serve.engine_args.{name}")
+        is_known = name == engine.program.expert_switch or name in engine.program.digit_flags
+        if not is_known and engine.program.knob_of(name)[0] is None:
+            notes.note(
+                as_words({name: True}, has_negation=True)[0], _unknown_flag(engine, name), f"serve.engine_args.{name}"
+            )
     added = " and ".join(name for name in known if name not in arguments)
     for name in (name for name in arguments if name not in known):
         notes.note(f"--{name}", f"is expressed by {added}" if added else "dropped: has no effect", "serve.engine_args")
-    return model, known, hosts
+    return model, known, hosts, local
 
 
 def _unknown_flag(engine: EngineProfile, name: str) -> str:
@@ -131,7 +181,7 @@ def _unknown_flag(engine: EngineProfile, name: str) -> str:
     return f"is not known to flagcore: {hint}"
 
 
-def _split(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def _split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:
     """Yield each flag with its values. Values before the first flag have an empty flag."""
     flag, values = "", list[str]()
     for word in words:
@@ -142,6 +192,8 @@ def _split(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         if flag or values:
             yield flag, values
         flag, equals, value = word.partition("=")
+        if word[1:2] in tuple(engine.program.digit_flags) and word[2:].isdecimal():
+            flag, equals, value = word[:2], "=", word[2:]
         values = [value] if equals else []
     if flag or values:
         yield flag, values

@@ -1,6 +1,6 @@
 """The profile of an engine: everything that its package defines, and that all other modules use."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flagcore.domain.knob import Knob
@@ -64,9 +64,10 @@ class EngineProfile:
     start_seconds: float = 1200.0
     """Timeout of a trial in seconds: servers load their weights and compile before the load begins."""
     knobs: tuple[Knob, ...] = field(init=False)
+    images: Mapping[str, Sequence[str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.knobs = self.program.knobs
+        self.knobs, self.images = self.program.knobs, self.program.images
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the axes of a task's knobs in the order of enumeration. Raises SpecError."""

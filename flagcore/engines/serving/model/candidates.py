@@ -285,12 +285,14 @@ def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, Float
 
 
 def _best_rows(context: Candidates, figures: Mapping[str, FloatArray], rows: IntArray, limit: int) -> IntArray:
-    """Return the `limit` rows whose objective is best in closed form."""
+    """Return the `limit` rows whose objective is best in closed form, first of those whose cache holds a request."""
     name = figure_name(context.task.spec.objective)
     base = figures.get(name, figures["output_tokens_per_s"])[rows]
     if name.endswith("per_device"):
         base = base / context.kinds.total(context.settings.devices)[rows]
-    return rows[np.argsort(-base if name in RATES else base, kind="stable")[:limit]]
+    longest = max(load.longest for load in map(context.draw, context.serve.loads))
+    full = context.kinds.total(np.where(context.memory.cache_tokens < longest, 1.0, 0.0))[rows] > 0
+    return rows[np.lexsort((-base if name in RATES else base, full))[:limit]]
 
 
 ROUNDS = 30

@@ -127,7 +127,22 @@ def _chain(args: dict[str, EngineArg]) -> dict[str, EngineArg]:
     return {DRAFTED: drafted}
 
 
-PROGRAM = SglangProgram.read("flagcore.engines.serving.sglang", {"cache_types": knobs.if_fp8("auto", "fp8_e4m3")})
+CHUNKS, WIDE_CHUNKS = (2048, 4096, 8192, 16384), (131072, 524288)
+
+
+def _chunks(task: Task) -> tuple[int, ...]:
+    """Return the values of `auto` for the tokens of a chunk, which SGLang divides among attention groups."""
+    is_wide = task.spec.model.num_moe_experts is not None and Hardware.of(task).hosts > 1
+    return (*CHUNKS, *WIDE_CHUNKS) if is_wide else CHUNKS
+
+
+PROGRAM = SglangProgram.read(
+    "flagcore.engines.serving.sglang",
+    {
+        "cache_types": knobs.if_fp8("auto", "fp8_e4m3"),
+        "chunks": knobs.Auto(_chunks, f"{', '.join(map(str, CHUNKS))}; larger with experts on several hosts"),
+    },
+)
 KNOBS = PROGRAM.knobs
 
 

@@ -229,6 +229,17 @@ GATHERING = ("none", "naive", "allgather_reducescatter")
 EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
 """Knobs for which some builds of an engine register more values. `engine_args` may contain such values, a space may
 not."""
+
+
+def _copies(task: Task) -> tuple[int, int]:
+    experts = task.spec.model.num_moe_experts or 0
+    return experts // 8, experts // 4
+
+
+def _has_wide_experts(task: Task) -> bool:
+    return task.spec.model.num_moe_experts is not None and Hardware.of(task).hosts > 1
+
+
 AUTOS = {
     "roles": Auto(placement.auto_roles, "not set; for a rate also divisions of all devices between two layouts"),
     "tensor_sizes": Auto(tensor_sizes, "divisors of the devices, and powers of two, within a host"),
@@ -241,6 +252,14 @@ AUTOS = {
     "divisors_for_rates": Auto(  # several instances do not reduce a latency
         lambda task: divisors(task) if is_rate(task.spec.objective) else (1,),
         "divisors of the devices; 1 for a latency",
+    ),
+    "switch_between_hosts": Auto(
+        lambda task: (False, True) if _has_wide_experts(task) else (False,),
+        "false; with experts on several hosts also true",
+    ),
+    "copies_between_hosts": Auto(
+        lambda task: (None, *_copies(task)) if _has_wide_experts(task) else (None,),
+        "not set; on several hosts also an eighth and a quarter of the experts",
     ),
     "powers_in_flight": Auto(
         lambda task: powers_in_flight(task, count=4), "four powers of two up to the requests in flight"

@@ -32,6 +32,8 @@ defaults."""
 MAX_COUNTS = 12
 """Maximum number of divisions of the devices between two layouts that `auto` tries. A choice: with as many, neighboring
 divisions differ by less than a tenth of the devices."""
+MAX_WIDE_PREFILL = 64
+"""Maximum number of devices of a prefill instance in wide expert parallelism. Published ones have 32."""
 _KIND = re.compile(r"(\d{1,6})x(?=[tpde])(?:tp(\d{1,6}))?(?:pp(\d{1,6}))?(?:dp(\d{1,6}))?(?:ep(\d{1,6}))?")
 
 
@@ -136,7 +138,21 @@ def _all_divisions(cards: int, per_host: int, on_cores: bool, has_experts: bool,
                 rest = cards - number * first.devices - others * second.devices
                 if others and rest < min(first.devices, second.devices):
                     found.append(f"{number}x{str(first)[2:]}+{others}x{str(second)[2:]}")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys([*found, *(_wide_divisions(cards, per_host) if has_experts and not on_cores else ())]))
+
+
+def _wide_divisions(cards: int, per_host: int) -> list[str]:
+    """Return divisions for wide expert parallelism: prefill instances on several hosts, and one decode instance on all
+    other hosts. All instances have one attention group per device.
+    """
+    widths = [per_host << step for step in range(1, cards.bit_length()) if per_host << step <= MAX_WIDE_PREFILL]
+    pairs = [(width, number) for width in widths for number in range(1, cards // width + 1)]
+    found = list[str]()
+    for width, number in pairs:
+        rest = (cards - number * width) // per_host * per_host
+        if rest > per_host:
+            found.append(f"{number}xtp1dp{width}ep{width}+1xtp1dp{rest}ep{rest}")
+    return found
 
 
 def _spread(counts: range) -> list[int]:

@@ -73,6 +73,11 @@ class Program:
     - `program`: the command that starts the engine by default.
     - `commands`: all commands with which users may start it.
     - `model_flags`: flags for the model, which may also follow the command without a flag.
+    - `images`: the entry points of public container images (see `Workload.images`).
+    - `config_flag`: the flag of a YAML file with more flags.
+    - `local_flag`: the flag of the data-parallel ranks on each host.
+    - `short_flags`: flags of one dash that are not flags of a knob, with their long names.
+    - `digit_flags`: flags of one letter that a digit may follow without a space, as in `-O3`.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
     - `packages`: pip packages that may install the engine.
     - `releases`: a PEP 440 specifier of the known releases; empty if knobs do not depend on the release.
@@ -93,6 +98,11 @@ class Program:
     knobs: tuple[Knob, ...]
     commands: Sequence[Sequence[str]] = ()
     model_flags: Sequence[str] = ()
+    images: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    config_flag: str = ""
+    local_flag: str = ""
+    short_flags: Mapping[str, str] = field(default_factory=dict)
+    digit_flags: str = ""
     expert_switch: str = ""
     packages: Sequence[str] = ()
     releases: str = ""

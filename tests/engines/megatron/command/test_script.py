@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.engines import script
 from flagcore.engines.megatron.command.user_command import user_command
 from flagcore.errors import SpecError
+from flagcore.spec import script
 from tests.engines.megatron.command.scripts import LAUNCH, MODEL, read, spec_of
 
 EXPECTED = tuple(MODEL.split())

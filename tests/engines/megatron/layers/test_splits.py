@@ -144,7 +144,7 @@ def drawn(draw: np.random.Generator) -> tuple[Training, Layout]:
     return work, layout(pipeline=pipeline, virtual=virtual, microbatches=microbatches, **extra, **recompute)
 
 
-@pytest.mark.parametrize("seed", [17, 2026, pytest.param(2027, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [17, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2026, 2027))])
 def test_splits_of_random_candidates_are_optimal_with_and_without_memory_limits(seed: int) -> None:
     draw, narrower = np.random.default_rng(seed), 0
     for _ in range(40):

@@ -45,12 +45,12 @@ def job(count: int, *texts: str, devices: int = 2, model: Any = EXPERTS, **setti
     return replace(base, spec=spec, cluster=Cluster(groups=groups)), made
 
 
-def every(count: int, devices: int, model: Any) -> list[str]:
-    """Return all meshes on `count` kinds of chips, or on some of them, in all orders."""
+def every(count: int, devices: int, model: Any, recompute: bool) -> list[str]:
+    """Return all meshes on `count` kinds of chips, or on some of them, in all orders, without or with recomputation."""
     sizes = divisors(devices)
     own = [
         " ".join(f"{key}{size}" for key, size in zip(SIZES, (tensor, 1, expert, data, stages), strict=True)) + word
-        for word in ("", " full")
+        for word in ("", " full")[: 1 + recompute]
         for tensor, expert, data, stages in product(sizes, divisors(model.num_moe_experts or 1), sizes, sizes)
         if tensor * data * stages == devices and (tensor * data) % expert == 0
     ]
@@ -81,19 +81,22 @@ def layouts(layers: int, stages: int) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("count", "devices", "model"),
+    ("count", "devices", "model", "recompute"),
     [
-        pytest.param(2, 4, MODEL, id="2-4-dense"),
-        pytest.param(2, 4, EXPERTS, id="2-4-experts", marks=pytest.mark.long),
-        pytest.param(3, 2, MODEL, id="3-2-dense", marks=pytest.mark.long),
-        pytest.param(3, 2, EXPERTS, id="3-2-experts"),
+        pytest.param(2, 4, MODEL, True, id="2-4-dense"),
+        pytest.param(2, 4, EXPERTS, True, id="2-4-experts", marks=pytest.mark.long),
+        pytest.param(3, 2, MODEL, True, id="3-2-dense", marks=pytest.mark.long),
+        pytest.param(3, 2, EXPERTS, False, id="3-2-experts"),
+        pytest.param(3, 2, EXPERTS, True, id="3-2-experts, recompute", marks=pytest.mark.long),
     ],
 )
-def test_the_best_is_that_of_all_meshes_orders_and_splits(count: int, devices: int, model: Any) -> None:
+def test_the_best_is_that_of_all_meshes_orders_and_splits(
+    count: int, devices: int, model: Any, recompute: bool
+) -> None:
     given = {"model": model, "devices": devices}
     task, made = job(count, **given)
     (found, values), *_ = fastest(count, list(planned(task, made)), 1, **given)
-    best = fastest(count, every(count, devices, model), 2, **given)
+    best = fastest(count, every(count, devices, model, recompute), 2, **given)
     assert found <= 1.01 * best[0][0]
     for text in {values[MESHES], *(values[MESHES] for _, values in best)}:
         stages = sum(int((re.findall(r"pp(\d)", mesh) or "1")[0]) for mesh in text.split("+"))

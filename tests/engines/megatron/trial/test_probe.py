@@ -25,7 +25,7 @@ SHAPE = {
     "num_query_groups": 4,
     "kv_channels": 64,
 }
-TRAIN = {"seq_length": 128, "global_batch_size": 8, "train_iters": 2, "balanced_routing": True}
+TRAIN = {"seq_length": 64, "global_batch_size": 8, "train_iters": 2, "balanced_routing": True}
 SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
 WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
     "dense": (

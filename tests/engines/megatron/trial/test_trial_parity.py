@@ -112,7 +112,7 @@ DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "data": DP2,
-    "data, unequal": {**DP2, "shares": [share(1), share(7)]},
+    "data, unequal": {**DP2, "shares": [share(1), share(3)]},
     "expert": {**DP2, **EP2},
     "expert, distributed optimizer": {**DP2, **EP2, **DISTOPT},
     "tensor, sequence": {**TP2, **SP},
@@ -160,7 +160,7 @@ LOW_PRECISION_LAYOUTS: dict[str, dict[str, Any]] = {
 # model's name -> its shape, what differs in training, its layouts, and how near the losses must be
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]], float]] = {
     "dense": (DENSE, {}, DENSE_LAYOUTS, 1e-5),
-    "experts": (EXPERTS, {}, EXPERT_LAYOUTS, 1e-5),
+    "experts": (EXPERTS, {"global_batch_size": 8}, EXPERT_LAYOUTS, 1e-5),
     "latent attention": (LATENT, {}, LATENT_LAYOUTS, 1e-5),
     "latent attention, tensor": (LATENT, {}, {"tensor": TP2, "tensor, sequence": {**TP2, **SP}}, 3e-4),
     "tied embeddings": (TIED, {}, TIED_LAYOUTS, 1e-5),

@@ -85,9 +85,9 @@ class Ran:
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     """A few jobs, of which some fail, run in one warm process in folders with the result of an earlier run."""
-    folder = tmp_path_factory.mktemp("jobs")
+    folder, short = tmp_path_factory.mktemp("jobs"), {"train_iters": 1, "global_batch_size": 4}
     jobs = {
-        "one": trial_jobs.make_job(folder / "one", EXPERTS),
+        "one": trial_jobs.make_job(folder / "one", EXPERTS, train=short),
         "many knobs": trial_jobs.make_job(
             folder / "many",
             DENSE,
@@ -105,6 +105,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
         "expert": trial_jobs.make_job(
             folder / "expert",
             EXPERTS,
+            train=short,
             data_parallel_size=2,
             expert_model_parallel_size=2,
             sequence_parallel=True,
@@ -112,11 +113,12 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
             recompute_granularity="full",
         ),
         "uneven": trial_jobs.make_job(
-            folder / "uneven", DENSE, pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1
+            folder / "uneven", DENSE, train=short, pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1
         ),
         "tied": trial_jobs.make_job(
             folder / "tied",
             {**DENSE, "untie_embeddings_and_output_weights": False, "vocab_size": 500},
+            train=short,
             pipeline_model_parallel_size=2,
         ),
         "late": trial_jobs.make_job(

@@ -57,7 +57,9 @@ class Candidates:
         return Load(input_len=prompt or self.prompt, output_len=self.output, concurrency=clients, num_prompts=None)
 
 
-SCENES = [pytest.param(Candidates(seed), id=str(seed)) for seed in range(12)]
+SCENES = [
+    pytest.param(Candidates(seed), id=str(seed), marks=() if seed < 4 else pytest.mark.long) for seed in range(12)
+]
 
 
 @pytest.mark.parametrize("context", SCENES)

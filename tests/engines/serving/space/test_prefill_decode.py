@@ -220,3 +220,14 @@ def test_the_router_has_each_instance_of_its_kind(engine: Engine) -> None:
         "http://b:8017",
     ]
     assert words[words.index("--port") + 1] == "8000"
+
+
+def test_experts_are_split_over_hosts_with_copies() -> None:
+    experts = dataclasses.replace(EXPERTS, num_moe_experts=256)
+    task = cards(SGLANG, 96, hosts=12, space={PREFILL_DECODE: "auto"}, model=experts)
+    pair = "1xtp1dp32ep32+1xtp1dp64ep64"
+    assert {pair, "1xtp1dp16ep16+1xtp1dp80ep80"} <= {*placement.auto_roles(task)}
+    assert illegal(SGLANG, task, pair, redundant_experts=32) == ["expert_parallel"]
+    assert illegal(SGLANG, task, pair, redundant_experts=64) == []
+    assert illegal(SGLANG, task, "1xtp1dp24ep24+1xtp1dp72ep72", redundant_experts=32) == []
+    assert illegal(SGLANG, task, "1xtp1dp32+1xtp1dp64", redundant_experts=64) == ["load_balancing"]

@@ -21,6 +21,8 @@ from flagcore.errors import SpecError
 TIMEOUT_SECONDS = 10.0
 SCRIPT_FIX = "give the torchrun command itself as train.command"
 SHELLS = ("bash", "sh", "dash")
+HOSTS_FUNCTION = "() { local i; for ((i = 0; i < ${SLURM_NNODES:-1}; i++)); do echo localhost; done; }"
+"""Stands for Slurm's `scontrol`, with which scripts list their hosts, on machines without Slurm."""
 IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_")
 
 
@@ -53,7 +55,8 @@ def trace_script(
         raise _script_error(command, "is a script that does not exist")
     environment = {**os.environ, **variables}
     with tempfile.TemporaryDirectory(prefix="flagcore-trace-") as folder:
-        trace_variables = {"BASH_ENV": str(Path(__file__).with_name("trace.bash")), "FLAGCORE_TRACE": folder}
+        hosts = {} if shutil.which("scontrol") else {"BASH_FUNC_scontrol%%": HOSTS_FUNCTION}
+        trace_variables = {**hosts, "BASH_ENV": str(Path(__file__).with_name("trace.bash")), "FLAGCORE_TRACE": folder}
         problem = _run_traced([bash, *words], directory, {**environment, **trace_variables})
         files = sorted(Path(folder).iterdir(), key=lambda file: (file.stat().st_mtime_ns, file.name))
         records = [found for file in files if (found := _read_record(file, environment)) is not None]

@@ -1,0 +1,256 @@
+"""Reads how programs are started: containers, compose files, manifests, units, batch scripts, scripts and commands.
+
+Nothing is started: YAML is read with PyYAML, commands are split with shlex, and scripts are traced (`script.py`).
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from flagcore.contracts import Start
+from flagcore.errors import UsageError
+from flagcore.i18n import _
+from flagcore.spec.script import SHELLS, is_script, trace_script
+
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+CONTAINERS = ("docker", "podman", "nerdctl")
+_SWITCHES = {
+    *(
+        "detach",
+        "interactive",
+        "tty",
+        "rm",
+        "privileged",
+        "init",
+        "read-only",
+        "publish-all",
+        "quiet",
+        "oom-kill-disable",
+    ),
+    *("no-healthcheck", "sig-proxy", "tls-verify", "replace"),
+}
+"""Options of `docker run` and `podman run` without a value, besides short ones."""
+_NO_DEVICE = re.compile("rdma|hca|roce|efa|nic|fuse|hugepages")
+"""Extended resources of Kubernetes that are no accelerators."""
+_MANIFEST = re.compile(r"\s*(#.*\n\s*)*(---|\{|[\w\"'./-]+:(\s|$))")
+_COMPOSE_VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::?-([^}]*))?[^}]*\}|(\w+))")
+_RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?(?:post|rc)\d+)?)(?![\d.])")
+_BATCH_LINE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
+_BATCH_SHORT = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}
+
+
+def starts_of(
+    words: Sequence[str], text: str | None, images: Mapping[str, Sequence[str]], directory: str
+) -> Iterator[Start]:
+    """Yield the programs that a command, or a file with the content `text`, starts. Raises SpecError, UsageError.
+
+    `images`: the entry points of known images, by repository, or by repository and the start of a tag.
+    """
+    found: Iterable[Start]
+    if text is None:
+        found = [Start(words=tuple(words))]
+    elif re.search(r"^\[Service\]", text, re.MULTILINE):
+        found = _unit(text)
+    elif _MANIFEST.match(text):
+        if re.search(r"^services:", text, re.MULTILINE):
+            text = _COMPOSE_VARIABLE.sub(lambda m: m[1] or os.environ.get(m[2] or m[4]) or m[3] or "", text)
+        try:
+            documents = list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+        except yaml.YAMLError as error:
+            raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
+        found = [start for each in documents for start in (*_services(each, images), *_pods(each, images))]
+    else:
+        script, (job, hosts, devices) = tuple(words) or ("bash", "-c", text), _batch(text, directory)
+        found = [Start(words=script, job=job, hosts=hosts, devices=devices)]
+    for start in found:
+        yield from _inner(start, images, directory)
+
+
+def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, depth: int = 0) -> Iterator[Start]:
+    """Yield the programs that a container, a shell or a script starts in turn; otherwise the program itself."""
+    words, envs = list(start.words), dict(start.envs)
+    while words and (words[0] == "env" or ASSIGNMENT.match(words[0])):
+        name, equals, value = words.pop(0).partition("=")
+        envs |= {name: value} if equals else {}
+    start = replace(start, words=tuple(words), envs=envs)
+    names = [os.path.basename(word) for word in words]
+    shells = [n for n, name in enumerate(names[:-2]) if name in SHELLS and re.fullmatch(r"-\w*c", words[n + 1])]
+    runs = [n for n, name in enumerate(names) if name in CONTAINERS and "run" in names[n + 1 : n + 3]]
+    if runs and not (shells and shells[0] < runs[0]):
+        yield from _inner(_container_run(start, words[names.index("run", runs[0]) + 1 :], images), images, directory)
+    elif words and depth < 3 and (shells or is_script(words, directory)):
+        script = ("bash", "-c", *words[shells[0] + 2 :]) if shells else start.words
+        records, failure = trace_script(script, directory, {**start.job, **envs})
+        if failure:
+            yield replace(start, words=(f"(ends with {failure})",))
+        for record in records:
+            new = replace(start, words=record.words, envs={**envs, **record.environment}, script=start.script or script)
+            yield from _inner(new, images, directory, depth + 1)
+    elif words:
+        yield start
+
+
+def _container_run(start: Start, words: Sequence[str], images: Mapping[str, Sequence[str]]) -> Start:
+    """Return what `docker run` with these words starts."""
+    options, rest = list[tuple[str, str]](), list(words)
+    while rest and rest[0].startswith("-"):
+        name, equals, value = rest.pop(0).partition("=")
+        is_short = not name.startswith("--")
+        if is_short and len(name) > 2 and name[1] in "evpuwhm":  # such as -eNAME=VALUE
+            name, value, equals = name[:2], name[2:] + equals + value, "="
+        is_switch = set(name[1:]) <= set("ditqP") if is_short else name[2:] in _SWITCHES
+        if not equals and not is_switch and rest:
+            value = rest.pop(0)
+        options.append((name.lstrip("-"), value))
+    if not rest:
+        return replace(start, words=())
+    given = dict(options)
+    variables = _variables([value for name, value in options if name in ("e", "env")])
+    gpus = given.get("gpus", "").strip("\"'")
+    selected = re.search(r"device=([\w,:-]+)", gpus)
+    devices = len(selected[1].split(",")) if selected else int(gpus) if gpus.isdecimal() else start.devices
+    start = replace(start, envs={**start.envs, **variables}, devices=devices, script=())
+    return _container(start, rest[0], given.get("entrypoint"), rest[1:], images)
+
+
+def _container(start: Start, image: str, entry: Any, args: Any, images: Mapping[str, Sequence[str]]) -> Start:
+    """Return `start` with the words and the version of a container: its entry point, or that of the image."""
+    path, _at, _digest = image.partition("@")
+    repository, _colon, tag = path.rpartition(":") if ":" in path.rpartition("/")[2] else (path, "", "")
+    program: Sequence[str] = _words(entry)
+    release = None
+    for name, entry_point in images.items():
+        known, _colon, tags = name.partition(":")
+        if f"/{repository}".endswith(f"/{known}") and tag.startswith(tags):
+            program, release = entry_point if entry is None else program, _RELEASE.match(tag)
+    words = _filled((*program, *_words(args)), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
+    return replace(start, words=words, version=release[1] if release else "")
+
+
+def _filled(words: Iterable[str], pattern: str, values: Mapping[str, str]) -> tuple[str, ...]:
+    """Return words with known variables replaced. The group of `pattern` is the name of a variable."""
+    return tuple(re.sub(pattern, lambda each: values.get(each[1], each[0]), word) for word in words)
+
+
+def _services(document: Any, images: Mapping[str, Sequence[str]]) -> Iterator[Start]:
+    """Yield the containers of a compose file."""
+    services = document.get("services") if isinstance(document, Mapping) else None
+    for service in services.values() if isinstance(services, Mapping) else ():
+        deploy = service.get("deploy") or {}
+        reserved = ((deploy.get("resources") or {}).get("reservations") or {}).get("devices") or []
+        counts = [len(each.get("device_ids") or []) or each.get("count") for each in reserved] or [service.get("gpus")]
+        start = Start(
+            envs=_variables(service.get("environment")),
+            devices=_number(counts[0]),
+            instances=_number(deploy.get("replicas")) or _number(service.get("scale")) or 1,
+        )
+        yield _container(start, service.get("image", ""), service.get("entrypoint"), service.get("command"), images)
+
+
+def _pods(node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, instances: int = 1) -> Iterator[Start]:
+    """Yield the containers of a manifest, with the hosts and the copies of their pods."""
+    if isinstance(node, list):
+        for each in node:
+            yield from _pods(each, images, hosts=hosts, instances=instances)
+    if not isinstance(node, Mapping):
+        return
+    replica_specs = next((each for key, each in node.items() if str(key).endswith("ReplicaSpecs")), None)
+    if "containers" in node:
+        for each in node["containers"]:
+            limits = (each.get("resources") or {}).get("limits") or (each.get("resources") or {}).get("requests") or {}
+            counts = [_number(count) for key, count in limits.items() if "/" in key and not _NO_DEVICE.search(key)]
+            envs = _variables(each.get("env"))
+            start = Start(envs=envs, devices=next(iter(counts), None), hosts=hosts, instances=instances)
+            yield _container(start, each.get("image", ""), each.get("command"), each.get("args"), images)
+    elif isinstance(group := node.get("leaderWorkerTemplate"), Mapping):
+        template = group.get("leaderTemplate") or group.get("workerTemplate")
+        copies = _number(node.get("replicas")) or 1
+        yield from _pods(template, images, hosts=_number(group.get("size")) or 1, instances=copies)
+    elif isinstance(replica_specs, Mapping):
+        total = sum(_number(each.get("replicas")) or 1 for each in replica_specs.values())
+        yield from _pods(next(iter(replica_specs.values())).get("template"), images, hosts=total)
+    else:
+        hosts *= _number(node.get("parallelism")) or 1
+        instances *= _number(node.get("replicas")) or 1
+        for each in node.values():
+            yield from _pods(each, images, hosts=hosts, instances=instances)
+
+
+def _unit(text: str) -> Iterator[Start]:
+    """Yield the programs of a systemd unit."""
+    envs = dict[str, str]()
+    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+        key, _equals, value = line.partition("=")
+        if key.strip() == "Environment":
+            envs |= _variables(split_words(value))
+        elif key.strip() == "ExecStart" and value.strip():
+            words = split_words(value.strip().lstrip("-@+!:"))
+            yield Start(words=_filled(words, r"\$\{?(\w+)\}?", envs), envs=dict(envs))
+
+
+def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
+    """Return the variables that Slurm sets for a batch script, its hosts, and its devices per host."""
+    options = dict[str, str]()
+    for line in _BATCH_LINE.findall(text):
+        words = shlex.split(line, comments=True)
+        for number, word in enumerate(words):
+            name, equals, value = word.lstrip("-").partition("=")
+            if not word.startswith("-"):
+                continue
+            if not word.startswith("--"):
+                name, value, equals = _BATCH_SHORT.get(word[1:2], word[1:2]), word[2:].lstrip("="), word[2:]
+            options[name] = value if equals else "".join(words[number + 1 : number + 2])
+    if not options:
+        return {}, 1, None
+    hosts = _number(options.get("nodes", "1").rpartition("-")[2]) or 1
+    tasks = _number(options.get("ntasks-per-node")) or -(-(_number(options.get("ntasks")) or hosts) // hosts)
+    per_node = options.get("gpus-per-node") or re.sub(r"^(?!gpu).*|,.*", "", options.get("gres", ""))
+    given = {name: _number(options.get(name, "").rpartition(":")[2]) for name in ("gpus", "gpus-per-task")}
+    devices = _number(per_node.rpartition(":")[2])
+    devices = devices or (given["gpus"] or 0) // hosts or (given["gpus-per-task"] or 0) * tasks or None
+    variables = {
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), hosts),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks * hosts),
+        **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), 0),
+        **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), 1),
+        **dict.fromkeys(("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE") if devices else (), devices),
+        "SLURM_NTASKS_PER_NODE": tasks,
+        "SLURM_CPUS_PER_TASK": options.get("cpus-per-task", 1),
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_SUBMIT_DIR": directory,
+    }
+    return {name: str(value) for name, value in variables.items()}, hosts, devices
+
+
+def _variables(entries: Any) -> dict[str, str]:
+    """Return the literal variables of a mapping, a list of NAME=VALUE, or a manifest's list."""
+    if isinstance(entries, Mapping):
+        pairs: Iterable[tuple[Any, Any]] = entries.items()
+    else:
+        rows = [dict(zip(("name", "value"), each.split("=", 1), strict=False)) if isinstance(each, str) else each
+                for each in entries or ()]  # fmt: skip
+        pairs = [(each.get("name"), each.get("value")) for each in rows]
+    return {str(name): str(value) for name, value in pairs if value is not None}
+
+
+def _words(value: Any) -> list[str]:
+    """Return the words of a command that is a text, a list, or missing."""
+    return split_words(value) if isinstance(value, str) else [str(each) for each in value or ()]
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of a command as a shell splits them. Raises UsageError."""
+    try:
+        return shlex.split(text.replace("\\\n", " "))
+    except ValueError as error:
+        raise UsageError(_("the command cannot be read: {reason}", reason=error)) from None
+
+
+def _number(value: Any) -> int | None:
+    """Return a positive number of a file, which may be a text; None for others, such as `all`."""
+    return int(value) if str(value).isdecimal() and int(value) > 0 else None
