@@ -140,8 +140,7 @@ def _check(line: str) -> None:
         return
     context, command = click.Context(flag, info_name="flag"), flag
     while isinstance(command, click.Group) and arguments and arguments[0] != "--help":
-        name = arguments.pop(0)
-        found = command.get_command(context, name)
+        name, found, arguments = command.resolve_command(context, arguments)
         assert found is not None, line
         context, command = click.Context(found, info_name=name, parent=context), found
     if arguments != ["--help"]:

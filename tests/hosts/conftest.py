@@ -46,6 +46,7 @@ SPEC: dict[str, Any] = {
     "auto_tuner": {
         "strategy": "predicted",  # goes on to the end of the space
         "space": {
+            "tensor_model_parallel_size": [1, 2],  # over hosts only if it is listed
             "micro_batch_size": [1, 2, 4],
             "context_parallel_size": 1,
             "sequence_parallel": False,

@@ -181,8 +181,6 @@ def test_one_device_probes_the_ranks_of_four_and_the_slowest_rank_decides(bench:
 
 
 def test_candidates_without_a_predicted_time_are_not_probed(bench: Bench) -> None:
-    with pytest.raises(NoDevice):
-        probe(bench, 1, cluster=ClusterSpec(chip="test-chip", nodes=2, devices_per_node=2))
     bench.workload = OnlyPipelines()
     plan = probe(bench, 100)
     assert plan.trials
