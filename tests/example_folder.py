@@ -57,6 +57,10 @@ def build(folder: Path) -> Path:
     lines = [f"{name}-{number} slots=1 type={name}\n" for name in ("new", "old") for number in (1, 2)]
     (folder / "hosts.txt").write_text("".join(lines))  # the groups of the pages
     _model(folder / "Qwen3-8B")
+    serve = "vllm serve Qwen/Qwen3-8B -tp 2"
+    (folder / "serve.sbatch").write_text(f"#!/bin/sh\n#SBATCH --nodes=1 --gpus-per-node=2\n{serve}\n")
+    service = {"image": "vllm/vllm-openai:v0.11.0", "command": "--model Qwen/Qwen3-8B -tp 2"}
+    (folder / "compose.yaml").write_text(json.dumps({"services": {"vllm": service}}))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         done = CliRunner().invoke(flag, ["tune", "own.yaml", "--quiet", "--json"])
