@@ -89,7 +89,7 @@ BILLIONS = {
     "zai-org/GLM-4-32B-0414": 32.566,
     "zai-org/GLM-4-9B-0414": 9.4,
 }
-"""Parameters that the repositories report, in billions, without layers for multi-token prediction."""
+"""Parameters in billions, without layers for multi-token prediction, from memory: a check for slips, not a source."""
 
 
 def test_every_public_model_is_a_valid_shape() -> None:

@@ -133,7 +133,7 @@ def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCo
 
 EXPOSED = 0.5
 """Share of the shorter of two overlapped times that still adds to an iteration. It gives the gain of two-batch overlap
-that LMSYS published, about a third, and the rates of 96 H100 (benchmarks/README.md)."""
+that LMSYS published, about a third. Chosen with points on H100 and H800 (benchmarks/README.md)."""
 
 
 def _overlapped(
@@ -348,7 +348,7 @@ def experts(serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatA
 
 LOW_LATENCY_TOKENS = 256.0
 """Tokens of a rank up to which engines use kernels that send each token directly, without forwarding on a host: the
-usual limit of DeepEP's low-latency kernels in published commands (sgl-project/sglang #6017)."""
+limit that DeepEP recommends (deepseek-ai/DeepEP docs/legacy.md @0297fc80)."""
 
 EXCHANGE_LATENCY = 20e-6
 """Seconds of a message besides the time of its bytes. With 41 GB/s, it gives the times of DeepEP's low-latency kernels
