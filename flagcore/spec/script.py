@@ -22,7 +22,7 @@ TIMEOUT_SECONDS = 10.0
 SCRIPT_FIX = "give the torchrun command itself as train.command"
 SHELLS = ("bash", "sh", "dash")
 HOSTS_FUNCTION = "() { local i; for ((i = 0; i < ${SLURM_NNODES:-1}; i++)); do echo localhost; done; }"
-"""Stands for Slurm's `scontrol`, with which scripts list their hosts, on machines without Slurm."""
+"""Stands for Slurm's `scontrol`, with which scripts list their hosts, outside an allocation."""
 IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_")
 
 
@@ -55,7 +55,7 @@ def trace_script(
         raise _script_error(command, "is a script that does not exist")
     environment = {**os.environ, **variables}
     with tempfile.TemporaryDirectory(prefix="flagcore-trace-") as folder:
-        hosts = {} if shutil.which("scontrol") else {"BASH_FUNC_scontrol%%": HOSTS_FUNCTION}
+        hosts = {} if "SLURM_JOB_NODELIST" in os.environ else {"BASH_FUNC_scontrol%%": HOSTS_FUNCTION}
         trace_variables = {**hosts, "BASH_ENV": str(Path(__file__).with_name("trace.bash")), "FLAGCORE_TRACE": folder}
         problem = _run_traced([bash, *words], directory, {**environment, **trace_variables})
         files = sorted(Path(folder).iterdir(), key=lambda file: (file.stat().st_mtime_ns, file.name))
