@@ -25,7 +25,7 @@ MACHINE = ROOT / "tests" / "machine"
 BUILD = ROOT / "build" / "anywhere"
 ALONE = 12
 """Test files that run each by itself."""
-HIDDEN = "ssh sshd srun salloc sbatch sinfo slurmctld slurmd chromium chromium-browser google-chrome"
+HIDDEN = "ssh sshd srun salloc sbatch sinfo slurmctld slurmd scontrol chromium chromium-browser google-chrome"
 HIDE = f"""
 PATH="$PATH:/usr/sbin"
 for name in {HIDDEN}; do
