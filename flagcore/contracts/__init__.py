@@ -34,7 +34,7 @@ from flagcore.contracts.platform import (
     description_of,
     device_use,
 )
-from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy
+from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, Watcher
 from flagcore.contracts.workload import Workload
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "Start",
     "Strategy",
     "Telemetry",
+    "Watcher",
     "Workload",
     "communicator_bytes",
     "description_of",
