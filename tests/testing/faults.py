@@ -31,6 +31,8 @@ ARGUMENTS = {
 }
 """The arguments of each hook of the healthy plugin."""
 
+ENGINE = "from flagcore.domain.engine import "
+
 OVERRIDE = """
 
 class BrokenPlugin(AcmePlugin):
@@ -100,22 +102,6 @@ def reading(check: str, figures: str, names: str) -> Fault:
 def support(check: str, change: str, names: str, also: tuple[str, ...] = ()) -> Fault:
     """Change a field of the support of an engine."""
     return hook(check, "engine_support", f"return own and replace(own, {change})", names, also=also)
-
-
-def advice(check: str, answer: str, names: str, *, owned: bool = True) -> Fault:
-    """Add a hook about tasks, for the plugin's own chips or for any."""
-    body = f"""
-
-class AdvisingPlugin(AcmePlugin):
-    @hookimpl
-    def flagcore_check_task(self, task):
-        from flagcore.domain.engine import PreferredSetting, TaskAdvice
-        return {answer} if {'self.owns(task.cluster.groups[0].chip)' if owned else 'True'} else None
-
-
-plugin = AdvisingPlugin(**vars(plugin))
-"""
-    return Fault(check, HOOKS, "", body, names)
 
 
 MODULE = (
@@ -199,11 +185,11 @@ COSTS = (
     Fault("measured_curves_do_not_exceed_the_link", COLLECTIVES, "6.9e-04, 9.8e-03]", "2.9e-04, 2.8e-03]", "a device sends"),
 )
 ENGINES = (
-    advice("foreign_chips_get_no_answer", "TaskAdvice()", "flagcore_check_task", owned=False),
-    advice("check_task_is_valid", "'no'", "flagcore_check_task"),
-    advice("advice_on_tasks_is_complete", "TaskAdvice(impossible='too small')", "too small"),
-    advice("advice_on_tasks_is_complete", "TaskAdvice(notes=(' ',))", "A1: a note"),
-    advice("advice_on_tasks_is_complete", "TaskAdvice(preferred=(PreferredSetting(setting='bf16', value=True, reason='r'),))", "bf16"),
+    hook("foreign_chips_get_no_answer", "check_task", f"{ENGINE}TaskAdvice\n        return own or TaskAdvice()", "flagcore_check_task"),
+    hook("check_task_is_valid", "check_task", "return own and 'no'", "flagcore_check_task"),
+    hook("advice_on_tasks_is_complete", "check_task", "return own and replace(own, impossible='too small')", "too small"),
+    hook("advice_on_tasks_is_complete", "check_task", "return own and replace(own, notes=(' ',))", "A1: a note"),
+    hook("advice_on_tasks_is_complete", "check_task", f"{ENGINE}PreferredSetting\n        bf16 = PreferredSetting(setting='bf16', value=True, reason='r')\n        return own and replace(own, preferred=(bf16,))", "bf16"),
     support("engine_support_is_valid", "preload='torch_acme'", "flagcore_engine_support"),
     support("engine_support_is_complete", "distributed_backend=None", "megatron"),
     support("engine_support_is_complete", "reason=''", "megatron"),
