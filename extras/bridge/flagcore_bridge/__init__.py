@@ -20,7 +20,7 @@ from flagcore.contracts import Importer, ImportNote
 from flagcore.domain.chip import Chip, normalize_name
 from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
 from flagcore.engines.megatron.layers.stages import LAYOUT
-from flagcore.engines.megatron.space.settings import SETTINGS
+from flagcore.engines.megatron.space.knobs import SETTINGS
 from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.importing import Notes, commented_yaml

@@ -28,7 +28,6 @@ from flagcore.engines.megatron.space import options, production, setting_rules
 from flagcore.engines.megatron.space import rules as legality
 from flagcore.engines.megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
 from flagcore.engines.megatron.space.rules import DIST_OPT, DP, EP, PP, RECOMPUTE, SP, TP
-from flagcore.engines.megatron.space.settings import recompute_modules
 
 
 class UselessSelectiveRecompute:
@@ -102,7 +101,7 @@ class Megatron(contracts.Workload):
     probe_launch = staticmethod(start.probe_launch)
 
     def pruning_rules(self, task: Task) -> tuple[contracts.PruningRule, ...]:
-        only_core = recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}
+        only_core = options.recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}
         return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" and only_core else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:

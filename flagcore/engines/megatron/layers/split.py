@@ -8,7 +8,16 @@ import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, IntArray
 from flagcore.domain.spec import Task
-from flagcore.engines.megatron.layers.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, VIRTUAL_STAGES, parse_layout
+from flagcore.engines.megatron.layers.stages import (
+    EMBEDDING,
+    FIRST,
+    LAST,
+    LAYOUT,
+    LOSS,
+    SPLIT_SETTINGS,
+    VIRTUAL_STAGES,
+    parse_layout,
+)
 from flagcore.engines.megatron.mixed.meshes import MESHES
 from flagcore.engines.megatron.space.options import schedule, settings_in_force, takes_layouts
 
@@ -151,6 +160,6 @@ def derived(task: Task) -> bool:
     applies to single stages.
     """
     settings = settings_in_force(task.spec)
-    is_set = any(settings.get(key) for key in (LAYOUT, EMBEDDING, LOSS, FIRST, LAST, *STAGE_SETTINGS))
+    is_set = any(settings.get(key) for key in (*SPLIT_SETTINGS, *STAGE_SETTINGS))
     has_own_schedule = schedule(settings.get("pipeline_schedule")) is not None
     return not is_set and not has_own_schedule and takes_layouts(task.spec)
