@@ -6,6 +6,7 @@ import pytest
 
 from flagcore import api
 from flagcore.errors import NothingFits
+from flagcore.report.explanation import bottleneck_text
 
 SHAPE = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
 SHAPE["vocab_size"] = 32000
@@ -25,7 +26,7 @@ def plan(batch: int, **more: Any) -> dict[str, Any]:
 
 def test_the_bottleneck_of_the_fastest_candidate_is_named() -> None:
     found = api.estimate(plan(2))
-    assert str(found.candidates[0]["limit"]) in found.bottleneck
+    assert str(found.candidates[0]["limit"]) in bottleneck_text(found.candidates[0])
 
 
 def test_where_nothing_fits_more_devices_of_a_node_come_before_more_nodes() -> None:

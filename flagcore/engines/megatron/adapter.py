@@ -19,7 +19,7 @@ from flagcore.engines.megatron import reading, start
 from flagcore.engines.megatron.command import checks
 from flagcore.engines.megatron.command.user_command import starts_megatron
 from flagcore.engines.megatron.importing.command import spec_of_command
-from flagcore.engines.megatron.layers.split import SPLIT, with_derived_split
+from flagcore.engines.megatron.layers.split import SPLIT
 from flagcore.engines.megatron.mixed import meshes
 from flagcore.engines.megatron.mixed import planner as mesh_planner
 from flagcore.engines.megatron.mixed.rules import merges_with_meshes, with_meshes
@@ -91,7 +91,6 @@ class Megatron(contracts.Workload):
     with_derived_values = staticmethod(mesh_planner.with_meshes)
     values_alone = staticmethod(mesh_planner.values_alone)
     splits = staticmethod(meshes.splits)
-    with_derived_split = staticmethod(with_derived_split)
     as_installed = staticmethod(start.as_installed)
     installation_notes = staticmethod(start.installation_notes)
     ready_to_probe = staticmethod(start.ready_to_probe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -131,19 +131,6 @@ class Split:
         first, last = self.ends(c)
         stages = c[PP] - (first > 0) - (last > 0)
         return np.where(stages > 0, (self.counted - first - last) // np.maximum(stages, 1), 0), stages
-
-
-def with_derived_split(task: Task, columns: Columns) -> tuple[Task, Columns] | None:
-    """Return the task without settings of its layers, and the candidates with a derived split.
-
-    Returns None if they already have it.
-    """
-    train = task.spec.train
-    settings = {name: value for name, value in train.settings.items() if name not in (LAYOUT, FIRST, LAST)}
-    if len(settings) == len(train.settings) and balanced(columns).all():
-        return None
-    changed = replace(task, spec=replace(task.spec, work=replace(train, settings=settings)))
-    return changed, {**columns, SPLIT: np.where(balanced(columns), columns[SPLIT], BALANCED)}
 
 
 def balanced(c: Columns) -> BoolArray:
