@@ -210,6 +210,17 @@ def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
         warn(calibrated.failures)
 
 
+def read_spec(source: SpecLike, chip: str | None = None, without: Collection[str] = ()) -> Spec:
+    """Read a spec, optionally for another chip. Raises SpecError, UsageError."""
+    file, content = spec_data(source)
+    spec = parsed(content, file=str(file), base=file.parent, without=without)
+    if chip is None:
+        return spec
+    if spec.cluster.groups:
+        raise UsageError(_("--chip {chip} needs one kind of chip; {file} has cluster.groups", chip=chip, file=file))
+    return replace(spec, cluster=replace(spec.cluster, chip=chip))
+
+
 def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
     """Parse the plain data of a spec. Raises SpecError.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.api.snapshot import prediction_records
+from flagcore.api.planning.estimate import prediction_records
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
