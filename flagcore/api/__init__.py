@@ -4,10 +4,17 @@ from flagcore.api.explaining.compare import compare
 from flagcore.api.explaining.states import explain, explain_candidate
 from flagcore.api.inputs import LoadedSpec, changed_spec, with_settings
 from flagcore.api.managing.calibration import calibrate, calibrations, forget, summary
-from flagcore.api.managing.history import ImportedTrials, check_tree, import_history, read_tree
+from flagcore.api.managing.history import ImportedTrials, import_history
 from flagcore.api.managing.hosts import check_hosts
 from flagcore.api.managing.inspection import chip_table, devices, doctor, plugin_table, public_model_table
-from flagcore.api.managing.new_spec import ImportedCommand, defaults_of, new_spec, read_command, spec_of_model
+from flagcore.api.managing.new_spec import (
+    check_imported,
+    defaults_of,
+    new_spec,
+    read_command,
+    read_tree,
+    spec_of_model,
+)
 from flagcore.api.managing.report import REPORT, report
 from flagcore.api.managing.run_list import list_runs, show_run
 from flagcore.api.planning.estimate import estimate

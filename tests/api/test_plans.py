@@ -7,6 +7,7 @@ import pytest
 from flagcore import api
 from flagcore.errors import NothingFits
 from flagcore.plugins import load_plugins
+from flagcore.report.explanation import bottleneck_text
 from tests.small import LLAMA_8B
 
 SPACE = {
@@ -39,7 +40,7 @@ def test_each_layout_is_listed_once_with_its_number_among_all_candidates() -> No
 
 def test_the_bottleneck_of_the_fastest_candidate_is_named() -> None:
     found = api.estimate(spec())
-    assert str(found.candidates[0]["limit"]) in found.bottleneck
+    assert str(found.candidates[0]["limit"]) in bottleneck_text(found.candidates[0])
 
 
 def test_a_family_name_means_one_chip_in_specs_only(caplog: pytest.LogCaptureFixture) -> None:

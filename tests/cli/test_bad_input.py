@@ -89,10 +89,6 @@ def test_a_run_folder_that_cannot_be_written(where: str, flag: Flag, project: Pr
     refused(flag("tune", project.spec(), "--run-dir", where), 2, "cannot be")
 
 
-def test_a_storage_that_cannot_be_opened(flag: Flag, project: Project) -> None:
-    refused(flag("tune", project.spec(), "--storage", "nonsense", "--run-dir", str(project.run_dir)), 2, "nonsense")
-
-
 @pytest.mark.parametrize("content", ["", "{}", '{"argv": [], "environment": {}, "directory": "/"}'])
 def test_a_run_with_a_modified_best(content: str, flag: Flag, tmp_path: Path) -> None:
     (tmp_path / "best").mkdir()
