@@ -7,9 +7,7 @@ import numpy as np
 from flagcore.contracts import PruningRule
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns
-from flagcore.domain.spec import Task
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.hooks import hookimpl
 from flagcore.tuner.problem import build_problem
 from tests import small
 from tests.tuner.stages.test_discover import loaded, plugin, spec
@@ -34,11 +32,7 @@ class Not:
 
 
 def baseline(*rules: PruningRule) -> Candidate:
-    @hookimpl
-    def flagcore_pruning_rules(task: Task) -> tuple[PruningRule, ...]:
-        return rules
-
-    found = loaded(x=plugin(small.CHIP, 8, flagcore_pruning_rules=flagcore_pruning_rules))
+    found = loaded(x=plugin(small.CHIP, 8, pruning_rules=lambda task: rules))
     return build_problem(spec(), found, WORKLOAD).baseline
 
 

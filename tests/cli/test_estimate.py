@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from flagcore.domain.prediction import PART_NAMES
-from tests.cli.conftest import FLAG, Project, Ran
+from tests.cli.conftest import FLAG, Flag, Project, Ran
+from tests.small import LLAMA_8B
 
-Flag = Callable[..., Ran]
 Answered = Callable[..., list[dict[str, Any]]]
 LIMITS = {"memory", *PART_NAMES.values()}
 MODEL = {
@@ -87,24 +87,15 @@ def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, projec
 
 
 def test_a_plan_prints_its_assumptions_to_stdout(flag: Flag, tmp_path: Path) -> None:
-    model = {
-        "num_layers": 4,
-        "hidden_size": 1024,
-        "ffn_hidden_size": 4096,
-        "num_attention_heads": 8,
-        "vocab_size": 32000,
-    }
     train = {"engine": "megatron", "seq_length": 2048, "global_batch_size": 64, "precision": "bf16"}
     file = tmp_path / "plan.yaml"
-    file.write_text(yaml.safe_dump({"model": model, "cluster": {"chip": "H100-SXM", "nodes": 2}, "train": train}))
+    job = {"model": LLAMA_8B, "cluster": {"chip": "H100-SXM", "nodes": 2}, "train": train}
+    file.write_text(yaml.safe_dump(job))
     best = json.loads(flag("estimate", str(file), "--top", "1", "--json").out)[0]
     assert best["assumed"].items() >= {"overlap_grad_reduce": True, "cross_entropy_loss_fusion": True}.items()
     table = flag("estimate", str(file), "--top", "1").out
     assert all(name in table for name in ("transformer_engine", *best["assumed"]))
-    own_spec = yaml.safe_dump(
-        {"model": model, "cluster": {"chip": "H100-SXM", "nodes": 2}, "train": {**train, "implementation": "local"}}
-    )
-    file.write_text(own_spec)
+    file.write_text(yaml.safe_dump(job | {"train": {**train, "implementation": "local"}}))
     assert "assumed" not in json.loads(flag("estimate", str(file), "--top", "1", "--json").out)[0]
 
 
@@ -253,13 +244,6 @@ def test_a_job_without_a_predictable_time_reports_what_is_missing_and_how_to_get
     assert "step_time_s" not in answer
     assert answer["memory"]["peak_allocated_gib"] > 0
     assert all(word in answer["reason"] for word in words)
-
-
-def test_with_a_network_from_the_spec_a_time_is_predicted(answered: Answered) -> None:
-    clusters = ({"chip": "C550", "devices": 16, "nic_bytes_per_second": rate} for rate in (5e10, 5e9))
-    fast, slow = answered(*(job(cluster=each) for each in clusters))
-    assert "reason" not in fast.keys() | slow.keys()
-    assert fast["step_time_s"]["value"] < slow["step_time_s"]["value"]
 
 
 @pytest.mark.parametrize(
