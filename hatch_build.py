@@ -45,6 +45,7 @@ TOOLS = {
     "mlflow": ["mlflow-skinny>=2.14"],
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.19"],
+    "webhook": [],
 }
 """The tools that the watchers of `extras/watchers` write to, by extra."""
 DEV = [

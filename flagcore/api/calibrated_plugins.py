@@ -14,7 +14,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.errors import NoDevice, RunError
 from flagcore.i18n import N_, _
 from flagcore.physics.collective_costs import Collectives, topology_of
-from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
+from flagcore.physics.cost_stack import CollectiveCostStack, KernelCostStack
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.plugins import LoadedPlugins
 from flagcore.plugins.loader import Plugin, PluginFailure
@@ -69,8 +69,8 @@ class CalibratedPlugins(LoadedPlugins):
         known, calibration = super().kernel_costs(chip, engine), self._calibration(chip)
         if calibration is None:
             return known
-        fallbacks = known.sources if known else ((ROOFLINE, Roofline(chip=chip)),)
-        return KernelCostStack(((CALIBRATED, kernel_table(calibration, chip, _curve(known))), *fallbacks))
+        fallbacks = known.sources if known else (Roofline(chip=chip),)
+        return KernelCostStack((kernel_table(calibration, chip, _curve(known)), *fallbacks))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return measured times within a node, and times from the topology for larger groups. Raises RunError."""
@@ -106,7 +106,7 @@ class CalibratedPlugins(LoadedPlugins):
 
 
 def _curve(costs: KernelCostStack | None) -> Curve:
-    curve = getattr(costs.sources[0][1], "curve", None) if costs else None
+    curve = getattr(costs.sources[0], "curve", None) if costs else None
     return curve if isinstance(curve, Curve) else Curve()
 
 

@@ -6,7 +6,7 @@ from unicodedata import normalize
 
 from flagcore.contracts import Problem
 from flagcore.domain.knob import Knobs
-from flagcore.domain.space import Axis, Columns, IntArray, KnobValue, as_candidate
+from flagcore.domain.space import Axis, Candidate, Columns, IntArray, KnobValue, as_candidate
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _, did_you_mean
 from flagcore.report.candidate_report import ExcludingRule
@@ -62,6 +62,13 @@ def broken_rules_of(problem: Problem, columns: Columns) -> list[ExcludingRule]:
         for rule in problem.legality.rules
         if bool(rule.broken(columns).any())
     ]
+
+
+def legal_candidate(problem: Problem, columns: Columns) -> Candidate:
+    """Return the candidate with these columns (one row), as the engine runs it. Raises UsageError if it is illegal."""
+    if rules := broken_rules_of(problem, columns):
+        raise UsageError(_("the candidate is illegal: {rules}", rules="; ".join(map(str, rules))))
+    return as_candidate(problem.space.axes, canonical(columns, problem.legality.merges))
 
 
 def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, KnobValue]:

@@ -185,23 +185,15 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
 
 
 def labels_of_spec(data: Mapping[str, Any]) -> Labels:
-    """Return the labels of the engine of a spec or job record. They are empty if the engine is not installed.
-
-    For a job record that names no engine, the first training engine is used.
-    """
-    installed = engines()
-    with suppress(FlagError, KeyError, StopIteration):
-        name = _engine_name(data) or next(name for name, engine in installed.items() if engine.kind == "train")
-        return installed[name].labels
+    """Return the labels of the engine of a spec. They are empty if the engine is not installed."""
+    with suppress(FlagError, KeyError):
+        return engines()[_engine_name(data) or ""].labels
     return Labels()
 
 
 def _engine_name(data: Mapping[str, Any]) -> str | None:
     """Return the name of the first engine that a spec names, or None."""
-    sections = (data.get(kind) for kind in ("train", "serve"))
-    engine = next((each["engine"] for each in sections if isinstance(each, Mapping) and "engine" in each), None)
-    engine = engine[0] if isinstance(engine, list) and engine else engine
-    return engine if isinstance(engine, str) else None
+    return next(iter((*engines_of(data, "train"), *engines_of(data))), None)
 
 
 LOG = logging.getLogger("flagcore")
@@ -218,18 +210,29 @@ def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
         warn(calibrated.failures)
 
 
+def read_spec(source: SpecLike, chip: str | None = None, without: Collection[str] = ()) -> Spec:
+    """Read a spec, optionally for another chip. Raises SpecError, UsageError."""
+    file, content = spec_data(source)
+    spec = parsed(content, file=str(file), base=file.parent, without=without)
+    if chip is None:
+        return spec
+    if spec.cluster.groups:
+        raise UsageError(_("--chip {chip} needs one kind of chip; {file} has cluster.groups", chip=chip, file=file))
+    return replace(spec, cluster=replace(spec.cluster, chip=chip))
+
+
 def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
     """Parse the plain data of a spec. Raises SpecError.
 
     Plugins are asked for their knobs only if the space contains a knob that the engine does not have.
     """
-    train, tuner = data.get("train"), data.get("auto_tuner")
+    tuner = data.get("auto_tuner")
     sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
     space_names = {name for section in sections if isinstance(section, Mapping) for name in section}
-    engine = train.get("engine") if isinstance(train, Mapping) else next(iter(engines_of(data)), None)
+    engine = _engine_name(data)
     plugin_knobs: Sequence[Knob] = ()
     installed = engines()
-    if space_names and isinstance(engine, str) and engine in installed:
+    if space_names and engine and engine in installed:
         engine_names = {name for knob in installed[engine].knobs for name in knob.names}
         plugin_knobs = load_plugins(without).knobs_on_any_chip(engine) if space_names - engine_names - {engine} else ()
         plugin_knobs = [knob for knob in plugin_knobs if knob.name not in engine_names]

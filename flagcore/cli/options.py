@@ -17,7 +17,7 @@ from flagcore.i18n import N_, _, in_english
 from flagcore.i18n.width import wrapped
 
 if TYPE_CHECKING:
-    from flagcore.contracts import ImportNote
+    from flagcore.contracts import ImportedSpec, ImportNote
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -232,8 +232,11 @@ Without `--force`, a file that exists is a UsageError before the command begins.
 """
 
 
-def write_new(text: str, output: Path | None) -> None:
-    """Print a text, or write it to a file."""
+def write_new(spec: ImportedSpec, output: Path | None) -> None:
+    """Print a spec as YAML with comments, or write it to a file."""
+    from flagcore.spec.importing import commented_yaml
+
+    text = commented_yaml(spec)
     if output is None:
         click.echo(text, nl=False)
         return

@@ -14,12 +14,10 @@ import click
 from click.core import ParameterSource
 
 from flagcore.cli import options
-from flagcore.i18n import N_, _, did_you_mean
+from flagcore.i18n import N_, _
 
 if TYPE_CHECKING:
     from flagcore import api
-    from flagcore.domain.knob import Knobs
-    from flagcore.domain.prediction import Labels
 
 
 @click.command("estimate")
@@ -33,9 +31,7 @@ if TYPE_CHECKING:
 @options.objective
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of candidates to list.")
 @click.option("--all", "every", is_flag=True, help="List every candidate, not only the fastest of each layout.")
-@click.option(
-    "--explain", metavar="ID", help="Show one candidate in detail: number in the list, baseline, or the id of a job."
-)
+@click.option("--explain", metavar="ID", help="Show one candidate in detail: its number in the list, or baseline.")
 @options.output
 @options.plugins
 def estimate_command(
@@ -49,26 +45,29 @@ def estimate_command(
 ) -> None:
     """Predict memory and time of all candidates of SPEC, or of job records, without running anything.
 
-    With --jobs the default format is jsonl. A config of another tuner (--config-path, --config-name) may replace SPEC.
+    With --jobs, the predictions are JSON lines. A config of another tuner (--config-path, --config-name) may replace
+    SPEC.
     """
-    if explain is not None and form == "csv":
-        raise click.UsageError(_("--explain does not support --format csv"))
     if (spec is None) == (jobs is None):
         raise click.UsageError(_("one of SPEC, --model and --jobs is required"))
     if spec is not None and os.fspath(spec).endswith(".jsonl"):
         raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=os.fspath(spec)))
+    if spec is not None and explain is not None and form == "csv":
+        raise click.UsageError(_("--explain does not support --format csv"))
     if spec is not None:
         _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
     elif jobs is not None:
         for option in filter(_is_given, OPTIONS_OF_SPECS):
             raise click.UsageError(_(OPTIONS_OF_SPECS[option]))
-        form = form if _is_given("form") or explain is not None else "jsonl"
-        with options.language_of(form):
-            _estimate_jobs(jobs, explain, form, arguments["without"])
+        if _is_given("form") and form != "jsonl":
+            raise click.UsageError(_("--format {form} requires SPEC: job records are answered as jsonl", form=form))
+        with options.language_of("jsonl"):
+            _estimate_jobs(jobs, arguments["without"])
 
 
 OPTIONS_OF_SPECS = {
     "chip": N_("--chip requires SPEC: job records name their chip"),
+    "explain": N_("--explain requires SPEC"),
     "objective": N_("--objective requires SPEC: job records are not ranked"),
     "settings": N_("--set requires SPEC"),
     "top": N_("--top requires SPEC: every job record is predicted"),
@@ -79,41 +78,17 @@ def _is_given(option: str) -> bool:
     return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
-def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str, ...]) -> None:
+def _estimate_jobs(jobs: str, without: tuple[str, ...]) -> None:
     from flagcore import api
-    from flagcore.api.inputs import knobs_of_spec, labels_of_spec
 
-    records = _records(jobs)
-    if explain is not None:
-        by_id: dict[str, dict[str, Any]] = {}
-        for record in records:
-            if isinstance(record, dict):
-                by_id.setdefault(record["id"], record)
-        if explain not in by_id:
-            problem = _("--explain: no job record in {file} has id {id!r}", file=jobs, id=explain)
-            raise click.UsageError("; ".join(filter(None, [problem, did_you_mean(explain, by_id)])))
-        job = by_id[explain]
-        details = next(api.estimate_jobs([job], without=without, at_once=1, with_model=True))
-        _show(details, _("Job {id}", id=explain), form, knobs_of_spec(job), labels_of_spec(job))
-        return
-    predictions = api.estimate_jobs(records, without=without, at_once=1 if _is_pipe(jobs) else api.AT_ONCE)
-    if form == "jsonl":
-        for prediction in predictions:
-            click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
-        return
-    answers = list(predictions)
-    if form in ("table", "csv"):
-        for each in answers:
-            each["reason"] = each.get("reason") or "; ".join(each.get("warnings", ())) or None
-    has_serving = any("objective" in each for each in answers)
-    has_training = not has_serving or any("mfu" in each or "limit" in each for each in answers)
-    figures = ["predicted"] * has_training + ["predicted_serving"] * has_serving
-    options.show_records(answers, form, options.columns("jobs", *figures, "jobs_fit"))
+    for prediction in api.estimate_jobs(_records(jobs), without=without, at_once=1 if _is_pipe(jobs) else api.AT_ONCE):
+        click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
 
 
 def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:
     from flagcore import api
     from flagcore.report.estimate import estimate_columns, estimate_texts
+    from flagcore.report.explanation import detail_text
 
     number = _number(explain)
     estimate = api.estimate(spec, top=max(top, number), **arguments)
@@ -125,7 +100,10 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         details = {"chip": estimate.chip, "devices": estimate.devices, **record, "model": list(estimate.model)}
         details |= {"notes": list(estimate.notes)} if estimate.notes else {}
         title = _("Candidate {number}", number=number) if number else _("Baseline")
-        _show(details, title, form, estimate.knobs, estimate.labels)
+        if form == "table":
+            options.show(detail_text(details, title, estimate.knobs, estimate.labels))
+        else:
+            options.show_record(details, form)
     elif form != "table":
         options.show_records(estimate.candidates, form, estimate_columns(estimate))
     else:
@@ -140,16 +118,6 @@ def _number(explain: str | None) -> int:
     if not str(explain).isdecimal() or not 1 <= int(str(explain)) <= MAX_EXPLAINED:
         raise click.UsageError(_("--explain {id}: expected the number of a candidate, or baseline", id=explain))
     return int(str(explain))
-
-
-def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs, labels: Labels) -> None:
-    """Print one prediction in detail, as text or as a record."""
-    from flagcore.report.explanation import detail_text
-
-    if form == "table":
-        options.show(detail_text(record, title, knobs, labels))
-    else:
-        options.show_record(record, form)
 
 
 def _is_pipe(file: str) -> bool:

@@ -54,7 +54,7 @@ def init_command(
     values = {name: given[name] or _ask(name, "", default) for name, default in defaults.items()}
     cluster = {"chip": chip, "nodes": nodes, "devices_per_node": int(devices) if str(devices).isdecimal() else devices}
     spec = api.new_spec(engine, model, cluster, values)
-    options.write_new(spec.as_yaml(), output)
+    options.write_new(spec, output)
     if output is not None:
         options.say(_("flag: next: flag estimate {file}", file=output))
 
@@ -185,8 +185,8 @@ def _convert(
     if chip is not None:
         config.data["cluster"]["chip"] = chip
     options.print_notes(config.notes)
-    api.check_tree(config)
-    options.write_new(config.as_yaml(), output)
+    api.check_imported(config)
+    options.write_new(config, output)
 
 
 @click.command()
@@ -207,7 +207,7 @@ def command_command(context: click.Context, /, command: tuple[str, ...], output:
     text = sys.stdin.read() if command == ("-",) else ""
     imported = api.read_command(context.info_name, () if text else command, text=text, **given)
     options.print_notes(imported.notes)
-    options.write_new(imported.as_yaml(), output)
+    options.write_new(imported, output)
 
 
 @click.command()

@@ -15,7 +15,9 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.launch import Launch
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.space import Candidate, KnobValue
+from flagcore.domain.space import Axis, Candidate, KnobValue
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import Trial
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 
@@ -53,21 +55,20 @@ class Start:
     job: Mapping[str, str] = field(default_factory=dict)
 
 
-class ImportedSpec(Protocol):
-    """A spec that an importer has read from `file`, as plain data with absolute paths."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedSpec:
+    """An imported spec as plain data with absolute paths, and notes on keys that are dropped or changed.
 
-    @property
-    def data(self) -> dict[str, Any]: ...
-    @property
-    def notes(self) -> Sequence[ImportNote]: ...
-    @property
-    def file(self) -> str: ...
+    `file`: the file that was read. Empty if there is none.
+    """
+
+    data: dict[str, Any]
+    notes: tuple[ImportNote, ...]
+    file: str = ""
 
     def translate_error(self, error: SpecError) -> SpecError:
-        """Return an error about the spec as an error about the corresponding key of the other tuner's file."""
-
-    def as_yaml(self) -> str:
-        """Return the spec as YAML, with the notes as comments."""
+        """Return an error about the spec as an error about the imported file. By default, it is unchanged."""
+        return error
 
 
 class Importer(Protocol):
@@ -92,54 +93,25 @@ class Importer(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryRow:
-    """One trial of another tuner.
-
-    `line`: its line in the file. The heading is line 1.
-    `index`: its number in the other tuner.
-    `step_s`: the mean time of a training step.
-    `figures`: the figures of a server by flagcore's names.
-    `error`: the reason why neither was measured.
-    `split`: whether the first or last pipeline stage has a different number of layers than the others.
-    `cut`: whether the other tuner ended the trial early.
-    `refused`: the reason why the trial cannot be imported. Empty if it can.
-    """
-
-    line: int
-    index: int
-    knobs: Mapping[str, KnobValue]
-    engine: str | None
-    step_s: float | None
-    figures: Mapping[str, float]
-    reserved_bytes: int | None
-    out_of_memory: bool
-    error: str | None
-    elapsed_s: float
-    split: bool
-    cut: bool
-    refused: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """The trials of another tuner in the order in which they ran.
-
-    `serves`: whether they are serving trials.
-    `time_limit_s`: the other tuner's default time limit of a trial.
-    """
-
-    rows: tuple[HistoryRow, ...]
-    serves: bool
-    time_limit_s: float
+FindCandidate = Callable[[Mapping[str, KnobValue]], Candidate]
+"""Returns the candidate with the given values of knobs. Raises UsageError if it is not in the space."""
 
 
 @runtime_checkable
 class HistoryReader(Protocol):
     """An optional interface of importers that can also read the other tuner's trials."""
 
-    def read_history(self, path: Path) -> History:
-        """Return the trials in a file. Raises UsageError if the file does not contain trials."""
+    def read_history(
+        self, path: Path, task: Task, axes: Sequence[Axis], find: FindCandidate
+    ) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
+        """Return the trials in a file in the order in which they ran, and notes on skipped rows and columns.
+
+        `task`: the job that was tuned.
+        `axes`: the knobs of its space.
+        `find`: finds the candidate of a trial.
+        The trials have no predictions, and their numbers are not used. Raises UsageError if the file does not contain
+        trials of this kind of job.
+        """
 
 
 DEVICES_OF_HOST = {

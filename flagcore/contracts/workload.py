@@ -194,13 +194,6 @@ class Workload(ABC):
         """
         return {}
 
-    def with_derived_split(self, task: Task, columns: Columns) -> tuple[Task, Columns] | None:
-        """Return a task and a candidate with the split of layers that is derived from the times of the stages.
-
-        Returns None, the default, if the candidate already has this split.
-        """
-        return None
-
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
         """Return a line for each key of a spec that has no effect on the candidates of its space. By default none."""
         return ()

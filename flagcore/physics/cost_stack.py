@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
 from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.space import BoolArray, FloatArray, IntArray
-
-ROOFLINE = "roofline"
-"""The name of the core's roofline as a source of times."""
+from flagcore.domain.space import FloatArray, IntArray
 
 C = TypeVar("C", KernelCosts, CollectiveCosts)
 
@@ -26,50 +23,40 @@ C = TypeVar("C", KernelCosts, CollectiveCosts)
 class KernelCostStack:
     """A stack of kernel costs. Implements `flagcore.contracts.KernelCosts`.
 
-    `sources`: names and costs, the most trusted source first.
+    `sources`: the costs, the most trusted source first.
     `slowdown`: the factor of all kernel times on the device.
     `launch_slowdown`: the factor of launch times.
-    `used_sources`: if given, it collects the names of the sources that were used, by kind of kernel.
     """
 
-    sources: tuple[tuple[str, KernelCosts], ...]
+    sources: tuple[KernelCosts, ...]
     slowdown: float = 1.0
     launch_slowdown: float = 1.0
-    used_sources: dict[str, set[str]] | None = field(default=None, compare=False)
-
-    def recording(self) -> KernelCostStack:
-        """Return the same costs with an empty `used_sources`, which then collects the sources that are used."""
-        return replace(self, used_sources={})
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
-        return self._scaled("gemm", lambda costs: costs.gemm_seconds(m, n, k, precision))
+        return self._scaled(lambda costs: costs.gemm_seconds(m, n, k, precision))
 
     def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
-        return self._scaled("attention", lambda costs: costs.attention_seconds(shape, precision))
+        return self._scaled(lambda costs: costs.attention_seconds(shape, precision))
 
     def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
-        return self._scaled("attention_backward", lambda costs: costs.attention_backward_seconds(shape, precision))
+        return self._scaled(lambda costs: costs.attention_backward_seconds(shape, precision))
 
     def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
-        return self._scaled("memory", lambda costs: costs.memory_seconds(bytes_moved))
+        return self._scaled(lambda costs: costs.memory_seconds(bytes_moved))
 
     def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
-        return self._first_known("host_copy", lambda costs: costs.host_copy_seconds(bytes_moved))
+        return _first_known(self.sources, lambda costs: costs.host_copy_seconds(bytes_moved))
 
     def launch_seconds(self) -> float:
-        return self.launch_slowdown * _first_known_figure([costs.launch_seconds for _, costs in self.sources])
+        return self.launch_slowdown * _first_known_figure([costs.launch_seconds for costs in self.sources])
 
     def run_slowdown(self) -> float:
         """Return the slowdown of the first source that knows it, or 1.0 if `slowdown` already includes one."""
-        return 1.0 if self.slowdown != 1.0 else _first_known_figure([costs.run_slowdown for _, costs in self.sources])
+        return 1.0 if self.slowdown != 1.0 else _first_known_figure([costs.run_slowdown for costs in self.sources])
 
-    def _scaled(self, kind: str, seconds_of: Callable[[KernelCosts], FloatArray]) -> FloatArray:
-        seconds = self._first_known(kind, seconds_of)
+    def _scaled(self, seconds_of: Callable[[KernelCosts], FloatArray]) -> FloatArray:
+        seconds = _first_known(self.sources, seconds_of)
         return seconds if self.slowdown == 1.0 else self.slowdown * seconds
-
-    def _first_known(self, kind: str, seconds_of: Callable[[KernelCosts], FloatArray]) -> FloatArray:
-        used = None if self.used_sources is None else self.used_sources.setdefault(kind, set())
-        return _first_known(self.sources, seconds_of, used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,41 +69,26 @@ class CollectiveCostStack:
     sources: tuple[CollectiveCosts, ...]
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        return _first_known(self._named, lambda costs: costs.seconds(kind, payload_bytes, ranks, stride))
+        return _first_known(self.sources, lambda costs: costs.seconds(kind, payload_bytes, ranks, stride))
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
-        return _first_known(self._named, lambda costs: costs.compute_share(ranks, stride))
-
-    @property
-    def _named(self) -> list[tuple[str, CollectiveCosts]]:
-        return [("", costs) for costs in self.sources]
+        return _first_known(self.sources, lambda costs: costs.compute_share(ranks, stride))
 
 
 def with_slowdown(kernels: KernelCosts, slowdown: float, *, launches: float = 1.0) -> KernelCosts:
     """Return costs with kernel times multiplied by `slowdown`, and launch times multiplied by `launches`."""
-    stack = kernels if isinstance(kernels, KernelCostStack) else KernelCostStack((("", kernels),))
+    stack = kernels if isinstance(kernels, KernelCostStack) else KernelCostStack((kernels,))
     return replace(stack, slowdown=stack.slowdown * slowdown, launch_slowdown=stack.launch_slowdown * launches)
 
 
-def _first_known(
-    sources: Sequence[tuple[str, C]], seconds_of: Callable[[C], FloatArray], used: set[str] | None = None
-) -> FloatArray:
-    """Return each time from the first source that knows it. NaN remains where no source does.
-
-    `used`: collects the names of the sources that were used.
-    """
-    seconds: FloatArray | None = None
-    missing: BoolArray = np.array(True)
-    for name, costs in sources:
-        if seconds is not None:
-            missing = np.isnan(seconds)
-            if not missing.any():
-                break
-        found = seconds_of(costs)
-        if used is not None and (missing & ~np.isnan(found)).any():
-            used.add(name)
-        seconds = found if seconds is None else np.where(missing, found, seconds)
-    assert seconds is not None
+def _first_known(sources: Sequence[C], seconds_of: Callable[[C], FloatArray]) -> FloatArray:
+    """Return each time from the first source that knows it. NaN remains where no source does."""
+    seconds = seconds_of(sources[0])
+    for costs in sources[1:]:
+        missing = np.isnan(seconds)
+        if not missing.any():
+            break
+        seconds = np.where(missing, seconds_of(costs), seconds)
     return seconds
 
 

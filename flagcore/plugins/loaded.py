@@ -18,7 +18,7 @@ from flagcore.domain.engine import EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Task
 from flagcore.physics.collective_costs import Collectives, topology_of
-from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
+from flagcore.physics.cost_stack import CollectiveCostStack, KernelCostStack
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import validation
 from flagcore.plugins.entry_points import kind_of
@@ -32,7 +32,6 @@ from flagcore.plugins.loader import (
     make_plugin,
     one_line,
     origins,
-    plugin_name,
     stdout_to_stderr,
     wrap_objects,
 )
@@ -161,9 +160,7 @@ class LoadedPlugins:
         """
         arguments = {"chip": chip, "engine": engine, "kind": kind_of(engine)}
         costs = self._first([chip], "flagcore_kernel_costs", validation.kernel_costs, **arguments)
-        if costs is None:
-            return None
-        return KernelCostStack(((f"plugin {plugin_name(costs)}", costs), (ROOFLINE, Roofline(chip=chip))))
+        return None if costs is None else KernelCostStack((costs, Roofline(chip=chip)))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return the collective costs of the first plugin that has them, or None.

@@ -210,11 +210,6 @@ def wrap_objects(plugin: str, hook: str, result: T) -> T:
     return cast(T, PluginProxy(plugin, result)) if hook in HOOKS_WITH_OBJECTS else result
 
 
-def plugin_name(wrapped: object) -> str:
-    """Return the name of the plugin that returned an object, or an empty string if it is not from a plugin."""
-    return wrapped._owner if isinstance(wrapped, PluginProxy) else ""
-
-
 class PluginProxy:
     """Wraps an object of a plugin. Exceptions in its methods become NoDevice, with a hint to disable the plugin."""
 

@@ -10,6 +10,7 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.search_state import SearchTime
 from flagcore.domain.space import KnobValue
 from flagcore.i18n import N_, _, ngettext
+from flagcore.report.explanation import bottleneck_text
 from flagcore.report.formats import Notebook, hardware_text, known_columns, render, shown, table, table_columns
 from flagcore.report.text import (
     assumed_text,
@@ -37,14 +38,6 @@ class ChipPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BalancedSplit:
-    """The split of layers that the engine derives, and its step time."""
-
-    layers: tuple[int, ...]
-    step_time_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Mixing:
     """The fastest plan that mixes kinds of chips, and the fastest plan of each kind alone.
 
@@ -52,8 +45,6 @@ class Mixing:
     - `idle`: the share of the pipeline's time in which the devices of a kind have no work.
     - `limit`: the bottleneck of the mixed plan.
     - `slowest`: the kind with the slowest stage.
-    - `layers`: the layers of the plan's stages.
-    - `balanced`: the derived split, or None if the plan already has it.
     """
 
     mixed: ChipPlan
@@ -62,8 +53,6 @@ class Mixing:
     idle: Mapping[str, float]
     limit: str
     slowest: str
-    layers: tuple[int, ...]
-    balanced: BalancedSplit | None = None
 
     @property
     def sum_alone(self) -> float:
@@ -94,7 +83,6 @@ class Estimate(Notebook):
     - `mixing`: a comparison of a mixed cluster with each of its kinds of chips alone.
     - `search`: an upper bound for the seconds of all trials.
     - `knobs`, `labels`: the knobs of the task, and the labels of the engine.
-    - `bottleneck`: what limits the fastest candidate.
     """
 
     chip: str
@@ -115,16 +103,13 @@ class Estimate(Notebook):
     mixing: Mixing | None = None
     knobs: Knobs = field(default_factory=dict)
     labels: Labels = field(default_factory=Labels)
-    bottleneck: str = ""
 
     def __repr__(self) -> str:
         best = candidate_line("best", self.candidates[0], self.knobs) if self.candidates else "nothing fits"
         return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
 
     def __str__(self) -> str:
-        rows = self.candidates
-        columns = {"#": "number", **candidate_columns(rows, self.knobs), **known_columns(rows, "estimate")}
-        return render(rows, "table", columns)
+        return _candidates_table(self)
 
 
 def estimate_columns(estimate: Estimate) -> dict[str, str]:
@@ -147,8 +132,8 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
     yield _candidates_table(estimate), True
     if estimate.assumed:
         yield "\n" + assumed_text(estimate.assumed), True
-    if estimate.bottleneck:
-        yield "\n" + estimate.bottleneck, False
+    if bottleneck := bottleneck_text(estimate.candidates[0]):
+        yield "\n" + bottleneck, False
     lines = [candidate_line(_("baseline"), estimate.baseline, estimate.knobs)]
     if estimate.defaults:
         lines.append(candidate_line(_("engine defaults"), estimate.defaults, estimate.knobs))
@@ -230,8 +215,4 @@ def verdict(mixing: Mixing) -> str:
     if idle := ", ".join(f"{name} ~{share:.0%}" for name, share in mixing.idle.items()):
         limit = {"limit": _(mixing.limit), "slowest": mixing.slowest, "idle": idle}
         text += " " + _("Limited by {limit}, slowest stage on {slowest}; idle: {idle}.", **limit)
-    if mixing.balanced and mixing.balanced.layers != mixing.layers:
-        layers, better = (", ".join(map(str, each)) for each in (mixing.layers, mixing.balanced.layers))
-        names = {"layers": layers, "better": better, "seconds": shown(mixing.balanced.step_time_s)}
-        text += " " + _("Layers {layers}; balanced: {better}, ~{seconds} s/step.", **names)
     return text

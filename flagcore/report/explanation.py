@@ -11,7 +11,7 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.serving import STATISTICS
 from flagcore.domain.trial import RUN
 from flagcore.i18n import N_, _
-from flagcore.report.formats import NAMES, Notebook, hardware_text, render, shown, table, table_columns
+from flagcore.report.formats import NAMES, Notebook, hardware_text, render, shown, size_text, table, table_columns
 from flagcore.report.text import funnel, layers_text, repeats_text, values_text
 
 HEADINGS = NAMES["component_memory"]
@@ -82,8 +82,6 @@ def part_name(part: str) -> str:
 
 def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
     """Return a prediction as text: the parts of the model, of the memory and of the time, with the engine's labels."""
-    if record.get("status", "ok") != "ok":
-        return f"{record['status']}: {record['reason']}"
     if "objective" in record:
         return served_text(record)
     layers = record.get("stage_layers")
@@ -92,16 +90,12 @@ def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
 
 
 def detail_text(record: Mapping[str, Any], title: str, knobs: Knobs, labels: Labels) -> str:
-    """Return a prediction in detail. Hardware and candidate (if it has one) come first, plugins' notes last."""
-    heading = []
-    if "candidate" in record:
-        chosen = {**record.get("settings", {}), **record.get("assumed", {})}
-        settings = [f"{key}={value}" for key, value in chosen.items() if value not in (False, 0)]
-        values = ", ".join(filter(None, [values_text(record["candidate"], knobs), *settings]))
-        hardware = hardware_text(record["devices"], record["chip"])
-        heading.append(_("{title} on {hardware}: {values}", title=title, hardware=hardware, values=values) + "\n")
-    notes = notes_text(record.get("notes", ()))
-    return "\n".join([*heading, "\n\n".join(filter(None, [prediction_text(record, labels), notes]))])
+    """Return the prediction of a candidate in detail. Hardware and candidate come first, plugins' notes last."""
+    settings = [f"{key}={value}" for key, value in record.get("assumed", {}).items() if value not in (False, 0)]
+    values = ", ".join([values_text(record["candidate"], knobs), *settings])
+    hardware = hardware_text(record["devices"], record["chip"])
+    heading = _("{title} on {hardware}: {values}", title=title, hardware=hardware, values=values)
+    return "\n\n".join(filter(None, [heading, prediction_text(record, labels), notes_text(record.get("notes", ()))]))
 
 
 def served_text(data: Mapping[str, Any]) -> str:
@@ -242,6 +236,19 @@ def time_text(data: Mapping[str, Any]) -> str:
     speed = f"{data['tokens_per_second_per_device']['value']:,.0f} tokens/s/device{mfu}"
     limit = _("Bottleneck: {limit}", limit=_(data["limit"]))
     return "\n".join([table([_("Time"), "s", _("share")], rows), "", f"{interval}; {speed}", limit])
+
+
+def bottleneck_text(predicted: Mapping[str, Any]) -> str:
+    """Return what limits a predicted training step, with its share. Empty if this or the time is unknown."""
+    name, time = predicted.get("limit"), predicted.get("time") or {}
+    if name == "memory":
+        memory = predicted["memory"]
+        used, capacity = size_text(memory["device_used_gib"]), size_text(memory.get("capacity_gib"))
+        return _("Bottleneck: memory, ~{used} of {capacity}.", used=used, capacity=capacity)
+    seconds = next((value for part, value in time.items() if part_name(part) == name), None)
+    if not seconds:
+        return ""
+    return _("Bottleneck: {limit}, ~{share:.0%} of a step.", limit=_(str(name)), share=seconds / sum(time.values()))
 
 
 def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:

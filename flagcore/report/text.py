@@ -18,7 +18,7 @@ from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate,
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, step_value
 from flagcore.i18n import N_, _, ngettext
 from flagcore.i18n.width import columns, left
-from flagcore.report.formats import NAMES, shown, size_text
+from flagcore.report.formats import NAMES, shown
 
 Stage: TypeAlias = tuple[str | None, str, int]
 """A stage of the search space: the rule that removed candidates, the name of the stage, and the number of candidates.
@@ -364,14 +364,10 @@ def run_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _run_texts(record: Mapping[str, Any]) -> dict[str, str | None]:
     speedup, value, mark = record.get("speedup"), record.get("value"), "" if record.get("fidelity") == RUN else "~"
     low, high, unit = record.get("low"), record.get("high"), record.get("unit")
-    gain, seconds = record.get("gain"), record.get("seconds")
     speedup_shown = f"{mark}{speedup or 0.0:+.1%}" if record.get("significant") else _("not significant")
     return {
         "state": _(record["state"]),
         "value": None if value is None else f"{mark}{shown(value)} {unit}",
         "range": None if low is None or low == high else f"{shown(low)} - {shown(high)}",
         "speedup": None if speedup is None else speedup_shown,
-        "memory_gib": size_text(record.get("memory_gib")),
-        "seconds": None if seconds is None else duration_text(seconds),
-        "gain": None if gain is None else f"{mark}{gain:+.1%}",
     }

@@ -11,18 +11,10 @@ from flagcore.domain.spec import CHEAPEST, COST, ClusterSpec, Spec
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.knobs import Engines, knobs_of
-from flagcore.spec.plain_data import plain, spec_as_data, spec_error
+from flagcore.spec.plain_data import plain, spec_error
 from flagcore.spec.schema import Document, document_of
 from flagcore.spec.serving import ServeDocument, engines_of, serve_document_of
 from flagcore.spec.validate import Context, Section, located, validated
-
-
-def read_spec(path: Path, engines: Engines) -> Spec:
-    """Read a spec file in YAML, or in JSON if its suffix is `.json`. Raises SpecError.
-
-    Paths in the file are relative to its folder.
-    """
-    return parse_spec(spec_as_data(path), file=str(path), base=path.parent, engines=engines)
 
 
 def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob] = ()) -> Spec:

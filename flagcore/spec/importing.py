@@ -2,10 +2,10 @@
 
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from flagcore.contracts import ImportNote
+from flagcore.contracts import ImportedSpec, ImportNote
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import dump_yaml, spec_error
 
@@ -37,18 +37,18 @@ class Notes:
         self.problems.append(self.error(key, problem, value=value, fix=fix))
 
 
-def commented_yaml(data: Mapping[str, Any], notes: Sequence[ImportNote]) -> str:
-    """Return a spec as YAML with notes as comments.
+def commented_yaml(spec: ImportedSpec) -> str:
+    """Return an imported spec as YAML, with its notes as comments.
 
     Each note is above its key, or above the closest existing section that would contain the key.
     """
     notes_by_key: dict[str, list[ImportNote]] = {}
-    for note in notes:
+    for note in spec.notes:
         key = note.at
-        while key and not _has_key(data, key):
+        while key and not _has_key(spec.data, key):
             key = key.rpartition(".")[0]
         notes_by_key.setdefault(key, []).append(note)
-    return "\n".join([*_comments(notes_by_key.get("", []), 0), *_lines(data, "", notes_by_key)]) + "\n"
+    return "\n".join([*_comments(notes_by_key.get("", []), 0), *_lines(spec.data, "", notes_by_key)]) + "\n"
 
 
 def _has_key(data: Any, path: str) -> bool:

@@ -6,10 +6,11 @@ from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationError, create_model
 
+from flagcore.contracts import Workload
 from flagcore.domain.knob import Knob
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import AUTO, SettingValue
@@ -18,17 +19,7 @@ from flagcore.i18n import _
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.validate import DID_YOU_MEAN, Section
 
-
-class Engine(Protocol):
-    """What the validation of specs needs to know of an engine: its kind (train or serve) and its knobs."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def knobs(self) -> tuple[Knob, ...]: ...
-
-
-Engines: TypeAlias = Mapping[str, Engine]
+Engines: TypeAlias = Mapping[str, Workload]
 """The installed engines by name. An engine is loaded only when it is looked up."""
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from flagcore import api
-from flagcore.api.snapshot import build_problem_of_spec
+from flagcore.api.planning.estimate import build_problem_of_spec
+from flagcore.contracts import ImportedSpec
 from flagcore.errors import SpecError, UsageError
+from flagcore.spec.importing import commented_yaml
 from flagcore.tuner.stages.launch import planned_launch
 
 CONFIG = {
@@ -50,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def keys(imported: api.ImportedCommand) -> set[str]:
+def keys(imported: ImportedSpec) -> set[str]:
     return {note.key for note in imported.notes}
 
 
@@ -152,7 +154,7 @@ def test_a_server_of_one_kind_is_imported_as_one_that_does_both() -> None:
 def test_several_values_are_noted_and_comments_stand_above_their_keys() -> None:
     imported = api.read_command("vllm", ["vllm serve model --lora-modules a=b c=d --max-num-seqs 8"])
     assert "--lora-modules" in keys(imported)
-    lines = imported.as_yaml().splitlines()
+    lines = commented_yaml(imported).splitlines()
     at = next(number for number, line in enumerate(lines) if "max_num_seqs: 8" in line)
     assert lines[at - 1].lstrip().startswith("# --max-num-seqs")
 

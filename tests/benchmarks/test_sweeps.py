@@ -12,9 +12,9 @@ import pytest
 from flagcore import api
 from flagcore.api.inputs import loaded_plugins
 from flagcore.plugins import LoadedPlugins
+from tests.small import SHAPE
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
-SHAPE = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 8192}
 
 
 @pytest.fixture

@@ -10,11 +10,10 @@ import yaml
 
 from flagcore import api
 from flagcore.api.inputs import fixed_task
-from flagcore.api.snapshot import build_problem_of_spec
-from flagcore.report.estimate import BalancedSplit, ChipPlan, Mixing, verdict
-from tests.cli.conftest import Project, Ran
+from flagcore.api.planning.estimate import build_problem_of_spec
+from flagcore.report.estimate import ChipPlan, Mixing, verdict
+from tests.cli.conftest import Flag, Project
 
-Flag = Callable[..., Ran]
 LARGE = {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB", "nic_bytes_per_second": 1.0e9}
 SMALL = {**LARGE, "memory_per_device": "400MiB"}
 NEW, OLD = {**LARGE, "name": "new"}, {**LARGE, "name": "old", "speed": 0.25}
@@ -166,26 +165,9 @@ def test_a_slower_group_has_fewer_layers_and_is_named(
     assert [each.chips for each in alone] == ["new", "old"]
 
 
-def test_a_fixed_layout_is_compared_with_the_balanced_one(
-    flag: Flag, spec: Callable[..., str], mixing: Callable[..., Mixing]
-) -> None:
-    fixed = {
-        "auto_tuner": {"space": {"meshes": ["new dp2 + old dp2"]}},
-        "train": {"settings": {"pipeline_model_parallel_layout": "Et*2|t*2L"}},
-    }
-    found = mixing(NEW, OLD, **fixed)
-    assert found.layers == (2, 2)
-    assert found.balanced
-    first, second = found.balanced.layers
-    assert first > 2 > second
-    assert found.balanced.step_time_s < found.mixed.step_time_s
-    assert f"{first}, {second}" in flag("estimate", spec(NEW, OLD, **fixed)).out
-
-
-def test_the_balanced_split_is_shown_if_no_chip_can_run_alone() -> None:
+def test_a_mixed_plan_is_described_if_no_chip_can_run_alone() -> None:
     plan = ChipPlan(
         chips="a + b", devices=4, tokens_per_second=1.0, step_time_s=3.0, candidate={}, implementation="local"
     )
-    split = BalancedSplit(layers=(10, 14), step_time_s=2.0)
-    text = verdict(Mixing(mixed=plan, idle={"a": 0.27}, limit="bubble", slowest="a", layers=(11, 13), balanced=split))
-    assert all(figure in text for figure in ("27%", "11, 13", "10, 14"))
+    text = verdict(Mixing(mixed=plan, idle={"a": 0.27}, limit="bubble", slowest="a"))
+    assert "27%" in text

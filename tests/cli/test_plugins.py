@@ -1,15 +1,13 @@
 """Effects of plugins; a broken one is reported and affects no other."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 
-from tests.cli.conftest import Project, Ran
+from tests.cli.conftest import Flag, Project
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
 
-Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
 BROKEN = "raise ImportError('libdriver.so.1: cannot open shared object file')"
 NEWCOMER = """
@@ -109,14 +107,6 @@ def test_plugins_are_switched_off_by_option_and_by_environment(
     assert empty.code == 4
     assert "no device found" in empty.err
     assert json.loads(flag("plugins", "list", "--json").out) == []
-
-
-def test_a_plugin_that_cannot_be_switched_off_is_reported(
-    flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
-) -> None:
-    completed = flag("estimate", project.spec(), "--no-plugin", "cpuu")
-    assert completed.code == 0
-    assert "did you mean cpu?" in caplog.text
 
 
 def test_chips_are_listed_with_their_aliases_and_dashes_for_unknown_facts(flag: Flag) -> None:

@@ -2,17 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.cli.conftest import Ran
+from tests.cli.conftest import Flag
 
 pytestmark = pytest.mark.slow
-
-Flag = Callable[..., Ran]
 
 
 @pytest.fixture

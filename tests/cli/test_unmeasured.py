@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ from flagcore import api
 from flagcore.api.runs import state_of_ended
 from flagcore.contracts import Event
 from flagcore.errors import EveryTrialFailed, Interrupted
-from tests.cli.conftest import Project, Ran
+from tests.cli.conftest import Flag, Project
 from tests.report.page.reading import run_data
 
-Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
 REASON = "ValueError: it is broken"
 STATES = {"failed": "no measurement", "interrupted": "interrupted", "killed": "interrupted", "estimate": "finished"}

@@ -9,19 +9,16 @@ from flagcore.domain.plan import gains
 from flagcore.domain.search_state import EXTRA_ROUNDS, MIN_NOISE, SearchState, next_repeat, noise, significant
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.tuner.stages.rank import learn
+from tests import small
 
 CONTROL = Control(repeats=1)
 
 
 def trial(number: int, name: str, speed: float, role: Role = Role.SEARCH, spread: float = 0.0) -> Trial:
-    step = 1.0 / speed
-    measured = Measurement(
-        step_times_s=(step,), step_time_s=step, spread_s=spread * step, tokens_per_second_per_device=speed
-    )
-    candidate_ = Candidate.of({"who": name})
-    return Trial(number=number, candidate=candidate_, role=role, state=TrialState.MEASURED, measurement=measured)
+    step, candidate = 1.0 / speed, Candidate.of({"who": name})
+    return small.trial(number, candidate, step, spread_s=spread * step, rate=speed, role=role)
 
 
 def first(**speeds: float) -> list[Trial]:

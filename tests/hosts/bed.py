@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 from flagcore.launchers import guard
 
 ROOT = Path(__file__).parents[2]
-FOLDER = Path(__file__).parent
 NETWORK = "10.77.0"
 PORT = "p"
 """Starts the name of a host's port at the switch, which is a bridge on h0."""
@@ -27,7 +25,7 @@ TMP_BYTES = 256 << 20
 ESTABLISHED, LISTEN = "01", "0A"
 """States in /proc/net/tcp."""
 NAMESPACES = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-TOOLS = ("unshare", "nsenter", "setpriv", "ip", "tc", "ssh", "ssh-keygen", "cc")
+TOOLS = ("unshare", "nsenter", "setpriv", "ip", "ssh", "ssh-keygen", "cc")
 SLURM = ("slurmctld", "slurmd", "srun", "sinfo")
 os.environ["PATH"] += ":/usr/sbin:/sbin"
 SSHD = shutil.which("sshd") or ""
@@ -159,7 +157,6 @@ class Bed:
         self._started: dict[str, subprocess.Popen[str]] = {}
         self._first: dict[str, int] = {}
         """The first process of each host, as this machine numbers it."""
-        self._delays: dict[str, subprocess.Popen[bytes]] = {}
         self._prepare()
         self._start("h0")
         self._on_switch("ip link add br0 type bridge")
@@ -230,14 +227,11 @@ class Bed:
 
     def cut(self, name: str) -> None:
         """Drop all that is sent to or from a host; its link stays up."""
-        self._on_switch(f"ip link set {self._port(name)} nomaster")
+        self._on_switch(f"ip link set {PORT}{name} nomaster")
 
     def restore(self, name: str) -> None:
         """Undo `cut`."""
-        self._on_switch(f"ip link set {self._port(name)} master br0")
-
-    def _port(self, name: str) -> str:
-        return f"s{name}" if name in self._delays else PORT + name
+        self._on_switch(f"ip link set {PORT}{name} master br0")
 
     def kill(self, name: str) -> None:
         """End all processes of a host at once; their connections are closed."""
@@ -268,23 +262,6 @@ class Bed:
     def set_clock(self, name: str, ahead: int) -> None:
         """Set the clock of a host so many seconds ahead."""
         self.run(name, "sh", "-c", f"echo {ahead} > /run/clock")
-
-    def set_rate(self, name: str, rate: str) -> None:
-        """Give the link of a host, in both directions, a rate such as 1gbit."""
-        bucket = f"root tbf rate {rate} burst 640k latency 200ms"  # the burst: a segment of TCP, and 5 ms of 1 Gbit/s
-        self._on_switch(f"tc qdisc replace dev {PORT}{name} {bucket}")
-        _run(*f"nsenter -t {self._first[name]} --net tc qdisc replace dev eth0 {bucket}".split())
-
-    def limit(self, name: str, *, rate: str, delay_ms: float) -> None:
-        """Give the link of a host, in both directions, a rate such as 1gbit, and a delay."""
-        self.set_rate(name, rate)
-        near, far = f"q{name}", f"s{name}"
-        self._on_switch(f"ip link set {PORT}{name} nomaster")
-        self._on_switch(f"ip link add {near} type veth peer name {far}")
-        self._on_switch(f"ip link set {far} master br0 up")
-        self._on_switch(f"ip link set {near} up")
-        program = (sys.executable, str(FOLDER / "slow_link.py"), f"{PORT}{name}", near, str(delay_ms))
-        self._delays[name] = subprocess.Popen(self.command("h0", *program))
 
     def start_slurm(self) -> None:
         """Start Slurm: its controller on h0, a daemon on every other host. Wait until all are idle."""

@@ -10,8 +10,9 @@ import pytest
 
 from flagcore.launchers import guard
 from tests.books import books_balance, check_kept_once
+from tests.cli.conftest import BEST
 from tests.hosts.bed import Bed
-from tests.hosts.conftest import BEST, Project, Tune
+from tests.hosts.conftest import Project, Tune
 
 pytestmark = pytest.mark.slow
 

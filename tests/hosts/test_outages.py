@@ -6,14 +6,14 @@ from collections.abc import Callable
 import pytest
 
 from tests.books import books_balance, check_kept_once
+from tests.cli.conftest import BEST
 from tests.hosts.bed import Bed
-from tests.hosts.conftest import BEST, Project, Tune
+from tests.hosts.conftest import Project, Tune
 from tests.hosts.test_faults import all_clean
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 OUTAGES: dict[str, tuple[Callable[[Bed], object], Callable[[Bed], object], float]] = {
     "cut link": (lambda bed: bed.cut("h2"), lambda bed: bed.restore("h2"), 40.0),
-    "full disk": (lambda bed: bed.fill("h2"), lambda bed: bed.unfill("h2"), 15.0),
     "power off": (lambda bed: bed.poweroff("h2"), lambda bed: bed.boot("h2"), 20.0),
 }
 

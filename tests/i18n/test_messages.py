@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from flagcore import i18n
-from flagcore.i18n import Message, _, choose, from_record, language, ngettext
+from flagcore.i18n import Message, _, choose, from_record, ngettext
 from tests.i18n.messages import FILE, compiled, sources, translations
 
 FIELD = re.compile(r"\{[^{}]*\}")
@@ -19,14 +19,6 @@ def _language(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(i18n, "_chosen", "")
     yield
     choose("en")
-
-
-@pytest.mark.parametrize(
-    ("name", "selected"), [("zh_CN.UTF-8", "zh"), ("zh", "zh"), ("en", "en"), ("", "en"), ("xx", "en")]
-)
-def test_the_environment_selects_the_language(name: str, selected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLAGCORE_LANG", name)
-    assert language() == selected
 
 
 def test_messages_are_translated_and_their_fields_filled() -> None:

@@ -46,9 +46,9 @@ class LimitedCosts:
 
 STACK = KernelCostStack(
     (
-        ("small", LimitedCosts(1.0, 1.0)),
-        ("medium", LimitedCosts(10.0, 2.0, launch=5.0)),
-        ("all", LimitedCosts(1e9, 3.0)),
+        LimitedCosts(1.0, 1.0),
+        LimitedCosts(10.0, 2.0, launch=5.0),
+        LimitedCosts(1e9, 3.0),
     )
 )
 
@@ -57,14 +57,6 @@ def test_each_element_comes_from_the_first_source_that_knows_it() -> None:
     assert STACK.memory_seconds(SIZE).tolist() == [1.0, 20.0, 300.0]
     assert STACK.gemm_seconds(SIZE, SIZE, SIZE, "bf16").tolist() == [1.0, 20.0, 300.0]
     assert STACK.launch_seconds() == 5.0
-
-
-def test_a_recording_stack_names_the_sources_that_answered_by_kind_of_kernel() -> None:
-    stack = STACK.recording()
-    assert STACK.used_sources is None
-    stack.memory_seconds(SIZE[:2])
-    stack.gemm_seconds(SIZE[2:], SIZE[2:], SIZE[2:], "bf16")
-    assert stack.used_sources == {"memory": {"small", "medium"}, "gemm": {"all"}}
 
 
 def test_a_slowdown_applies_only_to_kernels_of_the_device() -> None:

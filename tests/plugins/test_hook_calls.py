@@ -16,19 +16,14 @@ from flagcore.domain.engine import EngineSupport, RefusedValues, TaskAdvice
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice
-from flagcore.hooks import hookimpl
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
 from tests.physics.test_cost_stack import LimitedCosts
+from tests.small import plugin
 
 CHIP = Chip(name="X1", vendor="x", aliases=("Example X1",))
 SOURCE = Source(kind="measured", detail="by hand")
 LAUNCH = Launch(argv=("train",), folder="/nowhere")
-
-
-def plugin(**hooks: Callable[..., object]) -> SimpleNamespace:
-    """Make a plugin of functions."""
-    return SimpleNamespace(**{f"flagcore_{name}": hookimpl(function) for name, function in hooks.items()})
 
 
 def chips_of(*chips: Chip) -> dict[str, Callable[..., object]]:

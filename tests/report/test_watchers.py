@@ -9,12 +9,12 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
+from flagcore_watchers import webhook
 
 from flagcore import plugins
 from flagcore.api.tuning.watch import Watchers
 from flagcore.domain.trial import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED, TRIAL_STARTED, RunEvent
 from flagcore.errors import NoDevice, SpecError
-from flagcore.report import webhook
 from tests.cli.conftest import Project, Ran, flag, project  # noqa: F401 (fixtures)
 
 TRIAL = {

@@ -6,11 +6,17 @@ import pytest
 
 from flagcore.domain.spec import Spec
 from flagcore.errors import SpecError
-from flagcore.spec.convert import read_spec
+from flagcore.spec.convert import parse_spec
+from flagcore.spec.plain_data import spec_as_data
 from tests.small import ENGINES
 
 MODEL = "model: {num_layers: 4, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, vocab_size: 1000}\n"
 TRAIN = "train: {engine: megatron, seq_length: 128, global_batch_size: 8, precision: bf16}\n"
+
+
+def read_spec(path: Path) -> Spec:
+    """Read a spec file. Paths in it are relative to its folder."""
+    return parse_spec(spec_as_data(path), file=str(path), base=path.parent, engines=ENGINES)
 
 
 @pytest.fixture
@@ -20,7 +26,7 @@ def read(tmp_path: Path) -> Callable[..., Spec]:
     def write_and_read(more: str = "", *, model: str = MODEL, train: str = TRAIN) -> Spec:
         path = tmp_path / "spec.yaml"
         path.write_text(model + train + more)
-        return read_spec(path, ENGINES)
+        return read_spec(path)
 
     return write_and_read
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from flagcore.errors import SpecError
-from flagcore.spec.convert import read_spec
-from tests.small import ENGINES
+from tests.spec.conftest import read_spec
 
 ErrorOf = Callable[..., SpecError]
 GOOD = (
@@ -53,7 +52,7 @@ def test_malicious_text_gives_a_one_line_error_quickly(
     path = tmp_path / "spec.yaml"
     path.write_bytes(text)
     started = time.perf_counter()
-    error = error_of(read_spec, path, ENGINES)
+    error = error_of(read_spec, path)
     assert time.perf_counter() - started < 10
     assert error.key.startswith(key)
     assert problem in error.problem
@@ -76,22 +75,22 @@ def test_malicious_text_gives_a_one_line_error_quickly(
 def test_malicious_json_gives_a_one_line_error(tmp_path: Path, error_of: ErrorOf, text: str, problem: str) -> None:
     path = tmp_path / "spec.json"
     path.write_text(text)
-    assert problem in error_of(read_spec, path, ENGINES).problem
+    assert problem in error_of(read_spec, path).problem
 
 
 def test_a_special_file_is_refused_without_waiting(tmp_path: Path, error_of: ErrorOf) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
-    assert "not a regular file" in error_of(read_spec, tmp_path / "pipe", ENGINES).problem
-    assert "not a regular file" in error_of(read_spec, Path("/dev/zero"), ENGINES).problem
-    assert "not a regular file" in error_of(read_spec, tmp_path, ENGINES).problem
-    assert "symbolic links" in error_of(read_spec, tmp_path / "loop", ENGINES).problem
-    assert "does not exist" in error_of(read_spec, tmp_path / "nowhere", ENGINES).problem
-    assert "too long" in error_of(read_spec, Path("x/" * 2500), ENGINES).problem
-    assert "not a path" in error_of(read_spec, Path("a\0b"), ENGINES).problem
+    assert "not a regular file" in error_of(read_spec, tmp_path / "pipe").problem
+    assert "not a regular file" in error_of(read_spec, Path("/dev/zero")).problem
+    assert "not a regular file" in error_of(read_spec, tmp_path).problem
+    assert "symbolic links" in error_of(read_spec, tmp_path / "loop").problem
+    assert "does not exist" in error_of(read_spec, tmp_path / "nowhere").problem
+    assert "too long" in error_of(read_spec, Path("x/" * 2500)).problem
+    assert "not a path" in error_of(read_spec, Path("a\0b")).problem
 
 
 def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
-    assert read_spec(path, ENGINES).model.num_layers == 4
+    assert read_spec(path).model.num_layers == 4

@@ -8,9 +8,10 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
 from flagcore.engines.megatron.space.knobs import KNOBS
 from flagcore.errors import SpecError
-from flagcore.spec.convert import parse_spec, read_spec
+from flagcore.spec.convert import parse_spec
 from flagcore.spec.plain_data import spec_as_data
 from tests.small import ENGINES
+from tests.spec.conftest import read_spec
 
 Read = Callable[..., Spec]
 ReadError = Callable[..., SpecError]
@@ -156,7 +157,7 @@ def test_spec_may_be_json(tmp_path: Path, read: Read) -> None:
     expected = read()
     path = tmp_path / "spec.json"
     path.write_text(json.dumps(spec_as_data(tmp_path / "spec.yaml")))
-    assert read_spec(path, ENGINES) == expected
+    assert read_spec(path) == expected
 
 
 def test_groups_of_a_cluster_are_read_in_their_order(read: Callable[..., Spec]) -> None:
@@ -178,6 +179,6 @@ def test_one_group_is_a_cluster_of_equal_nodes(read: Callable[..., Spec]) -> Non
 def test_a_missing_file_gets_similar_names_as_suggestions(tmp_path: Path) -> None:
     (tmp_path / "train-cpu.yaml").write_text("{}")
     with pytest.raises(SpecError, match=r"does not exist; did you mean .*train-cpu\.yaml\?"):
-        read_spec(tmp_path / "trian-cpu.yaml", ENGINES)
+        read_spec(tmp_path / "trian-cpu.yaml")
     with pytest.raises(SpecError, match="does not exist; give the path"):
-        read_spec(tmp_path / "away" / "other.yaml", ENGINES)
+        read_spec(tmp_path / "away" / "other.yaml")

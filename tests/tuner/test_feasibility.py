@@ -8,21 +8,13 @@ import pytest
 
 from flagcore import api
 from flagcore.errors import NothingFits
-
-SHAPE = {
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14336,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "vocab_size": 128256,
-}
+from tests.small import LLAMA_8B
 
 
 def spec(load: dict[str, Any], slo: dict[str, Any], **tuner: Any) -> dict[str, Any]:
     space = {"instances": "auto", "tensor_model_parallel_size": "auto"}
     return {
-        "model": SHAPE,
+        "model": LLAMA_8B,
         "cluster": {"chip": "A100-80GB", "devices_per_node": 8},
         "serve": {
             "engine": "vllm",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flagcore.contracts import Launcher
-from flagcore.domain.chip import Device, Fact
+from flagcore.domain.chip import Fact
 from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.plan import Plan
 from flagcore.domain.spec import ClusterSpec
@@ -85,12 +85,9 @@ class BusyBench(Bench):
         return self.launcher
 
     def plan(self, batch: int = 512, **control: Any) -> Plan:
-        @hookimpl
-        def flagcore_telemetry(device: Device) -> Any:
-            return SimpleNamespace(sample=lambda: {"memory_used_bytes": self.used_gib() * GIB})
-
+        reader = SimpleNamespace(sample=lambda: {"memory_used_bytes": self.used_gib() * GIB})
         self.plugin = plugin(CHIP, shared_devices=self.on_cores)
-        self.plugin.flagcore_telemetry = flagcore_telemetry
+        self.plugin.flagcore_telemetry = hookimpl(lambda device: reader)
         return self.tune(batch, **control).plan
 
 

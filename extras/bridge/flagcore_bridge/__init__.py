@@ -16,14 +16,14 @@ from typing import Any
 
 import yaml
 
-from flagcore.contracts import Importer, ImportNote
+from flagcore.contracts import ImportedSpec, Importer, ImportNote
 from flagcore.domain.chip import Chip, normalize_name
 from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
 from flagcore.engines.megatron.layers.stages import LAYOUT
-from flagcore.engines.megatron.space.settings import SETTINGS
+from flagcore.engines.megatron.space.knobs import SETTINGS
 from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.importing import Notes, commented_yaml
+from flagcore.spec.importing import Notes
 from flagcore.spec.plain_data import parse_yaml, plain, read_text, spec_error
 
 SECTIONS = {"model": "model", "train.seq_length": "dataset", "train": "train", "auto_tuner.baseline": "model"}
@@ -31,18 +31,11 @@ SECTIONS = {"model": "model", "train.seq_length": "dataset", "train": "train", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportedRecipe:
-    """The data of a spec, and notes on the keys of a config that are dropped or changed."""
-
-    data: dict[str, Any]
-    notes: tuple[ImportNote, ...]
-    file: str
+class ImportedRecipe(ImportedSpec):
+    """An imported config of Megatron-Bridge."""
 
     def translate_error(self, error: SpecError) -> SpecError:
         return join_errors([self._with_own_key(each) for each in error.problems])
-
-    def as_yaml(self) -> str:
-        return commented_yaml(self.data, self.notes)
 
     def _with_own_key(self, error: SpecError) -> SpecError:
         for prefix, section in SECTIONS.items():

@@ -18,7 +18,7 @@ JOB = f"model: {{{{{SIZES}, {LENGTHS}, {{}}}}}}\ntrain: {{{{global_batch_size: 8
 
 def imported(name: str, *overrides: str, directory: Path = CONFIGS) -> Any:
     found = api.read_tree(directory, name, overrides, importer="bridge")
-    api.check_tree(found)
+    api.check_imported(found)
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagcore.contracts import ExportJob, History, Importer
+from flagcore.contracts import ExportJob, Importer
 from flagcore.domain.chip import Chip
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.plain_data import spec_error
@@ -39,8 +39,7 @@ class FlagScale:
         tree, unresolved = compose.compose(directory, name, overrides, file=file)
         return translate(tree, unresolved, file=file, chips=chips)
 
-    def read_history(self, path: Path) -> History:
-        return read_history(path)
+    read_history = staticmethod(read_history)
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         return export(job)

@@ -4,8 +4,7 @@ This module also contains FlagScale's names of serving engines, of their knobs a
 `tables.yaml`.
 
 `Source` is a composed configuration from which keys are taken one by one. Remaining keys get a note, so that none is
-dropped silently. `Imported` is a spec with notes, its commented YAML, and errors that name the keys of the
-configuration.
+dropped silently. `Imported` is a spec with notes, and errors that name the keys of the configuration.
 """
 
 import re
@@ -17,13 +16,13 @@ from typing import Any
 
 import yaml
 
-from flagcore.contracts import ImportNote
+from flagcore.contracts import ImportedSpec
 from flagcore.engines.megatron.importing.arguments import flag_name
 from flagcore.engines.serving.llamacpp.profile import KNOBS as LLAMACPP
 from flagcore.engines.serving.sglang.profile import KNOBS as SGLANG
 from flagcore.engines.serving.vllm.knobs import KNOBS as VLLM
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.importing import Notes, commented_yaml
+from flagcore.spec.importing import Notes
 from flagcore.spec.plain_data import spec_error
 
 TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml").read_text(encoding="utf-8"))
@@ -129,22 +128,13 @@ _INDEX_PATTERN = re.compile(r"(\[\d+\])+$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Imported:
-    """The data of a spec with absolute paths, and notes on keys that are dropped or changed.
+class Imported(ImportedSpec):
+    """An imported configuration. `tree` is the composed configuration, `file` its top file."""
 
-    `tree` is the composed configuration, `file` its top file.
-    """
-
-    data: dict[str, Any]
-    notes: tuple[ImportNote, ...]
     tree: dict[str, Any] = field(repr=False, default_factory=dict)
-    file: str = ""
 
     def translate_error(self, error: SpecError) -> SpecError:
         return join_errors([self._with_tree_key(each) for each in error.problems])
-
-    def as_yaml(self) -> str:
-        return commented_yaml(self.data, self.notes)
 
     def _with_tree_key(self, error: SpecError) -> SpecError:
         key = self._key_of_argument(str(error.value)) if error.key == "train.command" else _key_of(self.tree, error.key)

@@ -5,24 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.domain.trial import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED, RunEvent
+from flagcore.domain.trial import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED
+from tests.report.test_watchers import EVENT
 
 pytest.importorskip("flagcore_watchers", reason="flagcore-watchers is not installed: `make setup`")
-
-TRIAL = {
-    "number": 3,
-    "role": "search",
-    "state": "measured",
-    "reason": None,
-    "fidelity": "run",
-    "candidate": {"micro_batch_size": 4, "layer_split": None, "sequence_parallel": True},
-    "predicted": {"step_time_s": {"value": 0.5}, "time_s": {"compute_s": 0.4}},
-    "measured": {"step_time_s": {"median": 0.25, "n": 3}, "tokens_per_second_per_device": 1000.0, "versions": {"a": 1}},
-    "duration_s": 7.0,
-}
-EVENT = RunEvent(
-    kind=TRIAL_FINISHED, time=1.8e9, run="own-1f", folder="/x", job={"engine": "e"}, trial=TRIAL, best=TRIAL
-)
 
 
 def test_tensorboard_reads_the_figures_back(tmp_path: Path) -> None:

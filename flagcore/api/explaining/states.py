@@ -7,10 +7,10 @@ import numpy as np
 from flagcore.api.candidate_parser import values_of
 from flagcore.api.explaining.subject import Subject, best_of
 from flagcore.api.inputs import SpecLike
-from flagcore.api.planning.estimate import before_trials, knob_record, plugin_notes
-from flagcore.api.runs import RESULT, Run, no_best_error, unreadable_error
+from flagcore.api.planning.estimate import knob_record, plugin_notes
+from flagcore.api.runs import no_best_error
 from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot
-from flagcore.domain.plan import Counts, count, failed_repeats
+from flagcore.domain.plan import count, failed_repeats
 from flagcore.domain.search_state import DOES_NOT_FIT
 from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
 from flagcore.errors import NothingFits
@@ -175,7 +175,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
     except NothingFits as error:
         nothing_fits = str(error)
     return Explanation(
-        counts=_counts(snapshot, run) if run else before_trials(problem),
+        counts=count(problem.space, snapshot.pruned, snapshot.search_state),
         messages=problem.messages,
         ended_because=stop_reason(run.data) if run and run.stopped_because else None,
         nothing_fits=nothing_fits,
@@ -195,19 +195,6 @@ def _causes_of_best(snapshot: Snapshot) -> str:
     if best is None or row is None or not (text := Subject.of_row(snapshot, row).causes):
         return ""
     return f"{_('Best')}: {candidate_text(best, snapshot.problem.knobs)}. {text}"
-
-
-def _counts(snapshot: Snapshot, run: Run) -> Counts:
-    """Return the counts that a run saved at its end, or the current counts of a run in progress. Raises RunError."""
-    if run.in_progress:
-        return count(snapshot.problem.space, snapshot.pruned, snapshot.search_state)
-    try:
-        counts = Counts(**run.data["counts"])
-        if not counts.balanced:
-            raise ValueError("its counts do not add up")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise unreadable_error(run.folder / RESULT, error) from None
-    return counts
 
 
 def explain_candidate(

@@ -1,11 +1,11 @@
-"""Creates specs from an engine's command, or from a few values."""
+"""Creates specs from the configuration of another tool, from an engine's command, or from a few values."""
 
 import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ import yaml
 
 from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, LoadedSpec, check_chips, validate_engines
-from flagcore.contracts import ImportNote, Start
+from flagcore.contracts import ImportedSpec, ImportNote, Start
 from flagcore.domain.secrets import is_secret, redact_data, redact_text
 from flagcore.errors import FlagError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import _
 from flagcore.plugins import WORKLOADS, names
 from flagcore.spec.clusters import ClusterSection
-from flagcore.spec.importing import Notes, commented_yaml
+from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import read_text
 from flagcore.spec.public import absolute_model
@@ -33,21 +33,32 @@ _OF_MACHINE = re.compile(r"^(PATH|HOME|HOSTNAME|USER|LANG|TZ|HF_HOME|HF_HUB_CACH
 _DEVICES = "VISIBLE_DEVICES"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportedCommand:
-    """A spec's data, with absolute paths, and notes on the arguments of the command."""
+def read_tree(
+    directory: Path, name: str, overrides: Sequence[str] = (), *, importer: str | None = None
+) -> ImportedSpec:
+    """Read the configuration `name` in `directory` with an installed importer. Raises SpecError, UsageError.
 
-    data: dict[str, Any]
-    notes: tuple[ImportNote, ...]
+    `overrides` have the form a.b=c. `importer` is needed only if several importers are installed.
+    """
+    return plugins.importer(importer).read_tree(directory, name, overrides, lambda: plugins.load_plugins(()).chips())
 
-    def as_yaml(self) -> str:
-        """Return the spec as YAML, with the notes as comments."""
-        return commented_yaml(self.data, self.notes)
+
+def check_imported(found: ImportedSpec) -> None:
+    """Raise SpecError if an imported spec is invalid. It names the keys of the imported file.
+
+    The path of the model may be missing.
+    """
+    try:
+        validate_engines(found.data, file=Path(found.file), base=Path())
+    except SpecError as error:
+        problems = [each for each in error.problems if each.key != "model" or not isinstance(each.value, str)]
+        if problems:
+            raise found.translate_error(SpecErrors(problems)) from None
 
 
 def read_command(
     engine: str | None, words: Sequence[str], *, model: str | None = None, chip: str | None = None, text: str = ""
-) -> ImportedCommand:
+) -> ImportedSpec:
     """Return a spec for a command. The command is one quoted text, the path of a file that starts it, or several words.
 
     Files are scripts, batch scripts, compose files, manifests and systemd units. `engine`: None means the engine that
@@ -79,15 +90,10 @@ def read_command(
         data["cluster"]["chip"] = chip
     if envs:
         data["envs"] = envs
-    data = redact_data(data)
-    try:
-        validate_engines(data, file=Path(), base=Path())
-    except SpecError as error:
-        problems = [each for each in error.problems if each.key != "model"]
-        if problems:
-            raise SpecErrors(problems) from None
+    spec = ImportedSpec(data=redact_data(data), notes=(*engine_notes, *notes.notes))
+    check_imported(spec)
     check_chips(data.get("cluster"))
-    return ImportedCommand(data=data, notes=(*engine_notes, *notes.notes))
+    return spec
 
 
 def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
@@ -149,7 +155,7 @@ def defaults_of(engine: str) -> Mapping[str, Any]:
     return TRAINING if plugins.workload(engine).kind == "train" else SERVING
 
 
-def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedCommand:
+def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedSpec:
     """Return a spec for a model: its path, or the name of a public model. Raises SpecError.
 
     `values`: the values of the keys of `defaults_of`.
@@ -167,7 +173,7 @@ def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mappin
     data["auto_tuner"] = {"control": {"max_trials": 20, "max_time": 3600}}
     validate_engines(data, file=Path(), base=Path())
     check_chips(cluster)
-    return ImportedCommand(data=data, notes=tuple(_comments(data, sections)))
+    return ImportedSpec(data=data, notes=tuple(_comments(data, sections)))
 
 
 def spec_of_model(

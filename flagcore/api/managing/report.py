@@ -4,7 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
 from flagcore.i18n import N_, _
-from flagcore.physics.cost_stack import KernelCostStack
 from flagcore.report.page.assembly import page
 from flagcore.report.page.rendering import as_html, as_markdown
 from flagcore.report.page.run import INSIGHT, RunData, json_file
@@ -143,16 +142,12 @@ def insight(problem: Problem, best: Candidate | None) -> dict[str, Any]:
         "messages": {name: text for name, text in problem.messages.items() if name in used},
         "chips": list(_chips(problem.task)),
         "kernels_guessed": any(each.guessed for each in problem.platform.costs.groups),
-        "kernel_sources": {} if row is None else _kernel_sources(problem, row),
         "environment": dict(problem.platform.environment),
     }
-    if row is None:
+    if best is None or row is None:
         return data
-    return data | {
-        "stages": _stages(problem, row),
-        "pipelines": _pipelines(problem, row),
-        "knobs": what_if(problem, row),
-    }
+    details = {"stages": _stages(problem, row), "pipelines": _pipelines(problem, row)}
+    return {**data, **details, "knobs": what_if(problem, best)}
 
 
 def _stages(problem: Problem, row: int) -> list[dict[str, Any]]:
@@ -167,16 +162,6 @@ def _stages(problem: Problem, row: int) -> list[dict[str, Any]]:
         components = {name: in_gib(part) for name, part in components_of_row(parts, 0).items()}
         stages.append({"stage": stage, "rank": rank.rank, **levels, "components": components})
     return stages
-
-
-def _kernel_sources(problem: Problem, row: int) -> dict[str, list[str]]:
-    """Return where the kernel times of one candidate come from, by kind of kernel."""
-    costs = problem.platform.costs
-    if not isinstance(costs.kernels, KernelCostStack):
-        return {}
-    kernels = costs.kernels.recording()
-    problem.workload.predict(problem.task, problem.space.columns(np.array([row])), replace(costs, kernels=kernels))
-    return {kind: sorted(names) for kind, names in (kernels.used_sources or {}).items()}
 
 
 def _pipelines(problem: Problem, row: int) -> list[dict[str, Any]]:
@@ -218,48 +203,34 @@ def _facts(chip: Chip) -> Iterator[tuple[str, str, Fact | None]]:
 CHUNK = 1 << 16
 
 
-def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
+def what_if(problem: Problem, best: Candidate) -> list[dict[str, Any]]:
     """Return the fastest candidate that is predicted to fit, for each value of each knob with several values.
 
-    Candidates without a predicted time are ignored. `best` is the row of the best candidate.
+    Candidates without a predicted time are ignored. `best` is the best candidate.
     """
-    space, predictions = problem.space, problem.predictions
-    own = {knob: int(code[0]) for knob, code in space.columns(np.array([best])).items()}
-    counts = Counter[tuple[str, int]]()
-    fastest: dict[tuple[str, int], tuple[float, int]] = {}
-    for rows in space.chunks(CHUNK):
-        usable = rows.start + np.flatnonzero(np.isfinite(predictions.step_time_s[rows]) & predictions.fits[rows])
-        columns, seconds = space.columns(usable), predictions.step_time_s[usable]
-        by_time = np.lexsort((usable, seconds))
-        for knob, codes in columns.items():
-            for code in np.unique(codes).tolist():
-                key, first = (knob, code), by_time[np.argmax(codes[by_time] == code)]
-                counts[key] += int(np.count_nonzero(codes == code))
-                time = (float(seconds[first]), int(usable[first]))
-                fastest[key] = min(fastest.get(key, time), time)
+    space, predictions, own = problem.space, problem.predictions, best.as_dict()
+    usable = np.flatnonzero(np.isfinite(predictions.step_time_s) & predictions.fits)
+    by_time = usable[np.argsort(predictions.step_time_s[usable], kind="stable")]
+    counts, fastest = Counter[tuple[str, int]](), dict[tuple[str, int], int]()
+    for start in range(0, by_time.size, CHUNK):
+        rows = by_time[start : start + CHUNK]
+        for knob, codes in space.columns(rows).items():
+            for code, first, count in zip(*np.unique(codes, return_index=True, return_counts=True), strict=True):
+                counts[knob, int(code)] += int(count)
+                fastest.setdefault((knob, int(code)), int(rows[first]))
     by_knob = []
     for axis in space.axes:
         keys = sorted(key for key in counts if key[0] == axis.knob)
         values = [
-            {
-                "value": axis.decode(key[1]),
-                "candidates": counts[key],
-                "fastest": _candidate(problem, fastest[key][-1], best),
-            }
+            {"value": axis.decode(key[1]), "candidates": counts[key], "fastest": _fastest(problem, fastest[key])}
             for key in keys
         ]
         if len(keys) > 1:
-            by_knob.append({"knob": axis.knob, "best": axis.decode(own[axis.knob]), "values": values})
+            by_knob.append({"knob": axis.knob, "best": own[axis.knob], "values": values})
     return by_knob
 
 
-def _candidate(problem: Problem, row: int, best: int) -> dict[str, Any]:
-    """Return a candidate as its differences from the best, with its prediction."""
-    candidate, own = problem.space.candidate(row), problem.space.candidate(best).as_dict()
-    predicted: Mapping[str, Any] = record(problem.platform.task, problem.predictions.row(row))
-    keys = ("step_time_s", "tokens_per_second_per_device", "objective", "time", "limit", "memory")
-    return {
-        "candidate": candidate.as_dict(),
-        "differs": {knob: value for knob, value in candidate.items if own.get(knob) != value},
-        "predicted": {name: predicted[name] for name in keys if name in predicted},
-    }
+def _fastest(problem: Problem, row: int) -> dict[str, Any]:
+    predicted = record(problem.task, problem.predictions.row(row))
+    figures = {name: predicted[name] for name in ("step_time_s", "objective") if name in predicted}
+    return {"candidate": problem.space.candidate(row).as_dict(), "predicted": figures}

@@ -8,28 +8,33 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.api.inputs import SpecLike, changed_spec, loaded_plugins
-from flagcore.api.snapshot import build_problem_of_spec, prediction_records, read_spec
+from flagcore.api.inputs import SpecLike, changed_spec, loaded_plugins, read_spec, warn_about_problem
 from flagcore.contracts import Platform, Problem
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
-from flagcore.domain.plan import Counts, count
-from flagcore.domain.prediction import idle_of
+from flagcore.domain.plan import count
+from flagcore.domain.prediction import components_of_row, idle_of
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
-from flagcore.domain.space import IntArray
+from flagcore.domain.space import Columns, IntArray
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import _
-from flagcore.plugins import LoadedPlugins
-from flagcore.report.estimate import BalancedSplit, ChipPlan, Estimate, Mixing
-from flagcore.report.explanation import part_name
-from flagcore.report.formats import lookup, size_text
+from flagcore.plugins import LoadedPlugins, workload_of
+from flagcore.report.estimate import ChipPlan, Estimate, Mixing
+from flagcore.report.formats import lookup
 from flagcore.report.text import serving_load_text
 from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, unmet_text
 from flagcore.tuner.problem import build_problem, candidate_columns, no_launch_reason, rows_by_time
 from flagcore.tuner.stages.limit import search_time
-from flagcore.tuner.stages.predict import limit, model_table, record
+from flagcore.tuner.stages.predict import (
+    limit,
+    model_table,
+    predict_columns,
+    predict_components,
+    predict_stage_layers,
+    record,
+)
 from flagcore.tuner.stages.rank import learn
 
 
@@ -64,14 +69,13 @@ def estimate(
     return Estimate(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
-        counts=before_trials(problem),
+        counts=count(problem.space, problem.pruned, learn(())),
         baseline=_records(problem, np.array([problem.space.find(problem.baseline)]))[0],
         defaults=_engine_defaults(problem),
         roomier=_roomier(problem, order),
         unmet=unmet_text(problem) or only_baseline_text(problem),
         candidates=_candidates(problem, order, top, distinct=distinct),
         model=tuple(model_table(problem.workload.parts(task))),
-        bottleneck=bottleneck_text(record(task, problem.predictions.row(int(order[0])))),
         untimed=untimed,
         no_time=no_time(task, problem.costs) if untimed else "",
         runs=_runs(task),
@@ -82,6 +86,41 @@ def estimate(
         knobs=problem.knobs,
         labels=problem.workload.labels,
     )
+
+
+def build_problem_of_spec(
+    spec: SpecLike,
+    chip: str | None,
+    without: Collection[str],
+    *,
+    plan: bool = False,
+) -> Problem:
+    """Return the problem of a spec, optionally for another chip or as a `plan`.
+
+    Raises SpecError and other FlagErrors.
+    """
+    parsed_spec = read_spec(spec, chip, without)
+    with loaded_plugins(without) as loaded:
+        problem = build_problem(parsed_spec, loaded, workload_of(parsed_spec.work), plan=plan)
+    warn_about_problem(problem)
+    return problem
+
+
+def prediction_records(platform: Platform, columns: Columns) -> list[dict[str, Any]]:
+    """Return the prediction of each row, with the components of its worst stage.
+
+    If a row has no predicted time, its record contains the reason.
+    """
+    predictions = predict_columns(platform, columns)
+    components = predict_components(platform, columns, predictions.worst_stage)
+    layers = predict_stage_layers(platform, columns)
+    records = []
+    for row in range(len(predictions.step_time_s)):
+        figures = replace(predictions.row(row), components=components_of_row(components, row))
+        known = record(platform.task, figures, layers.get(row, ()))
+        has_time = figures.step_time_s is not None
+        records.append(known if has_time else {"reason": f"no time: {no_time(platform.task, platform.costs)}", **known})
+    return records
 
 
 def _candidates(problem: Problem, order: IntArray, top: int, *, distinct: bool) -> tuple[Mapping[str, Any], ...]:
@@ -143,11 +182,6 @@ def _assumed(task: Task) -> Mapping[str, Any]:
     if isinstance(work, ServeSpec) or not work.assumed:
         return {}
     return {"implementation": work.implementation, **work.assumed}
-
-
-def before_trials(problem: Problem) -> Counts:
-    """Return the counts of all combinations by outcome, before any trial."""
-    return count(problem.space, problem.pruned, learn(()))
 
 
 def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
@@ -245,20 +279,7 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
         idle={title: share for title, share in shares.items() if share is not None},
         limit=limit(problem.predictions.row(int(row[0]))),
         slowest=max(stages, default=(0.0, ""))[1],
-        layers=tuple(count for each in pipelines for count in each.layers),
-        balanced=_balanced(problem, row),
     )
-
-
-def _balanced(problem: Problem, row: IntArray) -> BalancedSplit | None:
-    """Return the layers and the step time of a candidate with the derived split, or None if it has that split."""
-    columns, workload = problem.space.columns(row), problem.workload
-    found = workload.with_derived_split(engine_task(problem.task, effects_of_row(problem.task, columns)), columns)
-    pipelines = workload.pipelines(*found, problem.costs) if found else ()
-    if found is None or len(pipelines) != 1:
-        return None
-    seconds = float(workload.predict(*found, problem.costs).step_time_s[0])
-    return BalancedSplit(layers=tuple(pipelines[0].layers), step_time_s=seconds)
 
 
 def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> ChipPlan | None:
@@ -333,19 +354,3 @@ def _changes_to_fit(spec: Spec, most: int) -> Iterator[tuple[str, Spec]]:
         nodes = spec.cluster.nodes << doubling
         cluster = replace(spec.cluster, nodes=nodes, hosts=())
         yield _("cluster.nodes = {nodes}", nodes=nodes), replace(widest, cluster=cluster)
-
-
-def bottleneck_text(predicted: Mapping[str, Any]) -> str:
-    """Return what limits a predicted training step, with its share.
-
-    Returns an empty string without a predicted time.
-    """
-    name, time = predicted.get("limit"), predicted.get("time") or {}
-    memory, total = predicted["memory"], sum(time.values())
-    if name == "memory":
-        used, capacity = size_text(memory["device_used_gib"]), size_text(memory.get("capacity_gib"))
-        return _("Bottleneck: memory, ~{used} of {capacity}.", used=used, capacity=capacity)
-    seconds = next((value for part, value in time.items() if part_name(part) == name), None)
-    if seconds is None or not total:
-        return ""
-    return _("Bottleneck: {limit}, ~{share:.0%} of a step.", limit=_(str(name)), share=seconds / total)

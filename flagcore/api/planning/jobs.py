@@ -10,8 +10,8 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.api.snapshot import prediction_records
-from flagcore.contracts import Costs, Platform, Workload
+from flagcore.api.planning.estimate import prediction_records
+from flagcore.contracts import Costs, Platform
 from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import ValueRule
@@ -23,7 +23,7 @@ from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.stages.build import canonical, legality
 from flagcore.tuner.stages.discover import costs
-from flagcore.tuner.stages.predict import model_table, rank_record
+from flagcore.tuner.stages.predict import rank_record
 
 AT_ONCE = 1024
 
@@ -35,16 +35,13 @@ Line = Mapping[str, Any] | SpecError
 """A job record, or the error of a line that has none."""
 
 
-def estimate_jobs(
-    lines: Iterable[Line], *, without: Collection[str] = (), at_once: int = AT_ONCE, with_model: bool = False
-) -> Iterator[Answer]:
+def estimate_jobs(lines: Iterable[Line], *, without: Collection[str] = (), at_once: int = AT_ONCE) -> Iterator[Answer]:
     """Yield the prediction of each job record, in order. An invalid record or line yields a status and a reason.
 
-    Records are predicted in batches of `at_once` lines. With `with_model`, predictions also contain the candidate, and
-    the weights of each part of the model.
+    Records are predicted in batches of `at_once` lines.
     """
     with loaded_plugins(without) as loaded:
-        jobs, remaining_lines, seen = _Jobs(loaded, with_model), iter(lines), set[str]()
+        jobs, remaining_lines, seen = _Jobs(loaded), iter(lines), set[str]()
         while some := list(islice(remaining_lines, at_once)):
             for line, answer in zip(some, jobs.answers(some), strict=True):
                 name = _printable_id(line)
@@ -82,8 +79,8 @@ class _Row(NamedTuple):
 class _Jobs:
     """Predicts jobs. Plugins are asked only once per cluster."""
 
-    def __init__(self, loaded: LoadedPlugins, with_model: bool) -> None:
-        self._loaded, self._with_model, self._engines = loaded, with_model, plugins.engines()
+    def __init__(self, loaded: LoadedPlugins) -> None:
+        self._loaded, self._engines = loaded, plugins.engines()
         self._hardware = lru_cache(maxsize=None)(self._load_hardware)
         self._value_rules: dict[Hashable, tuple[ValueRule, ...]] = {}
 
@@ -103,9 +100,6 @@ class _Jobs:
         for platform, rows in groups.values():
             try:
                 answers |= _predicted(platform, rows)
-                if self._with_model:
-                    for row in rows:
-                        answers[row.place] |= _job_description(platform.workload, row)
             except FlagError as error:
                 answers |= {row.place: _rejection(error) for row in rows}
         return [answers[place] for place in range(len(lines))]
@@ -197,15 +191,3 @@ def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], colu
         found[knob] = given if isinstance(given, (str, bool)) or knob not in columns else int(columns[knob][row])
     here = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
     return "; ".join(rule.message for rule in rules) + (f" (here {here})" if here else "")
-
-
-def _job_description(workload: Workload, row: _Row) -> Answer:
-    """Return a job's configuration, and the weights of each part of its model."""
-    cluster, work = row.task.cluster, row.task.spec.work
-    return {
-        "chip": cluster.groups[0].chip.name,
-        "devices": cluster.devices,
-        "candidate": {knob: value for knob, value in row.values.items() if value is not None},
-        "settings": dict(work.settings if isinstance(work, TrainSpec) else work.engine_args),
-        "model": model_table(workload.parts(row.task)),
-    }

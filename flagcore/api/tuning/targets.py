@@ -9,7 +9,7 @@ from shutil import rmtree
 from typing import Any, cast
 
 from flagcore import plugins
-from flagcore.api.candidate_parser import broken_rules_of
+from flagcore.api.candidate_parser import legal_candidate
 from flagcore.api.explaining.subject import columns_of, named_columns
 from flagcore.api.inputs import LoadedSpec
 from flagcore.api.snapshot import Snapshot, load_snapshot
@@ -17,13 +17,12 @@ from flagcore.api.tuning.export import require_startable
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
-from flagcore.domain.space import Candidate, as_candidate
+from flagcore.domain.space import Candidate
 from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
 from flagcore.launchers.script import checked_name, job_name, start_script
 from flagcore.report.formats import hardware_text
 from flagcore.report.text import candidate_text
-from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.stages.launch import planned_launch
 from flagcore.tuner.store.directory import writable, write
 
@@ -57,7 +56,7 @@ def export(
     job_id = job_name(place.stem) if name is None else checked_name(name)
     snapshot = load_snapshot(where, chip, without)
     exporter = _exporter(snapshot, target)
-    chosen = _candidate(snapshot, candidate)
+    chosen = legal_candidate(snapshot.problem, named_columns(snapshot, candidate)[0])
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
@@ -121,15 +120,6 @@ def _exporter(snapshot: Snapshot, target: str) -> Exporter | None:
         fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
         raise UsageError("; ".join(filter(None, [problem, fix])))
     return exporters[target]
-
-
-def _candidate(snapshot: Snapshot, name: str) -> Candidate:
-    """Return the candidate with this name. Raises UsageError if it is illegal."""
-    columns, _named = named_columns(snapshot, name)
-    if rules := broken_rules_of(snapshot.problem, columns):
-        raise UsageError(_("the candidate is illegal: {rules}", rules="; ".join(map(str, rules))))
-    legality = snapshot.problem.legality
-    return as_candidate(snapshot.problem.space.axes, canonical(columns, legality.merges))
 
 
 def _job(

@@ -19,7 +19,7 @@ from flagcore.engines.megatron import reading, start
 from flagcore.engines.megatron.command import checks
 from flagcore.engines.megatron.command.user_command import starts_megatron
 from flagcore.engines.megatron.importing.command import spec_of_command
-from flagcore.engines.megatron.layers.split import SPLIT, with_derived_split
+from flagcore.engines.megatron.layers.split import SPLIT
 from flagcore.engines.megatron.mixed import meshes
 from flagcore.engines.megatron.mixed import planner as mesh_planner
 from flagcore.engines.megatron.mixed.rules import merges_with_meshes, with_meshes
@@ -28,7 +28,6 @@ from flagcore.engines.megatron.space import options, production, setting_rules
 from flagcore.engines.megatron.space import rules as legality
 from flagcore.engines.megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
 from flagcore.engines.megatron.space.rules import DIST_OPT, DP, EP, PP, RECOMPUTE, SP, TP
-from flagcore.engines.megatron.space.settings import recompute_modules
 
 
 class UselessSelectiveRecompute:
@@ -92,7 +91,6 @@ class Megatron(contracts.Workload):
     with_derived_values = staticmethod(mesh_planner.with_meshes)
     values_alone = staticmethod(mesh_planner.values_alone)
     splits = staticmethod(meshes.splits)
-    with_derived_split = staticmethod(with_derived_split)
     as_installed = staticmethod(start.as_installed)
     installation_notes = staticmethod(start.installation_notes)
     ready_to_probe = staticmethod(start.ready_to_probe)
@@ -102,7 +100,7 @@ class Megatron(contracts.Workload):
     probe_launch = staticmethod(start.probe_launch)
 
     def pruning_rules(self, task: Task) -> tuple[contracts.PruningRule, ...]:
-        only_core = recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}
+        only_core = options.recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}
         return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" and only_core else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:

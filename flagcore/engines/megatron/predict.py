@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -46,12 +45,8 @@ from flagcore.engines.training.time import step
 from flagcore.engines.training.time.step import Blocks, costs_in_run, rank_time, step_time
 from flagcore.i18n import N_
 
-MAX_BATCH_ROWS = 1 << 15
-"""Maximum candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's
-cache."""
-
-MIN_BATCH_ROWS = 1 << 11
-"""A group with fewer candidates is merged into the next group: an additional stage costs less than another call."""
+BATCH_ROWS = 1 << 12
+"""Candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's cache."""
 
 DENSE_INTERVAL, MOE_INTERVAL = (0.87, 1.17), (0.80, 1.25)
 ESTIMATED_INTERVAL, SHARED_CPU_INTERVAL = (0.76, 1.39), (0.87, 1.60)
@@ -144,38 +139,26 @@ def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
         return []
     found: dict[int, list[int]] = {}
     for rows, meshes in by_kinds(task, columns, costs):
-        if len(meshes) == 1:
-            found |= zip(rows.tolist(), _stage_layers(task, *meshes[0]), strict=True)
+        if len(meshes) > 1:
+            continue
+        train, layout = inputs(task, *meshes[0])
+        stages = [np.minimum(layout.pipeline - 1.0, float(index)) for index in range(int(layout.pipeline.max()))]
+        layers = np.stack([stage(train.model, layout, index, train.options).layers for index in stages], axis=1)
+        lengths = np.where(balanced(meshes[0][0]), layout.pipeline, 0.0).astype(np.int64)
+        for row, held, length in zip(rows.tolist(), layers.astype(np.int64).tolist(), lengths, strict=True):
+            found[row] = held[:length]
     return [found.get(row, []) for row in range(columns[PP].size)]
-
-
-def _stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
-    train, layout = inputs(task, columns, costs)
-    indices = range(int(layout.pipeline.max(initial=1.0)))
-    stages = [np.minimum(layout.pipeline - 1.0, float(index)) for index in indices]
-    layers = np.stack([stage(train.model, layout, index, train.options).layers for index in stages], axis=1)
-    lengths = np.where(balanced(columns), layout.pipeline, 0.0).astype(np.int64)
-    return [row[:length].astype(np.int64).tolist() for row, length in zip(layers, lengths, strict=True)]
 
 
 def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Predictions:
     """Return the predictions of each candidate. Candidates with similar numbers of distinct stages share a batch."""
-    turns = np.zeros_like(layout.split)
+    turns, split = np.zeros(layout.split.shape, dtype=np.int64), layout.split.astype(np.int64)
     if train.options.splits is not None:
-        turns = 2.0 ** np.ceil(np.log2(train.options.splits.counts))[layout.split.astype(np.int64)]
-    kinds = np.where(layout.pipeline > 2, 3 + turns * (layout.split > 0), layout.pipeline).astype(np.int64)
-    for fewer, more in pairwise(np.unique(kinds).tolist()):
-        if np.count_nonzero(kinds == fewer) < MIN_BATCH_ROWS:
-            kinds[kinds == fewer] = more
-    order = np.argsort(kinds, kind="stable")
-    starts = np.searchsorted(kinds[order], np.unique(kinds)).tolist()
-    parts = [
-        order[first : min(first + MAX_BATCH_ROWS, end)]
-        for start, end in pairwise([*starts, order.size])
-        for first in range(start, end, MAX_BATCH_ROWS)
-    ]
-    predictions = Predictions.join([_predict(train, layout[rows], costs, blocks[rows]) for rows in parts or [order]])
-    return predictions if len(parts) <= 1 else predictions.take(np.argsort(order, kind="stable"))
+        turns = train.options.splits.counts[split] * (split > 0)
+    order = np.lexsort((np.minimum(layout.pipeline, 3.0), turns))
+    parts = np.split(order, range(BATCH_ROWS, order.size, BATCH_ROWS))
+    found = [_predict(train, layout[rows], costs, blocks[rows]) for rows in parts]
+    return found[0].take(np.argsort(order)) if len(found) == 1 else Predictions.join(found).take(np.argsort(order))
 
 
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:

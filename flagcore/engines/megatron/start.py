@@ -126,17 +126,11 @@ def ready_to_probe(spec: Spec) -> None:
 
 
 def _require_in_megatron(key: str, value: SettingValue) -> None:
-    """Raise SpecError if no release of Megatron supports the setting."""
-    if _only_predicted(key, value):
+    """Raise SpecError if flagcore can only predict a setting or its value, because megatron-core 0.16 lacks it."""
+    only_predicted = key == "offload_stages" or (key, value) == ("trainable", "adapters")
+    if only_predicted or (key == "pipeline_schedule" and schedule(value) is not None):
         problem = "is only predicted by `flag estimate`: megatron-core 0.16 does not support it in a trial"
         raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="remove it")
-
-
-def _only_predicted(key: str, value: SettingValue) -> bool:
-    """Return whether flagcore can only predict a setting or its value, because Megatron-core 0.16 lacks it."""
-    if key == "pipeline_schedule":
-        return schedule(value) is not None
-    return key == "offload_stages" or (key, value) == ("trainable", "adapters")
 
 
 def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:

@@ -33,15 +33,7 @@ from flagcore.engines.serving.model.predict import predict
 from flagcore.engines.serving.model.work import Overheads, overheads_of
 from flagcore.engines.serving.space import knobs as common_knobs
 from flagcore.engines.serving.space import placement, rules
-from flagcore.engines.serving.space.hardware import (
-    DP,
-    INSTANCES,
-    PP,
-    PREFILL_DECODE,
-    TP,
-    Hardware,
-    count,
-)
+from flagcore.engines.serving.space.hardware import DP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
 from flagcore.engines.serving.space.installed import release
 from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.settings import PublishedRuns

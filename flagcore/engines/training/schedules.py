@@ -51,8 +51,9 @@ def in_flight(
     The unit is the activations of one micro-batch on all virtual stages of the device; the maximum is m. 1F1B: p - r
     (arXiv 2104.04473); interleaved: 2 (p - r - 1) + (v - 1) p + 1 parts of v (the same paper); ZB-H1 and ZB-1p: p - r,
     ZB-H2 and ZB-2p: 2 (p - r) - 1 (arXiv 2401.10241); ZB-V: p, V-Half: p / 2 + 1, V-Min: (p + 4) / 3, rounded down
-    (arXiv 2405.15362); DualPipe: p + 1 and DualPipeV: (2p + 1) / 2 (its repository). `deferred` returns the number of
-    micro-batches that are held only for W.
+    (arXiv 2405.15362); DualPipe: p + 1 and DualPipeV: (2p + 1) / 2 (its repository). If the communication of experts
+    overlaps compute, Megatron runs one more forward pass before the first backward, which this number includes.
+    `deferred` returns the number of micro-batches that are held only for W.
     """
     later, count = pipeline - 1.0 - index, microbatches * np.ones_like(pipeline - index)
     if schedule == "interleaved":

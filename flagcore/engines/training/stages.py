@@ -11,16 +11,7 @@ import numpy as np
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.training import schedules
-from flagcore.engines.training.layout import (
-    DEFAULTS,
-    ArrayRecord,
-    Layout,
-    Options,
-    Splits,
-    StageLayers,
-    Training,
-    pick,
-)
+from flagcore.engines.training.layout import DEFAULTS, ArrayRecord, Layout, Options, Splits, StageLayers, Training, pick
 from flagcore.engines.transformer import attended, latent_widths, projection_weights, widths
 from flagcore.physics.pipelines import SCHEDULES
 
@@ -145,7 +136,9 @@ def stage_of(
 
 def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, options: Options) -> Stage:
     """Return stage `index` of each candidate with the contents `part`."""
-    deferred, copies, flight = np.zeros_like(index), 1, in_flight(layout, index, options)
+    deferred, copies = np.zeros_like(index), 1
+    sizes = layout.pipeline, layout.virtual, layout.microbatches
+    flight = schedules.in_flight(options.schedule or "interleaved", index, *sizes)
     uneven = np.flatnonzero((layout.split > 0) & (layout.virtual > 1) & (part.layers > 0))
     if uneven.size:
         flight[uneven] = _of_uneven(model, layout[uneven], part[uneven], index[uneven], flight[uneven])
@@ -190,19 +183,6 @@ def placed(model: Model, layout: Layout, options: Options, stages: Sequence[Stag
 def depths_received(model: Model, stage: Stage) -> FloatArray:
     """Return the number of multi-token prediction depths that the stage with the loss receives from another stage."""
     return stage.last * (model.mtp_num_layers - stage.mtp)
-
-
-def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> FloatArray:
-    """Return the maximum number of micro-batches whose activations stage `index` stores, in units of a whole stage.
-
-    1F1B: min(m, p - r) (Narayanan et al. 2021, arXiv 2104.04473). Interleaved: 2 (p - r - 1) + (v - 1) p + 1 chunks,
-    each 1/v of a stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/schedules.py`). If the
-    communication of experts overlaps compute, this is also the number of forward passes before the first backward, one
-    more than otherwise. Each further forward pass runs layer by layer during a backward pass, which frees as much
-    memory as it stores.
-    """
-    schedule = options.schedule or "interleaved"
-    return schedules.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
 
 
 def layers_before_last(model: Model, layout: Layout) -> FloatArray:

@@ -15,7 +15,7 @@ from flagcore.report.page.run import RunData
 from flagcore.report.page.search import accuracy, funnel, learning, progress
 from flagcore.report.page.serving import front_table, serving
 from flagcore.report.page.summary import stopped, summary
-from flagcore.report.page.timeline import kinds, pipeline
+from flagcore.report.page.timeline import pipeline
 from flagcore.report.page.trials import trial_table, trials
 from flagcore.report.text import funnel as funnel_text
 from flagcore.report.text import repeats_text
@@ -23,7 +23,7 @@ from flagcore.report.text import repeats_text
 
 def page(run: RunData) -> Page:
     """Return the page of a run. Empty sections are left out."""
-    resources = (kinds, step_time, memory, pipeline)
+    resources = (step_time, memory, pipeline)
     sections = (summary, serving, trials, funnel, improvements, *resources, progress, accuracy, environment, chips)
     title = N_("Serving on {hardware}: {run}") if run.serves else N_("Training on {hardware}: {run}")
     return Page(
@@ -48,7 +48,7 @@ def result_text(run: RunData) -> str:
         failed_trials = [trial for trial in run.all_trials if trial.reason and trial.state is not TrialState.STOPPED]
         texts = [_("trial {number}: {reason}", number=trial.number, reason=trial.reason) for trial in failed_trials]
         parts.append("\n".join([plain_table(trial_table(run)), *(texts if run.best else [])]))
-    parts += [text for block in (front_table(run), *learning(run)) for text in plain_text(block)]
+    parts += [text for block in (front_table(run), learning(run)) for text in plain_text(block)]
     parts.append("\n".join([funnel_text(run.counts, run.fidelity), *repeats_text(failed_repeats(run.repeats))]))
     return "\n\n".join([*parts, *(each.text for each in ending)])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from flagcore.domain.trial import RUN, Trial
 from flagcore.i18n import N_, _
-from flagcore.report.explanation import by_component, memory_parts, part_name
+from flagcore.report.explanation import bottleneck_text, by_component, memory_parts, part_name
 from flagcore.report.formats import NAMES, lookup, shown, size_text
 from flagcore.report.page.blocks import (
     Block,
@@ -31,30 +31,11 @@ def improvements(run: RunData) -> Section | None:
     """
     if run.best is None or predicted_s(run.best) is None:
         return None
-    blocks: list[Block] = [Text(_bottleneck(run, run.best))]
+    predicted = _("Predicted: {value} {unit}.", value=shown(run.predicted(run.best)), unit=run.unit)
+    blocks: list[Block] = [Text(bottleneck_text(run.best.predicted) or predicted)]
     if knobs := run.insight.get("knobs") or []:
         blocks += _sensitivity(run, knobs)
     return Section("improvements", _("Bottleneck"), blocks)
-
-
-def _bottleneck(run: RunData, best: Trial) -> str:
-    memory, step, limit = memory_of(best), predicted_s(best) or 0.0, lookup(best.predicted, "limit")
-    if limit == "memory":
-        return _(
-            "Bottleneck: memory, ~{used} of {capacity} in use (predicted).",
-            used=size_text(memory["device_used_gib"]),
-            capacity=size_text(memory["capacity_gib"]),
-        )
-    seconds = next((seconds for part, seconds in time_parts(best).items() if part_name(part) == limit), None)
-    if seconds is None:
-        return _("Predicted: {value} {unit}.", value=shown(run.predicted(best)), unit=run.unit)
-    return _(
-        "Bottleneck: {limit}, ~{seconds} s of a step of ~{step} s, or {share:.1%} (predicted).",
-        limit=_(limit),
-        seconds=shown(seconds),
-        step=shown(step),
-        share=seconds / step,
-    )
 
 
 def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:

@@ -1,18 +1,19 @@
 """Sections on the search: how rules reduced the space, its progress, and predicted against measured figures."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from flagcore.domain.plan import failed_repeats, measured_to_predicted
+from flagcore.domain.plan import failed_repeats
 from flagcore.domain.spec import is_rate, objective_value
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.i18n import _, ngettext
 from flagcore.report.page.blocks import (
+    Cell,
     Chart,
     Collapsed,
     Section,
-    Table,
     Text,
     cell,
     layout,
@@ -21,7 +22,7 @@ from flagcore.report.page.blocks import (
     points,
     table,
 )
-from flagcore.report.page.run import RunData, measured_s, predicted
+from flagcore.report.page.run import RunData, believed, measured_s, predicted
 from flagcore.report.text import funnel_stages, repeats_text
 
 
@@ -103,52 +104,41 @@ def funnel(run: RunData) -> Section:
 
 def accuracy(run: RunData) -> Section | None:
     """Return the section on the errors of predictions, or None if no trial is both predicted and measured."""
-    key = "objective" if run.serves else "step_time_s"
+    key, in_unit = "objective" if run.serves else "step_time_s", partial(objective_value, run.objective)
     pairs = []
     for trial in run.trials:
         step = measured_s(trial)
         value, low, high = (predicted(trial, f"{key}.{bound}") for bound in ("value", "low", "high"))
         if step is not None and value is not None and low is not None and high is not None:
-            figure = objective_value(run.objective, step) if run.serves else step
-            pairs.append((trial, figure, (value, low, high)))
-    return Section("accuracy", _("Predictions"), (*_intervals(run, pairs), *learning(run))) if pairs else None
-
-
-def _intervals(
-    run: RunData, pairs: Sequence[tuple[Trial, float, tuple[float, float, float]]]
-) -> Iterator[Text | Table]:
-    """Yield how many measurements are inside their 80% interval, and a table with all of them."""
+            pairs.append((trial, in_unit(step) if run.serves else step, (value, low, high)))
+    if not pairs:
+        return None
     hits = sum(low <= measured <= high for _trial, measured, (_value, low, high) in pairs)
-    yield Text(_("{count} of {total} measurements are inside the 80% interval.", count=hits, total=len(pairs)))
-    rows, listed = [], run.listed
+    text = _("{count} of {total} measurements are inside the 80% interval.", count=hits, total=len(pairs))
+    blocks, rows, errors, listed = [Text(text)], list[list[Any]](), learning(run), run.listed
     for trial, measured, (value, low, high) in (pair for pair in pairs if pair[0].number in listed):
-        deviation = percent(measured / value - 1.0 if value else None, signed=True)
         verdict = _("inside") if low <= measured <= high else _("outside")
-        rows.append([run.cell(trial), run.configuration(trial), measured, value, low, high, deviation, verdict])
-    caption = _("Measured and predicted {unit}, with 80% intervals", unit=run.unit if run.serves else _("s/step"))
+        row = [run.cell(trial), run.configuration(trial), measured, value, low, high, _error(measured, value), verdict]
+        if errors:
+            step = believed(trial, "step_time_s.value")
+            learned = in_unit(step) if step and run.serves else step
+            row += [learned, _error(measured, learned)]
+        rows.append(row)
     headings = [_("trial"), _("configuration"), _("measured"), _("~predicted"), _("~low"), _("~high"), _("error")]
-    yield table(caption, [*headings, _("80% interval")], rows, sortable=True)
+    headings += [_("80% interval"), *([_("~learned"), _("after learning")] if errors else [])]
+    caption = _("Measured and predicted {unit}, with 80% intervals", unit=run.unit if run.serves else _("s/step"))
+    blocks += filter(None, [errors])
+    return Section("accuracy", _("Predictions"), (*blocks, table(caption, headings, rows, sortable=True)))
 
 
-def learning(run: RunData) -> Iterator[Text | Table]:
-    """Yield the errors of predictions before and after learning, per trial. Without learning, nothing is yielded."""
-    errors = run.prediction_error
-    pairs = [
-        (trial, before, after)
-        for trial in run.trials
-        if (before := measured_to_predicted(trial, "predicted")) and (after := measured_to_predicted(trial, "believed"))
-    ]
-    if not errors or not pairs:
-        return
-    rows, listed = [], run.listed
-    for trial, before, after in (pair for pair in pairs if pair[0].number in listed):
-        step = measured_s(trial) or 0.0
-        seconds = [step / before, step / after, step]
-        figures = [objective_value(run.objective, each) for each in seconds] if run.serves else seconds
-        shares = [percent(each - 1.0, signed=True) for each in (before, after)]
-        rows.append([cell(trial.number), *figures, *shares])
-    heading = run.unit if run.serves else _("step s")
-    headings = [_("trial"), f"~{heading}", _("~learned"), heading, _("error"), _("after learning")]
+def _error(measured: float, expected: float | None) -> Cell:
+    return percent(measured / expected - 1.0 if expected else None, signed=True)
+
+
+def learning(run: RunData) -> Text | None:
+    """Return the median error of predictions before and after learning, or None if there was no learning."""
+    if (errors := run.prediction_error) is None:
+        return None
     text = ngettext(
         "Median prediction error over {count} trial: {before}, after learning {after}.",
         "Median prediction error over {count} trials: {before}, after learning {after}.",
@@ -156,8 +146,7 @@ def learning(run: RunData) -> Iterator[Text | Table]:
         before=_error_text(errors.before),
         after=_error_text(errors.after),
     )
-    yield Text(text)
-    yield table(_("Relative error of the step time: measured / predicted - 1"), headings, rows)
+    return Text(text)
 
 
 def _error_text(share: float) -> str:

@@ -1,9 +1,9 @@
-"""Sections with the pipeline schedule as a timeline of passes, and with the stages of each kind of chip."""
+"""The section with the pipeline schedule as a timeline of passes, and the time and chip of each stage."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from flagcore.domain.prediction import Passes, longest
+from flagcore.domain.prediction import Passes
 from flagcore.errors import NotModelled
 from flagcore.i18n import _
 from flagcore.physics.pipelines import SCHEDULES, ExecutedPass, simulate, step_seconds
@@ -15,10 +15,8 @@ from flagcore.report.page.blocks import (
     Table,
     Text,
     bars,
-    highlighted,
     percent,
     rows_layout,
-    size,
     table,
 )
 from flagcore.report.page.run import RunData
@@ -37,13 +35,18 @@ LAYOUT: dict[str, Any] = {"barmode": "overlay", "uniformtext": {"mode": "hide", 
 
 
 def pipeline(run: RunData) -> Section | None:
-    """Return the section with the timelines of the best configuration, or None if it has no pipeline."""
-    pipelines = _pipelines(run)
-    blocks: list[Block] = []
-    for passes in pipelines:
-        if len(passes.forward_s) > 1:
-            blocks += [Text(_chip_names(run)[passes.groups[0]])] if len(pipelines) > 1 else []
-            blocks += Timeline(passes).blocks()
+    """Return the section with the timelines of the best configuration, or None if it has no pipeline.
+
+    With several kinds of chips, replicas without a pipeline are included.
+    """
+    chips = [str(chip.get("title") or chip["name"]) for chip in run.insight.get("chips") or ()]
+    chips = chips if len(chips) > 1 else []
+    blocks = [
+        block
+        for passes in _pipelines(run)
+        if len(passes.forward_s) > 1 or (chips and passes.groups)
+        for block in Timeline(passes, chips).blocks()
+    ]
     return Section("pipeline", _("Pipeline"), blocks) if blocks else None
 
 
@@ -56,15 +59,14 @@ def _pipelines(run: RunData) -> list[Passes]:
     return [Passes(**fields) for fields in found]
 
 
-def _chip_names(run: RunData) -> list[str]:
-    """Return the names of the node groups."""
-    return [str(chip.get("title") or chip["name"]) for chip in run.insight.get("chips") or ()]
-
-
 class Timeline:
-    """The timeline of one pipeline's passes. It has `count` stages on as many devices."""
+    """The timeline of one pipeline's passes. It has `count` stages on as many devices.
 
-    def __init__(self, passes: Passes) -> None:
+    `chips`: the names of the kinds of chips. Empty if there is only one.
+    """
+
+    def __init__(self, passes: Passes, chips: Sequence[str] = ()) -> None:
+        self.chips = [chips[group] for group in passes.groups] if chips else []
         self.passes, self.schedule, self.count = passes, SCHEDULES[passes.schedule], len(passes.forward_s)
         parts = self.schedule.parts or passes.virtual
         self.passes_per_microbatch = (3 if self.schedule.splits_backward else 2) * self.count * parts
@@ -81,6 +83,8 @@ class Timeline:
 
     def blocks(self) -> list[Block]:
         """Return the chart, or why there is none, and the seconds per micro-batch."""
+        if self.count < 2:
+            return [self._seconds(self.passes.microbatches)]
         number = self.microbatches_to_show()
         text = _("No timeline: {count} stages have too many passes to draw.", count=self.count)
         if number is not None:
@@ -144,7 +148,7 @@ class Timeline:
         return trace
 
     def _seconds(self, counted: int, played: Sequence[ExecutedPass] = (), step: float = 0.0) -> Table:
-        """Return a table with the seconds per micro-batch and the busy time of each device.
+        """Return a table with the chip, the seconds per micro-batch and the busy time of each device.
 
         If the step was simulated (`played`), the table also has the idle time.
         """
@@ -168,40 +172,13 @@ class Timeline:
             micro_batches=self._micro_batches(counted),
             seconds=shown(passes.send_s),
         )
-        return table(caption, [_("stage"), *headings], cells)
+        about = {_("chip"): self.chips, _("layers"): passes.layers} if self.chips else {}
+        known = {heading: values for heading, values in about.items() if values}
+        for row, *values in zip(cells, *known.values(), strict=True):
+            row[1:1] = values
+        return table(caption, [_("stage"), *known, *headings], cells)
 
     def _micro_batches(self, counted: int) -> str:
         if counted < self.passes.microbatches:
             return _("{count} of {total} micro-batches", count=counted, total=self.passes.microbatches)
         return _("{count} micro-batches", count=counted)
-
-
-def kinds(run: RunData) -> Section | None:
-    """Return the section on the stages of the best configuration by kind of chip.
-
-    Returns None if there is only one node group, or no best.
-    """
-    chips, pipelines = run.insight.get("chips") or [], _pipelines(run)
-    if len(chips) < 2 or run.best is None or not pipelines or not all(each.groups for each in pipelines):
-        return None
-    names, seconds = _chip_names(run), longest(pipelines)
-    memory = {int(each["stage"]): each["device_used_gib"] for each in run.insight.get("stages") or []}
-    rows, busy_s = list[list[Any]](), list[tuple[float, str]]()
-    for each in pipelines:
-        unknown = (None,) * len(each.groups)
-        idle, all_layers = each.idle(seconds) if seconds else unknown, each.layers or unknown
-        stages = zip(each.groups, all_layers, each.forward_s, each.backward_s, idle, strict=True)
-        for group, layers, *times, share in stages:
-            used = size(memory.get(len(rows)), "~")
-            rows.append([len(rows), names[group], layers, *map(highlighted, times), used, percent(share, "~")])
-            busy_s.append((each.microbatches * sum(times), names[group]))
-    slowest_s, slowest = max(busy_s)
-    text = _(
-        "{configuration}: the slowest stage is busy for ~{seconds} s of a step, on {name}.",
-        configuration=run.configuration(run.best),
-        seconds=shown(slowest_s),
-        name=slowest,
-    )
-    headings = [_("stage"), _("chip"), _("layers"), _("~forward, s"), _("~backward, s"), _("~in use"), _("~idle, %")]
-    by_stage = table(_("Each stage: seconds per micro-batch, memory of a device, and idle time"), headings, rows)
-    return Section("kinds", _("Kinds of chips"), (Text(text), by_stage))

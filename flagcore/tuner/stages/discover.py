@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from flagcore.contracts import Costs
+from flagcore.contracts import Costs, KernelCosts
 from flagcore.domain.chip import ASSUMED_NETWORK, Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, Level, NodeGroup
 from flagcore.domain.engine import EngineSupport, has_common_library
@@ -13,7 +13,7 @@ from flagcore.domain.spec import AUTO, ClusterSpec, Spec, TrainSpec
 from flagcore.errors import NoDevice
 from flagcore.i18n import N_, _
 from flagcore.physics.collective_costs import Collectives, between_groups, topology_of
-from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack, PlainMemory, with_slowdown
+from flagcore.physics.cost_stack import PlainMemory, with_slowdown
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
 from flagcore.vendorkit.machine import cores
@@ -104,7 +104,7 @@ def _costs_of(group: NodeGroup, support: EngineSupport, plugins: LoadedPlugins, 
     kernels = plugins.kernel_costs(group.chip, engine)
     synchronous = support.shared_devices
     run_slowdown = UNMEASURED_RUN_SLOWDOWN if kernels is None else kernels.run_slowdown()
-    used = kernels or KernelCostStack(((ROOFLINE, Roofline(chip=group.chip)),))
+    used: KernelCosts = kernels or Roofline(chip=group.chip)
     ranks_per_core = max(1.0, group.devices_per_node / group.chip.devices_per_node) if synchronous else 1.0
     times = ranks_per_core / group.speed
     return Costs(

@@ -217,10 +217,6 @@ def test_overlapped_experts_hold_one_more_pass_and_part_of_a_layer() -> None:
     split = layout(data=8, expert=8, microbatches=[1, 8, 8], pipeline=[1, 1, 4], virtual=[1, 1, 2])
     job = train(dataclasses.replace(MOE, vocab_size=1024), transformer_engine=True)
     hidden = changed(job, overlap_expert_comm=True)
-    first = np.zeros(3)
-    np.testing.assert_allclose(
-        pipeline.in_flight(split, first, hidden.options), pipeline.in_flight(split, first, job.options)
-    )
     extra = rank_memory(hidden, split, 0).activation - rank_memory(job, split, 0).activation
     layer = Kinds.from_layout(job, split).moe.stored
     assert extra[0] == 0  # nothing runs beside the only micro-batch

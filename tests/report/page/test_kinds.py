@@ -1,23 +1,12 @@
-"""The kinds of chips of a mixed cluster: stages, layers, memory and idle times are those of timeline and plan."""
-
-import pytest
+"""The stages of a mixed cluster: their chips, layers, memory and idle times."""
 
 from tests.report.page.conftest import Runs
 
 
-def test_each_stage_has_the_chip_and_the_idle_time_of_the_timeline(runs: Runs) -> None:
+def test_each_stage_has_its_chip_and_layers(runs: Runs) -> None:
     page = runs("mixed").page
-    plan, timeline, memory = (
-        page.rows(anchor, caption)
-        for anchor, caption in (
-            ("kinds", "Each stage"),
-            ("pipeline", "Seconds per"),
-            ("memory", "Memory of a device of"),
-        )
-    )
-    assert [row["chip"].text for row in plan] == ["old", "old", "new"]
-    assert sum(row["layers"].value or 0 for row in plan) == 4
-    idle = [row["~idle, %"].value for row in plan]
-    assert idle == pytest.approx([row["~idle, %"].value for row in timeline])
-    assert [row["~in use"].value for row in plan] == [row["~in use"].value for row in memory]
-    assert len({row["~in use"].value for row in plan}) == 3
+    timeline, memory = page.rows("pipeline", "Seconds per"), page.rows("memory", "Memory of a device of")
+    assert [row["chip"].text for row in timeline] == ["old", "old", "new"]
+    assert sum(row["layers"].value or 0 for row in timeline) == 4
+    assert all(0 <= (row["~idle, %"].value or 0) < 1 for row in timeline)
+    assert len({row["~in use"].value for row in memory}) == 3

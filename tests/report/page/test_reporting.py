@@ -10,11 +10,10 @@ import pytest
 from flagcore import api
 from flagcore.api.managing import report
 from flagcore.errors import RunError
-from tests.cli.conftest import Ran, flag, project  # noqa: F401 (fixtures)
+from tests.cli.conftest import Flag, Ran, flag, project  # noqa: F401 (fixtures)
 from tests.report.page.conftest import KINDS, Runs
 from tests.report.page.reading import read
 
-Flag = Callable[..., Ran]
 Copied = Callable[..., Path]
 
 

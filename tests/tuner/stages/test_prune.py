@@ -11,7 +11,7 @@ from flagcore.domain.plan import count
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import DOES_AS_MUCH_WORK, NEEDS_AS_MUCH_MEMORY, Pruned
 from flagcore.domain.space import BoolArray, Candidate, Columns, Space
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.stages import prune as prune_module
 from flagcore.tuner.stages.build import build
@@ -35,12 +35,7 @@ def predictions(capacity: float | None = 80e9) -> Predictions:
 
 
 def trial(candidate: Candidate, state: TrialState, number: int = 0) -> Trial:
-    measured = None
-    if state is TrialState.MEASURED:
-        measured = Measurement(
-            step_times_s=(1.0,), step_time_s=1.0, spread_s=0.0, tokens_per_second_per_device=1.0, losses=(1.0,)
-        )
-    return Trial(number=number, candidate=candidate, role=Role.SEARCH, state=state, measurement=measured)
+    return small.trial(number, candidate, 1.0 if state is TrialState.MEASURED else None, state=state)
 
 
 def pruned(

@@ -20,6 +20,7 @@ from flagcore.engines.megatron.command.arguments import ArgumentProblem, known_r
 from flagcore.engines.megatron.command.launch import trial_command
 from flagcore.engines.megatron.command.trial import KNOB_REASON, Change
 from flagcore.engines.megatron.command.user_command import (
+    TORCHRUN_SWITCHES,
     UserCommand,
     argument_table,
     detected_release,
@@ -94,7 +95,7 @@ def _process_count_problems(spec: Spec, command: UserCommand) -> Iterator[SpecEr
         problem = f"starts one process, but the cluster has {nodes * (devices or 1)} devices"
         yield _error(" ".join(command.program), problem, "start it with torchrun")
     for option in command.options:
-        if option.lacks_value and option.name not in ("master-port", "nproc-per-node"):
+        if not option.value and option.name not in (*TORCHRUN_SWITCHES, "master-port", "nproc-per-node"):
             fix = "write its value; a command of the script that prints it may not be run when the script is read"
             yield _error(option.words[0], "has no value", fix)
     nnodes = command.option("nnodes")

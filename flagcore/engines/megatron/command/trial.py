@@ -103,7 +103,8 @@ def limit_to_trial(command: UserCommand, table: ArgumentTable, steps: int, run_f
     for rule in RULES:
         if rule.applies(effective):
             dests = {argument.dest for argument in table.parse(command.arguments)[0] if rule.matches(argument.dest)}
-            words = _added_words(rule, table, steps, run_folder)
+            is_known = rule.adds and table.find(rule.adds[0]) is not None
+            words = [word.format(steps=steps, run=run_folder) for word in rule.adds] if is_known else []
             changed = set_arguments(command, table, dests, words, rule.why.format(steps=steps))
             command = changed.command
             changes += changed.changes
@@ -117,12 +118,6 @@ def _without_profiler(command: UserCommand) -> tuple[UserCommand, list[Change]]:
     start = names.index(PROFILER)
     change = Change(flag=PROFILER, before=" ".join(command.prefix[start:]), after="", why=NO_PROFILES)
     return replace(command, prefix=command.prefix[:start]), [change]
-
-
-def _added_words(rule: TrialRule, table: ArgumentTable, steps: int, run_folder: str) -> tuple[str, ...]:
-    if not rule.adds or table.find(rule.adds[0]) is None:
-        return ()
-    return tuple(word.format(steps=steps, run=run_folder) for word in rule.adds)
 
 
 def set_arguments(

@@ -25,8 +25,7 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SettingValue, Spec
 from flagcore.engines.megatron.command.arguments import FORK, ArgumentTable, release_table
 from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
-from flagcore.engines.megatron.space.knobs import BY_NAME, SPACE_KNOBS
-from flagcore.engines.megatron.space.settings import SETTINGS
+from flagcore.engines.megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
 from flagcore.errors import SpecError
 from flagcore.spec.knobs import setting_from_text
 from flagcore.spec.script import SCRIPT_FIX, SHELLS, is_script, trace_script
@@ -113,11 +112,6 @@ class Option:
 
     name: str
     words: tuple[str, ...]
-
-    @property
-    def lacks_value(self) -> bool:
-        """Whether the value is missing, for example because a variable of the script is empty."""
-        return not self.value and self.name not in TORCHRUN_SWITCHES
 
     @property
     def value(self) -> str:
@@ -256,7 +250,9 @@ def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] |
     """Return the parts of a command that starts a Python program, with torchrun or directly. Returns None for other
     commands.
     """
-    shell_words = 4 if is_shell_prefix(words) else 0
+    # `bash -c '...; exec "$@"' NAME` executes the words that follow.
+    is_shell = len(words) > 4 and Path(words[0]).name in SHELLS and words[1] == "-c" and words[2].endswith('exec "$@"')
+    shell_words = 4 if is_shell else 0
     for index, word in enumerate(words[shell_words:], start=shell_words):
         name = Path(word).name
         if index > shell_words and not _is_wrapper(words[shell_words:index]):
@@ -271,11 +267,6 @@ def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] |
                 command, prefix=tuple(words[:index]), environment=dict(environment or {}), directory=directory
             )
     return None
-
-
-def is_shell_prefix(words: Sequence[str]) -> bool:
-    """Return whether a command is `bash -c '...; exec "$@"' NAME` followed by the words that it executes."""
-    return len(words) > 4 and Path(words[0]).name in SHELLS and words[1] == "-c" and words[2].endswith('exec "$@"')
 
 
 def _is_wrapper(prefix: Sequence[str]) -> bool:
@@ -447,10 +438,5 @@ def environment(candidate: Mapping[str, KnobValue]) -> dict[str, str]:
     """Return the knobs as environment variables (`FLAGCORE_MICRO_BATCH_SIZE=4`): 1 or 0 for switches, empty for
     None.
     """
-    return {f"FLAGCORE_{knob.upper()}": _variable_text(value) for knob, value in candidate.items()}
-
-
-def _variable_text(value: KnobValue) -> str:
-    if value is None:
-        return ""
-    return str(int(value)) if isinstance(value, bool) else str(value)
+    values = {knob: int(value) if isinstance(value, bool) else value for knob, value in candidate.items()}
+    return {f"FLAGCORE_{knob.upper()}": "" if value is None else str(value) for knob, value in values.items()}

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, IntArray
 from flagcore.domain.spec import Task
-from flagcore.engines.megatron.layers.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, VIRTUAL_STAGES, parse_layout
+from flagcore.engines.megatron.layers.stages import (
+    EMBEDDING,
+    FIRST,
+    LAST,
+    LAYOUT,
+    LOSS,
+    SPLIT_SETTINGS,
+    VIRTUAL_STAGES,
+    parse_layout,
+)
 from flagcore.engines.megatron.mixed.meshes import MESHES
 from flagcore.engines.megatron.space.options import schedule, settings_in_force, takes_layouts
 
@@ -124,19 +133,6 @@ class Split:
         return np.where(stages > 0, (self.counted - first - last) // np.maximum(stages, 1), 0), stages
 
 
-def with_derived_split(task: Task, columns: Columns) -> tuple[Task, Columns] | None:
-    """Return the task without settings of its layers, and the candidates with a derived split.
-
-    Returns None if they already have it.
-    """
-    train = task.spec.train
-    settings = {name: value for name, value in train.settings.items() if name not in (LAYOUT, FIRST, LAST)}
-    if len(settings) == len(train.settings) and balanced(columns).all():
-        return None
-    changed = replace(task, spec=replace(task.spec, work=replace(train, settings=settings)))
-    return changed, {**columns, SPLIT: np.where(balanced(columns), columns[SPLIT], BALANCED)}
-
-
 def balanced(c: Columns) -> BoolArray:
     """Return which candidates have a derived split."""
     zeros = np.zeros_like(c[PP])
@@ -151,6 +147,6 @@ def derived(task: Task) -> bool:
     applies to single stages.
     """
     settings = settings_in_force(task.spec)
-    is_set = any(settings.get(key) for key in (LAYOUT, EMBEDDING, LOSS, FIRST, LAST, *STAGE_SETTINGS))
+    is_set = any(settings.get(key) for key in (*SPLIT_SETTINGS, *STAGE_SETTINGS))
     has_own_schedule = schedule(settings.get("pipeline_schedule")) is not None
     return not is_set and not has_own_schedule and takes_layouts(task.spec)

@@ -15,6 +15,8 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 VIRTUAL_STAGES = "virtual_pipeline_model_parallel_size"
 EMBEDDING = "account_for_embedding_in_pipeline_split"
 LOSS = "account_for_loss_in_pipeline_split"
+SPLIT_SETTINGS = (LAYOUT, EMBEDDING, LOSS, FIRST, LAST)
+"""Settings that determine the split of the layers."""
 
 _MAX_LAYERS = 200_000
 _GROUP, _ONE = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")

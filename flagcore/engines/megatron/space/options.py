@@ -9,7 +9,6 @@ from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.engines.megatron.command.user_command import readable_command, release_of, settings_of_command
 from flagcore.engines.megatron.layers.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, parse_layout
 from flagcore.engines.megatron.space.knobs import BY_NAME
-from flagcore.engines.megatron.space.settings import recompute_modules, words
 from flagcore.engines.training.layout import Options
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.pipelines import SCHEDULES
@@ -186,6 +185,16 @@ def schedule(name: SettingValue) -> str | None:
         known = ", ".join(SCHEDULES)
         raise NotModelled(f"train.settings.pipeline_schedule = {name} is not modelled; use one of {known}")
     return canonical
+
+
+def recompute_modules(settings: Mapping[str, SettingValue]) -> frozenset[str]:
+    """Return the modules that selective recompute recomputes."""
+    return words(settings.get("recompute_modules") or "core_attn")
+
+
+def words(text: SettingValue) -> frozenset[str]:
+    """Return the words in a comma-separated list."""
+    return frozenset(str(text).split(",")) if text else frozenset()
 
 
 def numbers(text: SettingValue) -> tuple[int, ...]:

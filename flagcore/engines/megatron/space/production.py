@@ -19,13 +19,18 @@ import yaml
 from flagcore.contracts import Platform
 from flagcore.domain.engine import RefusedValues, ValueRule
 from flagcore.domain.space import Candidate, KnobValue
-from flagcore.domain.spec import SettingValue, Task, TrainSpec
+from flagcore.domain.spec import SettingValue, Task
 from flagcore.engines.megatron.command.checks import release_problem
-from flagcore.engines.megatron.layers.stages import LAYOUT, parse_layout, published_split
-from flagcore.engines.megatron.space.knobs import BY_NAME, candidate_columns
+from flagcore.engines.megatron.layers.stages import (
+    LAYOUT,
+    SPLIT_SETTINGS,
+    VIRTUAL_STAGES,
+    parse_layout,
+    published_split,
+)
+from flagcore.engines.megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
 from flagcore.engines.megatron.space.options import check, settings_in_force
 from flagcore.engines.megatron.space.setting_rules import EXPERT_OVERLAP, settings_with_rules
-from flagcore.engines.megatron.space.settings import SETTINGS
 from flagcore.errors import SpecError
 from flagcore.spec.knobs import setting_from_text
 
@@ -72,8 +77,10 @@ def as_in_production(platform: Platform) -> Platform:
             continue
         if train.engine_version and release_problem(BY_NAME[key], value, train.engine_version):
             continue
+        extended = replace(train, assumed={**train.assumed, key: value})
         with suppress(SpecError):
-            train = _with(task, train, key, value)
+            check(task, settings_in_force(replace(spec, work=extended)))
+            train = extended
     return replace(platform, task=replace(task, spec=replace(spec, work=train)))
 
 
@@ -108,23 +115,6 @@ def _refuses(rules: Sequence[ValueRule], knob: str, value: SettingValue) -> bool
     return any(each.knob == knob and value in each.values for each in refused)
 
 
-def _with(task: Task, train: TrainSpec, key: str, value: SettingValue) -> TrainSpec:
-    """Return a job with one more assumed setting. Raises SpecError if the setting contradicts the others."""
-    extended = replace(train, assumed={**train.assumed, key: value})
-    check(task, settings_in_force(replace(task.spec, work=extended)))
-    return extended
-
-
-PIPELINE, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
-SPLITS = (
-    LAYOUT,
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-)
-
-
 def published(
     task: Task, values: Mapping[str, KnobValue], notes: str
 ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
@@ -143,14 +133,14 @@ def published(
     kind = train.implementation or IMPLEMENTATION
     settings = {**noted, **train.settings}
     settings = _defaults(task, kind, settings, values) | settings
-    stages = int(values.get(PIPELINE) or 1)
+    stages = int(values.get("pipeline_model_parallel_size") or 1)
     layout = settings.get(LAYOUT)
     if layout:
         layout_stages = parse_layout(str(layout), task.spec.model.num_layers, task.spec.model.mtp_num_layers)
-        if not values.get(VIRTUAL) and len(layout_stages) % stages == 0:
-            values[VIRTUAL] = len(layout_stages) // stages
-    elif not any(settings.get(key) or values.get(key) for key in SPLITS):
-        settings |= published_split(task.spec.model, stages * int(values.get(VIRTUAL) or 1))
+        if not values.get(VIRTUAL_STAGES) and len(layout_stages) % stages == 0:
+            values[VIRTUAL_STAGES] = len(layout_stages) // stages
+    elif not any(settings.get(key) or values.get(key) for key in SPLIT_SETTINGS):
+        settings |= published_split(task.spec.model, stages * int(values.get(VIRTUAL_STAGES) or 1))
     spec = replace(task.spec, work=replace(train, implementation=kind, settings=settings))
     return replace(task, spec=spec), values, frozenset(noted.keys() - train.settings.keys())
 

@@ -246,7 +246,7 @@ def _full_recompute_rules(task: Task) -> Sequence[Rule]:
                 & np.where(
                     balanced(c),
                     c[RECOMPUTE_LAYERS] > 1,
-                    _leaves_remainder(c[RECOMPUTE_LAYERS], split.chunk_layers(c)),
+                    np.any([each % np.maximum(c[RECOMPUTE_LAYERS], 1) != 0 for each in split.chunk_layers(c)], axis=0),
                 )
             ),
         ),
@@ -343,9 +343,3 @@ def recomputes(c: Columns, granularity: int) -> BoolArray:
     """Return which candidates recompute with a granularity, `SELECTIVE` or `FULL`."""
     result: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == granularity)
     return result
-
-
-def _leaves_remainder(number: IntArray, totals: Sequence[IntArray]) -> BoolArray:
-    """Return for which candidates `number` does not divide one of `totals`."""
-    has_remainder: BoolArray = np.logical_or.reduce([each % np.maximum(number, 1) != 0 for each in totals])
-    return has_remainder

@@ -88,11 +88,8 @@ def _requirement_rules(task: Task, settings: Settings) -> Iterator[Rule]:
     }
     for name, (requirement, is_met) in requirements.items():
         if not is_met and name in task.spec.train.settings:
-            yield Rule(name=name, knobs=(DP,), message=f"{name} needs {requirement}", broken=_every_row)
-
-
-def _every_row(c: Columns) -> BoolArray:
-    return np.ones(c[DP].shape, dtype=np.bool_)
+            message = f"{name} needs {requirement}"
+            yield Rule(name=name, knobs=(DP,), message=message, broken=lambda c: np.ones(c[DP].shape, dtype=np.bool_))
 
 
 def _schedule_rule(setting: SettingValue, split: Split, batch: int) -> Rule:

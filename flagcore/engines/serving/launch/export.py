@@ -25,7 +25,7 @@ from flagcore.domain.engine import without_devices
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret, secrets_in_arguments
 from flagcore.engines.serving.launch.profile import EngineProfile
-from flagcore.engines.serving.launch.server import SHARED, SHARED_FOLDER, Instance, Router
+from flagcore.engines.serving.launch.server import Instance, Router
 from flagcore.engines.serving.space.knobs import TRANSFER
 from flagcore.engines.serving.space.placement import Placement
 from flagcore.engines.serving.space.program import Worker
@@ -38,8 +38,6 @@ FRONT_PORT = 8000
 MEETING_PORT = 8500
 """The rendezvous port of the first instance's hosts. The other instances use the next ports."""
 START, NGINX, COMPOSE = "start.sh", "nginx.conf", "compose.yaml"
-SHARED_MOUNT = "/shared"
-"""The path at which containers mount the folder that they share."""
 NETWORK_DEVICES = ("{interface}", "{adapters}")
 """Placeholders for network devices in environment variables. Servers on one host do not use these variables."""
 KIND_STEP = 16
@@ -145,7 +143,6 @@ def compose_files(
     several = len(instances) > 1
     ports = _ports(instances) if several else [FRONT_PORT]
     instances = [each.at_port(port) for each, port in zip(instances, ports, strict=True)]
-    shares = any(SHARED_MOUNT in word for each in instances for word in each.argv)
     words = [word for instance in instances for word in instance.argv[1:]]
     paths = sorted({*([directory] if directory else []), *(path for word in words for path in _mounted_paths(word))})
     services: dict[str, object] = {
@@ -160,10 +157,7 @@ def compose_files(
                 for name, value in {**common, **instance.environment}.items()
             },
             **({"cpuset": ",".join(map(str, instance.cores))} if instance.cores else {}),
-            "volumes": [
-                *(f"{_escape(path)}:{_escape(path)}:ro" for path in paths),
-                *([f"./{SHARED_FOLDER}:{SHARED_MOUNT}"] if shares else []),
-            ],
+            "volumes": [f"{_escape(path)}:{_escape(path)}:ro" for path in paths],
             "restart": "unless-stopped",
         }
         for number, instance in enumerate(instances)
@@ -253,9 +247,9 @@ class _Component:
         resource.
         """
         transfer = place.values.get(TRANSFER)
-        if place.kind and (any(SHARED in word for word in instance.argv) or transfer not in (None, *worker.transfers)):
+        if place.kind and transfer not in (None, *worker.transfers):
             known = ", ".join(sorted(worker.transfers))
-            raise UsageError(f"--to dynamo: {TRANSFER} = {transfer or 'not set'} is not supported; use {known}")
+            raise UsageError(f"--to dynamo: {TRANSFER} = {transfer} is not supported; use {known}")
         spec, hosts = job.platform.task.spec, len(place.hosts)
         argv = instance.at_port(FRONT_PORT).argv
         if hosts > 1 and engine.on_host:

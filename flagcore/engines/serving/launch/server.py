@@ -24,9 +24,8 @@ PORT = "{port}"
 """Placeholder for the port in a command line. The port is chosen when the server is started."""
 HEAD, HEAD_PORT = "{head}", "{head_port}"
 """Placeholders in the command line of an instance on several hosts: its first host, and a free port of this host."""
-TRANSFER_PORT, SHARED, URL = "{transfer_port}", "{shared}", "{url}"
-"""Placeholders for instances that only prefill or decode: the port for caches, a folder that all of them share, and
-the URL of an instance for the router."""
+TRANSFER_PORT, URL = "{transfer_port}", "{url}"
+"""Placeholders for instances that only prefill or decode: the port for caches, and their URL for the router."""
 
 
 def address(task: Task) -> str:
@@ -140,8 +139,6 @@ Fetch = Callable[[str], str]
 """A function that returns a running server's response to a path. Raises OSError."""
 
 SERVE = "serve.json"
-SHARED_FOLDER = "shared"
-"""The folder that the instances of a trial share. It is removed after the trial."""
 
 
 def log_name(number: int, part: int = 0) -> str:

@@ -14,19 +14,9 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.engines.serving.launch import export
 from flagcore.engines.serving.launch.profile import EngineProfile
-from flagcore.engines.serving.launch.server import (
-    ROUTER_HEALTH,
-    SERVE,
-    SHARED,
-    SHARED_FOLDER,
-    Instance,
-    Job,
-    Router,
-    as_text,
-)
+from flagcore.engines.serving.launch.server import ROUTER_HEALTH, SERVE, Instance, Job, Router, as_text
 from flagcore.engines.serving.load.traffic import in_flight
 from flagcore.engines.serving.space.hardware import PREFILL_DECODE, Hardware
-from flagcore.engines.serving.space.knobs import TRANSFER
 from flagcore.engines.serving.space.placement import Placement, placements
 from flagcore.errors import LaunchError, UsageError
 from flagcore.i18n import N_, _
@@ -52,7 +42,7 @@ def launch(
     whether to start the servers of the final configuration instead of a trial.
     """
     task, serve = platform.task, platform.task.spec.serve
-    instances = instances_of(platform, engine, candidate, str(Path(folder, SHARED_FOLDER)))
+    instances = instances_of(platform, engine, candidate)
     directory = serve.directory or folder
     try:
         if for_real:
@@ -99,16 +89,14 @@ def launch(
 
 
 def instances_of(
-    platform: Platform, engine: EngineProfile, candidate: Candidate, shared: str = "", *, is_public: bool = False
+    platform: Platform, engine: EngineProfile, candidate: Candidate, *, is_public: bool = False
 ) -> tuple[Instance, ...]:
     """Return the servers of a candidate.
 
-    `shared`: the folder for servers that exchange caches in files. `is_public`: whether others will see the commands.
-    Raises UsageError if a public command contains a secret.
+    `is_public`: whether others will see the commands. Raises UsageError if a public command contains a secret.
     """
     values = candidate.as_dict()
-    instances = (_instance(platform, engine, values, each) for each in placements(platform.task, values))
-    found = tuple(each.filled({SHARED: shared}) for each in instances)
+    found = tuple(_instance(platform, engine, values, each) for each in placements(platform.task, values))
     if is_public and any(secrets_in_arguments(each.argv) for each in found):
         raise UsageError("the command contains a secret; pass it in a variable")
     return found
@@ -123,11 +111,9 @@ def router_of(platform: Platform, engine: EngineProfile, candidate: Candidate, c
 def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str, str]:
     """Return the files of an export to Dynamo or docker compose, by name. Raises UsageError."""
     task = job.platform.task
+    instances = instances_of(job.platform, engine, job.candidate, is_public=True)
     if target == export.DYNAMO:
-        places = placements(task, job.candidate.as_dict())
-        instances = instances_of(job.platform, engine, job.candidate, SHARED, is_public=True)
-        return export.dynamo_files(engine, job, instances, places)
-    instances = instances_of(job.platform, engine, job.candidate, export.SHARED_MOUNT, is_public=True)
+        return export.dynamo_files(engine, job, instances, placements(task, job.candidate.as_dict()))
     if any(each.further or each.host for each in instances):
         raise UsageError("--to compose starts servers of one host; use --to slurm or dynamo")
     variables = {**job.platform.environment, **task.spec.envs}
@@ -142,14 +128,12 @@ def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidat
     See `Workload.groups`. Raises UsageError if the target cannot start such servers.
     """
     values, on_cores = candidate.as_dict(), Hardware.of(platform.task).on_cores
-    instances = instances_of(platform, engine, candidate, SHARED)
+    instances = instances_of(platform, engine, candidate)
     router = router_of(platform, engine, candidate, len(instances))
     if router is None or (on_cores and not values.get(PREFILL_DECODE)):
         return None
     if any(each.further for each in instances) or on_cores:
         raise UsageError("this target starts servers on devices of one host only")
-    if any(SHARED in word for each in instances for word in each.argv):
-        raise UsageError(f"{TRANSFER} uses a folder, which servers on several hosts do not share; set another one")
     if any(secrets_in_arguments(each.argv) for each in instances):
         raise UsageError("the command contains a secret; pass it in a variable")
     groups, addresses = list[ServerGroup](), list[tuple[str, str, int]]()

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import numpy as np
 
 from flagcore.domain.serving import EngineArg
-from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
@@ -147,7 +147,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         is_trained_context = (values[PARALLEL] == 0) & (values[CONTEXT] == 0) & (total == 0)
         context, pool = np.where(is_trained_context, trained, context), np.where(is_trained_context, trained, pool)
     element = PROGRAM.element_bytes(values)
-    devices = values[TP] * values[PP]
+    devices, all_layers = values[TP] * values[PP], task.spec.model.num_layers + 1  # the output head is the last layer
     if hardware.on_cores:
         share = hardware.share(values[INSTANCES])
         devices = np.where(values[THREADS] > 0, np.minimum(values[THREADS], share), share)
@@ -162,15 +162,9 @@ def settings(task: Task, columns: Columns) -> Settings:
         graphs=np.ones_like(devices),
         cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
         cache_element_bytes=element,
-        on_device=_on_device(task, values[LAYERS]),
+        on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),
         host_tokens=host_cache_mib(task) * 2**20 / (cache_bytes_per_token(task.spec.model, 1.0) * element),
     )
-
-
-def _on_device(task: Task, layers: IntArray) -> FloatArray:
-    """Return the share of the layers that are on devices, with the output head as the last layer; -1 means all."""
-    total = task.spec.model.num_layers + 1
-    return np.where(layers < 0, 1.0, np.minimum(layers / total, 1.0))
 
 
 RUNNER = "flagcore.engines.serving.llamacpp.server"

@@ -87,7 +87,10 @@ class SteadyState:
         window = self.window(answers, end_s)
         if is_late:
             return window
-        flight = self._concurrency or math.ceil(_mean_in_flight(answers))
+        flight = self._concurrency
+        if flight is None:  # the mean number of requests in flight
+            starts = [answer.start_s for answer in answers]
+            flight = math.ceil(sum(answer.e2e_s for answer in answers) / max(max(starts) - min(starts), 1e-9))
         enough = window is not None and len(window.counted(answers)) >= self._fewest(flight)
         return window if window is not None and enough and window.error <= PRECISION else None
 
@@ -148,11 +151,6 @@ def _error(values: FloatArray) -> float:
 def _known(answers: Sequence[Answer], name: str) -> FloatArray:
     values = _values(answers, name)
     return values if values.size else np.zeros(1)
-
-
-def _mean_in_flight(answers: Sequence[Answer]) -> float:
-    starts = [answer.start_s for answer in answers]
-    return sum(answer.e2e_s for answer in answers) / max(max(starts) - min(starts), 1e-9)
 
 
 _REQUEST_LATENCIES = ("ttft_s", "tpot_s", "e2e_s")

@@ -52,7 +52,8 @@ def highest_load(
             passed = load
         else:
             failed = load
-        if passed == maximum or failed == minimum or is_bracketed(passed, failed, is_integer):
+        is_bracketed = passed > 0.0 and failed <= max(passed * RESOLUTION * (1 + 1e-9), passed + is_integer)
+        if passed == maximum or failed == minimum or is_bracketed:
             return passed or None
         if passed and failed < math.inf:
             load = math.sqrt(passed * failed)
@@ -61,11 +62,6 @@ def highest_load(
         else:
             load = max(min(failed / factor, capacity()), minimum)
         factor = min(factor * factor, MAX_GROWTH)
-
-
-def is_bracketed(passed: float, failed: float, is_integer: bool) -> bool:
-    """Return whether a load that met the limits and one that did not are so close that the search can end."""
-    return passed > 0.0 and failed <= max(passed * RESOLUTION * (1 + 1e-9), passed + is_integer)
 
 
 def completions_per_s(answers: Sequence[Answer]) -> float:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 PREFILL, DECODE = "prefill", "decode"
 """Kinds of servers that only prefill or only decode."""
-NIXL, P2P, FOLDER, BOOTSTRAP = "nixl", "p2p", "folder", "bootstrap"
+NIXL, P2P, BOOTSTRAP = "nixl", "p2p", "bootstrap"
 """How the decode server finds the cache of a prompt. NIXL: the answer of the prefill server says where it is. P2P: the
-request's id contains the addresses of both servers. FOLDER: it looks up the prompt in a shared folder. BOOTSTRAP: both
-servers get the request at the same time, with a common number."""
+request's id contains the addresses of both servers. BOOTSTRAP: both servers get the request at the same time, with a
+common number."""
 _REMOTE_KEYS = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 _REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(_REMOTE_KEYS)}
 PIECE_TOKENS, PIECE_CHARACTERS = 16, 64
@@ -59,7 +59,10 @@ class Prefixes:
         `busy`: the number of requests that each instance has.
         """
         most = MAX_RATIO * min(busy) + MAX_MORE
-        matches = [self._match(seen, pieces) if busy[index] <= most else 0 for index, seen in enumerate(self._seen)]
+        matches = [0] * len(busy)  # the number of pieces at the start of the prompt that each instance knows
+        for index, seen in enumerate(self._seen):
+            if busy[index] <= most:
+                matches[index] = next((place for place, each in enumerate(pieces) if each not in seen), len(pieces))
         needed = max(matches) if max(matches) >= MIN_MATCH * len(pieces) else 0
         suitable = [index for index, match in enumerate(matches) if match >= needed]
         chosen = min(suitable, key=lambda index: (busy[index], len(self._seen[index])))
@@ -70,9 +73,6 @@ class Prefixes:
         while len(seen) > MAX_PIECES:
             del seen[next(iter(seen))]
         return chosen
-
-    def _match(self, seen: dict[Hashable, None], pieces: Sequence[Hashable]) -> int:
-        return next((index for index, piece in enumerate(pieces) if piece not in seen), len(pieces))
 
 
 def pieces_of(prompt: str | Sequence[int]) -> tuple[int, ...]:

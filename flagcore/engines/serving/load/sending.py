@@ -19,27 +19,11 @@ from flagcore.domain.serving import Load
 from flagcore.domain.space import IntArray
 from flagcore.engines.serving.load.figures import PRECISION, SteadyState, duration_s, figures_of, steady_figures
 from flagcore.engines.serving.load.progress import Request, Watch
-from flagcore.engines.serving.load.result import (
-    CHAT,
-    COMPLETIONS,
-    LoadResult,
-    ProblemKind,
-    RequestFailed,
-    Target,
-)
+from flagcore.engines.serving.load.result import CHAT, COMPLETIONS, LoadResult, ProblemKind, RequestFailed, Target
 from flagcore.engines.serving.load.routing import Pairs, Prefixes, pieces_of
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traces import Traffic
-from flagcore.engines.serving.load.traffic import (
-    body,
-    image_uris,
-    in_flight,
-    prompts,
-    salted,
-    traffic,
-    warm_up,
-    words,
-)
+from flagcore.engines.serving.load.traffic import body, image_uris, in_flight, prompts, salted, traffic, warm_up, words
 
 if TYPE_CHECKING:
     import aiohttp

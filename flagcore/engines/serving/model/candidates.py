@@ -91,8 +91,7 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     times, members = context.times, context.kinds.members
     has_costs = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
     has_costs &= np.isfinite(context.transfer) | (context.kinds.role == 0)
-    if context.settings.on_device is not None:
-        has_costs &= context.settings.on_device >= 1.0
+    has_costs &= context.settings.on_device >= 1.0
     candidates_by_key: dict[tuple[Key, ...], list[int]] = {}
     for candidate, kinds in enumerate(members):
         if has_costs[kinds].all():
@@ -184,10 +183,8 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     tokens = float(context.memory.cache_tokens[row])
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, float(settings.max_running[row])) * ranks
-    evicted = 0.0 if settings.host_tokens is None else float(settings.host_tokens[row])
-    acceptance, drafted = load.load.acceptance, 0.0
-    if acceptance is not None and settings.drafted is not None:
-        drafted = float(settings.drafted[row])
+    acceptance, evicted = load.load.acceptance, float(settings.host_tokens[row])
+    drafted = 0.0 if acceptance is None else float(settings.drafted[row])
     return Lane(
         budget=float(settings.max_batched_tokens[row]) * ranks * stages if settings.chunked[row] else float("inf"),
         running=min(running, float(flight)),

@@ -48,8 +48,7 @@ def serving_memory(serving: Serving, split: Split, settings: Settings, costs: Co
     running = settings.max_running.astype(np.float64)
     activations = activation_bytes(model, split, np.minimum(batched_tokens, split.pass_tokens), running)
     if model.vision is not None:
-        shares = split.tensor if settings.tower_shares is None else settings.tower_shares
-        tower, peak = tower_bytes(model.vision, shares, batched_tokens)
+        tower, peak = tower_bytes(model.vision, settings.tower_shares, batched_tokens)
         weights, activations = weights + tower / split.cores, np.maximum(activations, peak / split.cores)
     graphs = np.where(split.captured > 0, GRAPH_BYTES * model.num_layers / split.pipeline, 0.0)
     budget = np.full(weights.shape, np.inf)
@@ -63,11 +62,10 @@ def serving_memory(serving: Serving, split: Split, settings: Settings, costs: Co
     token = token_bytes(model, split, serving.tokens)
     longest_token = token_bytes(model, split, settings.context_len.astype(np.float64), batched_tokens)
     cache_tokens = cache / token * split.data
-    if settings.on_device is not None:
-        share = np.minimum(settings.on_device * (model.num_layers + 1) / model.num_layers, 1.0)
-        layers = np.maximum(weights - table_bytes(model, split), 0.0) * share
-        weights = np.where(settings.on_device < 1.0, layers, weights)
-        cache, token, longest_token = cache * share, token * share, longest_token * share
+    share = np.minimum(settings.on_device * (model.num_layers + 1) / model.num_layers, 1.0)
+    layers = np.maximum(weights - table_bytes(model, split), 0.0) * share
+    weights = np.where(settings.on_device < 1.0, layers, weights)
+    cache, token, longest_token = cache * share, token * share, longest_token * share
     return ServingMemory(
         weights=weights,
         activations=activations,

@@ -70,10 +70,7 @@ def predict(
     split = split_of(settings, graph_tokens, 1.0 if costs.synchronous else crowding(task, kinds, settings))
     serving, vision = serving_of(task, costs.kernels, overheads), task.spec.model.vision
     memory, times = _memory_and_times(task, serving, settings, split, costs)
-    encoder = None
-    if vision is not None:
-        shares = split.tensor if settings.tower_shares is None else settings.tower_shares
-        encoder = encoder_costs(vision, serving, split, costs, shares)
+    encoder = None if vision is None else encoder_costs(vision, serving, split, costs, settings.tower_shares)
     context = Candidates(
         kinds=kinds,
         task=task,
@@ -138,15 +135,13 @@ def _memory_and_times(
     """Return memory and iteration costs of candidates, with the weight format and the host time that each sets."""
     serve, overheads = task.spec.serve, serving.overheads
     memory, times = serving_memory(serving, split, settings, costs), iteration_costs(serving, split, costs)
-    if settings.quantized is not None and settings.quantized.any() and serve.precision in COMPUTE_FORMATS:
+    if settings.quantized.any() and serve.precision in COMPUTE_FORMATS:
         fp8_task = replace(task, spec=replace(task.spec, work=replace(serve, precision="fp8")))
         fp8 = serving_of(fp8_task, costs.kernels, overheads)
         memory = _selected(settings.quantized, serving_memory(fp8, split, settings, costs), memory)
         times = _selected(settings.quantized, iteration_costs(fp8, split, costs), times)
-    if settings.host_s is not None:
-        changed = times.fixed + (settings.host_s - overheads.iteration) * times.crowding
-        times = replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed))
-    return memory, times
+    changed = times.fixed + (settings.host_s - overheads.iteration) * times.crowding
+    return memory, replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed))
 
 
 def _selected(rows: BoolArray, chosen: T, others: T) -> T:
@@ -205,16 +200,15 @@ def split_of(
     """
     names = ("tensor", "data", "expert", "pipeline")
     counts = {name: np.maximum(getattr(settings, name).astype(np.float64), 1.0) for name in names}
-    no_limit, off = np.full(settings.tensor.shape, np.inf), np.zeros(settings.tensor.shape, dtype=np.bool_)
     ranks = counts["tensor"] * counts["data"] * counts["pipeline"]
     captured = np.minimum(captured_tokens, 2.0 * settings.max_running)
     return Split(
         **counts,
-        pass_tokens=no_limit if settings.pass_tokens is None else np.maximum(settings.pass_tokens, 1.0),
-        exchanges=off if settings.exchanges is None else settings.exchanges,
-        overlaps=off if settings.overlaps is None else settings.overlaps,
-        copies=np.zeros(off.shape) if settings.copies is None else settings.copies.astype(np.float64),
-        balanced=off if settings.balanced is None else settings.balanced,
+        pass_tokens=np.maximum(settings.pass_tokens, 1.0),
+        exchanges=settings.exchanges,
+        overlaps=settings.overlaps,
+        copies=settings.copies.astype(np.float64),
+        balanced=settings.balanced,
         cores=np.maximum(settings.devices / ranks, 1.0),
         captured=np.where(settings.graphs > 0, captured, 0.0),
         cache_bytes=settings.cache_element_bytes.astype(np.float64),

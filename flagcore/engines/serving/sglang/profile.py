@@ -1,8 +1,8 @@
-"""SGLang (`sglang.launch_server`), releases 0.4 and 0.5: its knobs, command line, defaults and rules.
+"""SGLang (`sglang.launch_server`), releases from 0.5: its knobs, command line, defaults and rules.
 
 Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook, rules), 0.5.6 `srt/server_args.py`,
 `srt/entrypoints/http_server.py` (reported settings). The releases that have a flag follow from `srt/server_args.py` of
-0.4.0 to 0.5.15 and `srt/arg_groups/` of 0.5.16 to 0.5.23.
+0.5.0 to 0.5.15 and `srt/arg_groups/` of 0.5.16 to 0.5.23.
 """
 
 import math
@@ -16,16 +16,7 @@ from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.launch.server import (
-    HEAD,
-    HEAD_PORT,
-    PORT,
-    TRANSFER_PORT,
-    URL,
-    Instance,
-    Router,
-    address,
-)
+from flagcore.engines.serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, URL, Instance, Router, address
 from flagcore.engines.serving.load.routing import BOOTSTRAP
 from flagcore.engines.serving.load.routing import PREFILL as PREFILLS
 from flagcore.engines.serving.sglang import REPORTS
@@ -99,8 +90,6 @@ class SglangProgram(Program):
         names = {strip_dashes(key): key for key in found}
         tensor_key = next((names[name] for name in TP_FLAGS if name in names), "")
         tensor = found.get(tensor_key)
-        if take("enable-ep-moe") and isinstance(tensor, int):
-            found["ep-size"] = tensor
         data = found.get(names.get("attn-dp-size") or names.get(strip_dashes(DP)) or "")
         if isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
             found[tensor_key] = tensor // data
@@ -243,10 +232,6 @@ def _cache_bytes(
 RECEIVE = "scheduler-recv-interval"
 ATTENTION_DP = ">=0.5.22"
 """The releases that have the flag attn-dp-size. They still accept the earlier spelling."""
-EXPERT_SWITCH = "<0.4.10"
-"""The releases in which expert parallelism is a switch: all devices of the server share the experts."""
-LONGEST_PREFIX_FIRST = "<0.4.3.post4"
-"""The releases whose default order of waiting requests is `lpm`."""
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -262,10 +247,8 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if values.get(HICACHE):
         argv.append("--enable-hierarchical-cache")
     if data > 1:
-        is_newer = _has(ATTENTION_DP, version)
+        is_newer = version and in_versions(ATTENTION_DP, version)
         argv += ["--attn-dp-size", str(data)] if is_newer else ["--dp-size", str(data), "--enable-dp-attention"]
-    if count(values, EP) > 1 and _has(EXPERT_SWITCH, version):
-        argv.append("--enable-ep-moe")
     if hardware.on_cores and "device" not in other_args:
         argv += ["--device", "cpu"]
     if hardware.on_cores and "max-total-tokens" not in other_args:
@@ -292,7 +275,7 @@ def _on_host(hosts: int, number: int) -> tuple[str, ...]:
     return ("--nnodes", str(hosts), "--node-rank", str(number), "--dist-init-addr", f"{HEAD}:{HEAD_PORT}")
 
 
-OTHER_SIDE = ">=0.4.8,<0.5.10"
+OTHER_SIDE = "<0.5.10"
 """The releases in which prefill and decode instances need flags for the layout of the other kind."""
 TRANSFER_FLAG = "disaggregation-transfer-backend"
 
@@ -364,7 +347,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
             DRAFT_FLAG,
             "NEXTN",
         ),
-        *_release_rules(task),
+        _value_release(task),
         *rules.context_rules(task, knobs.CONTEXT),
         rules.block_rule(
             PROGRAM, PAGE, f"must be a size that {BACKEND} supports", lambda sizes: np.zeros_like(sizes, dtype=np.bool_)
@@ -372,8 +355,8 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     )
 
 
-def _release_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules for values that the task's release does not support. An unknown release supports all."""
+def _value_release(task: Task) -> Rule:
+    """Return the rule for values that the task's release does not support. An unknown release supports all."""
     version = PROGRAM.version(task.spec)
     missing = {
         name: [word for releases, words in rows.items() if not in_versions(releases, version) for word in words]
@@ -381,31 +364,17 @@ def _release_rules(task: Task) -> tuple[Rule, ...]:
     }
     codes = {name: [PROGRAM.code(name, word) for word in words] for name, words in missing.items()}
     listed = "; ".join(f"{name} = {', '.join(words)}" for name, words in missing.items() if words)
-    return (
-        Rule(
-            name="value_release",
-            knobs=tuple(codes),
-            message=f"sglang {version} does not have {listed}",
-            broken=lambda c: np.any([np.isin(c[name], missing_codes) for name, missing_codes in codes.items()], axis=0),
-        ),
-        Rule(
-            name="expert_switch",
-            knobs=(TP, DP, EP),
-            message=f"sglang {version} splits experts over all of {TP} x {DP} or not at all",
-            broken=lambda c: _has(EXPERT_SWITCH, version) & (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
-        ),
+    return Rule(
+        name="value_release",
+        knobs=tuple(codes),
+        message=f"sglang {version} does not have {listed}",
+        broken=lambda c: np.any([np.isin(c[name], missing_codes) for name, missing_codes in codes.items()], axis=0),
     )
-
-
-def _has(releases: str, version: str) -> bool:
-    """Return whether a version is known, and is one of `releases`."""
-    return bool(version) and in_versions(releases, version)
 
 
 def _merges(task: Task) -> tuple[Merge, ...]:
     """Return merges that ignore knobs without effect, and that treat SGLang's defaults as not set."""
-    policy = "lpm" if _has(LONGEST_PREFIX_FIRST, PROGRAM.version(task.spec)) else "fcfs"
-    defaults: dict[str, KnobValue] = {POLICY: policy}
+    defaults: dict[str, KnobValue] = {POLICY: "fcfs"}
     has_backend = BACKEND in task.spec.space or BACKEND in PROGRAM.parse(task.spec).fixed
     if not has_backend and not task.spec.model.multi_latent_attention:
         defaults[PAGE] = 1

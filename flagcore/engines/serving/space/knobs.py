@@ -107,16 +107,6 @@ def arguments(knobs: Sequence[Knob], values: Mapping[str, KnobValue], version: s
     return tuple(word for knob in knobs for word in knob.arguments(values.get(knob.name, knob.neutral), version))
 
 
-def all_columns(columns: Columns, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Return a column for each knob. A missing column is filled with the fixed value, or else the neutral value."""
-    column = next(iter(columns.values()), np.zeros(1))
-    result = dict(columns)
-    for knob in knobs:
-        if knob.name not in columns:
-            result[knob.name] = np.full(column.shape, code(knob, fixed.get(knob.name, knob.neutral)))
-    return result
-
-
 def code(knob: Knob, value: KnobValue) -> int:
     """Return the integer that represents a value in the column of a knob."""
     words = SHARES if knob.kind == "share" else knob.words
@@ -231,11 +221,6 @@ EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
 not."""
 
 
-def _copies(task: Task) -> tuple[int, int]:
-    experts = task.spec.model.num_moe_experts or 0
-    return experts // 8, experts // 4
-
-
 def _has_wide_experts(task: Task) -> bool:
     return task.spec.model.num_moe_experts is not None and Hardware.of(task).hosts > 1
 
@@ -258,7 +243,11 @@ AUTOS = {
         "false; with experts on several hosts also true",
     ),
     "copies_between_hosts": Auto(
-        lambda task: (None, *_copies(task)) if _has_wide_experts(task) else (None,),
+        lambda task: (
+            (None, *((task.spec.model.num_moe_experts or 0) // part for part in (8, 4)))
+            if _has_wide_experts(task)
+            else (None,)
+        ),
         "not set; on several hosts also an eighth and a quarter of the experts",
     ),
     "powers_in_flight": Auto(

@@ -225,7 +225,10 @@ class Program:
 
         A missing column is filled with the value that `engine_args` fix, or else with the neutral value.
         """
-        return knobs.all_columns(columns, self.knobs, self.parse(task.spec).fixed)
+        fixed, shape = self.parse(task.spec).fixed, next(iter(columns.values()), np.zeros(1)).shape
+        missing = {knob.name: knob for knob in self.knobs if knob.name not in columns}
+        values = {name: knobs.code(knob, fixed.get(name, knob.neutral)) for name, knob in missing.items()}
+        return {**columns, **{name: np.full(shape, code) for name, code in values.items()}}
 
     def command(self, spec: Spec) -> tuple[str, ...]:
         """Return the command that starts the engine, with an absolute path. Raises NoDevice if it does not exist."""

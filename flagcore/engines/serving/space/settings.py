@@ -34,16 +34,14 @@ class Settings:
     - `memory_fraction`: share of a device's memory for weights, activations and cache; NaN if `cache_bytes` is set.
     - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` determines it.
     - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
-      None means all.
     - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
     - `drafted`: tokens that speculation drafts per sequence and iteration.
-    - `pass_tokens`: maximum number of tokens in one pass through the model. A larger iteration takes several passes.
-      None means that one pass computes any iteration.
-    - `exchanges`, `overlaps`, `copies`, `balanced`: as in `Split`. None means no, or no copies.
+    - `pass_tokens`: maximum number of tokens in one pass through the model, which may be infinite. A larger iteration
+      takes several passes.
+    - `exchanges`, `overlaps`, `copies`, `balanced`: as in `Split`.
     - `quantized`: whether the engine converts the weights to fp8.
-    - `tower_shares`: ranks that split the vision tower's weights, infinity if it is not loaded. None means the tensor
-      ranks.
-    - `host_tokens`: evicted prompt tokens of an instance that the host's memory can hold. None means none.
+    - `tower_shares`: ranks that split the vision tower's weights, infinity if it is not loaded.
+    - `host_tokens`: evicted prompt tokens of an instance that the host's memory can hold.
     """
 
     instances: IntArray
@@ -62,23 +60,24 @@ class Settings:
     memory_fraction: FloatArray
     cache_bytes: FloatArray
     cache_element_bytes: FloatArray
-    on_device: FloatArray | None = None
-    host_s: FloatArray | None = None
-    drafted: IntArray | None = None
-    pass_tokens: IntArray | None = None
-    exchanges: BoolArray | None = None
-    overlaps: BoolArray | None = None
-    copies: IntArray | None = None
-    balanced: BoolArray | None = None
-    quantized: BoolArray | None = None
-    tower_shares: FloatArray | None = None
-    host_tokens: FloatArray | None = None
+    on_device: FloatArray
+    host_s: FloatArray
+    drafted: IntArray
+    pass_tokens: FloatArray
+    exchanges: BoolArray
+    overlaps: BoolArray
+    copies: IntArray
+    balanced: BoolArray
+    quantized: BoolArray
+    tower_shares: FloatArray
+    host_tokens: FloatArray
 
     @classmethod
     def of(cls, task: Task, columns: Columns, **own: IntArray | FloatArray | BoolArray) -> Settings:
         """Return the engine's `own` settings, completed with the common knobs in `columns` and with defaults.
 
-        By default prompts are chunked, no graphs are captured, and the cache takes a share of the memory.
+        By default prompts are chunked, no graphs are captured, the cache takes a share of the memory, all layers are on
+        devices, and the tensor ranks split the vision tower.
         """
         ones = np.ones_like(columns[INSTANCES])
         unknown = np.full(ones.shape, np.nan)
@@ -100,6 +99,14 @@ class Settings:
             "prefix_caching": columns.get(common_knobs.PREFIX, 0 * ones),
             "memory_fraction": unknown,
             "cache_bytes": unknown,
+            "on_device": np.ones(ones.shape),
+            "host_s": unknown,
+            "drafted": 0 * ones,
+            "pass_tokens": np.full(ones.shape, np.inf),
+            **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized"), ones < 1),
+            "copies": 0 * ones,
+            "tower_shares": tensor.astype(np.float64),
+            "host_tokens": np.zeros(ones.shape),
         }
         return cls(**common_settings | own)
 

@@ -7,7 +7,6 @@ metrics, the exit code is not 0, and the last line on stderr contains the class 
 
 import contextlib
 import json
-import shutil
 import signal
 import sys
 import time
@@ -22,7 +21,7 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.trial import TrialState
 from flagcore.engines.results import METRICS
 from flagcore.engines.serving.launch.reports import ServerReports
-from flagcore.engines.serving.launch.server import SHARED_FOLDER, Job, log_name, read_job
+from flagcore.engines.serving.launch.server import Job, log_name, read_job
 from flagcore.engines.serving.trial.failures import TrialFailure, log_text, report, wait_until_quiet
 from flagcore.engines.serving.trial.loads import LoadRunner, counters
 from flagcore.engines.serving.trial.servers import (
@@ -117,7 +116,6 @@ def running_servers(job: Job, reports: ServerReports, folder: Path, deadline: fl
         raise
     finally:
         stop_all(servers, deadline + STOP_SECONDS)
-        shutil.rmtree(folder / SHARED_FOLDER, ignore_errors=True)
 
 
 def _read_back(job: Job, reports: ServerReports, servers: Sequence[Served]) -> dict[str, KnobValue]:

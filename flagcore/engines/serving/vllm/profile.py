@@ -21,7 +21,6 @@ from flagcore.engines.serving.launch.server import (
     HEAD,
     HEAD_PORT,
     PORT,
-    SHARED,
     TRANSFER_PORT,
     Instance,
     Router,
@@ -38,17 +37,9 @@ from flagcore.engines.serving.space.hardware import (
     TP,
     Hardware,
     count,
-    longest_request,
     most_images,
 )
-from flagcore.engines.serving.space.knobs import (
-    ASYNC,
-    BACKEND,
-    CONTEXT,
-    EAGER,
-    SPECULATION,
-    TRANSFER,
-)
+from flagcore.engines.serving.space.knobs import ASYNC, BACKEND, CONTEXT, EAGER, SPECULATION, TRANSFER
 from flagcore.engines.serving.space.program import as_words
 from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns
 from flagcore.engines.serving.vllm import REPORTS
@@ -112,48 +103,29 @@ def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[i
     return environment
 
 
-NIXL, P2P, EXAMPLE = "NixlConnector", "P2pNcclConnector", "ExampleConnector"
-RELEASES = {NIXL: ">=0.9", P2P: ">=0.9.2,<0.24", EXAMPLE: ">=0.8.5"}
-"""The releases that have a connector. The example connector, which uses a folder, had the name SharedStorageConnector
-in earlier releases."""
-RENAMED, OLD_EXAMPLE = "<0.13", "SharedStorageConnector"
-PROTOCOLS = {NIXL: routing.NIXL, P2P: routing.P2P, EXAMPLE: routing.FOLDER}
+NIXL, P2P = "NixlConnector", "P2pNcclConnector"
+P2P_RELEASES = "<0.24"
+PROTOCOLS = {NIXL: routing.NIXL, P2P: routing.P2P}
 BUFFER_BYTES = {True: "1e1", False: "8e9"}
 """Buffer sizes of the P2P connector in bytes, by whether the instance prefills. A prefill instance needs almost no
 buffer, because it sends each layer as soon as it is computed."""
 CONFIG = "kv-transfer-config"
 
 
-def _transfer_of(task: Task, values: Mapping[str, KnobValue]) -> str:
-    """Return the connector of a candidate. The default is NIXL; on CPU cores, it is one that needs no other package."""
-    return str(values.get(TRANSFER) or (EXAMPLE if Hardware.of(task).on_cores else NIXL))
-
-
 def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
     """Return an instance with the flags and environment variables of its kind."""
-    connector, prefills = _transfer_of(task, values), kind == routing.PREFILL
-    version = PROGRAM.version(task.spec)
-    environment, flags = dict(instance.environment), list[str]()
+    connector, prefills = values.get(TRANSFER) or NIXL, kind == routing.PREFILL
+    environment = dict(instance.environment)
     config: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
     if connector == NIXL:
         environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": HEAD, "VLLM_NIXL_SIDE_CHANNEL_PORT": TRANSFER_PORT}
         config |= {"kv_buffer_device": "cpu"} if Hardware.of(task).on_cores else {}
-    elif connector == P2P:
+    else:
         # the connector reads both addresses from the request's id, to which newer releases add random digits
         environment |= {"VLLM_HOST_IP": HEAD, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
         config |= {"kv_role": "kv_producer" if prefills else "kv_consumer", "kv_port": TRANSFER_PORT}
         config |= {"kv_buffer_size": BUFFER_BYTES[prefills], "kv_connector_extra_config": {"send_type": "PUT_ASYNC"}}
-    else:
-        name = OLD_EXAMPLE if version and in_versions(RENAMED, version) else EXAMPLE
-        config |= {"kv_connector": name, "kv_connector_extra_config": {"shared_storage_path": SHARED}}
-        # the connector stores only the first chunk of a prompt
-        flags += ["--no-enable-chunked-prefill"] if prefills and values.get(CHUNKED) is not False else []
-    return replace(instance, argv=(*instance.argv, *flags, f"--{CONFIG}", json.dumps(config)), environment=environment)
-
-
-def _protocol(task: Task, values: Mapping[str, KnobValue]) -> str:
-    """Return how the connector of a candidate finds caches, as `load.routing` names it."""
-    return PROTOCOLS[_transfer_of(task, values)]
+    return replace(instance, argv=(*instance.argv, f"--{CONFIG}", json.dumps(config)), environment=environment)
 
 
 def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
@@ -165,7 +137,7 @@ def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
     program = (shutil.which("vllm-router", path=folder) or "vllm-router",)
     if not values.get(PREFILL_DECODE):
         return Router.of_replicas(program, prefix_aware=task.spec.serve.prefix_aware)
-    if (connector := _transfer_of(task, values)) != NIXL:
+    if (connector := values.get(TRANSFER) or NIXL) != NIXL:
         raise UsageError(f"vllm-router does not know {TRANSFER} = {connector}; use {NIXL}")
     return Router.of_pairs(program, "--vllm-pd-disaggregation")
 
@@ -226,33 +198,23 @@ def _rules(task: Task) -> tuple[Rule, ...]:
 
 def _transfer_rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules for the connectors that move caches between instances."""
-    longest = longest_request(task.spec.serve.loads, task.spec.model.vision)
-    version = PROGRAM.version(task.spec)
-    codes = {0: _transfer_of(task, {}), **{PROGRAM.code(TRANSFER, word): word for word in RELEASES}}
-    known = [word for word, releases in RELEASES.items() if in_versions(releases, version)]
+    version, p2p = PROGRAM.version(task.spec), PROGRAM.code(TRANSFER, P2P)
     has_config = CONFIG in PROGRAM.parse(task.spec).others
 
     def unequal(pair: placement.Pair) -> bool:
         return pair[0].tp != pair[1].tp
 
-    def split(pair: placement.Pair) -> bool:
-        return max(each.devices for each in pair) > 1
-
     def staged(pair: placement.Pair) -> bool:
         sizes = sorted(each.tp for each in pair)
         return max(each.pp for each in pair) > 1 or sizes[1] % sizes[0] != 0
 
-    checks = {NIXL: staged, P2P: unequal, EXAMPLE: split}
-    tables = {number: placement.broken_by_code(task, checks[word]) for number, word in codes.items()}
+    by_nixl, by_p2p = (placement.broken_by_code(task, check) for check in (staged, unequal))
     return (
         Rule(
             name="transfer_release",
             knobs=(PREFILL_DECODE, TRANSFER),
-            message=f"vllm {version} has the connectors {' and '.join(known) or 'of no kind'} for {PREFILL_DECODE}; "
-            + ", ".join(f"{word} needs vllm {releases}" for word, releases in RELEASES.items() if word not in known),
-            broken=lambda c: (
-                (c[PREFILL_DECODE] > 0) & ~np.isin(c[TRANSFER], [n for n, word in codes.items() if word in known])
-            ),
+            message=f"{P2P} needs vllm {P2P_RELEASES}",
+            broken=lambda c: (c[PREFILL_DECODE] > 0) & (c[TRANSFER] == p2p) & (not in_versions(P2P_RELEASES, version)),
         ),
         Rule(
             name="own_transfer_config",
@@ -261,24 +223,10 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: (c[PREFILL_DECODE] > 0) & has_config,
         ),
         Rule(
-            name="whole_prompts_in_folder",
-            knobs=(PREFILL_DECODE, TRANSFER, TOKENS, CONTEXT),
-            message=f"with {EXAMPLE}, which needs whole prompts, {TOKENS} must be at least {CONTEXT}",
-            broken=lambda c: (
-                (c[PREFILL_DECODE] > 0)
-                & np.isin(c[TRANSFER], [n for n, word in codes.items() if word == EXAMPLE])
-                & (c[TOKENS] > 0)
-                & (c[TOKENS] < np.maximum(c[CONTEXT], longest))
-            ),
-        ),
-        Rule(
             name="transfer_of_kinds",
             knobs=(PREFILL_DECODE, TRANSFER),
-            message=f"{NIXL} needs pp1 and tp that divide each other, {P2P} the same tp, {EXAMPLE} one device per "
-            "instance",
-            broken=lambda c: np.any(
-                [(c[TRANSFER] == number) & table[c[PREFILL_DECODE]] for number, table in tables.items()], axis=0
-            ),
+            message=f"{NIXL} needs pp1 and tp that divide each other, {P2P} the same tp",
+            broken=lambda c: np.where(c[TRANSFER] == p2p, by_p2p[c[PREFILL_DECODE]], by_nixl[c[PREFILL_DECODE]]),
         ),
     )
 
@@ -335,7 +283,7 @@ WORKLOAD = Engine(
     server=_server,
     on_host=_on_host,
     of_kind=_of_kind,
-    protocol=_protocol,
+    protocol=lambda task, values: PROTOCOLS[str(values.get(TRANSFER) or NIXL)],
     router=_router,
     reports=REPORTS,
     host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores: 50 million parameters, 4 to 16 clients, 5 settings

@@ -32,11 +32,13 @@ def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     gathered = sizes.gathered * train.transformer_engine
     work = unit * local * width + sizes.whole + sizes.scattered + gathered + sizes.weight * h * width / layout.tensor
     context = unit * local * output_width
+    # All-to-all and all-gather keep the core's output before the collective, p2p does not (transformer-engine 2.9).
+    stores_copy = train.transformer_engine and train.options.cp_comm != "p2p"
     quantised_input = local * output_width * sizes.linear * (train.precision == "fp8")
     output_work = sizes.gathered + context + sizes.weight * h * output_width / layout.tensor
     core = {
         "qkv": heads,
-        "context": context * (1.0 + _stores_core_copy(train, layout)),
+        "context": context * np.where(stores_copy & (layout.context > 1), 2.0, 1.0),
         "scores": stored_scores(train, layout),
     }
     return [
@@ -145,16 +147,6 @@ def _latent_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
     """Return the bytes of stored queries, keys and values of latent attention."""
     rotary_tables = 4.0 * sizes.unit * train.sequence / layout.context * (train.model.qk_pos_emb_head_dim or 0)
     return sizes.unit * sizes.local * sum(widths(train.model)) + rotary_tables * (not train.transformer_engine)
-
-
-def _stores_core_copy(train: Training, layout: Layout) -> FloatArray:
-    """Return 1 for candidates whose context parallelism stores a second copy of the core's output, else 0.
-
-    The copy is the output before the collective of all-to-all and all-gather; p2p stores none (transformer-engine 2.9
-    `context_parallel.py`).
-    """
-    has_context: FloatArray = (layout.context > 1).astype(np.float64)
-    return has_context * (train.transformer_engine and train.options.cp_comm != "p2p")
 
 
 def _core_work(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:

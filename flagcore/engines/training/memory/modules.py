@@ -28,9 +28,6 @@ class ExtraBytes:
     bytes: FloatArray
     saved_per_layer: FloatArray
 
-    def extra_bytes(self, layers: FloatArray) -> FloatArray:
-        return np.minimum(self.bytes, np.maximum(layers - 1.0, 0.0) * self.saved_per_layer)
-
 
 @dataclass(frozen=True, slots=True)
 class Module:
@@ -142,11 +139,6 @@ class RecomputedTensors:
     output: FloatArray | None = None
     nested: FloatArray | float = 0.0
 
-    @property
-    def needs_extra(self) -> bool:
-        """Whether recompute holds more at the peak than the stored tensors: several copies or an output."""
-        return self.copies > 1.0 or self.output is not None
-
 
 def recomputed_tensors(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) -> list[RecomputedTensors]:
     """Return the tensors that selective recompute of `modules` does not store.
@@ -215,7 +207,7 @@ def saving(
                     remaining[index][name] = remaining[index][name] - recomputed_bytes
             work[index] = work[index] + restored
             needs.append((index, extra_copies if group.output is None else extra_copies + group.output * group.enabled))
-        if group.needs_extra:
+        if group.copies > 1.0 or group.output is not None:
             for index, amount in needs:
                 extras[index].append(ExtraBytes(amount * (1.0 - group.nested), saved))
     if offloaded:
@@ -271,9 +263,10 @@ class Moments:
         return cls(without_savings, tuple(saving))
 
     def worst(self, layers: FloatArray) -> FloatArray:
-        peak = self.without_savings
+        peak, others = self.without_savings, np.maximum(layers - 1.0, 0.0)
         for above, extras in self.saving:
-            peak = np.maximum(peak, above + sum(extra.extra_bytes(layers) for extra in extras))
+            extra_bytes = sum(np.minimum(extra.bytes, others * extra.saved_per_layer) for extra in extras)
+            peak = np.maximum(peak, above + extra_bytes)
         return peak
 
 

@@ -11,7 +11,8 @@ from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.training.layout import Layout, Training
 from flagcore.engines.training.memory.activations import attention, depths, embedding, ffn, head, mixture
 from flagcore.engines.training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving
-from flagcore.engines.training.stages import Parts, Stage, add_parts, depths_received, in_flight
+from flagcore.engines.training.schedules import in_flight
+from flagcore.engines.training.stages import Parts, Stage, add_parts, depths_received
 
 PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_act", "expert_fc1", "moe_act")
 """Names of the stored inputs of linear layers, which the weight gradients need."""
@@ -86,7 +87,8 @@ class Kinds:
 
     def in_flight(self, stage: Stage) -> FloatArray:
         """Return the micro-batches in flight if the virtual stages of a device have equal numbers of layers."""
-        return in_flight(self.layout, stage.index, self.train.options)
+        layout, schedule = self.layout, self.train.options.schedule or "interleaved"
+        return in_flight(schedule, stage.index, layout.pipeline, layout.virtual, layout.microbatches)
 
     def early_in_flight(self, stage: Stage) -> FloatArray:
         """Return the micro-batches in flight on the last virtual stage of devices with early multi-token prediction.

@@ -120,6 +120,9 @@ def gradient_time(
     options = train.options
     if options.adapters:
         return np.zeros_like(layout.data)
+    # Of 8-bit formats, mxfp8 is gathered in 16 bits and quantised afterwards (megatron-core 0.16,
+    # `reuse_grad_buf_for_mxfp8_param_ag`).
+    weight_bytes = 1.0 if options.fp8_param_gather and train.precision != "mxfp8" else float(train.value_bytes)
     reduce_s, gather_s, scatter_s, share = (np.zeros_like(layout.data) for _ in range(4))
     kinds = [(layout.data * layout.context, layout.tensor)]
     if train.model.num_moe_experts is not None:
@@ -131,7 +134,7 @@ def gradient_time(
         reduce_scatter_s = collectives.seconds("reduce_scatter", gradients, *ring)
         reduce_s = reduce_s + np.where(layout.sharded_optimizer > 0, reduce_scatter_s, all_reduce_s)
         scatter_s = scatter_s + reduce_scatter_s
-        weights = collectives.seconds("all_gather", _gathered_bytes(train) * params[index], *ring)
+        weights = collectives.seconds("all_gather", weight_bytes * params[index], *ring)
         gather_s = gather_s + weights * np.maximum(layout.sharded_optimizer, float(options.fsdp))
         share = np.maximum(share, collectives.compute_share(*ring))
     if options.fsdp:
@@ -147,12 +150,3 @@ def _exposed(seconds: FloatArray, window: FloatArray, share: FloatArray) -> Floa
     """Return the exposed time of a collective that overlaps `window` seconds of kernels, with the kernels' slowdown."""
     overlap = np.minimum(seconds, window)
     return seconds - overlap + share * overlap
-
-
-def _gathered_bytes(train: Training) -> float:
-    """Return the bytes per gathered weight: 1 for fp8 weights, otherwise the bytes of an activation.
-
-    mxfp8 weights are gathered in 16 bits and quantised afterwards (megatron-core 0.16,
-    `reuse_grad_buf_for_mxfp8_param_ag`).
-    """
-    return 1.0 if train.options.fp8_param_gather and train.precision != "mxfp8" else float(train.value_bytes)

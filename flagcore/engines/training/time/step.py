@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +17,15 @@ from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Tra
 from flagcore.engines.training.memory.stored_activations import offloaded_bytes
 from flagcore.engines.training.memory.training import split_parameters
 from flagcore.engines.training.schedules import pipeline_seconds
-from flagcore.engines.training.stages import Part, Stage, stage, stage_parameters, stages
+from flagcore.engines.training.stages import (
+    Stage,
+    edge_parameters,
+    layer_parameters,
+    mtp_parameters,
+    stage,
+    stage_parameters,
+    stages,
+)
 from flagcore.engines.training.time.layer import embedding_time, head_time, layer_time
 from flagcore.engines.training.time.optimizer import gradient_time, optimizer_time, reduction
 from flagcore.engines.training.time.passes import Block, Seconds, StageTime
@@ -367,10 +375,15 @@ class Pace:
         zeros, depths = np.zeros_like(layout.data), float(train.model.mtp_num_layers)
         rows, index, parts = blocks.combinations[group], blocks.index[group], blocks.parts[group]
         has_experts = train.model.num_moe_experts is not None
-        dense_weights, embedding = _weights(train, rows, dense=1.0), _weights(train, rows, first=1.0)
-        layer_weights = _weights(train, rows, layers=1.0) if has_experts else dense_weights
-        head_weights = _weights(train, rows, last=1.0)
-        mtp_weights = _weights(train, rows, mtp=depths) - depths * layer_weights
+        one, none = np.ones_like(rows.data), np.zeros_like(rows.data)
+        dense_weights = _total(layer_parameters(train, rows, moe=False))
+        layer_weights = _total(layer_parameters(train, rows, moe=True)) if has_experts else dense_weights
+        embedding = _total(edge_parameters(train, rows, first=one, last=none))
+        head_weights = _total(edge_parameters(train, rows, first=none, last=one))
+        mtp_weights = none
+        if depths:
+            copy = _total(edge_parameters(train, rows, first=none, last=none, mtp=one))
+            mtp_weights = copy + _total(mtp_parameters(train, rows)) - depths * layer_weights
         accumulation = ACCUMULATION_BYTES[train.transformer_engine]
         one_pass, two_passes = (
             costs.kernels.memory_seconds(accumulation * times * layer_weights) for times in (8.0, 16.0)
@@ -431,19 +444,5 @@ class Pace:
         return forward + (total.backward + launch_wait(total.backward, total.backward_launches, self.host, self.lag))
 
 
-def _weights(
-    train: Training,
-    layout: Layout,
-    *,
-    dense: float = 0.0,
-    layers: float = 0.0,
-    first: float = 0.0,
-    last: float = 0.0,
-    mtp: float = 0.0,
-) -> FloatArray:
-    """Return the number of weights of a stage with the given parts; `layers` is the number of MoE layers."""
-    zeros = np.zeros_like(layout.data)
-    part = Part(*(zeros + each for each in (first, last, last, dense + layers, dense, mtp)))
-    parts: dict[str, FloatArray] = {each.name: getattr(part, each.name) for each in fields(part)}
-    stage = Stage(**parts, index=zeros, chunk=zeros, in_flight=zeros, deferred=zeros, copies=zeros + 1.0)
-    return sum(split_parameters(stage_parameters(train, layout, stage)), zeros)
+def _total(parts: Mapping[str, FloatArray]) -> FloatArray:
+    return sum(parts.values(), np.zeros(()))

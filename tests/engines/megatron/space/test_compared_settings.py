@@ -13,8 +13,7 @@ from flagcore.domain.model import LinearAttention
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.megatron.space.knobs import BY_NAME, SPACE_KNOBS
-from flagcore.engines.megatron.space.settings import SETTINGS
+from flagcore.engines.megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.stages.build import build, legality

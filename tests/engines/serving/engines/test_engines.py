@@ -121,7 +121,6 @@ def test_knobs_reach_the_engine_in_its_spelling(engine: str, values: dict[str, A
         ("sglang", {"engine_args": {"attention_backend": "trtllm_mla"}}, "page_size", {"page_size": 16}),
         ("sglang", {}, "speculation_needs_a_draft", DRAFT | {"speculation": "EAGLE"}),
         ("sglang", {"engine_version": "0.5.2"}, "value_release", {"speculation": "NGRAM"}),
-        ("sglang", {"model": EXPERTS, "engine_version": "0.4.9.post6"}, "expert_switch", {TP: 4, EP: 2}),
         ("lmdeploy", {}, "tensor_power_of_two", {TP: 3}),
         ("lmdeploy", {"model": EXPERTS}, "pytorch_parallel", {"backend": "pytorch", DP: 2}),
         ("lmdeploy", {"model": EXPERTS}, "expert_parallel", {TP: 2, EP: 4}),
@@ -163,7 +162,6 @@ def test_values_that_an_engine_refuses_are_illegal(
         ("vllm", {"on_cores": True, "model": MLA}, {"block_size": 16}),
         ("vllm", {"loads": (SPREAD,)}, {"context_len": 185}),
         ("sglang", {"model": EXPERTS}, {TP: 2, DP: 2, EP: 2}),
-        ("sglang", {"model": EXPERTS, "engine_version": "0.4.10"}, {TP: 4, EP: 2}),
         ("sglang", {"engine_version": "0.5.3"}, {"speculation": "NGRAM"}),
         ("sglang", {"engine_version": ""}, {"speculation": "NGRAM"}),
         # EAGLE drafts with the model's own layers if it has them
@@ -253,7 +251,6 @@ def test_flags_that_flagcore_sets_are_refused_with_a_reason(engine: str, flags: 
         ("sglang", {"tp_size": 4, "attn_dp_size": 2}, {TP: 2, DP: 2}),
         ("sglang", {"tp": 4, "dp_size": 2, "enable_dp_attention": True}, {TP: 2, DP: 2}),
         ("sglang", {"tp": 4, "dp": 1, "enable-dp-attention": True}, {TP: 4}),
-        ("sglang", {"tp_size": 4, "enable_ep_moe": True}, {TP: 4, EP: 4}),
         (
             *("sglang", {"speculative-algorithm": "ngram", "speculative-num-draft-tokens": 8}),
             {"speculation": "NGRAM", "speculative_tokens": 8},

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from flagcore.engines.serving.sglang.profile import WORKLOAD as ENGINE
-from tests.engines.serving.engines.tasks import broken, merged, planned, server, settings
-from tests.small import DENSE, EXPERTS
+from tests.engines.serving.engines.tasks import broken, planned, server, settings
+from tests.small import DENSE
 
 
 def cards(**arguments: Any) -> Any:
@@ -55,16 +55,3 @@ def test_a_server_of_unset_drafted_tokens_lets_sglang_choose_them() -> None:
     task = cards(engine_args={**task.spec.serve.engine_args, **tree})
     assert settings(task).drafted.item() == 5
     assert server(task).argv[-6:] == tuple(str(word) for name, value in tree.items() for word in (f"--{name}", value))
-
-
-def test_expert_parallelism_of_early_releases_is_a_switch() -> None:
-    values = {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}
-    early, later = (cards(model=EXPERTS, engine_version=version) for version in ("0.4.9.post6", "0.4.10"))
-    assert "--enable-ep-moe" in server(early, **values).argv
-    assert "--enable-ep-moe" not in server(later, **values).argv
-
-
-def test_the_default_order_of_requests_is_that_of_the_release() -> None:
-    early, later = (cards(engine_version=version) for version in ("0.4.3", "0.4.4"))
-    assert merged(ENGINE, early, schedule_policy="lpm") == merged(ENGINE, early)
-    assert merged(ENGINE, later, schedule_policy="lpm") != merged(ENGINE, later)

@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.result import LoadResult, Target
-from flagcore.engines.serving.load.routing import BOOTSTRAP, FOLDER, MAX_MORE, NIXL, P2P, Prefixes, pieces_of
+from flagcore.engines.serving.load.routing import BOOTSTRAP, MAX_MORE, NIXL, P2P, Prefixes, pieces_of
 from flagcore.engines.serving.load.sending import measure
 from tests.engines.serving.load.servers import Behaviour, Body, RequestTimes, Wire, serving, well
 
@@ -50,7 +50,7 @@ def pair(
         )
 
 
-@pytest.mark.parametrize("protocol", [NIXL, P2P, FOLDER])
+@pytest.mark.parametrize("protocol", [NIXL, P2P])
 def test_the_server_that_prefills_computes_the_prompt_only(protocol: str) -> None:
     with pair(protocol, answering()) as (result, servers):
         assert (result.completed, result.problems) == (4, ())
@@ -86,7 +86,7 @@ def test_both_servers_meet_by_a_number() -> None:
         (NIXL, answering({"message": "too long"}, "400 Bad"), "refused: HTTP 400 Bad: too long"),
         (NIXL, answering({}), "answered without kv_transfer_params"),
         (NIXL, answering([]), "answered without kv_transfer_params"),
-        (FOLDER, answering({"message": "no"}, "500 X"), "refused: HTTP 500 X: no"),
+        (P2P, answering({"message": "no"}, "500 X"), "refused: HTTP 500 X: no"),
         (BOOTSTRAP, answering({"message": "no"}, "500 X"), "refused: HTTP 500 X: no"),
     ],
 )

@@ -49,12 +49,16 @@ def settings(**arguments: object) -> Settings:
         "prefix_caching": 0,
         "memory_fraction": 0.9,
         "cache_element_bytes": 2.0,
-        "cache_bytes": np.nan,
+        **dict.fromkeys(("cache_bytes", "host_s"), np.nan),
+        **dict.fromkeys(("drafted", "copies", "host_tokens"), 0),
+        **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized"), False),
+        "on_device": 1.0,
         **arguments,
     }
     rows = max(np.size(value) for value in values.values())
     columns = {name: np.broadcast_to(np.asarray(value), (rows,)) for name, value in values.items()}
     columns.setdefault("devices", columns["tensor"] * columns["pipeline"] * columns["data"])
+    columns.setdefault("tower_shares", columns["tensor"])
     return Settings(**columns)
 
 

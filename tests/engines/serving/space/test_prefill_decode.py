@@ -126,14 +126,11 @@ def test_instances_of_both_kinds_fit_on_hosts(engine: Engine) -> None:
     ("release", "connector", "pair", "rule"),
     [
         ("0.32.0", "NixlConnector", PAIR, ""),
-        ("0.8.5", "NixlConnector", PAIR, "transfer_release"),
-        ("0.8.5", None, PAIR, "transfer_release"),
+        ("0.32.0", None, PAIR, ""),
         ("0.23.0", "P2pNcclConnector", "1xtp4+1xtp4", ""),
         ("0.24.0", "P2pNcclConnector", "1xtp4+1xtp4", "transfer_release"),
         ("0.23.0", "P2pNcclConnector", PAIR, "transfer_of_kinds"),
         ("0.32.0", "NixlConnector", "1xtp2pp2+1xtp4", "transfer_of_kinds"),
-        ("0.32.0", "ExampleConnector", PAIR, "transfer_of_kinds"),
-        ("0.32.0", "ExampleConnector", "1xtp1+1xtp1", ""),
     ],
 )
 def test_connectors_that_a_release_or_a_layout_lacks_are_illegal(
@@ -143,10 +140,7 @@ def test_connectors_that_a_release_or_a_layout_lacks_are_illegal(
     assert found == ([rule] if rule else [])
 
 
-def test_old_releases_have_no_second_kind() -> None:
-    with pytest.raises(SpecError) as caught:
-        SGLANG.axes(cards(SGLANG, engine_version="0.4.5", space={PREFILL_DECODE: (PAIR,)}))
-    assert caught.value.key == "auto_tuner.space.prefill_decode"
+def test_sglang_has_no_second_kind_on_cores() -> None:
     assert "transfer_on_cores" in illegal(SGLANG, serving("sglang", on_cores=True), "1xtp1+1xtp1")
 
 
@@ -186,11 +180,6 @@ def test_vllms_kinds_are_started_with_their_connector() -> None:
     assert roles == ["kv_producer", "kv_consumer"]
     ports = server(VLLM, task, "decode", **pair).at_port(8017)
     assert config(ports)["kv_port"] == "18017"
-    one = {PREFILL_DECODE: "1xtp1+1xtp1", TRANSFER: "ExampleConnector"}
-    assert config(server(VLLM, task, "decode", **one))["kv_connector"] == "ExampleConnector"
-    old = cards(VLLM, engine_version="0.12.0")
-    assert config(server(VLLM, old, "decode", **one))["kv_connector"] == "SharedStorageConnector"
-    assert "--no-enable-chunked-prefill" in server(VLLM, task, "prefill", **one).argv
 
 
 @pytest.mark.parametrize(("release", "other"), [("0.5.9", True), ("0.5.10", False)])

@@ -11,7 +11,7 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.results import METRICS
 from flagcore.engines.serving.launch.server import Instance, Job
-from flagcore.engines.serving.load.routing import FOLDER
+from flagcore.engines.serving.load.routing import P2P
 from flagcore.engines.serving.trial.__main__ import run
 from flagcore.engines.serving.trial.failures import TrialFailure
 from flagcore.engines.serving.trial.servers import listeners
@@ -36,7 +36,7 @@ def job(folder: Path, behaviour: str) -> Job:
         vocab_size=100,
         timeout_s=60.0,
         directory=str(folder),
-        protocol=FOLDER,
+        protocol=P2P,
     )
 
 
