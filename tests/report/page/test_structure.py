@@ -1,4 +1,4 @@
-"""What every page has, whatever the run."""
+"""What every page has, whatever the run, and the stages of a mixed cluster."""
 
 import re
 from base64 import b64encode
@@ -106,3 +106,12 @@ def test_the_same_sections_and_figures_are_in_the_markdown(report: Made) -> None
             for row in body.every("tr"):
                 cells = [" ".join(each.text.split()) for each in row.every("th", "td")]
                 assert f"| {' | '.join(cells)} |" in plain_text
+
+
+def test_each_stage_has_its_chip_and_layers(runs: Runs) -> None:
+    page = runs("mixed").page
+    timeline, memory = page.rows("pipeline", "Seconds per"), page.rows("memory", "Memory of a device of")
+    assert [row["chip"].text for row in timeline] == ["old", "old", "new"]
+    assert sum(row["layers"].value or 0 for row in timeline) == 4
+    assert all(0 <= (row["~idle, %"].value or 0) < 1 for row in timeline)
+    assert len({row["~in use"].value for row in memory}) == 3

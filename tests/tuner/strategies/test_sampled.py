@@ -1,6 +1,7 @@
-"""Optuna's samplers as strategies."""
+"""Strategies that do not learn a model: Optuna's samplers, predicted and random."""
 
 import importlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from optuna.samplers import BaseSampler
 
 from flagcore.domain.trial import Trial
 from flagcore.errors import UsageError
+from flagcore.tuner.strategies import PREDICTED, RANDOM
 from flagcore.tuner.strategies.sampled import GP, TPE, Sampled
 from tests.tuner.strategies.contexts import SPACE, predictions, search_context, trial_of
 
@@ -71,3 +73,25 @@ def test_a_trial_that_ran_out_of_memory_counts_as_slow() -> None:
         trials.append(trial_of(row, float(KNOWN.step_time_s[row]) if fits else None, len(trials)))
     lost = [trial.measurement is None for trial in trials]
     assert sum(lost[15:]) < sum(lost[:15])
+
+
+def test_the_fastest_predicted_comes_first() -> None:
+    seen = search_context(open_rows=np.arange(0, len(SPACE), 2))
+    chosen = PREDICTED.next(seen).row
+    assert chosen in seen.open_rows
+    assert seen.predictions.step_time_s[chosen] == seen.predictions.step_time_s[seen.open_rows].min()
+
+
+def test_ties_in_time_are_ordered_by_memory_and_unknown_times_are_tried_last() -> None:
+    known, unknown = search_context().predictions, np.full(len(SPACE), np.nan)
+    tied = search_context(replace(known, step_time_s=np.ones_like(known.step_time_s)))
+    assert known.device_used_bytes[PREDICTED.next(tied).row] == known.device_used_bytes.min()
+    unknown[3] = 1.0
+    assert PREDICTED.next(search_context(replace(known, step_time_s=unknown))).row == 3
+
+
+def test_random_search_draws_open_rows_reproducibly() -> None:
+    seen = search_context(open_rows=np.arange(3, len(SPACE), 7))
+    rows = [RANDOM.next(seen).row for _ in range(2)]
+    assert rows[0] == rows[1]
+    assert rows[0] in seen.open_rows
