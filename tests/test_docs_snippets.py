@@ -20,6 +20,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from flagcore.api.inputs import read_spec
 from flagcore.cli.main import flag
 from flagcore.domain.spec import TrainSpec
 from flagcore.spec.convert import parse_spec
@@ -27,7 +28,6 @@ from flagcore.spec.serving import engines_of, select_engine
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
 from tests.shown import SHOWN
 from tests.small import ENGINES
-from tests.spec.conftest import read_spec
 
 pytestmark = pytest.mark.slow
 
@@ -194,7 +194,7 @@ def _shorter(arguments: list[str]) -> list[str]:
     source = _parsed(arguments)
     if len(source) > 1:
         return ["estimate", *source, "--chip", _any_chip()]
-    spec = read_spec(Path(source[0]))
+    spec = read_spec(source[0])
     command = (spec.work.command or ()) if isinstance(spec.work, TrainSpec) else ()
     of_flagscale = any("flagscale" in word for word in command)  # it is not installed, and its tree lacks data
     if command and not of_flagscale:

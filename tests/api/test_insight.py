@@ -7,7 +7,7 @@ import pytest
 
 from flagcore.api.managing import report as what_if_module
 from flagcore.api.managing.report import insight, what_if
-from flagcore.api.snapshot import build_problem_of_spec
+from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.contracts import Problem
 from flagcore.domain.space import Candidate
 from tests.cli.conftest import MODEL

@@ -275,22 +275,6 @@ def test_if_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag, pr
     assert "auto found" not in completed.err
 
 
-def test_a_layer_count_without_any_pipeline_split_is_reported(
-    flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert flag("estimate", project.spec()).code == 0
-    assert "no candidate has" not in caplog.text
-    five = {"num_layers": 5}
-    assert flag("estimate", project.spec(model=five)).code == 0
-    assert "no candidate has" not in caplog.text
-    even_split = {"space": {"layer_split": None}}
-    assert flag("estimate", project.spec(model=five, auto_tuner=even_split)).code == 0
-    (line,) = [line for line in caplog.messages if "no candidate has" in line]
-    assert line.startswith("no candidate has pipeline_model_parallel_size > 1: ")
-    for words in ("num_layers = 5", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"):
-        assert words in line
-
-
 def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_reported(answered: Answered) -> None:
     idle = {"sequence_parallel": True, "use_recompute": False, "recompute_granularity": "full"}
     first, second = answered(JOB, job(candidate=idle))

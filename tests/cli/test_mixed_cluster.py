@@ -10,7 +10,7 @@ import yaml
 
 from flagcore import api
 from flagcore.api.inputs import fixed_task
-from flagcore.api.snapshot import build_problem_of_spec
+from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.report.estimate import ChipPlan, Mixing, verdict
 from tests.cli.conftest import Flag, Project
 

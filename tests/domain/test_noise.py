@@ -150,35 +150,3 @@ def test_drift_of_the_machine_is_visible_in_the_baseline(last: float, reported: 
     trials = [*first(base=50.0, a=100.0), trial(2, "base", 49.9, Role.REPEAT), trial(3, "base", last, Role.REPEAT)]
     assert learn(trials).drift == pytest.approx(last / 50.0 - 1)
     assert learn(trials).drifted is reported
-
-
-def warm(trials: list[Trial]) -> list[Trial]:
-    return [replace(trial, warm=True) for trial in trials]
-
-
-def test_one_repeat_other_than_the_baseline_starts_cold() -> None:
-    trials = warm([*first(base=50.0, a=100.0, b=99.5), trial(3, "base", 50.0, Role.REPEAT)])
-    assert learn(trials).cold_repeat == trials[1].candidate
-    assert learn([*trials, trial(4, "a", 100.0, Role.REPEAT)]).cold_repeat is None
-    baseline_is_best = warm(first(base=100.0, a=99.5))
-    assert learn(baseline_is_best).cold_repeat == baseline_is_best[1].candidate
-    assert learn(baseline_is_best[:1]).cold_repeat is None
-
-
-@pytest.mark.parametrize(
-    ("cold", "last", "change", "reported"),
-    [(99.0, 50.0, -0.01, False), (80.0, 50.0, -0.2, True), (80.0, 40.0, 0.0, False), (100.0, 40.0, 0.25, True)],
-)
-def test_a_cold_start_is_compared_with_warm_ones_beyond_the_drift(
-    cold: float, last: float, change: float, reported: bool
-) -> None:
-    trials = warm([*first(base=50.0, a=100.0), trial(2, "base", last, Role.REPEAT)])
-    assert learn(trials).cold_start is None
-    found = learn([*trials, trial(3, "a", cold, Role.REPEAT)]).cold_start
-    assert found[0] == pytest.approx(change)
-    assert (abs(found[0]) > found[1]) is reported
-
-
-def test_runs_that_all_start_cold_are_not_compared() -> None:
-    trials = [*first(base=50.0, a=100.0), trial(2, "base", 50.0, Role.REPEAT), trial(3, "a", 80.0, Role.REPEAT)]
-    assert learn(trials).cold_start is None

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from flagcore.api.inputs import read_spec
 from flagcore.engines.results import METRICS
 from flagcore.engines.serving.launch.export import FRONT_PORT, NGINX, START
 from flagcore.engines.serving.launch.server import SERVE
-from tests.spec.conftest import read_spec
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "serving.md").read_text()
