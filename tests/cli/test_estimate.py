@@ -205,13 +205,6 @@ def test_a_schedule_without_a_trial_program_is_still_predicted(flag: Flag, proje
     assert not (project.run_dir / "trials").exists()
 
 
-def test_unknown_setting_names_the_nearest(flag: Flag, project: Project) -> None:
-    completed = flag("estimate", project.spec(train={"settings": {"overlap_grad_reduction": True}}))
-    assert completed.code == 2
-    assert "train.settings.overlap_grad_reduction" in completed.err
-    assert "overlap_grad_reduce" in completed.err.split("did you mean")[1]
-
-
 def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, answered: Answered) -> None:
     nearest = "did you mean H100-NVL or H100-PCIe or H100-SXM?"
     for chip, arguments in (("H100-X", ()), ("cpu", ("--chip", "H100-X"))):
@@ -280,22 +273,6 @@ def test_if_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag, pr
     completed = flag("estimate", spec)
     assert "of 40.00 GiB (memory of A100-40GB): " in completed.err
     assert "auto found" not in completed.err
-
-
-def test_a_layer_count_without_any_pipeline_split_is_reported(
-    flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert flag("estimate", project.spec()).code == 0
-    assert "no candidate has" not in caplog.text
-    five = {"num_layers": 5}
-    assert flag("estimate", project.spec(model=five)).code == 0
-    assert "no candidate has" not in caplog.text
-    even_split = {"space": {"layer_split": None}}
-    assert flag("estimate", project.spec(model=five, auto_tuner=even_split)).code == 0
-    (line,) = [line for line in caplog.messages if "no candidate has" in line]
-    assert line.startswith("no candidate has pipeline_model_parallel_size > 1: ")
-    for words in ("num_layers = 5", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"):
-        assert words in line
 
 
 def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_reported(answered: Answered) -> None:

@@ -84,7 +84,7 @@ from flagcore.hooks import hookimpl
 
 class Endless(VendorPlugin):
     @hookimpl
-    def flagcore_failure_patterns(self):
+    def flagcore_check_task(self):
         import time
         time.sleep(100)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.detection import list_with, use_with
+from flagcore.vendorkit.detection import list_with
 from flagcore.vendorkit.machine import query_tool
 from flagcore.vendorkit.rows import Listing, Row
 
@@ -59,5 +59,5 @@ def test_a_tool_may_have_arguments_and_a_plugin_its_own_reader_of_processes(tmp_
         return TWO if "table" in text else Listing()
 
     assert list_with(read, "acme-smi", "acme-smi info")(10) == TWO
-    uses = use_with(read, "acme-smi info", processes=lambda _: {1: ("4711 python3",)})(10)
-    assert [uses[index].processes for index in (0, 1)] == [(), ("4711 python3",)]
+    rows = list_with(read, "acme-smi info", processes=lambda _: {1: ("4711 python3",)})(10).rows
+    assert [row.use.processes for row in rows] == [(), ("4711 python3",)]

@@ -17,7 +17,7 @@ def test_tensorboard_reads_the_figures_back(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    tensorboard.flagcore_on_event(replace(EVENT, folder=str(tmp_path)))
+    tensorboard.on_event(replace(EVENT, folder=str(tmp_path)))
     found = EventAccumulator(str(tmp_path / "tensorboard" / "trial-3"))
     found.Reload()
     (scalar,) = found.Scalars("measured.step_time_s.median")
@@ -38,7 +38,7 @@ def test_mlflow_has_a_parent_and_a_run_per_trial(tmp_path: Path, monkeypatch: py
     for _ in range(2):  # the second time, the run is resumed
         watcher = MlflowWatcher()
         for kind in (RUN_STARTED, TRIAL_FINISHED, RUN_FINISHED):
-            watcher.flagcore_on_event(replace(EVENT, kind=kind))
+            watcher.on_event(replace(EVENT, kind=kind))
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("flagcore").experiment_id
     logged = client.search_runs([experiment])
@@ -58,7 +58,7 @@ def test_wandb_writes_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    wandb.flagcore_on_event(EVENT)
+    wandb.on_event(EVENT)
     (file,) = tmp_path.rglob("*.wandb")
     content = file.read_bytes()  # protobuf records, not compressed
     assert all(text in content for text in (b"own-1f", b"micro_batch_size", b"measured.step_time_s.median"))

@@ -99,7 +99,7 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     return replace(outcome, can_start=not cannot)
 
 
-def _cost(problem: Problem, trial: Mapping[str, Any], median_s: float | None) -> dict[str, float | str]:
+def _cost(problem: Problem, trial: Mapping[str, Any], median_s: float | None) -> dict[str, float]:
     """Return the cost of a trial in the format of result.json: as measured, or else as predicted.
 
     `median_s`: the median step time over several runs of its candidate, or None to use the time of the trial.

@@ -1,4 +1,4 @@
-"""What every page has, whatever the run."""
+"""What every page has, whatever the run, and the stages of a mixed cluster."""
 
 import re
 from base64 import b64encode
@@ -92,3 +92,12 @@ def test_series_of_a_chart_differ_by_more_than_colour(report: Made) -> None:
                 dash = trace["line"]["dash"] if lines else None
                 styles.append((trace["type"], marker.get("symbol") if markers else None, pattern, dash))
         assert len(styles) == len(set(styles)), [trace["name"] for trace in chart["traces"]]
+
+
+def test_each_stage_has_its_chip_and_layers(runs: Runs) -> None:
+    page = runs("mixed").page
+    timeline, memory = page.rows("pipeline", "Seconds per"), page.rows("memory", "Memory of a device of")
+    assert [row["chip"].text for row in timeline] == ["old", "old", "new"]
+    assert sum(row["layers"].value or 0 for row in timeline) == 4
+    assert all(0 <= (row["~idle, %"].value or 0) < 1 for row in timeline)
+    assert len({row["~in use"].value for row in memory}) == 3

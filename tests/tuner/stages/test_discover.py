@@ -220,7 +220,7 @@ def test_a_link_that_joins_many_nodes_does_not_reach_other_groups() -> None:
 
 def test_values_refused_by_one_chip_are_refused_on_a_mixed_cluster() -> None:
     refused = RefusedValues(name="no_cp", knob="context_parallel_size", values=(2,), reason="it cannot")
-    plugins = loaded(x=plugin(small.CHIP), y=plugin(OTHER, pruning_rules=refusing(refused)))
+    plugins = loaded(x=plugin(small.CHIP), y=plugin(OTHER, check_task=refusing(refused)))
     assert completed(spec(groups=GROUPS), plugins).value_rules == (refused,)
     stopped_early = EngineSupport(support=Support.IMPOSSIBLE)
     with pytest.raises(NoDevice, match="megatron does not run on other"):
@@ -287,7 +287,7 @@ def test_the_users_variables_win_and_conflicts_are_reported(monkeypatch: pytest.
 
 def refusing(*rules: ValueRule) -> Any:
     """A hook that returns these rules for any task."""
-    return lambda task: rules
+    return lambda task: TaskAdvice(rules=rules)
 
 
 def advising(advice: TaskAdvice) -> SimpleNamespace:
@@ -341,7 +341,7 @@ def test_a_plugin_can_set_missing_settings_of_a_task() -> None:
     forced = ForcedSetting(name="must", setting="settings.sequence_parallel", value=True, reason="nothing else works")
     worst = RefusedValues(name="no_pipelines", knob="pipeline_model_parallel_size", values=(8,), reason="no links")
     advice = TaskAdvice(preferred=(stored, set_), notes=("nodes are far apart",))
-    chip = plugin(small.CHIP, pruning_rules=refusing(worst, forced))
+    chip = plugin(small.CHIP, check_task=refusing(worst, forced))
     requested = spec(chip="test-chip", nodes=2)
     work = replace(requested.work, command=("train.py",), settings={"fp8_margin": 2})
     platform = completed(replace(requested, work=work), loaded(a=advising(advice), x=chip))
@@ -394,7 +394,7 @@ def test_an_automatic_precision_is_the_fastest_in_which_the_chip_trains(
     chip = replace(small.CHIP, dense_flops_per_second=flops)
     refused = RefusedValues(name="no", knob="precision", values=support.get("refused", ()), reason="none")
     own = replace(SHARED, shared_devices=support.get("shared_devices", False))
-    plugins = loaded(acme=plugin(chip, 2, support=own, pruning_rules=refusing(refused)))
+    plugins = loaded(acme=plugin(chip, 2, support=own, check_task=refusing(refused)))
     platform = completed(automatic(spec()), plugins)
     assert platform.task.spec.train.precision == precision
     assert f"train.precision = {precision}" in platform.precision_reason
