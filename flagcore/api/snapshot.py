@@ -12,14 +12,7 @@ from typing import Any
 import numpy as np
 
 from flagcore import plugins
-from flagcore.api.inputs import (
-    UNNAMED,
-    LoadedSpec,
-    SpecLike,
-    loaded_plugins,
-    read_spec,
-    warn_about_problem,
-)
+from flagcore.api.inputs import UNNAMED, LoadedSpec, SpecLike, loaded_plugins, read_spec, warn_about_problem
 from flagcore.api.planning.estimate import build_problem_of_spec, prediction_records
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
 from flagcore.contracts import Platform, Problem, SearchContext, Workload

@@ -1,14 +1,15 @@
-"""What is checked on the hosts of a cluster before the first trial."""
+"""What is checked on the hosts of a cluster before the first trial, and the telemetry of their devices."""
 
 import socket
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from flagcore import __version__, api
-from flagcore.api.managing.host_report import busy
+from flagcore.api.managing.host_report import busy, host_telemetry
 from flagcore.api.managing.hosts import (
     HostReport,
     HostSpeed,
@@ -20,6 +21,7 @@ from flagcore.api.managing.hosts import (
     require_hosts,
     slow_hosts,
 )
+from flagcore.contracts import Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.launchers.connection import agent_command
@@ -164,3 +166,34 @@ def test_hosts_must_be_able_to_connect_to_the_first_one() -> None:
         require_hosts(launcher, hosts, variables={})
     cut_off = hosts[:1]
     assert port_problems(launcher, hosts, {}).keys() == {hosts[0]}
+
+
+pytestmark = pytest.mark.slow
+
+
+def free_bytes(reader: Telemetry) -> int:
+    deadline = time.monotonic() + 200.0
+    while not (free := device_use(reader).free_bytes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return free or 0
+
+
+def test_devices_of_hosts_are_read_over_the_channel_of_the_agent() -> None:
+    started: list[str] = []
+
+    def shell(host: str) -> list[str]:
+        started.append(host)
+        return ["sh", "-c", agent_command()]
+
+    launcher = HostsLauncher(name="shell", channel=shell)
+    with launcher.keep_agents():
+        _, devices = require_hosts(launcher, ("a", "b"))
+        assert {device.host for device in devices} == {"a", "b"}
+        telemetry = host_telemetry(launcher, devices)
+        readers = [telemetry(device) for device in (devices[0], devices[-1])]
+        assert min(map(free_bytes, readers)) > 0
+        assert sorted(started) == ["a", "b"]
+        assert launcher.agents is not None
+        launcher.agents.of_hosts["a"].problem = "lost"
+        assert [device_use(reader).free_bytes is None for reader in readers] == [True, False]
+    assert device_use(readers[1]).free_bytes is None

@@ -205,13 +205,6 @@ def test_a_schedule_without_a_trial_program_is_still_predicted(flag: Flag, proje
     assert not (project.run_dir / "trials").exists()
 
 
-def test_unknown_setting_names_the_nearest(flag: Flag, project: Project) -> None:
-    completed = flag("estimate", project.spec(train={"settings": {"overlap_grad_reduction": True}}))
-    assert completed.code == 2
-    assert "train.settings.overlap_grad_reduction" in completed.err
-    assert "overlap_grad_reduce" in completed.err.split("did you mean")[1]
-
-
 def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, answered: Answered) -> None:
     nearest = "did you mean H100-NVL or H100-PCIe or H100-SXM?"
     for chip, arguments in (("H100-X", ()), ("cpu", ("--chip", "H100-X"))):

@@ -220,7 +220,7 @@ def test_a_run_with_a_truncated_journal_is_not_reported_as_shorter(flag: Flag, f
         completed = flag(ask[0], str(finished.run_dir), *ask[1:])
         assert completed.code == 2
         assert f"the journal has 0 of the {len(count_trials)} trials of result.json" in completed.err
-    assert flag("report", str(finished.run_dir), "--format", "markdown").code == 0
+    assert flag("report", str(finished.run_dir), "-o", "-").code == 0
 
 
 def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, finished: Project) -> None:

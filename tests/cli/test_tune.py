@@ -1,7 +1,5 @@
 """`flag tune` with real processes that play training runs of known speed."""
 
-import csv
-import io
 import json
 import os
 import random
@@ -90,20 +88,6 @@ def test_the_best_is_started_at_the_end_if_the_spec_requests_it(flag: Flag, proj
     assert completed.code == 0
     assert json.loads(completed.out)["best"]
     assert "elapsed time per iteration" in completed.err
-
-
-def test_all_formats_have_the_same_content(flag: Flag, project: Project) -> None:
-    small_budget = {"max_trials": 2, "repeats": 0}
-    table = tune(flag, project, control=small_budget)
-    assert table.code == 0
-    assert "Best on 2 x cpu" in table.out
-    result = project.result()
-    assert yaml.safe_load(tune(flag, project, "--format", "yaml", control=small_budget).out) == [result]
-    lines = tune(flag, project, "--format", "jsonl", control=small_budget).out.splitlines()
-    assert [json.loads(line) for line in lines] == result["trials"]
-    rows = list(csv.DictReader(io.StringIO(tune(flag, project, "--format", "csv", control=small_budget).out)))
-    assert [row["state"] for row in rows] == states(result)
-    assert [int(row["trial"]) for row in rows] == [trial["number"] for trial in result["trials"]]
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_reports_work_and_name_the_cause(flag: Flag, runs: Path, kind: str) -> N
     assert explained.code == 0
     for text in texts:
         assert f"flag tune SPEC --run-dir {run}" in text
-    page = flag("report", run, "--format", "markdown").out
+    page = flag("report", run, "-o", "-").out
     for text in (*texts, page):
         assert (REASON in text) == (kind == "failed")
     assert ", measured;" not in page

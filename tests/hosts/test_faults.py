@@ -25,7 +25,6 @@ FAULTS = [
     ("killed flagcore", 4),
     ("power off", 4),
     ("full disk", 3),
-    ("wrong clock", 2),
 ]
 Undo = Callable[[], None]
 
@@ -47,9 +46,6 @@ def begin(kind: str, tune: Tune, host: str, draw: random.Random) -> Undo:
     elif kind == "full disk":
         bed.fill(host)
         return lambda: bed.unfill(host)
-    elif kind == "wrong clock":
-        bed.set_clock(host, draw.choice((-7200, 7200, 30 * 86400)))
-        return lambda: bed.set_clock(host, 0)
     return lambda: None
 
 

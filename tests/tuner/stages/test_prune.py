@@ -13,7 +13,6 @@ from flagcore.domain.search_state import DOES_AS_MUCH_WORK, NEEDS_AS_MUCH_MEMORY
 from flagcore.domain.space import BoolArray, Candidate, Columns, Space
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.tuner.stages import prune as prune_module
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune_by_trials
@@ -70,14 +69,6 @@ def test_a_rule_is_counted_under_its_name() -> None:
     small_batches = SPACE.columns()["micro_batch_size"] < 4
     assert rows_of(found, "no_small_batches") == np.flatnonzero(small_batches).tolist()
     assert found.reason(int(np.flatnonzero(small_batches)[0])) == "no_small_batches"
-
-
-def test_a_rule_applied_in_blocks_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = pruned(rules=[Rule()])
-    monkeypatch.setattr(prune_module, "CHUNK", 5)
-    in_pieces = pruned(rules=[Rule()])
-    assert len(SPACE) > 5
-    assert in_pieces.rule.tolist() == at_once.rule.tolist()
 
 
 def test_a_candidate_needing_as_much_as_one_that_ran_out_of_memory_is_pruned() -> None:

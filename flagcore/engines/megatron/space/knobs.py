@@ -25,8 +25,8 @@ MAX_DEVICES, MAX_LAYERS = 1_000_000, 10_000
 
 
 def _knob(name: str, label: str, help: str, *, has_flag: bool = True, **changes: Any) -> Knob:
-    """Return a knob whose flag is the knob's name with hyphens."""
-    flags = (Flag(name=name.replace("_", "-")),) if has_flag else ()
+    """Return a knob whose flag is the knob's name with hyphens, in the releases that have the knob."""
+    flags = (Flag(name=name.replace("_", "-"), versions=changes.get("versions", "")),) if has_flag else ()
     return Knob(name=name, label=label, help=help, flags=flags, **changes)
 
 
