@@ -58,7 +58,6 @@ def test_the_load_of_other_processes_is_stored_and_optional(calibrations: Calibr
 def test_without_calibrations_none_is_found(calibrations: Calibrations) -> None:
     assert calibrations.all() == ()
     assert calibrations.find(X1) is None
-    assert calibrations.forget("X1") == ()
 
 
 def test_a_new_calibration_replaces_the_old_one_of_the_same_measurements(calibrations: Calibrations) -> None:
@@ -85,13 +84,6 @@ def test_two_processors_of_one_chips_name_are_distinguished(calibrations: Calibr
     found = calibrations.find(Chip(name="CPU", vendor="cpu", aliases=("brand 9",)))
     assert found[1] == cpu
     assert calibrations.find(Chip(name="cpu", vendor="cpu", aliases=("Brand 8",))) is None
-
-
-def test_forget_deletes_all_of_one_chip_and_nothing_else(calibrations: Calibrations) -> None:
-    files_of_chip = {calibrations.save(MADE), calibrations.save(replace(MADE, torch="2.11.0"))}
-    other = calibrations.save(replace(MADE, chip="X2"))
-    assert set(calibrations.forget("x1")) == files_of_chip
-    assert [path for path, _ in calibrations.all()] == [other]
 
 
 @pytest.mark.parametrize(
