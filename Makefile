@@ -109,8 +109,8 @@ test-browser: setup
 	$(PIP) "playwright>=1.50"
 	$(BIN)/python -m pytest tests/report/page/test_browser.py
 
-# Faults at random moments on hosts out of namespaces, and links of limited speed: wants root, and of Debian's packages
-# openssh-server, iproute2, slurmctld, slurmd and slurm-client.
+# Faults at random moments on hosts out of namespaces: wants root, and of Debian's packages openssh-server, iproute2,
+# slurmctld, slurmd and slurm-client.
 test-hosts: setup
 	$(BIN)/python -m pytest tests/hosts
 

@@ -15,8 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from flagcore import api
-from flagcore.plugins import engines
-from flagcore.spec.convert import read_spec
+from flagcore.api.inputs import read_spec
 
 TRIALS = 12
 PROGRAM = """
@@ -48,7 +47,7 @@ def main() -> None:
                 layers=layers, devices=devices, batch=batch, python=sys.executable, program=program, trials=TRIALS
             )
             spec.write_text(text)
-            read_spec(spec, engines())
+            read_spec(spec)
             figures[name] = _tuned(spec, Path(folder, name), by_hand)
     print(json.dumps({"machine": f"{platform.machine()}, {os.cpu_count()} cores", "by_hand_s": by_hand, **figures}))
 

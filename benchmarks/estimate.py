@@ -139,7 +139,7 @@ def _stages(data: Figures) -> Figures:
         platform = complete_by_plugins(spec, loaded, workload)
         task = platform.task
         legal = legality(platform)
-        pruning = (*workload.pruning_rules(task), *platform.pruning_rules)
+        pruning = workload.pruning_rules(task)
         no_trials = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
         space, build_s = _timed(lambda: build(legal.axes, legal.rules, legal.merges), 1)
         predictions, predict_s = _timed(lambda: predict(platform, space), ROUNDS)

@@ -158,7 +158,7 @@ def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded_plugins: Loa
     platform = replace(platform, task=task, costs=costs)
     legal = build(space.axes, workload.rules(task), workload.merges(task))
     predictions = _predicted(rows, workload, costs).take(order)
-    rules = (*workload.pruning_rules(task), *platform.pruning_rules)
+    rules = workload.pruning_rules(task)
     problem = Problem(
         platform=platform,
         legality=legality(platform),

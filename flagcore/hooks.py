@@ -19,14 +19,12 @@ from collections.abc import Mapping, Sequence
 
 import pluggy
 
-from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
-from flagcore.domain.chip import Chip, Device, Maturity
+from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, Telemetry
+from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport, TaskAdvice, ValueRule
+from flagcore.domain.engine import EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import RunEvent
 from flagcore.physics.collective_curves import CollectiveTable
 
 hookspec = pluggy.HookspecMarker("flagcore")
@@ -68,13 +66,6 @@ class ChipHooks:
 
         A variable may name a vendor, even one without a plugin, or it may belong to one vendor's software. The first
         result that is not None is used. Called once per task that names no chip.
-        """
-
-    @hookspec
-    def flagcore_maturity(self) -> Maturity | None:
-        """Return the evidence for the plugin's data: runs on devices, transcripts of such runs, or documents.
-
-        `flag plugins list` shows it, and with JSON output shows all of it. Called once per command that lists plugins.
         """
 
     @hookspec
@@ -138,11 +129,14 @@ class EngineHooks:
 
     @hookspec
     def flagcore_check_task(self, task: Task, engine_version: str | None) -> TaskAdvice | None:
-        """Return advice on `task`: why it cannot run, warnings, and values for settings that it does not set; or None.
+        """Return what is known about `task` on this vendor's chips, or None.
 
-        The advice may depend on several keys, such as nodes and precision, whereas `flagcore_engine_support` depends
-        only on the chip. Forced settings are already in the spec. The results of all plugins are joined. If two plugins
-        suggest a value for the same setting, the value of the plugin called first is used. Called once per task.
+        The advice contains the values to prune, because they do not work, settings that are forced or preferred, why
+        the task cannot run, patterns of log lines that show failures, and warnings. It may depend on several keys,
+        such as nodes and precision, whereas `flagcore_engine_support` depends only on the chip. The precision of `task`
+        may be `auto`. The results of all plugins are joined. If two plugins prefer a value for the same setting, the
+        value of the plugin called first is used. Called once per task, but by `flag estimate --jobs` once per chip,
+        engine and size of the cluster.
         """
 
     @hookspec
@@ -163,32 +157,9 @@ class EngineHooks:
         overrides the plugin of the chip, and the `envs` of the spec override both. Called once per task.
         """
 
-    @hookspec
-    def flagcore_pruning_rules(
-        self, task: Task, engine_version: str | None
-    ) -> Sequence[ValueRule | PruningRule] | None:
-        """Return rules for values that do not work and for candidates that are not worth a trial, or None.
-
-        `RefusedValues` lists values that do not work, and `ForcedSetting` the only value that works. Candidates that
-        break them are not legal. A `PruningRule` is called with blocks of legal candidates and their predictions, and
-        must decide on each candidate independently. If it raises, it is disabled for the run, with a warning. The
-        precision of `task` may be `auto`. The results of all plugins are joined. Called once per task, but by
-        `flag estimate --jobs` once per chip, engine and size of the cluster. That command ignores pruning rules.
-        """
-
 
 class TrialHooks:
-    """Hooks about running and finished trials."""
-
-    @hookspec
-    def flagcore_failure_patterns(
-        self, chip: Chip, engine: str, engine_version: str | None
-    ) -> Sequence[FailurePattern] | None:
-        """Return patterns of log lines that show failures, or None if the chip is not yours. Called once per task.
-
-        Patterns for out of memory are tried first, then the others in order. The engine's patterns are last. The first
-        pattern that matches a line determines the failure.
-        """
+    """Hooks about running trials."""
 
     @hookspec(firstresult=True)
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
@@ -197,14 +168,4 @@ class TrialHooks:
         The reader is called about once per second during a trial. The names of figures end in their units, such as
         `memory_used_bytes` and `power_watts`. If the reader raises, the telemetry of this device ends, but the trial
         continues.
-        """
-
-    @hookspec
-    def flagcore_on_event(self, event: RunEvent) -> None:
-        """Receive an event of a run: the start or end of the run or of a trial.
-
-        Called only for the plugins of the group `flagcore.watchers` that `flag tune --watch` names. Each plugin has its
-        own thread and receives one event after the other. Trials do not wait for it. If a plugin raises, the error is
-        reported, and the plugin still receives the next event. If it takes more than 30 seconds for an event, it
-        receives no more events.
         """

@@ -1,17 +1,20 @@
 """Small made-up tasks: a chip, a model, a cluster and what they cost."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from flagcore.contracts import Costs, Platform, Problem, PruningRule, SearchContext, Telemetry
-from flagcore.domain.chip import Chip, Device, Fact, Link, Source
+from flagcore.domain.chip import Chip, Device, DeviceUse, Fact, Link, Source
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model, Vision
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, KnobValue, Legality, Space
 from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
+from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline
@@ -33,6 +36,15 @@ CHIP = Chip(
 )
 SHAPE = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
 """An inline shape of a spec."""
+LLAMA_8B = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "vocab_size": 128256,
+}
+"""The shape of Llama 3 8B."""
 DENSE = Model(
     name="dense",
     num_layers=4,
@@ -125,12 +137,50 @@ def with_task(context: SearchContext, task: Task, **changes: Any) -> SearchConte
     return dataclasses.replace(context, problem=dataclasses.replace(context.problem, platform=of))
 
 
+def plugin(**hooks: Callable[..., object]) -> SimpleNamespace:
+    """A plugin of functions, by the names of their hooks without `flagcore_`."""
+    return SimpleNamespace(**{f"flagcore_{name}": hookimpl(function) for name, function in hooks.items()})
+
+
 def read(devices: Iterable[Device], readers: Iterable[Telemetry]) -> dict[str, Any]:
     """The devices of a platform, and the telemetry of the first ones."""
     found = tuple(devices)
     return {"devices": found, "telemetry": dict(zip(found, readers, strict=False))}
 
 
+class Readings:
+    """The telemetry of a device: its samples in order, the last one again and again. Exceptions are raised."""
+
+    def __init__(self, *samples: Mapping[str, float] | Exception, **use: Any) -> None:
+        self.samples, self.use = list(samples), lambda: DeviceUse(**use)
+
+    def sample(self) -> Mapping[str, float]:
+        answer = self.samples.pop(0) if len(self.samples) > 1 else self.samples[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
 def candidate(**values: KnobValue) -> Candidate:
     """A candidate of the megatron engine; knobs that are not given are neutral."""
     return Candidate.of({knob.name: values.get(knob.name, knob.neutral) for knob in SPACE_KNOBS})
+
+
+def trial(
+    number: int,
+    of: Candidate,
+    step_s: float | None,
+    *,
+    spread_s: float = 0.0,
+    rate: float | None = None,
+    **changes: Any,
+) -> Trial:
+    """A trial of `of` that was measured at `step_s` seconds a step and `rate` tokens per second; without, it failed."""
+    measurement = None
+    if step_s is not None:
+        rate = rate or 1.0 / step_s
+        measurement = Measurement(
+            step_times_s=(step_s,), step_time_s=step_s, spread_s=spread_s, tokens_per_second_per_device=rate
+        )
+    usual = {"role": Role.SEARCH, "state": TrialState.MEASURED if measurement else TrialState.FAILED}
+    return Trial(**{"number": number, "candidate": of, "measurement": measurement, **usual, **changes})

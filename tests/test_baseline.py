@@ -1,52 +1,23 @@
 """The default baseline of the reported gain."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
-import numpy as np
-
-from flagcore.contracts import PruningRule
-from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns
-from flagcore.domain.spec import Task
+from flagcore.contracts import Problem
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.hooks import hookimpl
 from flagcore.tuner.problem import build_problem
 from tests import small
 from tests.tuner.stages.test_discover import loaded, plugin, spec
 
-TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+
+def problem(memory_bytes: int | None = None) -> Problem:
+    requested = spec()
+    cluster = replace(requested.cluster, memory_bytes_per_device=memory_bytes)
+    return build_problem(replace(requested, cluster=cluster), loaded(x=plugin(small.CHIP, 8)), WORKLOAD)
 
 
-@dataclass(frozen=True)
-class Not:
-    """Rules out one pair of TP and PP; without one, everything."""
-
-    pair: tuple[object, object] | None
-    name: str = "test_not_this"
-    message: str = "it is slow here"
-
-    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
-        if self.pair is None:
-            return np.ones(columns[TP].shape, dtype=np.bool_)
-        tensor, stages = self.pair
-        removed: BoolArray = (columns[TP] == tensor) & (columns[PP] == stages)
-        return removed
-
-
-def baseline(*rules: PruningRule) -> Candidate:
-    @hookimpl
-    def flagcore_pruning_rules(task: Task) -> tuple[PruningRule, ...]:
-        return rules
-
-    found = loaded(x=plugin(small.CHIP, 8, flagcore_pruning_rules=flagcore_pruning_rules))
-    return build_problem(spec(), found, WORKLOAD).baseline
-
-
-def test_the_rule_of_thumb_respects_a_plugins_rule() -> None:
-    default = baseline().as_dict()
-    other = baseline(Not((default[TP], default[PP]))).as_dict()
-    assert (other[TP], other[PP]) != (default[TP], default[PP])
-
-
-def test_if_plugin_rules_leave_no_candidate_the_rule_of_thumb_is_used() -> None:
-    assert baseline(Not(None)) == baseline()
+def test_the_rule_of_thumb_chooses_a_candidate_that_fits_if_one_does() -> None:
+    found = problem()
+    used = found.predictions.device_used_bytes
+    default = float(used[found.row_of(found.baseline)])
+    less = problem(int(default) - 1)
+    assert less.predictions.fits[less.row_of(less.baseline)]

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from benchmarks.scores import kendall, ranking
+from tests.small import SHAPE
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,14 +25,7 @@ def run(name: str, *arguments: str) -> str:
 JOB: dict[str, Any] = {
     "kind": "train",
     "source": "Made up",
-    "model": {
-        "name": "tiny",
-        "num_layers": 4,
-        "hidden_size": 512,
-        "ffn_hidden_size": 2048,
-        "num_attention_heads": 8,
-        "vocab_size": 32000,
-    },
+    "model": {"name": "tiny", **SHAPE},
     "cluster": {"chip": "cpu", "devices": 4, "devices_per_node": 4},
     "train": {"seq_length": 512, "global_batch_size": 16, "precision": "bf16", "attention": "flash"},
 }

@@ -5,9 +5,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-import numpy as np
 import pytest
 from flagcore_testing.examples import FOREIGN_CHIP, task_on
 
@@ -53,16 +51,9 @@ def test_the_examples_of_all_hooks_work_as_one_plugin(monkeypatch: pytest.Monkey
         assert bool(loaded.kernel_costs(each, "megatron")) == is_own
         assert bool(loaded.collective_costs(group, "megatron")) == is_own
         assert bool(loaded.environment(each, "megatron")) == is_own
-        assert bool(loaded.failure_patterns(each, "megatron")) == is_own
         assert bool(loaded.knobs(each, "megatron")) == is_own
-        assert [bool(rules) for rules in loaded.pruning_rules(task)] == [is_own, is_own]
+        advice = loaded.check_task(task)
+        assert [bool(advice.rules), bool(advice.failures)] == [is_own, is_own]
         assert loaded.engine_support(each, "megatron").device_type == ("acme" if is_own else None)
-    _, (rule,) = loaded.pruning_rules(task_on(chip))
-    assert rule.prunes({"tensor_model_parallel_size": np.array([4, 8])}, _nothing()).tolist() == [False, True]
     assert loaded.devices() == ()
     assert loaded.failures == ()
-
-
-def _nothing() -> Any:
-    """Predictions that a rule does not look at."""
-    return None

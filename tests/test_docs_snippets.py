@@ -20,9 +20,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from flagcore.api.inputs import read_spec
 from flagcore.cli.main import flag
 from flagcore.domain.spec import TrainSpec
-from flagcore.spec.convert import parse_spec, read_spec
+from flagcore.spec.convert import parse_spec
 from flagcore.spec.serving import engines_of, select_engine
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
 from tests.shown import SHOWN
@@ -193,7 +194,7 @@ def _shorter(arguments: list[str]) -> list[str]:
     source = _parsed(arguments)
     if len(source) > 1:
         return ["estimate", *source, "--chip", _any_chip()]
-    spec = read_spec(Path(source[0]), ENGINES)
+    spec = read_spec(source[0])
     command = (spec.work.command or ()) if isinstance(spec.work, TrainSpec) else ()
     of_flagscale = any("flagscale" in word for word in command)  # it is not installed, and its tree lacks data
     if command and not of_flagscale:

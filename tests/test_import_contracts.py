@@ -33,7 +33,7 @@ def contracts() -> dict[str, dict[str, Any]]:
         ("the core knows no vendor", "source_modules", ""),
         ("the core knows no engine", "source_modules", "engines"),
         (VENDORS, "forbidden_modules", "hooks vendorkit contracts domain errors physics"),
-        ("only the store and the strategies know optuna", "source_modules", ""),
+        ("only the store knows optuna", "source_modules", ""),
         ("only the trial program and the micro-benchmark know torch", "source_modules", ""),
     ],
 )

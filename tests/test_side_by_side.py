@@ -91,14 +91,13 @@ class Node(Launcher):
             return self.running[-1]
 
 
-@hookimpl
-def flagcore_devices(environment: Mapping[str, str]) -> tuple[Device, ...]:
+def devices(environment: Mapping[str, str]) -> tuple[Device, ...]:
     found = tuple(Device(index=n, chip="test-chip", memory_bytes=64 << 30) for n in range(8))
     return visible(found, "ACME_VISIBLE_DEVICES", environment=environment)
 
 
 PLUGIN = plugin(visible_devices=("ACME_VISIBLE_DEVICES",))
-PLUGIN.flagcore_devices = flagcore_devices
+PLUGIN.flagcore_devices = hookimpl(devices)
 
 
 class Watching:

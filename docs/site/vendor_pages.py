@@ -4,11 +4,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from flagcore.domain.chip import Chip, Claim, Fact, Maturity, Source, Support
+from flagcore.domain.chip import Chip, Fact, Source, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Factor
 from flagcore.vendorkit.chip_file import load_chips
-from flagcore.vendorkit.engines import Report, all_knobs, read_engines, read_maturity, read_quirks, read_variables
+from flagcore.vendorkit.engines import (
+    Claim,
+    Maturity,
+    Report,
+    all_knobs,
+    read_engines,
+    read_maturity,
+    read_quirks,
+    read_variables,
+)
 from flagcore.vendorkit.fields import Scope
 
 DOCS = Path(__file__).parents[1]

@@ -41,7 +41,7 @@ from flagcore.spec.public import absolute_model
 from flagcore.spec.serving import engines_of, select_engine
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
-from flagcore.tuner.problem import rows_by_time, sizes_fixed_at_one
+from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.store.directory import write
 
 
@@ -210,6 +210,17 @@ def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
         warn(calibrated.failures)
 
 
+def read_spec(source: SpecLike, chip: str | None = None, without: Collection[str] = ()) -> Spec:
+    """Read a spec, optionally for another chip. Raises SpecError, UsageError."""
+    file, content = spec_data(source)
+    spec = parsed(content, file=str(file), base=file.parent, without=without)
+    if chip is None:
+        return spec
+    if spec.cluster.groups:
+        raise UsageError(_("--chip {chip} needs one kind of chip; {file} has cluster.groups", chip=chip, file=file))
+    return replace(spec, cluster=replace(spec.cluster, chip=chip))
+
+
 def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
     """Parse the plain data of a spec. Raises SpecError.
 
@@ -272,7 +283,7 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
 def _with_hosts(spec: Spec) -> Spec:
     """Add the hosts that the launcher finds to a spec without hosts. Raises SpecError if they are too few."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
-    at_most = max(spec.trial_nodes) + cluster.spares
+    at_most = spec.trial_nodes + cluster.spares
     hosts = () if cluster.hosts else finder.find_hosts(at_most)
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
         section = "serve" if isinstance(spec.work, ServeSpec) else "train"
@@ -281,7 +292,7 @@ def _with_hosts(spec: Spec) -> Spec:
     if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
         return spec
     count = without_spares(hosts, cluster.spares)
-    if max(spec.trial_nodes) > count:
+    if spec.trial_nodes > count:
         host_names = ", ".join(hosts)
         problem = _(
             "must be at most {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=host_names
@@ -346,8 +357,7 @@ def warn_about_problem(problem: Problem) -> None:
     """Warn about everything in a problem that the user may want to change.
 
     The warnings are about engines that are untested on the chip, devices that no candidate or not the fastest one uses,
-    a slow precision, environment variables that differ from the plugins', sizes that a rule fixes to 1, disabled
-    pruning rules, and settings without effect.
+    a slow precision, environment variables that differ from the plugins', and settings without effect.
     """
     support, task, workload = problem.platform.support, problem.task, problem.workload
     engine, lines = task.spec.work.engine, list[object]()
@@ -355,10 +365,8 @@ def warn_about_problem(problem: Problem) -> None:
     if reasons := [reason for reason in (unknown, workload.untested) if reason]:
         names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
-    lines += [*_idle_devices(problem), *_chip_notes(task)]
-    lines += [*problem.platform.conflicts, *sizes_fixed_at_one(problem), *problem.pruned.broken_rules]
-    lines += workload.spec_warnings(task.spec)
-    warn(lines)
+    warn([*lines, *_idle_devices(problem), *_chip_notes(task), *problem.platform.conflicts])
+    warn(workload.spec_warnings(task.spec))
 
 
 def _chip_notes(task: Task) -> Iterator[str]:

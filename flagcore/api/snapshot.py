@@ -12,22 +12,15 @@ from typing import Any
 import numpy as np
 
 from flagcore import plugins
-from flagcore.api.inputs import (
-    UNNAMED,
-    LoadedSpec,
-    SpecLike,
-    loaded_plugins,
-    parsed,
-    spec_data,
-    warn_about_problem,
-)
+from flagcore.api.inputs import UNNAMED, LoadedSpec, SpecLike, loaded_plugins, read_spec, warn_about_problem
+from flagcore.api.planning.estimate import build_problem_of_spec, prediction_records
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
 from flagcore.contracts import Platform, Problem, SearchContext, Workload
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knob
-from flagcore.domain.prediction import Observations, PastMeasurements, components_of_row, features
+from flagcore.domain.prediction import Observations, PastMeasurements, features
 from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import Axis, Candidate, Columns
 from flagcore.domain.spec import ClusterSpec, Spec, Task
@@ -36,12 +29,11 @@ from flagcore.errors import FlagError, RunError, UsageError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins, engines
 from flagcore.tuner.calibration import Experience
-from flagcore.tuner.feasibility import no_time
 from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.problem import build_problem, candidate_columns
 from flagcore.tuner.stages.build import canonical, legality
 from flagcore.tuner.stages.discover import costs
-from flagcore.tuner.stages.predict import predict_columns, predict_components, predict_stage_layers, record
+from flagcore.tuner.stages.predict import predict_columns
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import learn, search_context
 from flagcore.tuner.store.directory import RunDirectory
@@ -81,41 +73,6 @@ class Snapshot:
     def record(self, columns: Columns) -> dict[str, Any]:
         """Return the prediction of a candidate, inside the space or not, with the components of its worst stage."""
         return prediction_records(self.problem.platform, columns)[0]
-
-
-def prediction_records(platform: Platform, columns: Columns) -> list[dict[str, Any]]:
-    """Return the prediction of each row, with the components of its worst stage.
-
-    If a row has no predicted time, its record contains the reason.
-    """
-    predictions = predict_columns(platform, columns)
-    components = predict_components(platform, columns, predictions.worst_stage)
-    layers = predict_stage_layers(platform, columns)
-    records = []
-    for row in range(len(predictions.step_time_s)):
-        figures = replace(predictions.row(row), components=components_of_row(components, row))
-        known = record(platform.task, figures, layers.get(row, ()))
-        has_time = figures.step_time_s is not None
-        records.append(known if has_time else {"reason": f"no time: {no_time(platform.task, platform.costs)}", **known})
-    return records
-
-
-def build_problem_of_spec(
-    spec: SpecLike,
-    chip: str | None,
-    without: Collection[str],
-    *,
-    plan: bool = False,
-) -> Problem:
-    """Return the problem of a spec, optionally for another chip or as a `plan`.
-
-    Raises SpecError and other FlagErrors.
-    """
-    parsed_spec = read_spec(spec, chip, without)
-    with loaded_plugins(without) as loaded:
-        problem = build_problem(parsed_spec, loaded, plugins.workload_of(parsed_spec.work), plan=plan)
-    warn_about_problem(problem)
-    return problem
 
 
 def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -> Snapshot:
@@ -196,17 +153,6 @@ def _snapshot(where: Path, problem: Problem, run: Run | None, past: PastMeasurem
     pruned = prune_by_trials(problem, search_state.trials, search_state.probes)
     context = search_context(replace(problem, pruned=pruned), search_state, past)
     return Snapshot(where=where, problem=problem, search_state=search_state, pruned=pruned, context=context, run=run)
-
-
-def read_spec(source: SpecLike, chip: str | None, without: Collection[str]) -> Spec:
-    """Read a spec, optionally for another chip. Raises SpecError, UsageError."""
-    file, content = spec_data(source)
-    spec = parsed(content, file=str(file), base=file.parent, without=without)
-    if chip is None:
-        return spec
-    if spec.cluster.groups:
-        raise UsageError(_("--chip {chip} needs one kind of chip; {file} has cluster.groups", chip=chip, file=file))
-    return replace(spec, cluster=replace(spec.cluster, chip=chip))
 
 
 GIB = 2**30

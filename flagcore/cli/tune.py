@@ -113,15 +113,9 @@ def run_command(run: str) -> None:
 
 @click.command("report")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--format", "form", type=click.Choice(("html", "markdown")), default="html", help="[default: html]")
-@click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    help="Output file, - for stdout [default: report.html in RUN; stdout for Markdown].",
-)
+@click.option("-o", "--output", metavar="FILE", help="Output file, - for stdout [default: report.html in RUN].")
 @options.plugins
-def report_command(run: Path, form: str, output: str | None, without: tuple[str, ...]) -> None:
+def report_command(run: Path, output: str | None, without: tuple[str, ...]) -> None:
     """Write the report of RUN (the directory of a run) as one page that opens offline.
 
     It shows the best configuration and its uncertainty, the search space, the search, predicted against measured,
@@ -130,8 +124,7 @@ def report_command(run: Path, form: str, output: str | None, without: tuple[str,
     """
     from flagcore import api
 
-    text = api.report(run, form, without=without)
-    file = output or (str(run / api.REPORT) if form == "html" else "-")
+    text, file = api.report(run, without=without), output or str(run / api.REPORT)
     if file == "-":
         click.echo(text, nl=False)
         return

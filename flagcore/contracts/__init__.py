@@ -33,7 +33,7 @@ from flagcore.contracts.platform import (
     description_of,
     device_use,
 )
-from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy
+from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, Watcher
 from flagcore.contracts.workload import Workload
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "Start",
     "Strategy",
     "Telemetry",
+    "Watcher",
     "Workload",
     "communicator_bytes",
     "description_of",

@@ -220,7 +220,6 @@ class HostSetup:
 class Platform:
     """The task, its engine, and what plugins provide for it.
 
-    `pruning_rules`: plugins' rules for candidates that are not worth a trial.
     `telemetry`: a reader for each device whose figures can be read.
     `value_rules`: the values that do not work.
     `knobs`: all plugins' knobs for the chip, including those that the spec does not name.
@@ -236,7 +235,6 @@ class Platform:
     costs: Costs
     support: EngineSupport = field(default_factory=lambda: EngineSupport(support=Support.YES))
     environment: Mapping[str, str] = field(default_factory=dict)
-    pruning_rules: tuple[PruningRule, ...] = ()
     failure_patterns: tuple[FailurePattern, ...] = ()
     telemetry: Mapping[Device, Telemetry] = field(default_factory=dict)
     value_rules: tuple[ValueRule, ...] = ()

@@ -14,7 +14,7 @@ from flagcore.domain.prediction import Features, PastMeasurements, Predictions, 
 from flagcore.domain.search_state import LEARNED_MESSAGES, Pruned, SearchTime
 from flagcore.domain.space import Candidate, IntArray, Legality, Space
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import Trial
+from flagcore.domain.trial import RunEvent, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +160,18 @@ class Event:
     knobs: Knobs = field(default_factory=dict)
     search_time: SearchTime | None = None
     note: str = ""
+
+
+class Watcher(Protocol):
+    """Receives the events of runs, for `flag tune --watch`. It is a module or an object."""
+
+    def on_event(self, event: RunEvent) -> object:
+        """Receive an event.
+
+        Each watcher has its own thread and receives one event after the other. Trials do not wait for it. If it raises,
+        the error is reported, and it still receives the next event. If it takes more than 30 seconds for an event, it
+        receives no more events.
+        """
 
 
 OnEvent: TypeAlias = Callable[[Event], None]

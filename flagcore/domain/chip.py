@@ -1,4 +1,4 @@
-"""Chips and devices: names, figures with their sources, the evidence for a plugin's data, and slow devices.
+"""Chips and devices: names, figures with their sources, and slow devices.
 
 All ranks of a synchronous job have the same step time, because they wait for each other, so step times do not show
 which device is slow. Each trial therefore ends with a speed test, a fixed matrix product on each rank. The clocks that
@@ -249,37 +249,6 @@ def unknown_chip_hint(word: str, chips: Iterable[Chip]) -> str:
 def normalize_name(name: str) -> str:
     """Return the letters, digits and plus signs of a chip name in lower case, for comparisons."""
     return "".join(letter for letter in name.casefold() if letter.isalnum() or letter == "+")[:64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """A statement about what works on some chips, and its evidence.
-
-    `by`: the tool, or the software and its date, that gave the evidence.
-    `files`: transcripts, as file names.
-    """
-
-    what: str
-    chips: tuple[str, ...]
-    by: str = ""
-    files: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Maturity:
-    """A plugin's claims by kind of evidence: runs on hardware, transcripts of such runs, or documents."""
-
-    run_on_hardware: tuple[Claim, ...] = ()
-    checked_on_transcripts: tuple[Claim, ...] = ()
-    from_documents: tuple[Claim, ...] = ()
-    not_checked: tuple[str, ...] = ()
-
-    @property
-    def word(self) -> str:
-        """The strongest kind of evidence in one word: hardware, transcripts or documents."""
-        if self.run_on_hardware:
-            return "hardware"
-        return "transcripts" if self.checked_on_transcripts else "documents"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from flagcore.domain.chip import Device, Source, Support
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.launch import FailurePattern
 from flagcore.domain.space import KnobValue
 
 
@@ -20,7 +21,7 @@ class RefusedValues:
 
     name: str
     knob: str
-    values: tuple[KnobValue, ...]
+    values: tuple[KnobValue, ...] = ()
     reason: str
     above: int | None = None
 
@@ -58,18 +59,23 @@ class PreferredSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskAdvice:
-    """A plugin's advice about a whole task.
+    """A plugin's advice about a task.
 
+    `rules`: the values that do not work. Candidates with them are pruned.
     `impossible`: the reason why no candidate of the task can run. Empty if some can.
     `preferred`: values for settings that the task does not set.
     `warmup`: the number of first training steps, or first requests of a load, that are not measured. They are slow
     because kernels are compiled.
+    `failures`: patterns of log lines that show failures. Patterns for out of memory are tried first, then the others in
+    order, then the engine's. The first pattern that matches a line determines the failure.
     `notes`: sentences for the user.
     """
 
+    rules: tuple[ValueRule, ...] = ()
     impossible: str = ""
     preferred: tuple[PreferredSetting, ...] = ()
     warmup: int = 0
+    failures: tuple[FailurePattern, ...] = ()
     notes: tuple[str, ...] = ()
 
 

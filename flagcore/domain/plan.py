@@ -1,7 +1,6 @@
 """The plan that a search returns, the interference between parallel trials, and the costs of tokens and of the job.
 
-Costs are in the currency of `cluster.price_per_device_hour`. Energy includes only the devices, not hosts, networks and
-cooling. It is computed from measured power, or else from the devices' TDP, which is more than they usually draw.
+Costs are in the currency of `cluster.price_per_device_hour`.
 """
 
 from __future__ import annotations
@@ -78,62 +77,35 @@ def interference(trials: Sequence[Trial]) -> Interference | None:
 
 
 HOUR, DAY = 3600.0, 86400.0
-JOULES_PER_KWH = 3.6e6
-TDP = "tdp"
-"""The value of `energy_source`: the power of a device is its TDP."""
-COST = (
-    *("cost_per_million_tokens", "planned_days", "planned_cost"),
-    *("energy_kwh_per_million_tokens", "planned_energy_kwh", "energy_source"),
-)
+COST = ("cost_per_million_tokens", "planned_days", "planned_cost")
 """The names of the figures that `cost_figures` returns."""
 
 
-def cost_figures(task: Task, step_time_s: float, tokens_per_s_per_device: float | None) -> dict[str, float | str]:
-    """Return the cost and energy of a million tokens, and the cost, energy and duration of the planned steps.
-
-    Unknown figures are absent. Energy is that of the devices at their TDP. It is also absent if the spec gives neither
-    a price nor `planned_steps`. If node groups differ in prices or chips, the means over all devices are used, because
-    every device is paid for as long as the job runs.
-    """
+def cost_figures(task: Task, step_time_s: float, tokens_per_s_per_device: float | None) -> dict[str, float]:
+    """Return the cost of a million tokens, and the cost and duration of the planned steps. Unknown ones are absent."""
     price, steps = price_per_device_hour(task), task.spec.control.planned_steps
-    figures: dict[str, float | str] = {}
-    million_s = 1e6 / tokens_per_s_per_device if tokens_per_s_per_device else None
-    planned_s = None if steps is None else steps * step_time_s
-    if price is not None and million_s is not None:
-        figures["cost_per_million_tokens"] = price / HOUR * million_s
-    if planned_s is not None:
-        figures["planned_days"] = planned_s / DAY
+    figures = dict[str, float]()
+    if price is not None and tokens_per_s_per_device:
+        figures["cost_per_million_tokens"] = price / HOUR * (1e6 / tokens_per_s_per_device)
+    if steps is not None:
+        figures["planned_days"] = steps * step_time_s / DAY
         if price is not None:
-            figures["planned_cost"] = planned_s / HOUR * price * task.cluster.devices
-    power = tdp_watts(task)
-    if power is None or (price is None and steps is None):
-        return figures
-    if million_s is not None:
-        figures["energy_kwh_per_million_tokens"] = million_s * power / JOULES_PER_KWH
-    if planned_s is not None:
-        figures["planned_energy_kwh"] = planned_s * task.cluster.devices * power / JOULES_PER_KWH
-    return {**figures, "energy_source": TDP}
+            figures["planned_cost"] = steps * step_time_s / HOUR * price * task.cluster.devices
+    return figures
 
 
 def price_per_device_hour(task: Task) -> float | None:
-    """Return the mean price of one device for one hour, or None if the spec does not price all devices."""
+    """Return the mean price of one device for one hour, or None if the spec does not price all devices.
+
+    It is the mean over all devices of the cluster, because every device is paid for as long as the job runs.
+    """
     cluster = task.spec.cluster
-    return _mean(task, [group.price_per_device_hour for group in cluster.groups or (cluster,)])
-
-
-def tdp_watts(task: Task) -> float | None:
-    """Return the mean TDP of a device in watts, or None if the TDP of a chip is unknown."""
-    facts = [group.chip.tdp_watts for group in task.cluster.groups]
-    return _mean(task, [None if fact is None else float(fact.value) for fact in facts])
-
-
-def _mean(task: Task, values: list[float | None]) -> float | None:
-    """Return the mean over all devices, given one value per node group, or None if a value is unknown."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
+    prices = [group.price_per_device_hour for group in cluster.groups or (cluster,)]
+    known = [price for price in prices if price is not None]
+    if len(known) < len(prices):
         return None
     counts = [group.devices for group in task.cluster.groups]
-    return sum(value * count for value, count in zip(known, counts, strict=True)) / sum(counts)
+    return sum(price * count for price, count in zip(known, counts, strict=True)) / sum(counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +147,6 @@ class Plan:
     - `fastest`: the fastest measured candidate, even if it exceeds `limits`.
     - `drift`: the relative speedup from the first to the last run of the baseline. None if it ran once.
     - `drifted`: whether `drift` exceeds the noise.
-    - `cold_start`: the relative speedup from the warm to the cold runs of a candidate, corrected for the drift.
-    - `cold_start_differs`: whether `cold_start` exceeds the noise.
     - `fidelity`: the fidelity of `trials`.
     - `probes`: the probes that ran before the first trial.
     - `knobs`: the knobs of the task.
@@ -197,8 +167,6 @@ class Plan:
     rivals: tuple[Trial, ...] = ()
     drift: float | None = None
     drifted: bool = False
-    cold_start: float | None = None
-    cold_start_differs: bool = False
     fidelity: str = RUN
     probes: tuple[Trial, ...] = ()
     fastest: Trial | None = None
@@ -281,7 +249,6 @@ def summarize(
     task: Task, space: Space, pruned: Pruned, search_state: SearchState, stopped_because: str, knobs: Knobs
 ) -> Plan:
     """Return the plan of a search. For the best and the baseline, runs with whole steps take precedence."""
-    cold = search_state.cold_start
     return Plan(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
@@ -301,8 +268,6 @@ def summarize(
         rivals=search_state.rivals,
         drift=search_state.drift,
         drifted=search_state.drifted,
-        cold_start=cold[0] if cold else None,
-        cold_start_differs=bool(cold and abs(cold[0]) > cold[1]),
         fidelity=task.spec.control.fidelity,
         probes=search_state.probes,
         fastest=search_state.fastest,

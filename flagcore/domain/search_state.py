@@ -31,7 +31,6 @@ class Pruned:
     `rule`: for each row, the rule that removed it: 0 for an open row, otherwise the index in `rules` plus one.
     `trial`: for each row, the number of the trial from which that rule was learned. -1 for other rules.
     `exceeds_memory`: for each row, whether it does not fit according to corrected predictions.
-    `broken_rules`: descriptions of the rules that are disabled because they raised an error.
     `applied_trials`: the numbers of the trials from which rules have already been learned.
     """
 
@@ -39,7 +38,6 @@ class Pruned:
     trial: IntArray
     exceeds_memory: BoolArray
     rules: tuple[str, ...] = ()
-    broken_rules: tuple[str, ...] = ()
     applied_trials: frozenset[int] = field(default_factory=frozenset)
 
     @property
@@ -163,35 +161,6 @@ class SearchState:
         runs = self.runs_of(self.baseline.candidate)
         return abs(change) > max(noise([run]) for run in (runs[0], runs[-1]))
 
-    @property
-    def cold_repeat(self) -> Candidate | None:
-        """The candidate whose next repeat must be a cold start, or None. There is one cold repeat per search.
-
-        It is not the baseline, because the drift of the machine is measured with the baseline, whose runs must all
-        start in the same way.
-        """
-        if any(trial.measurement and not trial.warm for trial in self.repeats):
-            return None
-        others = (trial.candidate for trial in self.finalists if trial is not self.baseline)
-        return next(others, None)
-
-    @property
-    def cold_start(self) -> tuple[float, float] | None:
-        """The relative speedup from a candidate's warm runs to its cold runs, and the noise of this speedup.
-
-        The speedup is corrected for the drift. None if no candidate has both warm and cold runs.
-        """
-        baseline = self.baseline
-        baseline_runs = self.runs_of(baseline.candidate) if baseline else ()
-        for trial in self.trials:
-            runs = self.runs_of(trial.candidate) if trial is not baseline else ()
-            warm, cold = ([run for run in runs if run.warm is is_warm] for is_warm in (True, False))
-            if warm and cold:
-                change = median(map(speed, cold)) / median(map(speed, warm))
-                change_noise = math.hypot(*map(noise, (warm, cold, baseline_runs)))
-                return change / (1.0 + (self.drift or 0.0)) - 1.0, change_noise
-        return None
-
 
 def overheads(control: Control, trials: Iterable[Trial]) -> list[float]:
     """Return the seconds that each trial spent outside its steps, mostly on its start.
@@ -251,10 +220,10 @@ def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, 
     """Return the minimum number of repeats of each finalist.
 
     It is `control.repeats` if there are several finalists, else 0. It is at least 1 for a finalist whose run was not
-    final, and large enough to run on each number of nodes in `control.trial_nodes`.
+    final.
     """
     trials = search_state.finalists
-    rounds = max(control.repeats if len(trials) > 1 else 0, len(control.trial_nodes) - 1)
+    rounds = control.repeats if len(trials) > 1 else 0
     return {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in trials}
 
 
@@ -267,7 +236,7 @@ def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
     """
     trials, minimum = search_state.finalists, min_repeats(control, search_state)
     done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in trials}
-    max_rounds = max(control.repeats, len(control.trial_nodes) - 1) + EXTRA_ROUNDS
+    max_rounds = control.repeats + EXTRA_ROUNDS
     if sum(trial.is_conclusive for trial in search_state.repeats) >= max_rounds * (2 + MAX_RIVALS):
         return None
     waiting = [trial for trial in trials if done[trial.candidate] < minimum[trial.candidate]]
@@ -335,7 +304,7 @@ def seconds_left(
     trials_left = max(0, min(control.max_trials, candidates) - len(trials))
     repeats_s = repeats_seconds(control, search_state, at_most=True)
     if trials_left:
-        repeats_s = max(repeats_s, 2 * max(control.repeats, len(control.trial_nodes) - 1) * duration_s)
+        repeats_s = max(repeats_s, 2 * control.repeats * duration_s)
     left = duration_s / parallel_trials * trials_left + repeats_s
     return left if control.max_time is None else min(left, max(0.0, control.max_time - elapsed))
 

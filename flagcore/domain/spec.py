@@ -117,8 +117,7 @@ class Control:
     `warm_start`: whether a trial may be forked from a process that has already imported its modules.
     `compare_hosts`: whether the speeds of several hosts are compared before the first trial.
     `parallel_trials`: the maximum number of parallel trials, each on its own devices.
-    `trial_nodes`: the numbers of nodes on which trials run: the first number in the search, the others in repeats.
-    Empty means all nodes.
+    `trial_nodes`: the number of nodes on which trials run. None means all nodes.
     `fidelity`: one of `flagcore.domain.trial.FIDELITIES`.
     `probes`: the number of candidates that are probed before the first run.
     `planned_steps`: the number of steps that the best candidate will run in production. None if unknown.
@@ -135,7 +134,7 @@ class Control:
     compare_hosts: bool = True
     max_trials: int = 20
     parallel_trials: int | Literal["auto"] = 1
-    trial_nodes: tuple[int, ...] = ()
+    trial_nodes: int | None = None
     repeats: int = 1
     run_best: bool = False
     use_experience: bool = True
@@ -168,9 +167,9 @@ class Spec:
         return bool(self.cluster.hosts) and self.launcher != LOCAL
 
     @property
-    def trial_nodes(self) -> tuple[int, ...]:
-        """The numbers of nodes on which trials run, as in `Control.trial_nodes`."""
-        return self.control.trial_nodes or (self.cluster.nodes,)
+    def trial_nodes(self) -> int:
+        """The number of nodes on which trials run."""
+        return self.control.trial_nodes or self.cluster.nodes
 
     @property
     def sizes(self) -> tuple[int, ...]:

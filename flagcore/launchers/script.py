@@ -8,6 +8,7 @@ from dataclasses import replace
 from flagcore.contracts import ExportJob
 from flagcore.contracts.exchange import DEVICES_OF_HOST, comments
 from flagcore.domain.engine import without_devices
+from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.spec import KIND
 from flagcore.errors import UsageError
@@ -43,7 +44,7 @@ def start_script(job: ExportJob) -> str:
     """Return a bash script that starts a job on one node. For several nodes, it is the script of `batch_script`."""
     if job.nodes > 1:
         return batch_script(job)
-    return "\n".join(["#!/bin/bash", *comments(job), *_kind_check(job), *start_lines(job)]) + "\n"
+    return "\n".join(["#!/bin/bash", *comments(job), *start_lines(job)]) + "\n"
 
 
 def batch_script(job: ExportJob) -> str:
@@ -60,7 +61,7 @@ def batch_script(job: ExportJob) -> str:
     if several:
         lines.append(f"# Start it with sbatch, or on each of the {job.nodes} nodes with NODE_RANK and MASTER_ADDR set.")
     rank = ['NODE_RANK="${NODE_RANK:-$SLURM_NODEID}"'] if several else []
-    lines += ["start() {", *rank, *_kind_check(job), *start_lines(job), "}"]
+    lines += ["start() {", *rank, *start_lines(job, several=several), "}"]
     first = [
         '  MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1',
         "  export MASTER_ADDR=${MASTER_ADDR%%[[:space:]]*}",
@@ -78,50 +79,55 @@ def batch_script(job: ExportJob) -> str:
     return "\n".join([*lines, "start"]) + "\n"
 
 
-def _kind_check(job: ExportJob) -> list[str]:
-    if KIND not in job.launch.argv:
-        return []
-    return [': "${DEVICE_TYPE:?set it to the type of this node in the host file}"']
+def start_lines(job: ExportJob, *, several: bool = False, secrets: Mapping[str, str] = {}) -> list[str]:
+    """Return the lines of bash that start one node. If there are several, NODE_RANK and MASTER_ADDR must be set.
 
-
-def start_lines(job: ExportJob) -> list[str]:
-    """Return the lines of bash that start one node. If there are several, NODE_RANK and MASTER_ADDR must be set."""
+    `secrets`: for each secret in the command, the name of the variable that contains it.
+    """
     launch = job.launch
     lines = [f"cd {shlex.quote(launch.directory)} || exit 1"] if launch.directory else []
-    if job.nodes > 1:
+    if KIND in launch.argv:
+        lines.append(': "${DEVICE_TYPE:?set it to the type of this node in the host file}"')
+    if several:
         lines.append(f'export NODE_RANK MASTER_ADDR MASTER_PORT="${{MASTER_PORT:-{MASTER_PORT}}}" NNODES={job.nodes}')
         lines.append(f'export PET_NNODES={job.nodes} PET_NODE_RANK="$NODE_RANK"')
         lines.append('export PET_MASTER_ADDR="$MASTER_ADDR" PET_MASTER_PORT="$MASTER_PORT"')
     elif not (launch.ready or launch.own_script):
         lines.append(f'export MASTER_ADDR="${{MASTER_ADDR:-127.0.0.1}}" MASTER_PORT="${{MASTER_PORT:-{MASTER_PORT}}}"')
-    for name, value in launch.environment.items():
-        is_hidden = is_secret(name) and value
-        lines.append(f': "${{{name}:?set it: it is secret}}"' if is_hidden else f"export {name}={_quoted(value)}")
+    lines += exports(launch)
     if not launch.sample:
-        return [*lines, f"exec {multi_line(launch.argv)}"]
+        return [*lines, f"exec {multi_line(launch.argv, secrets=secrets)}"]
     sample = multi_line(launch.sample, separator="\n")
     lines += [f"# Replace these, which train on generated data: {launch.missing}.", f"SAMPLE=(\n  {sample}\n)"]
     return [*lines, f'exec {multi_line(launch.argv)} \\\n  "${{SAMPLE[@]}}"']
 
 
-def multi_line(words: Sequence[str], separator: str = " \\\n") -> str:
+def exports(launch: Launch) -> list[str]:
+    """Return the lines of bash that export the variables of a launch, or that check that its secrets are set."""
+    return [
+        f': "${{{name}:?set it: it is secret}}"' if is_secret(name) and value else f"export {name}={_quoted(value)}"
+        for name, value in launch.environment.items()
+    ]
+
+
+def multi_line(words: Sequence[str], separator: str = " \\\n", secrets: Mapping[str, str] = {}) -> str:
     """Return a shell command with each flag and its values on a separate line."""
     lines = [""]
     for word in words:
         is_value = not word.startswith("-") and "=" not in lines[-1]
         if is_value or not lines[-1]:
-            lines[-1] += f"{' ' if lines[-1] else ''}{_quoted(word)}"
+            lines[-1] += f"{' ' if lines[-1] else ''}{_quoted(word, secrets)}"
         else:
-            lines.append(_quoted(word))
+            lines.append(_quoted(word, secrets))
     return f"{separator}  ".join(lines)
 
 
-def _quoted(word: str) -> str:
-    return shell_quoted(word, {**NODE_VARIABLES, **DEVICES_OF_HOST})
+def _quoted(word: str, secrets: Mapping[str, str] = {}) -> str:
+    return shell_quoted(word, {**secrets, **NODE_VARIABLES, **DEVICES_OF_HOST})
 
 
 def shell_quoted(word: str, variables: Mapping[str, str]) -> str:
-    """Quote a word for a shell. Secrets in it are replaced by `variables`, whose keys are the secrets."""
+    """Quote a word for a shell. Texts in it that are keys of `variables` are replaced by the variable."""
     for value, name in variables.items():
         before, found, after = word.partition(value)
         if found:

@@ -8,12 +8,12 @@ from functools import cache, partial
 from importlib.metadata import requires
 from typing import Any, TypeVar
 
-from flagcore.contracts import Importer, Launcher, Strategy, Workload
+from flagcore.contracts import Importer, Launcher, Strategy, Watcher, Workload
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import RunEvent
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
-from flagcore.plugins.loader import BadPlugin, Plugin, installed, load_only, make_plugin, one_line, origins
+from flagcore.plugins.loader import installed, load_only, one_line, origins
 from flagcore.plugins.validation import check_protocol
 
 T = TypeVar("T")
@@ -31,8 +31,6 @@ KINDS = {
     WATCHERS: "watcher",
 }
 """The word that messages use for an object of each entry point group."""
-HOOK = "flagcore_on_event"
-"""The hook that watchers implement."""
 
 
 def names(group: str) -> tuple[str, ...]:
@@ -133,19 +131,11 @@ def importer(name: str | None = None) -> Importer:
 
 
 def watcher(name: str) -> Callable[[RunEvent], object]:
-    """Return the hook `flagcore_on_event` of the watcher `name` as a function.
+    """Return the function `on_event` of the watcher `name`. It lets exceptions of the watcher through.
 
-    The function lets exceptions of the watcher through. Raises SpecError or NoDevice like `workload`.
+    Raises SpecError or NoDevice like `workload`.
     """
-
-    def load(found: object) -> Plugin:
-        plugin = make_plugin(name, found)
-        if HOOK not in plugin.hooks:
-            raise BadPlugin(f"does not implement {HOOK}")
-        return plugin
-
-    plugin = _checked(WATCHERS, name, load, "--watch")
-    return lambda event: plugin.call(HOOK, {"event": event})
+    return _named(WATCHERS, Watcher, name, "--watch").on_event
 
 
 def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:

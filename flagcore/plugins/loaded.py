@@ -11,12 +11,11 @@ from functools import partial
 from importlib.metadata import EntryPoint
 from typing import TypeVar
 
-from flagcore.contracts import CollectiveCosts, MemoryModel, PruningRule, Telemetry
-from flagcore.domain.chip import Chip, Device, Maturity, Support, normalize_name
+from flagcore.contracts import CollectiveCosts, MemoryModel, Telemetry
+from flagcore.domain.chip import Chip, Device, Support, normalize_name
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport, TaskAdvice, ValueRule
+from flagcore.domain.engine import EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import CollectiveCostStack, KernelCostStack
@@ -140,9 +139,6 @@ class LoadedPlugins:
         results = self._all((), "flagcore_vendor", validation.one(str), environment=environment)
         return next((result for result in results if result), None)
 
-    def maturity(self, plugin: Plugin) -> Maturity | None:
-        return self._call(plugin, "flagcore_maturity", validation.one(Maturity))
-
     def health(self, chip: Chip) -> tuple[str, ...]:
         """Return the problems of this machine's software for `chip`, collected from all plugins."""
         found = self._all([chip], "flagcore_health", validation.several(str), chip=chip)
@@ -204,29 +200,18 @@ class LoadedPlugins:
         support = self._first([chip], "flagcore_engine_support", validation.one(EngineSupport), **arguments)
         return support or EngineSupport(support=Support.UNKNOWN, reason=f"no plugin supports {engine} on {chip.name}")
 
-    def check_task(self, task: Task, engine_version: str | None = None) -> tuple[TaskAdvice, ...]:
-        """Return the advice of all plugins. The advice of the chip's plugin is last."""
-        chips = [group.chip for group in task.cluster.groups]
-        one, about = validation.one(TaskAdvice), {"task": task, "engine_version": engine_version}
-        return tuple(self._all(chips, "flagcore_check_task", one, **about))
-
-    def pruning_rules(
-        self, task: Task, engine_version: str | None = None
-    ) -> tuple[tuple[ValueRule, ...], tuple[PruningRule, ...]]:
-        """Return the rules of all plugins in two groups: values that do not work, and pruning rules for candidates."""
+    def check_task(self, task: Task, engine_version: str | None = None) -> TaskAdvice:
+        """Return the joined advice of all plugins. The advice of the chip's plugin is last."""
         chips, about = [group.chip for group in task.cluster.groups], {"task": task, "engine_version": engine_version}
-        results = list(self._all(chips, "flagcore_pruning_rules", validation.pruning_rules, **about))
-        rules = [rule for found in results for rule in found]
-        values = dict.fromkeys(rule for rule in rules if isinstance(rule, ValueRule))
-        return tuple(values), tuple(rule for rule in rules if not isinstance(rule, ValueRule))
-
-    def failure_patterns(
-        self, chip: Chip, engine: str, engine_version: str | None = None
-    ) -> tuple[FailurePattern, ...]:
-        """Return the failure patterns of all plugins. The patterns of the chip's plugin are last."""
-        about = {"chip": chip, "engine": engine, "engine_version": engine_version}
-        results = self._all([chip], "flagcore_failure_patterns", validation.failure_patterns, **about)
-        return tuple(pattern for patterns in results for pattern in patterns)
+        advice = list(self._all(chips, "flagcore_check_task", validation.task_advice, **about))
+        return TaskAdvice(
+            rules=tuple(dict.fromkeys(rule for each in advice for rule in each.rules)),
+            impossible=next((each.impossible for each in advice if each.impossible), ""),
+            preferred=tuple(preferred for each in advice for preferred in each.preferred),
+            warmup=max((each.warmup for each in advice), default=0),
+            failures=tuple(pattern for each in advice for pattern in each.failures),
+            notes=tuple(note for each in advice for note in each.notes),
+        )
 
     def telemetry(self, device: Device) -> Telemetry | None:
         if self._telemetry:
@@ -312,7 +297,7 @@ def _plugin(name: str, load: Callable[[], object], points: Sequence[EntryPoint] 
     try:
         hooks = load()
         stage = "check"
-        return make_plugin(name, hooks, points[0].dist if points else None)
+        return make_plugin(name, hooks, points[0] if points else None)
     except KeyboardInterrupt:
         raise
     except BaseException as error:

@@ -25,7 +25,6 @@ from packaging.utils import canonicalize_name
 from stevedore.named import NamedExtensionManager
 
 from flagcore import hooks
-from flagcore.domain.engine import ValueRule
 from flagcore.errors import NoDevice
 
 
@@ -195,7 +194,7 @@ def capture_warnings() -> Iterator[list[str]]:
 T = TypeVar("T")
 
 HOOKS_WITH_OBJECTS = frozenset(
-    f"flagcore_{name}" for name in ("memory_model", "kernel_costs", "collective_costs", "pruning_rules", "telemetry")
+    f"flagcore_{name}" for name in ("memory_model", "kernel_costs", "collective_costs", "telemetry")
 )
 COLUMNS = frozenset(
     (
@@ -207,12 +206,8 @@ COLUMNS = frozenset(
 
 
 def wrap_objects(plugin: str, hook: str, result: T) -> T:
-    """Return the result of `hook`. Objects with methods, if it returns any, are wrapped in a `PluginProxy`."""
-    if hook not in HOOKS_WITH_OBJECTS:
-        return result
-    if isinstance(result, tuple):  # the result of flagcore_pruning_rules
-        return cast(T, tuple(each if isinstance(each, ValueRule) else PluginProxy(plugin, each) for each in result))
-    return cast(T, PluginProxy(plugin, result))
+    """Return the result of `hook`. An object with methods is wrapped in a `PluginProxy`."""
+    return cast(T, PluginProxy(plugin, result)) if hook in HOOKS_WITH_OBJECTS else result
 
 
 class PluginProxy:
@@ -253,6 +248,7 @@ HOOKS = tuple(name for group in HOOK_GROUPS for name in vars(group) if name.star
 class Plugin:
     """A loaded plugin.
 
+    `package`: the package that its entry point names. Empty if it has no entry point.
     `hooks`: the names of the hooks that it implements.
     `manager`: a pluggy manager that contains only this plugin.
     """
@@ -260,6 +256,7 @@ class Plugin:
     name: str
     distribution: str
     version: str
+    package: str
     hooks: tuple[str, ...]
     manager: pluggy.PluginManager
 
@@ -275,7 +272,7 @@ class Plugin:
         return result[0] if result else None
 
 
-def make_plugin(name: str, module: object, distribution: Distribution | None = None) -> Plugin:
+def make_plugin(name: str, module: object, point: EntryPoint | None = None) -> Plugin:
     """Return the plugin that a module or an object implements. Raises BadPlugin if its hooks are not correct."""
     if isinstance(module, type):
         raise BadPlugin(f"the entry point names the class {module.__name__}; name a module, or an object")
@@ -301,8 +298,9 @@ def make_plugin(name: str, module: object, distribution: Distribution | None = N
         raise BadPlugin("implements no hooks; mark its functions with @hookimpl")
     return Plugin(
         name=name,
-        distribution=distribution.metadata["Name"] if distribution else "",
-        version=distribution.version if distribution else "",
+        distribution=origin(point).metadata["Name"] if point else "",
+        version=origin(point).version if point else "",
+        package=point.module.partition(".")[0] if point else "",
         hooks=tuple(sorted(caller.name for caller in callers)),
         manager=manager,
     )

@@ -12,11 +12,10 @@ from typing import Any, TypeVar, cast, get_type_hints
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel, PruningRule
+from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.engine import ValueRule
+from flagcore.domain.engine import TaskAdvice
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.collective_curves import KINDS, CollectiveTable
 from flagcore.plugins.loader import BadPlugin
@@ -58,17 +57,17 @@ def knobs(answer: object) -> tuple[Knob, ...]:
     return found
 
 
-def failure_patterns(answer: object) -> tuple[FailurePattern, ...]:
-    """Return `answer` as a tuple if all its patterns compile and their states are failures."""
-    patterns = tuple(data(Sequence[FailurePattern], answer))
-    for pattern in patterns:
+def task_advice(answer: object) -> TaskAdvice:
+    """Return `answer` if it is valid advice, whose patterns compile and have failures as states."""
+    advice: TaskAdvice = data(TaskAdvice, answer, TaskAdvice.__name__)
+    for pattern in advice.failures:
         if not pattern.state.failed:
             raise BadPlugin(f"returned the pattern {pattern.pattern!r} for {pattern.state.value}, not a failure")
         try:
             re.compile(pattern.pattern)
         except re.error as error:
             raise BadPlugin(f"returned the pattern {pattern.pattern!r}, which does not compile: {error}") from error
-    return patterns
+    return advice
 
 
 def topology(answer: object, group: NodeGroup) -> Topology:
@@ -125,16 +124,6 @@ def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
     if not bool((np.asarray(costs.compute_share(ranks, stride)) <= 1.0).all()):
         raise BadPlugin("returned collective costs whose compute_share is above 1")
     return costs
-
-
-def pruning_rules(answer: object) -> tuple[ValueRule | PruningRule, ...]:
-    """Return `answer` as a tuple if each element is a valid ValueRule or implements PruningRule."""
-    return tuple(
-        data(type(rule), rule, type(rule).__name__)
-        if isinstance(rule, ValueRule)
-        else check_protocol(PruningRule, rule)
-        for rule in data(Sequence[object], answer)
-    )
 
 
 def data(kind: Any, answer: object, name: str = "") -> Any:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.plan import TDP, Counts
+from flagcore.domain.plan import Counts
 from flagcore.domain.prediction import Labels
 from flagcore.domain.search_state import SearchTime
 from flagcore.domain.space import KnobValue
@@ -130,8 +130,6 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
     else:
         yield _("Candidates with the least memory on {hardware}:", hardware=hardware), False
     yield _candidates_table(estimate), True
-    if any(each.get("energy_source") == TDP for each in estimate.candidates):
-        yield "\n" + _("Energy is that of the devices at their TDP; they usually take less."), False
     if estimate.assumed:
         yield "\n" + assumed_text(estimate.assumed), True
     if bottleneck := bottleneck_text(estimate.candidates[0]):

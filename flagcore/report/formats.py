@@ -155,13 +155,6 @@ def hardware_text(devices: int, chips: str) -> str:
     return chips if " + " in chips else f"{devices} x {chips}"
 
 
-def energy_text(kwh: float) -> str:
-    """Return an energy in kWh as text in a suitable unit, such as `12 Wh` or `1.5 MWh`."""
-    hours, units = kwh * 1000.0, ("Wh", "kWh", "MWh", "GWh")
-    power = min(int(math.log10(hours) // 3), len(units) - 1) if hours >= 1.0 else 0
-    return f"{shown(hours / 1000.0**power)} {units[power]}"
-
-
 def lookup(record: Mapping[str, Any], key: str) -> Any:
     """Return the value at a dotted key, or None if a part of the key is missing."""
     value: Any = record

@@ -22,7 +22,7 @@ STEPS = {"scaled_from": "scaled_from", "modelled": "modelled_s", "low": "low_s",
 """Fields of a measurement, with their names in JSON. The JSON contains only the fields that are known."""
 RUN_FIELDS = ("time_limit", "shortened", "group")
 """The fields of SEARCH_FIELDS that JSON does not store next to the prediction."""
-NOISE = ("drift", "drifted", "cold_start", "cold_start_differs")
+NOISE = ("drift", "drifted")
 
 
 def number(value: Any) -> float | None:
@@ -54,8 +54,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
       round is faster, and the difference exceeds the noise. Null if unknown.
     - `noise`: The results of the repeats: `drift` (last run of the baseline over its first, minus one), `drifted`
       (whether it exceeds the noise), `not_told_apart` (numbers of trials that may be as fast as the best), `medians`
-      (of candidates with several runs), `cold_start` (cold over warm runs of a finalist, minus one),
-      `cold_start_differs` (whether it exceeds the noise).
+      (of candidates with several runs).
     - `side_by_side`: The interference of trials that run at once: `slowdown` of a step as a fraction of its time alone,
       `noise` of the run alone, `quiet` (whether trials run at once), `trials` (numbers of both runs), and `text`, with
       `message` for translation. Null if unknown.
@@ -270,18 +269,12 @@ def stop_reason(data: Mapping[str, Any]) -> str:
 
 
 def noise_warnings(plan: Plan) -> Iterator[str]:
-    """Yield warnings if the machine became faster or slower, and if cold trials differ from warm ones."""
+    """Yield a warning if the machine became faster or slower."""
     if plan.drifted and plan.drift is not None:
         yield _(
             "machine drift: the speed of the baseline changed by {drift:+.1%} between its first and last run; "
             "results of trials that are far apart in time may differ by as much",
             drift=plan.drift,
-        )
-    if plan.cold_start_differs:
-        yield _(
-            "the speed of a candidate changed by {change:+.1%} when it started cold, more than noise: set "
-            "auto_tuner.control.warm_start: false, and tune again with --new",
-            change=plan.cold_start,
         )
 
 

@@ -97,12 +97,11 @@ def _spec_of(document: Document | ServeDocument) -> Spec:
     tuner["objective"] = _objective(document, fields["cluster"])
     work = fields["serve" if isinstance(document, ServeDocument) else "train"]
     spec = Spec(**{name: fields[name] for name in ("model", "cluster", "envs")}, work=work, **tuner)
-    for nodes in spec.control.trial_nodes:
-        if problem := _trial_nodes_problem(spec, nodes):
-            whole = spec.cluster.nodes
-            largest = next((whole // each for each in range(2, whole + 1) if whole % each == 0), 1)
-            fix = _("give a divisor of cluster.nodes, such as {number}", number=largest)
-            raise spec_error("auto_tuner.control.trial_nodes", problem, value=nodes, fix=fix)
+    nodes, whole = spec.control.trial_nodes, spec.cluster.nodes
+    if nodes and (problem := _trial_nodes_problem(spec, nodes)):
+        largest = next((whole // each for each in range(2, whole + 1) if whole % each == 0), 1)
+        fix = _("give a divisor of cluster.nodes, such as {number}", number=largest)
+        raise spec_error("auto_tuner.control.trial_nodes", problem, value=nodes, fix=fix)
     return spec
 
 

@@ -104,8 +104,8 @@ class ControlSection(BudgetSection):
     """Warm-up steps of a trial, which are not measured; fewer than train_iters."""
     fidelity: Literal["estimate", "probe", "run"] = "run"
     """Fidelity of trials: predictions only, single ranks on one device, or the whole job on all devices."""
-    trial_nodes: Devices | Annotated[list[Devices], Field(min_length=1)] | None = None
-    """Nodes of a trial, with fewer data-parallel replicas: in the search, then in repeats; null: all of the cluster."""
+    trial_nodes: Devices | None = _CONTROL.trial_nodes
+    """Nodes of a trial, with fewer data-parallel replicas; null: all of the cluster."""
     warm_start: bool = _CONTROL.warm_start
     """Whether, on a CPU, trials of flagcore's program are forked from a process that has imported its modules."""
     compare_hosts: bool = _CONTROL.compare_hosts
@@ -120,25 +120,19 @@ class SearchSection(Section):
     """Settings of every search."""
 
     strategy: Word = "learned"
-    """Name of the search strategy: learned, predicted, random, tpe, gp, or an installed one."""
+    """Name of the search strategy: learned, predicted, random, or an installed one."""
     launcher: Word = "local"
     """Name of the launcher that starts trials; absent: local, or with several nodes the launcher of the allocation."""
 
 
 def control_of(control: BudgetSection, _context: Context) -> Control:
     """Return the budgets and options that a section describes. Raises SpecError if they contradict each other."""
-    if not isinstance(control, ControlSection):
-        return Control(**dict(control))
-    if control.warmup_iters >= control.train_iters:
+    if isinstance(control, ControlSection) and control.warmup_iters >= control.train_iters:
         text = N_("must be below {name} = {value}")
         problem = _(text, name="train_iters", value=control.train_iters)
         fix = _("use {number} or fewer", number=control.train_iters - 1)
         raise spec_error("warmup_iters", problem, value=control.warmup_iters, fix=fix)
-    trial_nodes = control.trial_nodes
-    sizes = tuple(trial_nodes) if isinstance(trial_nodes, list) else () if trial_nodes is None else (trial_nodes,)
-    if list(sizes) != sorted(set(sizes)):
-        raise spec_error("trial_nodes", _("must be in ascending order"), value=trial_nodes, fix=_("sort it"))
-    return Control(**{**dict(control), "trial_nodes": sizes})
+    return Control(**dict(control))
 
 
 def train_of(train: TrainSection, context: Context) -> TrainSpec:

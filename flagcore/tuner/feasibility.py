@@ -1,7 +1,6 @@
 """Answers from predictions alone: whether candidates fit and meet the limits, why times are unknown, and a dry run."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -10,22 +9,15 @@ import numpy as np
 from flagcore.contracts import CollectiveCosts, Costs, Problem
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.plan import Plan, summarize
-from flagcore.domain.prediction import Predictions
-from flagcore.domain.serving import Load, ServeSpec
-from flagcore.domain.space import Candidate, FloatArray, IntArray
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.space import IntArray
 from flagcore.domain.spec import AUTO, PRECISIONS, Task
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
 from flagcore.tuner.problem import rows_by_time
-from flagcore.tuner.stages.predict import predict_columns, record
+from flagcore.tuner.stages.predict import record
 from flagcore.tuner.stages.rank import learn
-
-NEAREST_ROWS = 64
-"""The number of candidates for which lower loads are predicted, too: those nearest to the limits."""
-HALVINGS, BISECTIONS = 10, 4
-"""The load is halved at most HALVINGS times. Bisection in BISECTIONS steps then finds the highest load within the
-limits to 7%."""
 
 
 def require_candidate(problem: Problem) -> None:
@@ -101,34 +93,8 @@ def _main_rule(problem: Problem, rows: IntArray) -> tuple[str, str]:
     return name, problem.messages.get(name, "")
 
 
-def _excess(predictions: Predictions, limits: Mapping[str, float]) -> FloatArray:
-    """Return the largest ratio of a predicted figure to its limit for each candidate.
-
-    An unknown figure gives infinity.
-    """
-    ratios = [predictions.figures[name] / limit for name, limit in limits.items()]
-    largest: FloatArray = np.nan_to_num(np.max(ratios, axis=0), nan=np.inf)
-    return largest
-
-
-def _scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
-    """Return the loads with a share of their clients or request rates, or None if a load cannot be reduced."""
-    loads = []
-    if serve.highest is not None:
-        return None
-    for load in serve.loads:
-        rate = load.request_rate
-        if load.concurrency is not None and load.concurrency * share >= 1:
-            loads.append(replace(load, concurrency=int(load.concurrency * share)))
-        elif rate is not None and math.isfinite(rate):
-            loads.append(replace(load, request_rate=rate * share))
-        else:
-            return None
-    return tuple(loads)
-
-
 def unmet_text(problem: Problem) -> str:
-    """Return a line about the candidate nearest to the limits, and the highest load at which a candidate meets them.
+    """Return a line about the candidate nearest to the limits.
 
     The line is empty if a candidate is predicted to meet the limits, or if no candidate fits into memory.
     """
@@ -137,42 +103,15 @@ def unmet_text(problem: Problem) -> str:
     rows = np.flatnonzero(predictions.fits)
     if not limits or not rows.size or predictions.keeps_limits(limits)[rows].any():
         return ""
-    rows = rows[np.argsort(_excess(predictions, limits)[rows])][:NEAREST_ROWS]
-    columns, found = problem.space.columns(rows), list[tuple[Load, Candidate]]()
-
-    def is_feasible(share: float) -> bool:
-        """Return whether a candidate meets the limits at a share of the load.
-
-        Append the load and the candidate to `found`.
-        """
-        loads = _scaled_loads(task.spec.serve, share)
-        if loads is None:
-            return False
-        spec = replace(task.spec, work=replace(task.spec.serve, loads=loads))
-        platform = replace(problem.platform, task=replace(task, spec=spec))
-        feasible = np.flatnonzero(predict_columns(platform, columns).keeps_limits(limits))
-        if feasible.size:
-            found.append((loads[-1], problem.space.candidate(int(rows[feasible[0]]))))
-        return bool(feasible.size)
-
-    low = next((share for share in (2.0**-step for step in range(1, HALVINGS + 1)) if is_feasible(share)), 0.0)
-    high = 2 * low
-    for _step in range(BISECTIONS if low else 0):
-        mean = (low + high) / 2
-        low, high = (mean, high) if is_feasible(mean) else (low, mean)
-    figures = {name: float(predictions.figures[name][rows[0]]) for name in limits}
-    text = _(
-        "no candidate is predicted to meet the latency limits; the closest has {figures}: {candidate}",
+    excess = np.max([predictions.figures[name][rows] / limit for name, limit in limits.items()], axis=0)
+    row = int(rows[np.argmin(np.nan_to_num(excess, nan=np.inf))])
+    figures = {name: float(predictions.figures[name][row]) for name in limits}
+    return _(
+        "no candidate is predicted to meet the latency limits; the closest has {figures}: {candidate}; lower the load "
+        "(request_rate: auto finds the highest one), use other hardware, or allow more time",
         figures=", ".join(f"{name} ~{figure:.3g} s of {limits[name]:g} s" for name, figure in figures.items()),
-        candidate=problem.set_knobs(problem.space.candidate(int(rows[0]))),
+        candidate=problem.set_knobs(problem.space.candidate(row)),
     )
-    if not found:
-        return text + "; " + _("a lower load does not help: use other hardware, or allow more time")
-    highest, candidate = found[-1]
-    load = highest.concurrency or highest.request_rate
-    load_text = _("{load:.3g} clients", load=load) if highest.concurrency else _("{load:.3g} requests/s", load=load)
-    better = _("at {load}, {candidate} would meet them", load=load_text, candidate=problem.set_knobs(candidate))
-    return text + "; " + better
 
 
 def _budget_from(task: Task) -> str:

@@ -301,9 +301,7 @@ class _Search:
         trial = self.store.begin(planned)
         self._emit("trial_started", trial)
         best = self.state.best if trial.role is Role.SEARCH else None
-        # Parallel trials start as new processes: a template process is forked for one trial at a time.
-        cold = trial.group is not None or (trial.role is Role.REPEAT and trial.candidate == self.state.cold_repeat)
-        run = partial(self.runner.run, best=best, cold=cold, on_wait=partial(self._emit, "trial_waits"))
+        run = partial(self.runner.run, best=best, on_wait=partial(self._emit, "trial_waits"))
         self.pool.start(trial, run)
 
     def interrupt(self, reason: str) -> None:
@@ -331,11 +329,10 @@ class _Search:
             group=self.pool.free_group if self.pool.limit > 1 else None,
         )
         if fidelity == RUN:
-            runs = 1 + len(self.state.repeats_of(candidate)) if role is Role.REPEAT else 0
             nodes = self._nodes_left
             if not self._has_nodes(candidate):
                 raise HostLost("", _("the candidate cannot run on the {nodes} nodes that are left", nodes=nodes))
-            trial = replace(trial, shortened=plan_shortened_steps(self.problem, trial, runs, nodes))
+            trial = replace(trial, shortened=plan_shortened_steps(self.problem, trial, nodes))
         return replace(trial, time_limit=self._time_limit(trial))
 
     def _time_limit(self, trial: Trial) -> TimeLimit:

@@ -19,7 +19,7 @@ from flagcore.tuner.stages.build import build, check, legality
 from flagcore.tuner.stages.complete import complete
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune
-from flagcore.tuner.stages.shorten import pruning_of_trials, rules_of_trials
+from flagcore.tuner.stages.shorten import smaller_task
 
 
 def build_problem(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bool = False) -> Problem:
@@ -31,7 +31,8 @@ def build_problem(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, pla
     """
     platform = complete(spec, plugins, workload, plan=plan or spec.control.fidelity == ESTIMATE)
     legal = legality(platform)
-    legal = replace(legal, rules=(*legal.rules, *rules_of_trials(platform)))
+    smaller = smaller_task(platform)
+    legal = replace(legal, rules=(*legal.rules, smaller.rule())) if smaller else legal
     baseline = _baseline(platform, legal)
     values = baseline.as_dict()
     axes = tuple(replace(axis, extra_values=(values[axis.knob],)) for axis in legal.axes)
@@ -40,7 +41,7 @@ def build_problem(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, pla
         raise NothingFits(_nothing_legal(space, legal))
     space = space.with_candidate(baseline)
     predictions = predict(platform, space)
-    rules = (*workload.pruning_rules(platform.task), *platform.pruning_rules, *pruning_of_trials(platform))
+    rules = (*workload.pruning_rules(platform.task), *([smaller] if smaller else []))
     return Problem(
         platform=platform,
         legality=legal,
@@ -101,25 +102,6 @@ def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
     return effect.no_launch_reason(user_command=has_user_command(task.spec)) if effect else ""
 
 
-def sizes_fixed_at_one(problem: Problem) -> list[str]:
-    """Return a line for each parallel size that must be 1.
-
-    This is the case if a rule forbids larger values, and each other knob of the rule has a single value.
-    """
-    axes = {axis.knob: axis for axis in problem.legality.axes}
-    lines = []
-    for rule in problem.legality.rules:
-        axis, *others = (axes.get(knob) for knob in rule.knobs)
-        fixed = [each for each in others if each is not None and len(each.values) == 1]
-        if len(fixed) < len(others) or axis is None or axis.is_flag or axis.words:
-            continue
-        greater = np.array([code for value in axis.values if (code := axis.encode(value)) > 1], dtype=np.int64)
-        columns = {each.knob: np.full_like(greater, each.encode(each.values[0])) for each in fixed}
-        if greater.size and rule.broken({axis.knob: greater, **columns}).all():
-            lines.append(f"no candidate has {axis.knob} > 1: {rule.message}")
-    return lines
-
-
 def rows_by_time(problem: Problem) -> IntArray:
     """Return the open rows sorted by predicted time, with ties sorted by predicted memory.
 
@@ -136,7 +118,7 @@ def _baseline(platform: Platform, legal: Legality) -> Candidate:
     """Return the baseline of the spec, or else the candidate that an expert would choose without measuring.
 
     This candidate comes from the engine's usual space, or from the whole space if no candidate of the usual space is
-    legal. Candidates that the chip's pruning rules remove are avoided.
+    legal. Candidates that do not fit are avoided.
     """
     task, workload, baseline = platform.task, platform.workload, platform.task.spec.baseline
     if baseline is None:
@@ -148,8 +130,8 @@ def _baseline(platform: Platform, legal: Legality) -> Candidate:
         else:
             raise NothingFits(_nothing_legal(space, legal))
         predictions = predict(platform, space)
-        open_rows = prune(space, predictions, platform.pruning_rules).open_rows
-        rows = open_rows if open_rows.size else np.arange(len(space))
+        fitting = np.flatnonzero(predictions.fits)
+        rows = fitting if fitting.size else np.arange(len(space))
         return space.candidate(int(rows[workload.rule_of_thumb(space.columns(rows), predictions.take(rows))]))
     columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)
     if broken:

@@ -61,15 +61,13 @@ def plan_time_limit(problem: Problem, trial: Trial, earlier: Sequence[Trial], ra
     return time_limit(problem.platform, trial, (), launches)
 
 
-def plan_shortened_steps(
-    problem: Problem, trial: Trial, runs: int = 0, most_nodes: int | None = None
-) -> Shortened | None:
+def plan_shortened_steps(problem: Problem, trial: Trial, most_nodes: int | None = None) -> Shortened | None:
     """Return how the steps of a trial are shortened, or None if they are whole.
 
-    `runs`: the number of earlier runs of its candidate. `most_nodes`: the maximum number of nodes if nodes were lost.
+    `most_nodes`: the maximum number of nodes if nodes were lost.
     """
     spec, columns = problem.task.spec, problem.columns_of(trial.candidate)
-    nodes = min(spec.trial_nodes[min(runs, len(spec.trial_nodes) - 1)], most_nodes or spec.cluster.nodes)
+    nodes = min(spec.trial_nodes, most_nodes or spec.cluster.nodes)
     if spec.control.trial_nodes or nodes < spec.cluster.nodes:
         whole = problem.predictions.row(problem.row_of(trial.candidate))
         return SmallerTask(problem.platform, nodes).shortened(columns, whole)
@@ -106,21 +104,21 @@ class TrialRunner:
     probe_devices: int
     pool: TrialPool
 
-    def run(self, trial: Trial, best: Trial | None, cold: bool, on_wait: Callable[[Trial], object]) -> Trial:
+    def run(self, trial: Trial, best: Trial | None, on_wait: Callable[[Trial], object]) -> Trial:
         """Wait for the hosts and the devices of a trial, then run or probe it, and return it with its outcome.
 
-        The trial is stopped early if it is clearly slower than `best`. A `cold` trial starts as a new process instead
-        of a fork. `on_wait` is called with the reason whenever the trial has to wait. The trial fails and is
-        inconclusive if its devices stay busy, if it runs out of memory while other programs use them, or if a host does
-        not return within `cluster.wait_for_hosts` and the search can continue without it. Otherwise, raises HostLost.
-        If a plugin fails to prepare the launch, only this trial fails. Raises LaunchError if no trial can be started.
+        The trial is stopped early if it is clearly slower than `best`. `on_wait` is called with the reason whenever the
+        trial has to wait. The trial fails and is inconclusive if its devices stay busy, if it runs out of memory while
+        other programs use them, or if a host does not return within `cluster.wait_for_hosts` and the search can
+        continue without it. Otherwise, raises HostLost. If a plugin fails to prepare the launch, only this trial fails.
+        Raises LaunchError if no trial can be started.
         """
         spec, start, pause = self.groups[trial.group or 0].task.spec, time.monotonic(), FIRST_PAUSE
         max_time = math.inf if spec.control.max_time is None else spec.control.max_time - (trial.began_s or 0.0)
         longest = min(spec.cluster.wait_for_hosts, max_time)
         while True:
             try:
-                return self._run(trial, best, cold, on_wait)
+                return self._run(trial, best, on_wait)
             except HostLost as lost:
                 seconds, reason = time.monotonic() - start, str(lost)
                 if not lost.host:
@@ -128,7 +126,7 @@ class TrialRunner:
                 if seconds >= longest:
                     self.launcher.give_up(lost.host)
                     usable_hosts = self.launcher.usable_hosts(spec.cluster.hosts)
-                    if len(usable_hosts) < (spec.cluster.min_nodes or max(spec.trial_nodes)):
+                    if len(usable_hosts) < (spec.cluster.min_nodes or spec.trial_nodes):
                         raise
                     failed = replace(trial, state=TrialState.FAILED, reason=reason, duration_s=seconds)
                     return replace(failed, inconclusive=True, lost_host=lost.host)
@@ -138,7 +136,7 @@ class TrialRunner:
                 self.pool.pause(pause)
                 pause *= 2
 
-    def _run(self, trial: Trial, best: Trial | None, cold: bool, on_wait: Callable[[Trial], object]) -> Trial:
+    def _run(self, trial: Trial, best: Trial | None, on_wait: Callable[[Trial], object]) -> Trial:
         """Wait for the devices of a trial, then run or probe it. Raises HostLost if it cannot be started on a host."""
         platform, start, pause = self.groups[trial.group or 0], time.monotonic(), self.pool.pause
         if trial.fidelity == RUN:
@@ -150,7 +148,7 @@ class TrialRunner:
         busy = wait_for_devices(platform, need_bytes, max_wait, lambda why: on_wait(replace(trial, reason=why)), pause)
         if not busy:
             try:
-                outcome = self._measure(platform, trial, best, cold) if trial.fidelity == RUN else self._probe(trial)
+                outcome = self._measure(platform, trial, best) if trial.fidelity == RUN else self._probe(trial)
             except LaunchError:
                 raise
             except UsageError as error:
@@ -166,7 +164,7 @@ class TrialRunner:
             outcome, state=TrialState.FAILED, reason=f"device busy: {busy}", inconclusive=True, duration_s=seconds
         )
 
-    def _measure(self, platform: Platform, trial: Trial, best: Trial | None, cold: bool) -> Trial:
+    def _measure(self, platform: Platform, trial: Trial, best: Trial | None) -> Trial:
         """Run a trial. If it fails after it was forked, run it once more as a new process."""
         assert trial.time_limit is not None
         folder, limit = self.store.folder(trial), trial.time_limit
@@ -183,7 +181,8 @@ class TrialRunner:
                 running = launch(platform, self.launcher, ran.candidate, folder, limit, cold=cold)
                 return measure(running, platform, ran, folder, best, on_poll=partial(self.pool.pause, 0.0))
 
-        outcome = started(cold=cold)
+        # Parallel trials start as new processes: a template process is forked for one trial at a time.
+        outcome = started(cold=trial.group is not None)
         if outcome.state is TrialState.FAILED and outcome.warm and not outcome.inconclusive:
             forked, outcome = outcome, started(cold=True)  # the failure may be due to the fork
             reason = outcome.reason or f"it was started again, because its forked process failed: {forked.reason}"
@@ -193,17 +192,15 @@ class TrialRunner:
         return replace(outcome, candidate=trial.candidate)
 
     def _probe(self, trial: Trial) -> Trial:
-        """Probe the ranks of a candidate. The results of an earlier, interrupted probe of the candidate are reused."""
+        """Probe the ranks of a candidate."""
         assert trial.time_limit is not None
         platform = with_hosts(self.problem.platform, self.launcher)
-        probes = [each for each in self.store.trials() if (each.candidate, each.fidelity) == (trial.candidate, PROBE)]
         result = probe(
             platform,
             self.launcher,
             trial.candidate,
             self.store.folder(trial),
             trial.time_limit,
-            earlier=[self.store.folder(each) for each in probes if each.state is TrialState.INTERRUPTED],
             finish=False,
             devices=self.probe_devices,
         )

@@ -16,7 +16,7 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchReport, query_tool, setting, tool_output, visible
 from flagcore.vendorkit.matrix import links_of, with_own_adapters
-from flagcore.vendorkit.rows import Listing, Row, blocked_reason, read_processes, strip_controls
+from flagcore.vendorkit.rows import Listing, Row, blocked_reason, read_processes
 
 LOG = logging.getLogger(__name__)
 READING_SECONDS = 3.0
@@ -31,13 +31,24 @@ ListDevices = Callable[[float], Listing]
 prints."""
 
 
-def list_with(read: Callable[[str], Listing], *tools: str) -> ListDevices:
-    """Return a function that runs `tools`, commands such as `acme-smi info`, one by one until `read` finds devices."""
+def list_with(
+    read: Callable[[str], Listing],
+    *tools: str,
+    processes: Callable[[str], Mapping[int, tuple[str, ...]]] = read_processes,
+) -> ListDevices:
+    """Return a function that runs `tools`, commands such as `acme-smi info`, one by one until `read` finds devices.
+
+    `processes` reads the processes that hold memory of each device, from the same output.
+    """
+
+    def read_with_uses(text: str) -> Listing:
+        listing, held = read(text), processes(text)
+        return replace(listing, rows=tuple(_with_use(row, held.get(row.device.index, ())) for row in listing.rows))
 
     def run(timeout_seconds: float) -> Listing:
         left_out: tuple[str, ...] = ()
         for tool in tools:
-            found = query_tool(read, *tool.split(), timeout_seconds=timeout_seconds) or Listing()
+            found = query_tool(read_with_uses, *tool.split(), timeout_seconds=timeout_seconds) or Listing()
             if found.rows:
                 return found
             left_out += found.left_out
@@ -46,29 +57,8 @@ def list_with(read: Callable[[str], Listing], *tools: str) -> ListDevices:
     return run
 
 
-def use_with(
-    read: Callable[[str], Listing],
-    *tools: str,
-    processes: Callable[[str], Mapping[int, tuple[str, ...]]] = read_processes,
-) -> Callable[[float], dict[int, DeviceUse]]:
-    """Return a function that runs `tools` one by one until one lists devices, and returns the users of each device.
-
-    `processes` reads the processes that hold memory of each device, from the same output.
-    """
-
-    def run(timeout_seconds: float) -> dict[int, DeviceUse]:
-        for tool in tools:
-            text = strip_controls(tool_output(*tool.split(), timeout_seconds=timeout_seconds) or "")
-            if rows := read(text).rows:
-                held = processes(text)
-                return {row.device.index: _use(row, held.get(row.device.index, ())) for row in rows}
-        return {}
-
-    return run
-
-
-def _use(row: Row, processes: tuple[str, ...]) -> DeviceUse:
-    return DeviceUse(processes=processes, blocked=blocked_reason(row.mode, processes))
+def _with_use(row: Row, processes: tuple[str, ...]) -> Row:
+    return replace(row, use=DeviceUse(processes=processes, blocked=blocked_reason(row.mode, processes)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +99,7 @@ class DeviceDetector:
     uses: Callable[[float], Mapping[int, DeviceUse]] | None = None
     """A function that returns the users of each device by index, with a time limit in seconds.
 
-    None means that the tool does not report them."""
+    None means that the listing contains them."""
 
     def devices(self, root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> tuple[Device, ...]:
         """Return the devices that processes started from here can use. The result is empty if this shell selects
@@ -172,8 +162,8 @@ class DeviceDetector:
         return (tool_output(*self.topology) or "") if self.topology else ""
 
     def uses_now(self) -> Mapping[int, DeviceUse]:
-        """Return the users of each device by index, if the tool reports them."""
-        return self.uses(READING_SECONDS) if self.uses else {}
+        """Return the users of each device by index."""
+        return self.uses(READING_SECONDS) if self.uses else {row.device.index: row.use for row in self.rows()}
 
     def torch_devices(self, report: TorchReport | None) -> tuple[Device, ...]:
         """Return the devices in torch's report if they are this vendor's. torch itself applies the variables

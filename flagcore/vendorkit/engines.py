@@ -58,7 +58,7 @@ from annotated_types import Ge, MinLen
 from pydantic import Field
 
 from flagcore.domain import engine
-from flagcore.domain.chip import Chip, Maturity, Source, Support
+from flagcore.domain.chip import Chip, Source, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Effect, Knob
 from flagcore.domain.launch import FailurePattern
@@ -207,8 +207,6 @@ class Report(Quirk):
 class RefusedValues(engine.RefusedValues, Quirk):
     """Values of a knob or setting that do not work."""
 
-    values: tuple[KnobValue, ...] = ()
-
     def __post_init__(self) -> None:
         if not self.values and self.above is None:
             raise ValueError("has neither `values` nor `above` with a number")
@@ -263,6 +261,37 @@ class Quirks:
 def read_quirks(package: str) -> Quirks:
     """Return the quirks of a plugin. There are none if there is no file. Raises SpecError for an invalid file."""
     return read_as(Quirks, package, "quirks.yaml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A statement about what works on some chips, and its evidence.
+
+    `by`: the tool, or the software and its date, that gave the evidence.
+    `files`: transcripts, as file names.
+    """
+
+    what: str
+    chips: tuple[str, ...]
+    by: str = ""
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maturity:
+    """The content of a `maturity.yaml`: a plugin's claims by kind of evidence."""
+
+    run_on_hardware: tuple[Claim, ...] = ()
+    checked_on_transcripts: tuple[Claim, ...] = ()
+    from_documents: tuple[Claim, ...] = ()
+    not_checked: tuple[str, ...] = ()
+
+    @property
+    def word(self) -> str:
+        """The strongest kind of evidence in one word: hardware, transcripts or documents."""
+        if self.run_on_hardware:
+            return "hardware"
+        return "transcripts" if self.checked_on_transcripts else "documents"
 
 
 EVIDENCE = {"run_on_hardware": ("software", "date"), "checked_on_transcripts": ("tool",), "from_documents": ()}

@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from flagcore.contracts import KernelCosts, MemoryModel, PruningRule, Telemetry
-from flagcore.domain.chip import Chip, Device, Maturity, Support
+from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
+from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport, TaskAdvice, ValueRule
+from flagcore.domain.engine import EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
@@ -17,7 +16,7 @@ from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, serving_costs
 from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
-from flagcore.vendorkit.engines import SUPPORT, environment, knobs, read_engines, read_maturity, read_quirks
+from flagcore.vendorkit.engines import SUPPORT, environment, knobs, read_engines, read_quirks
 from flagcore.vendorkit.fields import S, applicable
 
 
@@ -55,10 +54,6 @@ class VendorPlugin:
     @hookimpl
     def flagcore_vendor(self, environment: Mapping[str, str]) -> str | None:
         return self.detector.vendor_of(environment) if self.detector else None
-
-    @hookimpl
-    def flagcore_maturity(self) -> Maturity | None:
-        return read_maturity(self.package)
 
     @hookimpl
     def flagcore_health(self, chip: Chip) -> Sequence[str] | None:
@@ -107,32 +102,24 @@ class VendorPlugin:
 
     @hookimpl
     def flagcore_check_task(self, task: Task, engine_version: str | None) -> TaskAdvice | None:
-        quirks = read_quirks(self.package)
-        preferred = self._quirks_of(quirks.preferred, task, engine_version)
-        slow = self._quirks_of(quirks.warmup, task, engine_version)
-        if not preferred and not slow:
+        is_serving = isinstance(task.spec.work, ServeSpec)
+        chips = [group.chip for group in task.cluster.groups if self.owns(group.chip)]
+        if not chips:
             return None
-        unit = "requests of a load" if isinstance(task.spec.work, ServeSpec) else "steps of a trial"
+
+        def of_chips(quirks: Iterable[S]) -> tuple[S, ...]:
+            about = (task.spec.work.engine, engine_version, "serve" if is_serving else "train")
+            return tuple(dict.fromkeys(each for chip in chips for each in applicable(quirks, chip, *about)))
+
+        quirks = read_quirks(self.package)
+        unit, slow = "requests of a load" if is_serving else "steps of a trial", of_chips(quirks.warmup)
         return TaskAdvice(
-            preferred=preferred,
+            rules=(*of_chips(quirks.refused), *of_chips(quirks.forced)),
+            preferred=of_chips(quirks.preferred),
             warmup=max((each.count for each in slow), default=0),
+            failures=of_chips(quirks.failures),
             notes=tuple(f"the first {each.count} {unit} do not count: {each.reason}" for each in slow),
         )
-
-    @hookimpl
-    def flagcore_pruning_rules(
-        self, task: Task, engine_version: str | None
-    ) -> Sequence[ValueRule | PruningRule] | None:
-        quirks = read_quirks(self.package)
-        about = (task, engine_version)
-        return (*self._quirks_of(quirks.refused, *about), *self._quirks_of(quirks.forced, *about))
-
-    def _quirks_of(self, quirks: Iterable[S], task: Task, engine_version: str | None) -> tuple[S, ...]:
-        """Return the `quirks` that apply to this vendor's chips in a task."""
-        kind = "serve" if isinstance(task.spec.work, ServeSpec) else "train"
-        chips = [group.chip for group in task.cluster.groups if self.owns(group.chip)]
-        found = (applicable(quirks, chip, task.spec.work.engine, engine_version, kind) for chip in chips)
-        return tuple(dict.fromkeys(each for entries in found for each in entries))
 
     @hookimpl
     def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:
@@ -143,13 +130,6 @@ class VendorPlugin:
         self, chip: Chip, engine: str, engine_version: str | None, task: Task | None, kind: str
     ) -> Mapping[str, str] | None:
         return environment(self.package, chip, engine, engine_version, task, kind) if self.owns(chip) else None
-
-    @hookimpl
-    def flagcore_failure_patterns(
-        self, chip: Chip, engine: str, engine_version: str | None
-    ) -> Sequence[FailurePattern] | None:
-        failures = read_quirks(self.package).failures
-        return applicable(failures, chip, engine, engine_version) if self.owns(chip) else None
 
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from flagcore.domain.chip import Device
+from flagcore.domain.chip import Device, DeviceUse
 
 BUS = re.compile(r"\b[0-9A-Fa-f]{1,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]\b")
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -35,6 +35,8 @@ class Row:
     reading: Mapping[str, float] = field(default_factory=dict)
     mode: str = ""
     """The compute mode, as the tool prints it."""
+    use: DeviceUse = field(default_factory=DeviceUse)
+    """The users of the device, as far as the tool prints them."""
 
 
 @dataclass(frozen=True, slots=True)

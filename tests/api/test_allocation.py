@@ -8,8 +8,8 @@ import pytest
 from flagcore.api.inputs import parsed
 from flagcore.domain.spec import Spec
 from flagcore.errors import SpecError
+from tests.small import SHAPE
 
-MODEL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
 TRAIN = {"engine": "megatron", "seq_length": 32, "global_batch_size": 8, "precision": "fp32"}
 
 
@@ -25,7 +25,7 @@ def _allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec(cluster: Any, train: Any = TRAIN, **tuner: Any) -> Spec:
-    data = {"model": MODEL, "cluster": cluster, "train": train, "auto_tuner": tuner}
+    data = {"model": SHAPE, "cluster": cluster, "train": train, "auto_tuner": tuner}
     return parsed(data, file="spec", base=Path())
 
 
@@ -36,7 +36,7 @@ def test_several_nodes_are_taken_from_the_allocation(cluster: Any) -> None:
 
 
 def test_servers_start_on_the_nodes_of_the_allocation(tmp_path: Path) -> None:
-    data = {"model": MODEL, "cluster": {"nodes": 2}, "serve": {"engine": "vllm", "command": ["vllm", "serve"]}}
+    data = {"model": SHAPE, "cluster": {"nodes": 2}, "serve": {"engine": "vllm", "command": ["vllm", "serve"]}}
     found = parsed({**data, "auto_tuner": {}}, file="spec", base=tmp_path)
     assert (found.launcher, found.cluster.hosts) == ("slurm", ("n1", "n2"))
 

@@ -36,9 +36,3 @@ def test_a_measured_record_is_learned_once() -> None:
 @pytest.mark.parametrize("odd", [[1.0], {"a": 1}, 1e308, -1.0, None])
 def test_a_record_with_an_invalid_figure_is_skipped(odd: object) -> None:
     assert learned_count(record({"step_time_s": odd})) == 0
-
-
-def test_records_of_other_tasks_are_learned_and_an_invalid_one_is_skipped() -> None:
-    other_record = record({"step_time_s": 0.01})
-    other_record["train"] = {**other_record["train"], "global_batch_size": 16}
-    assert learned_count(record({"step_time_s": [1.0]}), other_record) == 1

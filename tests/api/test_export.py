@@ -24,18 +24,12 @@ from flagcore.launchers import network
 from tests.api.test_manifest import checked, found
 from tests.engines.megatron.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
 from tests.pages import ROOT
+from tests.small import SHAPE
 
 SCHEMAS = json.loads(gzip.decompress((Path(__file__).parent / "exported" / "schemas.json.gz").read_bytes()))
 PLAN = ROOT / "examples" / "train-1024-probe.yaml"
-SMALL_MODEL = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
-    "num_attention_heads": 4,
-    "vocab_size": 1024,
-}
 SMALL_TRAINING: dict[str, Any] = {
-    "model": SMALL_MODEL,
+    "model": SHAPE,
     "cluster": {"chip": "H100-SXM", "nodes": 3, "devices_per_node": 2},
     "train": {"engine": "megatron", "seq_length": 64, "global_batch_size": 12, "precision": "bf16"},
 }

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -23,19 +22,11 @@ from tests.api.test_export_dynamo import DYNAMO
 from tests.api.test_manifest import CRDS, problems
 from tests.cli.conftest import Project
 from tests.engines.megatron.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
-from tests.hosts.bed import SLURM, Bed, missing
 from tests.pages import ROOT
+from tests.small import LLAMA_8B
 
 TARGETS = ("megatron", "flagscale", "vllm", "sglang", "llamacpp", "slurm", "kubernetes", "compose", "dynamo")
-MODEL = {
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14336,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "vocab_size": 128256,
-}
-EXPERTS = {**MODEL, "num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 14336}
+EXPERTS = {**LLAMA_8B, "num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 14336}
 RELEASE = "0.15"
 """The release of Megatron-LM in build/megatron-lm."""
 SPACE = {"context_parallel_size": 1, "pipeline_model_parallel_size": [1, 2], "micro_batch_size": [1, 2]}
@@ -60,15 +51,6 @@ for world, words in json.load(sys.stdin):
 print(json.dumps(sizes))
 """
 NODES = 32
-SLURM_NODES = f"""\
-GresTypes=gpu
-ResumeProgram=/bin/true
-SuspendProgram=/bin/true
-SuspendTime=600
-NodeName=n[1-{NODES}] CPUs=64 RealMemory=1000 Gres=gpu:8 State=CLOUD
-PartitionName=all Nodes=ALL Default=YES State=UP
-"""
-"""Nodes that need no daemon, because a cloud would start them."""
 
 
 def training(model: dict[str, Any], cluster: dict[str, Any], space: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +95,7 @@ def on_two_hosts(folder: Path) -> Path:
 
 RUNS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "dense": (
-        lambda folder: written(folder, training(MODEL, h100(), {})),
+        lambda folder: written(folder, training(LLAMA_8B, h100(), {})),
         "megatron flagscale slurm kubernetes",
     ),
     "experts": (
@@ -123,13 +105,13 @@ RUNS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "mixed chips": (
         lambda folder: written(
             folder,
-            training(MODEL, two_chips(), {"meshes": ["H100-SXM tp2 dp4 + C550 tp2 dp4"], "use_recompute": "auto"}),
+            training(LLAMA_8B, two_chips(), {"meshes": ["H100-SXM tp2 dp4 + C550 tp2 dp4"], "use_recompute": "auto"}),
         ),
         "flagscale",
     ),
     "own command": (measured_run, "megatron slurm kubernetes"),
     "many nodes": (
-        lambda folder: written(folder, training(MODEL, h100(NODES), {})),
+        lambda folder: written(folder, training(LLAMA_8B, h100(NODES), {})),
         "megatron flagscale slurm kubernetes",
     ),
     "vllm": (
@@ -304,34 +286,3 @@ def test_vllms_own_parser_accepts_the_arguments_of_every_server(exports: Exports
     assert len(listed) >= 12
     done = subprocess.run([VLLM, "-c", PARSE_VLLM], input=json.dumps(listed), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.fixture
-def controller(tmp_path: Path) -> Iterator[Bed]:
-    """A host with Slurm's controller of a cluster whose nodes are off."""
-    if reason := missing(*SLURM, "sbatch"):
-        pytest.skip(reason)
-    bed = Bed(tmp_path, 0)
-    try:
-        file = tmp_path / "slurm.conf"
-        lines = [line for line in file.read_text().splitlines() if not line.startswith(("NodeName", "PartitionName"))]
-        file.write_text("\n".join([*lines, SLURM_NODES]))
-        bed._with_slurm_conf("h0", "slurmctld")
-        deadline = time.monotonic() + 30
-        while subprocess.run(bed.command("h0", "sinfo"), capture_output=True).returncode:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        yield bed
-    finally:
-        bed.close()
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_slurm_accepts_every_batch_script(controller: Bed, exports: Exports) -> None:
-    for run in RUNS:
-        if "slurm" in exports(run):
-            (script,) = exports(run)["slurm"].glob("*.sbatch")
-            command = controller.command("h0", "sbatch", "--test-only", str(script))
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, f"{run}: {done.stderr}"

@@ -1,15 +1,15 @@
-"""What is checked on the hosts of a cluster before the first trial."""
+"""What is checked on the hosts of a cluster before the first trial, and the telemetry of their devices."""
 
 import socket
 import sys
-from dataclasses import dataclass
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from flagcore import __version__, api
-from flagcore.api.managing.host_report import busy
+from flagcore.api.managing.host_report import busy, host_telemetry
 from flagcore.api.managing.hosts import (
     HostReport,
     HostSpeed,
@@ -21,19 +21,14 @@ from flagcore.api.managing.hosts import (
     require_hosts,
     slow_hosts,
 )
-from flagcore.domain.chip import MEMORY_IN_USE, Device, DeviceUse
+from flagcore.contracts import Telemetry, device_use
+from flagcore.domain.chip import MEMORY_IN_USE, Device
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from tests.hosts.bed import missing
+from tests.small import SHAPE, Readings
 
-MODEL = {
-    "num_layers": 2,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "vocab_size": 8192,
-    "ffn_hidden_size": 1024,
-}
 FOUR = tuple(Device(index=index, chip="Chip-A") for index in range(4))
 GOOD = HostReport(
     host="a", devices=FOUR, versions={"torch": "2.9"}, python="3.11", free_disk_bytes=1 << 40, files={"/model": "2f"}
@@ -67,7 +62,7 @@ def test_hosts_answer_with_devices_and_versions(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["ssh", "slurm", "kubernetes"])
 def test_a_launcher_without_hosts_is_refused_before_the_first_trial(tmp_path: Path, name: str) -> None:
     spec = {
-        "model": MODEL,
+        "model": SHAPE,
         "cluster": {"chip": "cpu", "nodes": 2, "devices_per_node": 1},
         "train": {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "fp32"},
         "auto_tuner": {"launcher": name},
@@ -102,33 +97,21 @@ def test_an_unusual_host_is_a_warning() -> None:
     assert [line[0] for line in host_warnings(unusual)] == ["b", "c", "d"]
 
 
-@dataclass
-class Reader:
-    """The telemetry of a device; without `used`, it does not respond."""
-
-    used: float | None
-    free_bytes: int | None = None
-
-    def sample(self) -> dict[str, float]:
-        if self.used is None:
-            raise LookupError
-        return {MEMORY_IN_USE: self.used}
-
-    def use(self) -> DeviceUse:
-        return DeviceUse(processes=("4711 python",), free_bytes=self.free_bytes)
+def in_use(gib: float, free_bytes: int | None = None) -> Readings:
+    return Readings({MEMORY_IN_USE: gib * 2**30}, processes=("4711 python",), free_bytes=free_bytes)
 
 
 @pytest.mark.parametrize(
     ("reader", "reason"),
     [
-        (Reader(used=1.0), ""),
-        (Reader(used=2.0**35), "has 32.0 of 64.0 GiB in use by 4711 python"),
-        (Reader(used=2.0**35, free_bytes=2**30), ""),
-        (Reader(used=None), "does not respond"),
+        (in_use(0.0), ""),
+        (in_use(32.0), "has 32.0 of 64.0 GiB in use by 4711 python"),
+        (in_use(32.0, free_bytes=2**30), ""),
+        (Readings(LookupError()), "does not respond"),
         (None, ""),
     ],
 )
-def test_devices_that_others_use_are_reported(reader: Reader | None, reason: str) -> None:
+def test_devices_that_others_use_are_reported(reader: Readings | None, reason: str) -> None:
     assert busy(Device(index=3, chip="Chip-A", memory_bytes=2**36), reader) == reason
 
 
@@ -183,3 +166,34 @@ def test_hosts_must_be_able_to_connect_to_the_first_one() -> None:
         require_hosts(launcher, hosts, variables={})
     cut_off = hosts[:1]
     assert port_problems(launcher, hosts, {}).keys() == {hosts[0]}
+
+
+pytestmark = pytest.mark.slow
+
+
+def free_bytes(reader: Telemetry) -> int:
+    deadline = time.monotonic() + 200.0
+    while not (free := device_use(reader).free_bytes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return free or 0
+
+
+def test_devices_of_hosts_are_read_over_the_channel_of_the_agent() -> None:
+    started: list[str] = []
+
+    def shell(host: str) -> list[str]:
+        started.append(host)
+        return ["sh", "-c", agent_command()]
+
+    launcher = HostsLauncher(name="shell", channel=shell)
+    with launcher.keep_agents():
+        _, devices = require_hosts(launcher, ("a", "b"))
+        assert {device.host for device in devices} == {"a", "b"}
+        telemetry = host_telemetry(launcher, devices)
+        readers = [telemetry(device) for device in (devices[0], devices[-1])]
+        assert min(map(free_bytes, readers)) > 0
+        assert sorted(started) == ["a", "b"]
+        assert launcher.agents is not None
+        launcher.agents.of_hosts["a"].problem = "lost"
+        assert [device_use(reader).free_bytes is None for reader in readers] == [True, False]
+    assert device_use(readers[1]).free_bytes is None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flagcore import api
-from flagcore.api.snapshot import build_problem_of_spec
+from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.contracts import ImportedSpec
 from flagcore.errors import SpecError, UsageError
 from flagcore.spec.importing import commented_yaml

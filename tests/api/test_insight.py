@@ -1,6 +1,5 @@
 """What each value of each knob would cost: checked candidate by candidate."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,10 +7,9 @@ import pytest
 
 from flagcore.api.managing import report as what_if_module
 from flagcore.api.managing.report import insight, what_if
-from flagcore.api.snapshot import build_problem_of_spec
+from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.contracts import Problem
 from flagcore.domain.space import Candidate
-from flagcore.engines.megatron.adapter import Megatron
 from tests.cli.conftest import MODEL
 
 SPEC: dict[str, Any] = {
@@ -67,14 +65,6 @@ def test_insight_reports_every_stage_and_adds_up_to_the_prediction(problem: Prob
     assert worst["device_used_gib"] * 2**30 == pytest.approx(float(problem.predictions.device_used_bytes[staged[0]]))
     assert all(rule in insight_data["messages"] for rule in problem.space.illegal)
     assert all(fact["kind"] for chip in insight_data["chips"] for fact in chip["facts"])
-
-
-def test_stages_are_those_that_the_engine_names(problem: Problem) -> None:
-    class Staged(Megatron):
-        stage_ranks = staticmethod(lambda task, columns: (0, 2))
-
-    insight_data = insight(replace(problem, platform=replace(problem.platform, workload=Staged())), problem.baseline)
-    assert [(stage["stage"], stage["rank"]) for stage in insight_data["stages"]] == [(0, 0), (1, 2)]
 
 
 def test_without_a_best_rules_and_chips_are_still_reported(problem: Problem) -> None:

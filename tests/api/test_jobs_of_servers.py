@@ -117,10 +117,6 @@ def test_a_key_of_a_record_in_the_wrong_place_is_reported(key: str, value: objec
     assert says in reported["reason"]
 
 
-def test_extra_keys_of_a_source_are_ignored() -> None:
-    assert answered(engine="vllm", measured={}, source="a", quality=3) == answered()
-
-
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
 def test_unknown_memory_of_a_chip_is_valid_json(engine: str) -> None:
     reported = answered(cluster={"chip": "MLU580"}, serve={"engine": engine})

@@ -17,17 +17,12 @@ from flagcore.errors import SpecError, UsageError
 from flagcore.launchers.script import shell_quoted
 from flagcore.plugins import launcher
 from tests.hosts.bed import HOST, missing
+from tests.small import SHAPE
 
 CRDS = json.loads(gzip.decompress((Path(__file__).parent / "kubernetes" / "crds.json.gz").read_bytes()))
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": (int, float)}
 SPEC: dict[str, Any] = {
-    "model": {
-        "num_layers": 4,
-        "hidden_size": 256,
-        "num_attention_heads": 8,
-        "vocab_size": 8192,
-        "ffn_hidden_size": 1024,
-    },
+    "model": SHAPE,
     "cluster": {"chip": "cpu", "nodes": 3, "devices_per_node": 2},
     "train": {"engine": "megatron", "seq_length": 128, "global_batch_size": 12, "precision": "fp32"},
     "auto_tuner": {"launcher": "kubernetes"},

@@ -7,15 +7,9 @@ import pytest
 from flagcore import api
 from flagcore.errors import NothingFits
 from flagcore.plugins import load_plugins
+from flagcore.report.explanation import bottleneck_text
+from tests.small import LLAMA_8B
 
-SHAPE = {
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14336,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "vocab_size": 128256,
-}
 SPACE = {
     "pipeline_model_parallel_size": [1, 2],
     "context_parallel_size": 1,
@@ -27,7 +21,7 @@ LAYOUT = ("data_parallel_size", "tensor_model_parallel_size", "pipeline_model_pa
 
 def spec(chip: str = "H100-SXM", *, space: dict[str, Any] = SPACE) -> Any:
     return {
-        "model": SHAPE,
+        "model": LLAMA_8B,
         "cluster": {"chip": chip, "devices_per_node": 8},
         "train": {"engine": "megatron", "seq_length": 4096, "global_batch_size": 128, "precision": "bf16"},
         "auto_tuner": {"space": space},
@@ -44,6 +38,11 @@ def test_each_layout_is_listed_once_with_its_number_among_all_candidates() -> No
         assert every[each["number"] - 1]["candidate"] == each["candidate"]
 
 
+def test_the_bottleneck_of_the_fastest_candidate_is_named() -> None:
+    found = api.estimate(spec())
+    assert str(found.candidates[0]["limit"]) in bottleneck_text(found.candidates[0])
+
+
 def test_a_family_name_means_one_chip_in_specs_only(caplog: pytest.LogCaptureFixture) -> None:
     assert api.estimate(spec("H100"), top=1).chip == "H100-SXM"
     assert any("H100-SXM" in record.getMessage() for record in caplog.records)
@@ -53,17 +52,24 @@ def test_a_family_name_means_one_chip_in_specs_only(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize(
-    ("space", "model", "change"),
+    ("space", "model", "devices", "change"),
     [
-        ({"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}, {"num_layers": 64}, "all knobs in the"),
-        ({}, {"num_layers": 4, "hidden_size": 32768, "ffn_hidden_size": 131072}, "cluster.nodes = "),
+        (
+            {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1},
+            {"num_layers": 64},
+            8,
+            "all knobs in the",
+        ),
+        ({}, {"num_layers": 4, "hidden_size": 32768, "ffn_hidden_size": 131072}, 8, "cluster.nodes = "),
+        ({"micro_batch_size": 1}, {}, 1, "cluster.devices_per_node = "),
     ],
 )
 def test_where_nothing_fits_the_cheapest_change_is_named(
-    space: dict[str, Any], model: dict[str, int], change: str
+    space: dict[str, Any], model: dict[str, int], devices: int, change: str
 ) -> None:
     data = spec(space=space)
-    data["model"] = SHAPE | model
+    data["cluster"]["devices_per_node"] = devices
+    data["model"] = LLAMA_8B | model
     data["auto_tuner"]["baseline"] = dict.fromkeys(space, 1) or None
     with pytest.raises(NothingFits) as caught:
         api.estimate(data)
@@ -76,7 +82,7 @@ def test_where_only_the_baseline_fits_the_smallest_other_candidate_is_named() ->
     plans = {}
     for mesh in ("dp8", "tp4 dp2"):
         data = {**spec(space={"meshes": [f"C550 {mesh} + H100-SXM {mesh}"]}), "cluster": {"groups": groups}}
-        data["model"] = {**SHAPE, "num_layers": 80}
+        data["model"] = {**LLAMA_8B, "num_layers": 80}
         data["auto_tuner"]["baseline"] = baseline
         plans[mesh] = api.estimate(data)
     (only,) = plans["dp8"].candidates

@@ -13,6 +13,7 @@ import pytest
 from flagcore import api
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import SSH
+from tests.small import SHAPE
 
 pytestmark = pytest.mark.slow
 
@@ -52,13 +53,7 @@ def test_meshes_are_tuned_on_two_kinds_of_hosts(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     kinds = [{"chip": "cpu", "name": kind, "envs": {"KIND": kind}} for kind in ("fast", "slow")]
     spec = {
-        "model": {
-            "num_layers": 4,
-            "hidden_size": 64,
-            "ffn_hidden_size": 128,
-            "num_attention_heads": 4,
-            "vocab_size": 1000,
-        },
+        "model": SHAPE,
         "cluster": {"hostfile": str(tmp_path / "hosts"), "groups": kinds},
         "train": {
             "engine": "megatron",

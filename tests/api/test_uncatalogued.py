@@ -1,6 +1,5 @@
 """A chip that no plugin catalogues is found through torch, measured for real, and planned with from then on."""
 
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from flagcore.domain.chip import Device
 from flagcore.errors import NoDevice
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.calibration import Calibration
-from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchReport
+from tests.small import SHAPE
 
 pytestmark = pytest.mark.slow
 
@@ -42,13 +41,7 @@ class distributed:
 print("welcome to Weird")
 """
 SPEC = {
-    "model": {
-        "num_layers": 4,
-        "hidden_size": 256,
-        "ffn_hidden_size": 512,
-        "num_attention_heads": 4,
-        "vocab_size": 1000,
-    },
+    "model": SHAPE,
     "cluster": {"chip": "weird 9000", "devices_per_node": 1},
     "train": {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "fp32"},
 }
@@ -65,12 +58,6 @@ def test_torch_reports_of_an_unknown_accelerator(tmp_path: Path, monkeypatch: py
         (0, "Weird 9000", 64 << 30),
         (1, "Weird 9000", 64 << 30),
     ]
-
-
-def test_a_torch_without_accelerators_is_not_started() -> None:
-    if find_spec("torch") is None:
-        pytest.skip("needs torch")
-    assert accelerator_report() is None or machine.tool_output(sys.executable, "-c", "import torch") is not None
 
 
 class Lists:

@@ -12,17 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.small import SHAPE
+
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent.parent.parent / "benchmarks" / "replay.py"
-MODEL = {
-    "name": "tiny",
-    "num_layers": 4,
-    "hidden_size": 256,
-    "ffn_hidden_size": 1024,
-    "num_attention_heads": 8,
-    "vocab_size": 8192,
-}
 LAYOUTS = [(tensor, pipeline) for tensor in (1, 2, 4) for pipeline in (1, 2, 4) if tensor * pipeline <= 4]
 
 
@@ -31,7 +25,7 @@ def record(name: str, tensor: int, pipeline: int, micro_batch: int, measured: di
         "id": name,
         "source": "Made up",
         "kind": "train",
-        "model": MODEL,
+        "model": {"name": "tiny", **SHAPE},
         "cluster": {"chip": "cpu", "devices": 4, "devices_per_node": 4},
         "train": {"seq_length": 128, "global_batch_size": 16, "precision": "bf16", "implementation": "local"},
         "candidate": {

@@ -2,16 +2,14 @@
 
 import json
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Project, Ran
-
-Flag = Callable[..., Ran]
+from tests.cli.conftest import Flag, Project, Ran
+from tests.small import SHAPE
 
 
 def refused(ran: Ran, code: int, *words: str) -> None:
@@ -26,20 +24,10 @@ def refused(ran: Ran, code: int, *words: str) -> None:
         assert word in line
 
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)
-)
 FILES: dict[str, tuple[bytes, str]] = {  # tests/spec has more of them
     "empty": (b"", "is empty"),
-    "a word": (b"hello", "must be a mapping"),
-    "two documents": (b"a: 1\n---\nb: 2", "single document"),
     "binary": (bytes(range(256)), "not UTF-8"),
-    "huge": (b"model: " + b"x" * (2 << 20), "1048576 bytes"),
-    "an alias bomb": (BOMB.encode(), "more than 100,000 values"),
     "deep": (b"model: " + b"[" * 100_000, "nested too deep"),
-    "a python object": (b"model: !!python/object/apply:os.system ['touch x']", "for the tag"),
-    "a key given twice": (b"model: a\nmodel: b", "a key is repeated"),
-    "a terminal's escape": (b'model: "\\e[31m"', "control character"),
 }
 
 
@@ -54,26 +42,18 @@ def test_a_file_that_is_not_a_spec(name: str, flag: Flag, tmp_path: Path) -> Non
 
 SECTIONS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {  # tests/spec has more of them
     "unknown key": ({"train": {"seq_len": 1}}, 2, ("train.seq_len", "seq_length")),
-    "text for a number": ({"train": {"seq_length": "long"}}, 2, ("train.seq_length", "whole number")),
-    "no train section": ({"train": None}, 2, ("train",)),
-    "an illegal baseline": ({"auto_tuner": {"baseline": {"tensor_model_parallel_size": 3}}}, 2, ("baseline",)),
     "a baseline that breaks two rules": (
         {"auto_tuner": {"baseline": {"tensor_model_parallel_size": 3, "data_parallel_size": 3}}},
         2,
         ("num_attention_heads", "number of devices"),
     ),
-    "a misspelt section": ({"clutser": {"chip": "cpu"}}, 2, ("clutser is not a known key; did you mean cluster?",)),
     "an unknown strategy": ({"auto_tuner": {"strategy": "magic"}}, 2, ("strategy", "magic", "learned")),
-    "an unknown launcher": ({"auto_tuner": {"launcher": "magic"}}, 2, ("launcher", "magic", "local")),
-    "a hostfile that is missing": ({"cluster": {"hostfile": "hosts"}}, 2, ("cluster.hostfile", "does not exist")),
-    "a model that is missing": ({"model": "./nowhere"}, 2, ("nowhere", "does not exist")),
     "an unknown chip": ({"cluster": {"chip": "unobtainium"}}, 4, ("unobtainium", "flag plugins chips")),
     "nothing legal": (
         {"auto_tuner": {"space": {"tensor_model_parallel_size": 3}}},
         3,
         ("no legal candidate", "attention_heads"),
     ),
-    "a world of no use": ({"cluster": {"devices_per_node": 7}, "train": {"global_batch_size": 1}}, 3, ("legal",)),
 }
 
 
@@ -86,22 +66,12 @@ def test_an_invalid_spec(name: str, flag: Flag, project: Project) -> None:
     assert not (project.folder / "runs").exists()
 
 
-PATHS: dict[str, Callable[[Path], str]] = {
+PATHS: dict[str, Callable[[Path], str]] = {  # tests/spec has more of them
     "missing": lambda folder: str(folder / "nowhere.yaml"),
     "a folder": lambda folder: str(folder),
     "a pipe": lambda folder: os.mkfifo(folder / "pipe") or str(folder / "pipe"),
-    "a device": lambda folder: "/dev/zero",
-    "a socket": lambda folder: _socket(folder / "socket"),
-    "a link to itself": lambda folder: os.symlink("loop", folder / "loop") or str(folder / "loop"),
-    "too long": lambda folder: "x" * 5000,
     "empty": lambda folder: "",
 }
-
-
-def _socket(path: Path) -> str:
-    with socket.socket(socket.AF_UNIX) as end:
-        end.bind(str(path))
-    return str(path)
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -110,16 +80,16 @@ def test_a_path_that_is_not_a_file(name: str, flag: Flag, tmp_path: Path) -> Non
     refused(flag("estimate", path), 2)
     refused(flag("tune", path), 2)
     refused(flag("run", path), 2, "is not a run")
-    refused(flag("estimate", "--jobs", path) if name not in ("a pipe", "a device") else flag("run", path), 2)
+    refused(flag("estimate", "--jobs", path) if name != "a pipe" else flag("run", path), 2)
 
 
-@pytest.mark.parametrize("where", ["file", "file/run", "/proc/flagcore", "x" * 300, "file/\N{SNOWMAN}"])
+@pytest.mark.parametrize("where", ["file", "/proc/flagcore", "x" * 300])
 def test_a_run_folder_that_cannot_be_written(where: str, flag: Flag, project: Project) -> None:
     (project.folder / "file").touch()
     refused(flag("tune", project.spec(), "--run-dir", where), 2, "cannot be")
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", "\x00", '{"argv": [], "environment": {}, "directory": "/"}', "7"])
+@pytest.mark.parametrize("content", ["", "{}", '{"argv": [], "environment": {}, "directory": "/"}'])
 def test_a_run_with_a_modified_best(content: str, flag: Flag, tmp_path: Path) -> None:
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "launch.json").write_text(content)
@@ -131,14 +101,12 @@ def test_a_run_with_a_modified_best(content: str, flag: Flag, tmp_path: Path) ->
     [
         ("nosuch",),
         ("tune",),
-        ("estimate",),
         ("estimate", "a.yaml", "--jobs", "b.jsonl"),
         ("estimate", "a.yaml", "--top", "0"),
         ("estimate", "a.yaml", "--format", "xml"),
         ("tune", "a.yaml", "b.yaml"),
         ("tune", "a.yaml", "--nosuch"),
         ("plugins", "nosuch"),
-        ("run",),
     ],
 )
 def test_wrong_usage_shows_the_usage(arguments: tuple[str, ...], flag: Flag) -> None:
@@ -152,7 +120,7 @@ def test_wrong_usage_shows_the_usage(arguments: tuple[str, ...], flag: Flag) -> 
 JOB = {
     "id": "a",
     "kind": "train",
-    "model": {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 100},
+    "model": SHAPE,
     "cluster": {"chip": "cpu", "devices": 2, "devices_per_node": 2},
     "train": {"seq_length": 128, "global_batch_size": 8, "precision": "bf16"},
     "candidate": {"tensor_model_parallel_size": 2},
@@ -161,10 +129,7 @@ RECORDS: dict[str, tuple[Any, str]] = {
     "good": (JOB, "ok"),
     "illegal": ({**JOB, "candidate": {"tensor_model_parallel_size": 3}}, "invalid"),
     "not JSON": ("{", "invalid"),
-    "deep": ("[" * 100_000, "invalid"),
-    "a number": (7, "invalid"),
     "null": (None, "invalid"),
-    "an id that is no text": ({**JOB, "id": [1]}, "invalid"),
     "an id that is no number": ('{"id": NaN}', "invalid"),
     "an id of half a character": ({**JOB, "id": "\ud800"}, "invalid"),
     "an unknown kind": ({**JOB, "kind": "bake"}, "invalid"),
@@ -172,7 +137,6 @@ RECORDS: dict[str, tuple[Any, str]] = {
     "an unknown chip": ({**JOB, "cluster": {**JOB["cluster"], "chip": "x"}}, "unknown"),  # type: ignore[dict-item]
     "uneven nodes": ({**JOB, "cluster": {"chip": "cpu", "devices": 3, "devices_per_node": 2}}, "invalid"),
     "an unknown schedule": ({**JOB, "candidate": {"pipeline_schedule": "zigzag"}}, "unknown"),
-    "binary": ("\x00\x01\x02", "invalid"),
     "long": (json.dumps({**JOB, "note": "x" * (5 << 20)}), "ok"),
     "huge sizes": (
         {

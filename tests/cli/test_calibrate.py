@@ -4,7 +4,6 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +11,7 @@ import pytest
 
 from flagcore.api.managing import calibration
 from flagcore.tuner.calibration import Calibration, Calibrations
-from tests.cli.conftest import Project, Ran
-
-Flag = Callable[..., Ran]
+from tests.cli.conftest import Flag, Project
 
 
 @pytest.fixture

@@ -12,13 +12,11 @@ import yaml
 from flagcore.api.explaining.compare import CORRECTED, PREDICTED, compare_subjects, overlap
 from flagcore.api.explaining.subject import Subject, columns_of
 from flagcore.api.snapshot import load_snapshot
-from flagcore.domain.space import Candidate
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import TrialState
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.rank import learn
-from tests.cli.conftest import Project, Ran
-
-Flag = Callable[..., Ran]
+from tests import small
+from tests.cli.conftest import Flag, Project
 
 
 @pytest.fixture
@@ -69,8 +67,7 @@ def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared
 ) -> None:
     plan = load_snapshot(project.spec(), None, ())
     best, slow = (plan.problem.space.candidate(int(row)) for row in rows_by_time(plan.problem)[[5, 0]])
-    trial_ends = [(best, 1.0, TrialState.MEASURED), (slow, 3.0, TrialState.STOPPED)]
-    trials = [_measured_trial(number, *each) for number, each in enumerate(trial_ends)]
+    trials = [small.trial(0, best, 1.0), small.trial(1, slow, 3.0, state=TrialState.STOPPED)]
     run = replace(plan, search_state=learn(trials))
     first, second, planned = (
         Subject(where, columns_of(where, each)) for where, each in ((run, best), (run, slow), (plan, slow))
@@ -78,15 +75,6 @@ def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared
     comparison = compare_subjects(first, second)
     assert (comparison.certainty, comparison.gap) == (CORRECTED, pytest.approx(2.0))
     assert compare_subjects(second, planned).certainty == PREDICTED
-
-
-def _measured_trial(number: int, candidate: Candidate, step: float, state: TrialState) -> Trial:
-    measurement = Measurement(
-        step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=1.0 / step
-    )
-    return Trial(
-        number=number, candidate=candidate, role=Role.SEARCH, state=state, predicted={}, measurement=measurement
-    )
 
 
 @pytest.mark.slow

@@ -15,14 +15,13 @@ from flagcore.api.explaining.subject import Subject, columns_of
 from flagcore.api.runs import Run, trial_fields
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.domain.space import Candidate
-from flagcore.domain.trial import PROBE, RUN, Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
 from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.report.text import values_text
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.rank import learn
-from tests.cli.conftest import Project, Ran
-
-Flag = Callable[..., Ran]
+from tests import small
+from tests.cli.conftest import Flag, Project
 
 
 @pytest.fixture
@@ -200,22 +199,6 @@ def test_trials_of_a_run_are_listed_next_to_the_best(
 
 
 @pytest.mark.slow
-def test_a_candidate_that_a_trial_excluded_names_the_trial(
-    explained: Callable[..., Any], flag: Flag, project: Project
-) -> None:
-    spec = project.spec(does="says_oom", when="2x2", control={"max_trials": 9})
-    flag("tune", spec, "--run-dir", str(project.run_dir), "-q")
-    (failed,) = [each for each in project.result()["trials"] if each["state"] == "out_of_memory"]
-    account = explained(project.run_dir, "tp=2, mbs=4")
-    completed = [each for each in project.result()["trials"] if each["candidate"]["micro_batch_size"] == 4]
-    if any(each["candidate"]["tensor_model_parallel_size"] == 2 for each in completed):
-        assert account["state"] == "ran"
-    else:
-        assert account["rules"][0]["trial"] == failed["number"]
-        assert f"trial {failed['number']} (MBS 4 -> 2) out of memory" in account["because"][0]
-
-
-@pytest.mark.slow
 def test_a_run_from_before_a_knob_existed_is_explained(
     explained: Callable[..., Any], flag: Flag, finished: Project
 ) -> None:
@@ -230,23 +213,6 @@ def test_a_run_from_before_a_knob_existed_is_explained(
 
 
 @pytest.mark.slow
-def test_a_failed_or_killed_run_is_explained_from_its_journal(
-    explained: Callable[..., Any], flag: Flag, project: Project
-) -> None:
-    spec = project.spec(does="crash", control={"max_trials": 2})
-    assert flag("tune", spec, "--run-dir", str(project.run_dir), "-q").code == 5
-    assert "ValueError: it is broken" in explained(project.run_dir, "0")["because"][0]
-    assert flag("explain", str(project.run_dir), "best").code == 5
-    Path(project.run_dir, "result.json").unlink()
-    assert explained(project.run_dir, "1")["state"] == "ran"
-    assert "the run has not ended" in explained(project.run_dir, "tp=2, mbs=1")["because"][0]
-    output = flag("explain", str(project.run_dir))
-    assert output.code == 0
-    assert re.search(r"^  failed +-2$", output.out, re.MULTILINE)
-    assert "Stopped:" not in output.out
-
-
-@pytest.mark.slow
 def test_a_run_with_a_truncated_journal_is_not_reported_as_shorter(flag: Flag, finished: Project) -> None:
     count_trials = finished.result()["trials"] + finished.result()["repeats"]
     (finished.run_dir / "journal.log").unlink()
@@ -254,7 +220,7 @@ def test_a_run_with_a_truncated_journal_is_not_reported_as_shorter(flag: Flag, f
         completed = flag(ask[0], str(finished.run_dir), *ask[1:])
         assert completed.code == 2
         assert f"the journal has 0 of the {len(count_trials)} trials of result.json" in completed.err
-    assert flag("report", str(finished.run_dir), "--format", "markdown").code == 0
+    assert flag("report", str(finished.run_dir), "-o", "-").code == 0
 
 
 def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, finished: Project) -> None:
@@ -302,7 +268,7 @@ def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project)
     snapshot = load_snapshot(project.spec(), None, ())
     first, other = _candidates(snapshot, 0, 1)
     slow_s = 1.01 * float(snapshot.problem.predictions.step_time_s[snapshot.problem.space.find(other)])
-    stopped_trial = _measured_trial(2, first, slow_s, state=TrialState.STOPPED)
+    stopped_trial = small.trial(2, first, slow_s, state=TrialState.STOPPED)
     learned = replace(snapshot, search_state=learn((stopped_trial,)))
     slowest = values_text(_candidates(snapshot, -1)[0].as_dict(), BY_NAME)
     assert candidate_report(snapshot, slowest).changes["fastest"].candidate == first.as_dict()
@@ -316,9 +282,9 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
     best, slow = _candidates(snapshot, 0, 5)
     ended = "clearly slower than the best: by far"
     trials = [
-        _measured_trial(1, best, 1.0),
-        _measured_trial(2, slow, 3.0, state=TrialState.STOPPED, reason=ended),
-        _measured_trial(3, best, 0.5, role=Role.REPEAT),
+        small.trial(1, best, 1.0),
+        small.trial(2, slow, 3.0, state=TrialState.STOPPED, reason=ended),
+        small.trial(3, best, 0.5, role=Role.REPEAT),
     ]
     lines = [_explained(snapshot, some, slow)[1][0] for some in (trials[1:2], trials[:2], trials)]
     assert all(line.startswith("trial 2 (search) stopped: 3 s/step") for line in lines)
@@ -333,8 +299,8 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
 def test_a_candidate_that_may_be_as_fast_is_reported(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
     candidates = _candidates(snapshot, 0, 3, 5)
-    trials = [_measured_trial(*each) for each in zip((1, 2, 3), candidates, (1.0, 1.03, 3.0), strict=True)]
-    repeated = [*trials, _measured_trial(4, candidates[0], 1.05, role=Role.REPEAT)]
+    trials = [small.trial(*each) for each in zip((1, 2, 3), candidates, (1.0, 1.03, 3.0), strict=True)]
+    repeated = [*trials, small.trial(4, candidates[0], 1.05, role=Role.REPEAT)]
     lines = [_explained(snapshot, repeated, each)[1] for each in candidates]
     assert [any("not significantly slower" in line for line in each) for each in lines] == [False, True, False]
     assert len(_explained(snapshot, trials, candidates[1])[1]) == 1
@@ -343,7 +309,7 @@ def test_a_candidate_that_may_be_as_fast_is_reported(project: Project) -> None:
 def test_probed_candidates_are_reported_as_probed(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
     best, slow = _candidates(snapshot, 0, 1)
-    probes = [replace(_measured_trial(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
+    probes = [replace(small.trial(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
     state, (ended,) = _explained(snapshot, probes, best, PROBE)
     assert (state, ended) == ("ran", "probe 1 (search) measured: 1 s/step; it is the best")
     line = "probe 2 (search) measured: 2 s/step, +100.0% in time vs the best (trial 1: 1 s/step)"
@@ -362,11 +328,3 @@ def _explained(
     run = Run(folder=Path("run"), spec={}, data={}, fidelity=fidelity, **trial_fields(trials, fidelity))
     learned = replace(snapshot, search_state=run.search_state, run=run)
     return state_of(Subject(learned, columns_of(learned, candidate)))[:2]
-
-
-def _measured_trial(number: int, candidate: Candidate, step: float, **extra: Any) -> Trial:
-    measurement = Measurement(
-        step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=1.0 / step
-    )
-    trial_fields = {"role": Role.SEARCH, "state": TrialState.MEASURED} | extra
-    return Trial(number=number, candidate=candidate, predicted={}, measurement=measurement, **trial_fields)

@@ -17,11 +17,10 @@ from flagcore.api.snapshot import load_snapshot
 from flagcore.errors import NothingFits
 from flagcore.report.result import trial as as_data
 from flagcore.tuner.stages.rank import learn
-from tests.cli.conftest import Ran
+from tests.cli.conftest import Flag
 from tests.report.page.reading import run_data
 from tests.serving import trial
 
-Flag = Callable[..., Ran]
 SHAPE = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 1000}
 SPEC: dict[str, Any] = {
     "model": SHAPE,
@@ -110,20 +109,6 @@ def test_too_few_knobs_are_completed_by_the_fastest_candidate_and_the_next_are_l
     assert other.expected_s >= (report.expected_s or 0.0)
     assert api.explain_candidate(data, "instances=4, tp=2").state == "illegal"
     assert not api.explain_candidate(data, "instances=2, tp=1, max_num_seqs=32").matches
-
-
-def test_idle_devices_are_named_also_if_no_candidate_meets_the_limits(
-    flag: Flag, spec: Callable[..., str], caplog: pytest.LogCaptureFixture
-) -> None:
-    def warned(**space: Any) -> bool:
-        caplog.clear()
-        serve = {**SPEC["serve"], "slo": {"tpot_s": {"mean": 1e-9}}}
-        cluster = {"chip": "H100-SXM", "memory_per_device": None}
-        assert flag("estimate", spec(serve=serve, cluster=cluster, auto_tuner={"space": space})).code == 3
-        return "auto_tuner.cards" in caplog.text
-
-    assert warned(parallel=[2, 4])
-    assert not warned(instances="auto")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import json
 import subprocess
-import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cli.conftest import SPACE, Project, Ran
+from tests.cli.conftest import Flag, Project
 from tests.cli.test_tune import books_balance
 
-Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train-1024-probe.yaml")
@@ -34,17 +31,6 @@ WORLD: dict[str, Any] = {
 def world(project: Project, **control: Any) -> str:
     """Write the spec of a task of two nodes, which trials could not run here."""
     return project.spec(**WORLD, control={**CONTROL, **control})
-
-
-def ranks_probed(project: Project) -> list[tuple[str, str]]:
-    """Return the candidate and the rank of each probe that ended well, as often as it ran."""
-    exit_records = []
-    for file in project.run_dir.glob("trials/*/rank-*/exit.json"):
-        exit_record = json.loads(file.read_text())
-        if exit_record["code"] == 0 and exit_record["ended_by"] is None:
-            job = json.loads(file.with_name("job.json").read_text())
-            exit_records.append((json.dumps(job["candidate"], sort_keys=True), file.parent.name))
-    return exit_records
 
 
 def test_the_example_of_1024_devices_is_estimated_without_any_of_them(flag: Flag, project: Project) -> None:
@@ -132,38 +118,3 @@ def test_two_nodes_are_tuned_by_probes_on_one_core(
         assert (project.run_dir / trial["log"]).exists()
     assert not list((project.folder / "home").rglob("*.jsonl")), "a probe was kept as if it had run"
     assert project.all_gone()
-
-
-@needs_megatron
-@pytest.mark.long
-def test_a_run_killed_in_any_phase_resumes_without_loss(project: Project) -> None:
-    small_spec = {**WORLD, "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"}}
-    control = {**CONTROL, "probes": 2, "max_trials": 2, "repeats": 1}
-    fast_candidate = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": 4}
-    slow_spec = {"tensor_model_parallel_size": 2, "micro_batch_size": 1}
-    tuner = {"space": {**SPACE, **fast_candidate}, "baseline": slow_spec, "control": control}
-    arguments = ("tune", project.spec(**small_spec, auto_tuner=tuner), "--run-dir", str(project.run_dir))
-    for what in ("probe", "(baseline)", "(search)", "(repeat)"):
-        process = project.start(*arguments)
-        assert process.stderr is not None
-        repeat_states = next((line for line in process.stderr if " starts: " in line and what in line), "")
-        assert repeat_states, f"it ended before any {what} started"
-        time.sleep(0.5)
-        process.kill()
-        process.communicate()
-        assert project.all_gone()
-    completed = project.run(*arguments, "--json")
-    assert completed.code == 0, completed.err
-    result = json.loads(completed.out)
-    assert result == project.result()
-    repeat_states = [
-        (trial["number"], trial["state"], trial["reason"]) for trial in (*result["probes"], *result["trials"])
-    ]
-    probes = [probe for probe in result["probes"] if probe["state"] == "measured"]
-    assert len({json.dumps(probe["candidate"], sort_keys=True) for probe in probes}) == len(probes) == 2, repeat_states
-    assert [trial["state"] for trial in result["trials"]] == ["measured"] * 2
-    repeated_trials = [trial for trial in result["repeats"] if trial["state"] == "measured"]
-    assert len(repeated_trials) >= 2
-    assert books_balance(result)
-    finished_ranks = ranks_probed(project)
-    assert len(set(finished_ranks)) == len(finished_ranks), "a finished probe was repeated"

@@ -14,11 +14,10 @@ import pytest
 import yaml
 
 from flagcore.cli.main import COMMANDS
-from tests.cli.conftest import FLAG, Project, Ran
+from tests.cli.conftest import FLAG, Flag, Project, Ran
 
 pytestmark = pytest.mark.slow
 
-Flag = Callable[..., Ran]
 HEAVY = ("numpy", "pydantic", "optuna", "torch", "yaml", "stevedore", "pluggy", "rich", "psutil")
 IMPORTED = """
 import sys
@@ -70,18 +69,6 @@ def test_a_failing_vendor_tool_is_reported_and_the_cpu_is_not_used_instead(
     assert completed.code == 4
     assert "driver mismatch" in completed.err
     assert "cluster.chip: cpu" in completed.err
-
-
-def test_estimate_has_the_same_content_in_each_format(flag: Flag, project: Project) -> None:
-    spec = project.spec()
-    rows = json.loads(flag("estimate", spec, "--json", "--top", "3").out)
-    assert len(rows) == 3
-    assert rows == sorted(rows, key=lambda row: row["step_time_s"]["value"])
-    lines = flag("estimate", spec, "--format", "jsonl", "--top", "3").out.splitlines()
-    assert [json.loads(line) for line in lines] == rows
-    table = flag("estimate", spec, "--top", "3")
-    assert table.out.count("\n") == 5
-    assert "combinations" in table.err
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")

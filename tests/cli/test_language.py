@@ -2,15 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from flagcore.i18n import choose
 from flagcore.i18n.width import columns
-from tests.cli.conftest import Project, Ran
+from tests.cli.conftest import Flag, Project
 
-Flag = Callable[..., Ran]
 CHINESE = re.compile("[\u4e00-\u9fff]")
 
 

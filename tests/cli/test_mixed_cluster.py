@@ -10,11 +10,10 @@ import yaml
 
 from flagcore import api
 from flagcore.api.inputs import fixed_task
-from flagcore.api.snapshot import build_problem_of_spec
+from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.report.estimate import ChipPlan, Mixing, verdict
-from tests.cli.conftest import Project, Ran
+from tests.cli.conftest import Flag, Project
 
-Flag = Callable[..., Ran]
 LARGE = {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB", "nic_bytes_per_second": 1.0e9}
 SMALL = {**LARGE, "memory_per_device": "400MiB"}
 NEW, OLD = {**LARGE, "name": "new"}, {**LARGE, "name": "old", "speed": 0.25}

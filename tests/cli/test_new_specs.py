@@ -4,16 +4,14 @@ import json
 import os
 import pty
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.cli.conftest import FLAG, Ran
+from tests.cli.conftest import FLAG, Flag
 
-Flag = Callable[..., Ran]
 CONFIG = {
     "model_type": "qwen3",
     "hidden_size": 512,

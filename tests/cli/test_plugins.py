@@ -1,33 +1,26 @@
 """Effects of plugins; a broken one is reported and affects no other."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 
-from tests.cli.conftest import Project, Ran
+from tests.cli.conftest import Flag, Project
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
 
-Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
 BROKEN = "raise ImportError('libdriver.so.1: cannot open shared object file')"
 NEWCOMER = """
 import os
 from dataclasses import replace
 from flagcore.domain.chip import Chip, Device, Fact, Source, Support
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.engine import EngineSupport, RefusedValues, TaskAdvice
 from flagcore.hooks import hookimpl
 
 SAID = Source(kind="datasheet", detail="brief, page 1")
 CHIP = Chip(name="newcomer-1", vendor="newcomer", memory_bytes=Fact(value=64e9, source=SAID),
             memory_bandwidth_bytes_per_second=Fact(value=1e12, source=SAID),
             dense_flops_per_second={"bf16": Fact(value=200e12, source=SAID)})
-
-class NoTensor:
-    name, message = "newcomer_no_tensor", "its links are slow"
-    def prunes(self, columns, predictions):
-        return columns["tensor_model_parallel_size"] > 1
 
 @hookimpl
 def flagcore_chips():
@@ -47,8 +40,10 @@ def flagcore_environment(chip, engine):
     return {"NEWCOMER_FAST": "1"} if chip.vendor == "newcomer" else None
 
 @hookimpl
-def flagcore_pruning_rules(task):
-    return [NoTensor()] if task.cluster.groups[0].chip.vendor == "newcomer" else None
+def flagcore_check_task(task):
+    if task.cluster.groups[0].chip.vendor == "newcomer":
+        slow = RefusedValues(name="newcomer_no_tensor", knob="tensor_model_parallel_size", above=1, reason="slow")
+        return TaskAdvice(rules=(slow,))
 """
 
 
@@ -92,7 +87,7 @@ def test_an_added_plugin_changes_detection_planning_and_runs(flag: Flag, project
     assert completed.code == 0, completed.err
     result = json.loads(completed.out)
     assert result["chip"] == "newcomer-1"
-    assert result["counts"]["pruned"]["newcomer_no_tensor"] > 0
+    assert result["counts"]["illegal"]["newcomer_no_tensor"] > 0
     launch_record = json.loads((project.run_dir / "trials" / "0" / "launch.json").read_text())
     assert launch_record["environment"]["NEWCOMER_FAST"] == "1"
 
@@ -112,14 +107,6 @@ def test_plugins_are_switched_off_by_option_and_by_environment(
     assert empty.code == 4
     assert "no device found" in empty.err
     assert json.loads(flag("plugins", "list", "--json").out) == []
-
-
-def test_a_plugin_that_cannot_be_switched_off_is_reported(
-    flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
-) -> None:
-    completed = flag("estimate", project.spec(), "--no-plugin", "cpuu")
-    assert completed.code == 0
-    assert "did you mean cpu?" in caplog.text
 
 
 def test_chips_are_listed_with_their_aliases_and_dashes_for_unknown_facts(flag: Flag) -> None:

@@ -2,17 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.cli.conftest import Ran
+from tests.cli.conftest import Flag
 
 pytestmark = pytest.mark.slow
-
-Flag = Callable[..., Ran]
 
 
 @pytest.fixture
@@ -87,7 +84,7 @@ from flagcore.hooks import hookimpl
 
 class Endless(VendorPlugin):
     @hookimpl
-    def flagcore_failure_patterns(self):
+    def flagcore_check_task(self):
         import time
         time.sleep(100)
 

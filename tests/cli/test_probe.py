@@ -5,16 +5,14 @@ import io
 import json
 import signal
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Project, Ran
+from tests.cli.conftest import Flag, Project
 
-Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 
@@ -105,12 +103,6 @@ def test_invalid_requests_are_reported(flag: Flag, project: Project, arguments: 
     completed = flag("probe", project.spec(**WORLD), *arguments)
     assert completed.code in (2, 4)
     assert says in completed.err
-
-
-def test_a_custom_command_cannot_be_probed(flag: Flag, project: Project) -> None:
-    completed = flag("probe", project.spec(cluster=WORLD["cluster"]))
-    assert completed.code == 2
-    assert "train.command" in completed.err
 
 
 def test_probing_servers_is_rejected_with_an_alternative(flag: Flag) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from flagcore.cli.progress import line, status_line
 from flagcore.contracts import Event
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import Trial, TrialState
 from flagcore.engines.megatron.space.knobs import BY_NAME
 from tests import small
 
@@ -14,9 +14,7 @@ CANDIDATE = small.candidate(use_recompute=True, recompute_granularity="full", us
 
 
 def event(best: bool = True) -> tuple[Event, Trial]:
-    trial = Trial(number=12, candidate=CANDIDATE, role=Role.SEARCH, state=TrialState.RUNNING)
-    measured = Measurement(step_time_s=0.4125, step_times_s=(), spread_s=0.0, tokens_per_second_per_device=1.0)
-    done = replace(trial, number=3, state=TrialState.MEASURED, measurement=measured)
+    trial, done = small.trial(12, CANDIDATE, None, state=TrialState.RUNNING), small.trial(3, CANDIDATE, 0.4125)
     found = Event(
         kind="trial_started",
         trial=trial,

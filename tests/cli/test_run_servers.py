@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -39,13 +40,11 @@ def run(tmp_path: Path) -> Iterator[tuple[Path, int]]:
         port = probe.getsockname()[1]
     (tmp_path / "best").mkdir()
     (tmp_path / "server.py").write_text(SERVER)
-    launch = {
-        "argv": [sys.executable, str(tmp_path / "server.py"), str(port)],
-        "environment": {},
-        "directory": str(tmp_path),
-        "ready": [f"http://127.0.0.1:{port}/health"],
-    }
+    ready = [f"http://127.0.0.1:{port}/health"]
+    launch = {"ready": ready, "missing": "", "sample": [], "folder": str(tmp_path), "directory": str(tmp_path)}
     (tmp_path / "best" / "launch.json").write_text(json.dumps(launch))
+    command = shlex.join([sys.executable, str(tmp_path / "server.py"), str(port)])
+    (tmp_path / "best.sh").write_text(f"exec {command}\n")
     yield tmp_path, port
     for each in left(tmp_path):
         each.kill()

@@ -2,16 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flagcore.tuner.store.directory import RunDirectory
-from tests.cli.conftest import Ran
+from tests.cli.conftest import Flag
 
-Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
 
 

@@ -9,9 +9,8 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
-from tests.cli.conftest import Project, Ran
+from tests.cli.conftest import Flag, Project
 
-Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
 
 

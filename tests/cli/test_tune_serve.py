@@ -5,15 +5,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import SERVER, Project, Ran
+from tests.cli.conftest import SERVER, Flag, Project, Ran
 from tests.cli.test_tune import books_balance
 
-Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ from flagcore import api
 from flagcore.api.runs import state_of_ended
 from flagcore.contracts import Event
 from flagcore.errors import EveryTrialFailed, Interrupted
-from tests.cli.conftest import Project, Ran
+from tests.cli.conftest import Flag, Project
 from tests.report.page.reading import run_data
 
-Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
 REASON = "ValueError: it is broken"
 STATES = {"failed": "no measurement", "interrupted": "interrupted", "killed": "interrupted", "estimate": "finished"}
@@ -88,7 +87,7 @@ def test_reports_work_and_name_the_cause(flag: Flag, runs: Path, kind: str) -> N
     assert explained.code == 0
     for text in texts:
         assert f"flag tune SPEC --run-dir {run}" in text
-    page = flag("report", run, "--format", "markdown").out
+    page = flag("report", run, "-o", "-").out
     for text in (*texts, page):
         assert (REASON in text) == (kind == "failed")
     assert ", measured;" not in page

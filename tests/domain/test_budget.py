@@ -12,30 +12,16 @@ from flagcore.domain.search_state import (
 )
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.tuner.stages.rank import learn
+from tests import small
 
 CONTROL = Control(max_trials=4, max_time=100.0, max_time_per_task=30.0, repeats=1)
 
 
-def trial(
-    number: int,
-    speed: float | None = 1.0,
-    *,
-    role: Role = Role.SEARCH,
-    seconds: float = 10.0,
-) -> Trial:
-    measured = speed and Measurement(
-        step_times_s=(1.0 / speed,), step_time_s=1.0 / speed, spread_s=0.0, tokens_per_second_per_device=speed
-    )
-    return Trial(
-        number=number,
-        candidate=Candidate.of({"micro_batch_size": number}),
-        role=role,
-        state=TrialState.MEASURED if measured else TrialState.FAILED,
-        measurement=measured or None,
-        duration_s=seconds,
-    )
+def trial(number: int, speed: float | None = 1.0, *, role: Role = Role.SEARCH, seconds: float = 10.0) -> Trial:
+    step, candidate = 1.0 / speed if speed else None, Candidate.of({"micro_batch_size": number})
+    return small.trial(number, candidate, step, rate=speed, role=role, duration_s=seconds)
 
 
 def search_state(*trials: Trial) -> SearchState:

@@ -2,26 +2,21 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from flagcore.domain.plan import gains
 from flagcore.domain.search_state import EXTRA_ROUNDS, MIN_NOISE, SearchState, next_repeat, noise, significant
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.tuner.stages.rank import learn
+from tests import small
 
 CONTROL = Control(repeats=1)
 
 
 def trial(number: int, name: str, speed: float, role: Role = Role.SEARCH, spread: float = 0.0) -> Trial:
-    step = 1.0 / speed
-    measured = Measurement(
-        step_times_s=(step,), step_time_s=step, spread_s=spread * step, tokens_per_second_per_device=speed
-    )
-    candidate_ = Candidate.of({"who": name})
-    return Trial(number=number, candidate=candidate_, role=role, state=TrialState.MEASURED, measurement=measured)
+    step, candidate = 1.0 / speed, Candidate.of({"who": name})
+    return small.trial(number, candidate, step, spread_s=spread * step, rate=speed, role=role)
 
 
 def first(**speeds: float) -> list[Trial]:
@@ -76,12 +71,6 @@ def test_a_candidate_that_breaks_a_limit_is_not_a_rival() -> None:
     assert learn([*known, broken]).rivals == ()
 
 
-def test_a_baseline_that_failed_is_not_run_again() -> None:
-    base, *others = first(base=50.0, a=100.0, b=99.5)
-    failed = replace(base, state=TrialState.OUT_OF_MEMORY, measurement=None)
-    assert names(learn([failed, *others]).finalists) == ["a", "b"]
-
-
 def test_a_much_slower_candidate_is_distinguished_despite_noise() -> None:
     known = [*first(base=50.0, a=100.0, b=99.0), trial(3, "slow", 25.0, spread=2.0)]
     assert names(learn(known).rivals) == ["b"]
@@ -92,12 +81,6 @@ def test_a_much_slower_candidate_is_distinguished_despite_noise() -> None:
 @pytest.mark.parametrize(("longer", "apart"), [(0.02, True), (0.0199, False)])
 def test_two_low_noise_candidates_are_distinguished_by_run_to_run_noise(longer: float, apart: bool) -> None:
     assert significant(longer, first(a=100.0), first(b=100.0)) is apart
-
-
-def test_the_best_has_the_best_median_of_its_runs() -> None:
-    _, search_state = again(first(base=50.0, lucky=101.0, b=100.0), CONTROL, base=[50.0], lucky=[94.0, 95.0], b=[100.0])
-    assert names((search_state.best,)) == ["b"]
-    assert search_state.best.number == 2
 
 
 def test_more_rounds_end_when_two_are_distinguished_or_at_the_cap() -> None:
@@ -139,13 +122,6 @@ def test_the_interval_of_the_scaling_makes_rivals() -> None:
     assert names(learn([plain[0], *(shortened(each, 0.06) for each in plain[1:])]).rivals) == ["b"]
 
 
-def test_gains_are_of_whole_runs_only() -> None:
-    known = [shortened(each, 0.01) for each in first(base=50.0, a=100.0)]
-    assert gains(learn(known)) == ()
-    _, search_state = again(known, Control(repeats=0), base=[48.0], a=[96.0])
-    assert gains(search_state) == pytest.approx((1.0,))
-
-
 def test_a_whole_run_that_fails_is_not_tried_for_ever() -> None:
     known = [shortened(each, 0.01) for each in first(base=50.0, a=100.0)]
     failed = replace(trial(2, "a", 1.0, Role.REPEAT), state=TrialState.OUT_OF_MEMORY, measurement=None)
@@ -169,53 +145,8 @@ def test_an_interrupted_repeat_runs_again_but_a_failed_repeat_does_not() -> None
     assert repeat.number == 1
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_repeats_end_even_on_a_noisy_machine(seed: int) -> None:
-    chance = np.random.default_rng(seed)
-
-    def noisy() -> float:
-        return float(100.0 * np.exp(chance.normal(0.0, 0.2)))
-
-    trials = first(**{f"c{n}": noisy() for n in range(12)})
-    while (repeat := next_repeat(CONTROL, learn(trials))) is not None:
-        trials.append(trial(len(trials), str(repeat.candidate.as_dict()["who"]), noisy(), Role.REPEAT))
-        assert len(trials) <= 12 + 4 * (1 + EXTRA_ROUNDS)
-
-
 @pytest.mark.parametrize(("last", "reported"), [(50.0 * (1 + MIN_NOISE / 2), False), (46.0, True), (54.0, True)])
 def test_drift_of_the_machine_is_visible_in_the_baseline(last: float, reported: bool) -> None:
     trials = [*first(base=50.0, a=100.0), trial(2, "base", 49.9, Role.REPEAT), trial(3, "base", last, Role.REPEAT)]
     assert learn(trials).drift == pytest.approx(last / 50.0 - 1)
     assert learn(trials).drifted is reported
-
-
-def warm(trials: list[Trial]) -> list[Trial]:
-    return [replace(trial, warm=True) for trial in trials]
-
-
-def test_one_repeat_other_than_the_baseline_starts_cold() -> None:
-    trials = warm([*first(base=50.0, a=100.0, b=99.5), trial(3, "base", 50.0, Role.REPEAT)])
-    assert learn(trials).cold_repeat == trials[1].candidate
-    assert learn([*trials, trial(4, "a", 100.0, Role.REPEAT)]).cold_repeat is None
-    baseline_is_best = warm(first(base=100.0, a=99.5))
-    assert learn(baseline_is_best).cold_repeat == baseline_is_best[1].candidate
-    assert learn(baseline_is_best[:1]).cold_repeat is None
-
-
-@pytest.mark.parametrize(
-    ("cold", "last", "change", "reported"),
-    [(99.0, 50.0, -0.01, False), (80.0, 50.0, -0.2, True), (80.0, 40.0, 0.0, False), (100.0, 40.0, 0.25, True)],
-)
-def test_a_cold_start_is_compared_with_warm_ones_beyond_the_drift(
-    cold: float, last: float, change: float, reported: bool
-) -> None:
-    trials = warm([*first(base=50.0, a=100.0), trial(2, "base", last, Role.REPEAT)])
-    assert learn(trials).cold_start is None
-    found = learn([*trials, trial(3, "a", cold, Role.REPEAT)]).cold_start
-    assert found[0] == pytest.approx(change)
-    assert (abs(found[0]) > found[1]) is reported
-
-
-def test_runs_that_all_start_cold_are_not_compared() -> None:
-    trials = [*first(base=50.0, a=100.0), trial(2, "base", 50.0, Role.REPEAT), trial(3, "a", 80.0, Role.REPEAT)]
-    assert learn(trials).cold_start is None

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 from flagcore.launchers import guard
 
 ROOT = Path(__file__).parents[2]
-FOLDER = Path(__file__).parent
 NETWORK = "10.77.0"
 PORT = "p"
 """Starts the name of a host's port at the switch, which is a bridge on h0."""
@@ -27,7 +25,7 @@ TMP_BYTES = 256 << 20
 ESTABLISHED, LISTEN = "01", "0A"
 """States in /proc/net/tcp."""
 NAMESPACES = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-TOOLS = ("unshare", "nsenter", "setpriv", "ip", "tc", "ssh", "ssh-keygen", "cc")
+TOOLS = ("unshare", "nsenter", "setpriv", "ip", "ssh", "ssh-keygen")
 SLURM = ("slurmctld", "slurmd", "srun", "sinfo")
 os.environ["PATH"] += ":/usr/sbin:/sbin"
 SSHD = shutil.which("sshd") or ""
@@ -49,7 +47,6 @@ else
     mkdir -p "$1" "$2" /run/sshd
     mount -c --bind /proc/self/fd/8 "$1"; mount -c --bind /proc/self/fd/9 "$2"
     exec 8<&- 9<&-
-    echo 0 > /run/clock
 fi
 echo ready
 while :; do sleep 3600 & wait $!; done  # bash reaps orphans
@@ -65,49 +62,12 @@ done
 shift 3; exec "$@"
 """
 """Gives a namespace an interface with an address, and InfiniBand adapters."""
-CLOCK = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/syscall.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-static long ahead(void) {
-    char text[32] = "";
-    int file = open("/run/clock", O_RDONLY | O_CLOEXEC);
-    if (file < 0) return 0;
-    if (read(file, text, 31) < 0) text[0] = 0;
-    close(file);
-    return atol(text);
-}
-int clock_gettime(clockid_t which, struct timespec *at) {
-    int failed = syscall(SYS_clock_gettime, which, at);
-    if (!failed && which == CLOCK_REALTIME) at->tv_sec += ahead();
-    return failed;
-}
-int gettimeofday(struct timeval *at, void *zone) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    at->tv_sec = now.tv_sec, at->tv_usec = now.tv_nsec / 1000;
-    return 0;
-}
-time_t time(time_t *at) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (at) *at = now.tv_sec;
-    return now.tv_sec;
-}
-"""
-"""Every program that ssh starts on a host asks this for the time. Linux has no namespace for the real-time clock."""
 SSHD_CONFIG = """\
 HostKey {bed}/ssh/host
 AuthorizedKeysFile {bed}/ssh/user.pub
 StrictModes no
 UsePAM no
 MaxStartups 100
-SetEnv LD_PRELOAD={bed}/clock.so
 """
 SSH_CONFIG = """\
 Host h*
@@ -159,7 +119,6 @@ class Bed:
         self._started: dict[str, subprocess.Popen[str]] = {}
         self._first: dict[str, int] = {}
         """The first process of each host, as this machine numbers it."""
-        self._delays: dict[str, subprocess.Popen[bytes]] = {}
         self._prepare()
         self._start("h0")
         self._on_switch("ip link add br0 type bridge")
@@ -178,8 +137,6 @@ class Bed:
         (self.folder / "sshd_config").write_text(SSHD_CONFIG.format(bed=self.folder))
         addresses = [f"{NETWORK}.{10 + number} h{number}" for number in range(len(self.names) + 1)]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *addresses, ""]))
-        (self.folder / "clock.c").write_text(CLOCK)
-        _run("cc", "-shared", "-fPIC", "-O1", "-o", str(self.folder / "clock.so"), str(self.folder / "clock.c"))
         (self.folder / "slurm.conf").write_text(SLURM_CONFIG.format(count=len(self.names)))
 
     def _start(self, name: str) -> None:
@@ -198,7 +155,7 @@ class Bed:
         (self._first[name],) = children(process.pid)
 
     def boot(self, name: str) -> None:
-        """Start a host, again if it was off: with an empty disk and a right clock."""
+        """Start a host, again if it was off: with an empty disk."""
         self._start(name)
         number, first = int(name[1:]), self._first[name]
         port, address = PORT + name, f"02:77:00:00:00:{number:02x}"  # the same after a boot, for the others remember it
@@ -230,14 +187,11 @@ class Bed:
 
     def cut(self, name: str) -> None:
         """Drop all that is sent to or from a host; its link stays up."""
-        self._on_switch(f"ip link set {self._port(name)} nomaster")
+        self._on_switch(f"ip link set {PORT}{name} nomaster")
 
     def restore(self, name: str) -> None:
         """Undo `cut`."""
-        self._on_switch(f"ip link set {self._port(name)} master br0")
-
-    def _port(self, name: str) -> str:
-        return f"s{name}" if name in self._delays else PORT + name
+        self._on_switch(f"ip link set {PORT}{name} master br0")
 
     def kill(self, name: str) -> None:
         """End all processes of a host at once; their connections are closed."""
@@ -264,27 +218,6 @@ class Bed:
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/{pid}/ns/pid") == space:
                     (group / "cgroup.procs").write_text(str(pid))
-
-    def set_clock(self, name: str, ahead: int) -> None:
-        """Set the clock of a host so many seconds ahead."""
-        self.run(name, "sh", "-c", f"echo {ahead} > /run/clock")
-
-    def set_rate(self, name: str, rate: str) -> None:
-        """Give the link of a host, in both directions, a rate such as 1gbit."""
-        bucket = f"root tbf rate {rate} burst 640k latency 200ms"  # the burst: a segment of TCP, and 5 ms of 1 Gbit/s
-        self._on_switch(f"tc qdisc replace dev {PORT}{name} {bucket}")
-        _run(*f"nsenter -t {self._first[name]} --net tc qdisc replace dev eth0 {bucket}".split())
-
-    def limit(self, name: str, *, rate: str, delay_ms: float) -> None:
-        """Give the link of a host, in both directions, a rate such as 1gbit, and a delay."""
-        self.set_rate(name, rate)
-        near, far = f"q{name}", f"s{name}"
-        self._on_switch(f"ip link set {PORT}{name} nomaster")
-        self._on_switch(f"ip link add {near} type veth peer name {far}")
-        self._on_switch(f"ip link set {far} master br0 up")
-        self._on_switch(f"ip link set {near} up")
-        program = (sys.executable, str(FOLDER / "slow_link.py"), f"{PORT}{name}", near, str(delay_ms))
-        self._delays[name] = subprocess.Popen(self.command("h0", *program))
 
     def start_slurm(self) -> None:
         """Start Slurm: its controller on h0, a daemon on every other host. Wait until all are idle."""

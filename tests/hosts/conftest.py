@@ -14,46 +14,17 @@ import pytest
 import yaml
 
 from flagcore.launchers import guard
+from tests.cli.conftest import FLAG, SPACE, TRAIN
 from tests.hosts.bed import Bed, missing
+from tests.small import SHAPE
 
-FLAG = (sys.executable, "-c", "from flagcore.cli import main; main()")
-TRAIN = '''\
-"""Plays a training run on each host: prints what Megatron would print, as fast as the knobs make it."""
-import os, time
-
-tensor, pipeline, micro = (
-    int(os.environ[f"FLAGCORE_{name}"] or 1)
-    for name in ("TENSOR_MODEL_PARALLEL_SIZE", "PIPELINE_MODEL_PARALLEL_SIZE", "MICRO_BATCH_SIZE")
-)
-ms = 100 * {1: 1.5, 2: 1.0, 4: 1.2}[micro] * {(1, 1): 1.3, (2, 1): 1.0, (1, 2): 1.4}[tensor, pipeline]
-for step in range(1, 4):
-    time.sleep(float(os.environ["TRAIN_SLEEPS"]))
-    line = f" iteration {step:8}/{3:8} | elapsed time per iteration (ms): {ms + step:.1f} | lm loss: 7.0E+00 |"
-    print(line, flush=True)
-'''
-BEST = {"tensor_model_parallel_size": 2, "micro_batch_size": 2}
 SECRET = "hidden-4711"
 SPEC: dict[str, Any] = {
-    "model": {
-        "name": "tiny",
-        "num_layers": 4,
-        "hidden_size": 256,
-        "ffn_hidden_size": 1024,
-        "num_attention_heads": 4,
-        "vocab_size": 1000,
-    },
+    "model": SHAPE,
     "train": {"engine": "megatron", "seq_length": 1024, "global_batch_size": 8, "precision": "bf16"},
     "auto_tuner": {
         "strategy": "predicted",  # goes on to the end of the space
-        "space": {
-            "tensor_model_parallel_size": [1, 2],  # over hosts only if it is listed
-            "micro_batch_size": [1, 2, 4],
-            "context_parallel_size": 1,
-            "sequence_parallel": False,
-            "use_distributed_optimizer": False,
-            "num_layers_per_virtual_pipeline_stage": None,
-            "use_recompute": False,
-        },
+        "space": {**SPACE, "tensor_model_parallel_size": [1, 2]},  # over hosts only if it is listed
     },
 }
 

@@ -10,8 +10,9 @@ import pytest
 
 from flagcore.launchers import guard
 from tests.books import books_balance, check_kept_once
+from tests.cli.conftest import BEST
 from tests.hosts.bed import Bed
-from tests.hosts.conftest import BEST, Project, Tune
+from tests.hosts.conftest import Project, Tune
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +25,6 @@ FAULTS = [
     ("killed flagcore", 4),
     ("power off", 4),
     ("full disk", 3),
-    ("wrong clock", 2),
 ]
 Undo = Callable[[], None]
 
@@ -46,9 +46,6 @@ def begin(kind: str, tune: Tune, host: str, draw: random.Random) -> Undo:
     elif kind == "full disk":
         bed.fill(host)
         return lambda: bed.unfill(host)
-    elif kind == "wrong clock":
-        bed.set_clock(host, draw.choice((-7200, 7200, 30 * 86400)))
-        return lambda: bed.set_clock(host, 0)
     return lambda: None
 
 

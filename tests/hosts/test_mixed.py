@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.cli.conftest import FLAG
 from tests.hosts.bed import ROOT, Bed, missing
-from tests.hosts.conftest import FLAG
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 CGROUP = Path("/sys/fs/cgroup/cpu")

@@ -9,8 +9,9 @@ import pytest
 
 from flagcore.launchers import guard
 from tests.books import books_balance, check_kept_once
+from tests.cli.conftest import BEST
 from tests.hosts.bed import SLURM, Bed, missing
-from tests.hosts.conftest import BEST, SECRET, Project, Tune
+from tests.hosts.conftest import SECRET, Project, Tune
 from tests.hosts.test_faults import all_clean
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The language of what flagcore prints: how it is selected, and what is translated."""
+"""The language of what flagcore prints: how it is selected, what is translated, and the columns of wide letters."""
 
 import copy
 import json
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from flagcore import i18n
-from flagcore.i18n import Message, _, choose, from_record, language, ngettext
+from flagcore.i18n import Message, _, choose, from_record, ngettext
+from flagcore.i18n.width import columns, left, right, wrapped
 from tests.i18n.messages import FILE, compiled, sources, translations
 
 FIELD = re.compile(r"\{[^{}]*\}")
@@ -19,14 +20,6 @@ def _language(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(i18n, "_chosen", "")
     yield
     choose("en")
-
-
-@pytest.mark.parametrize(
-    ("name", "selected"), [("zh_CN.UTF-8", "zh"), ("zh", "zh"), ("en", "en"), ("", "en"), ("xx", "en")]
-)
-def test_the_environment_selects_the_language(name: str, selected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLAGCORE_LANG", name)
-    assert language() == selected
 
 
 def test_messages_are_translated_and_their_fields_filled() -> None:
@@ -98,3 +91,28 @@ def test_translations_have_the_fields_of_their_messages() -> None:
 def test_sources_have_help_headings_and_messages() -> None:
     ids = {message.id for message in sources()}
     assert {"Hide progress.", "limited by", "Saved to {folder}."} <= ids
+
+
+def test_a_wide_character_takes_two_columns() -> None:
+    assert [columns(text) for text in ("", "abc", "显存 GiB", "（1）")] == [0, 3, 8, 5]
+    assert left("显存", 6) == "显存  "
+    assert right("显存", 6) == "  显存"
+
+
+def test_chinese_is_broken_between_letters_and_latin_between_words() -> None:
+    assert wrapped("每步时间由 communication 决定", 14) == ["每步时间由", "communication", "决定"]
+    assert wrapped("one two three", 8) == ["one two", "three"]
+
+
+def test_no_line_starts_with_a_comma_or_ends_with_an_opening_bracket() -> None:
+    for width in range(22, 40):
+        lines = wrapped("显存不足，请减小微批次（micro_batch_size）。或打开重计算；否则换芯片", width)
+        assert not [line for line in lines if line[0] in "，。；）" or line[-1] in "（"]
+        assert "".join(lines).replace(" ", "") == "显存不足，请减小微批次（micro_batch_size）。或打开重计算；否则换芯片"
+        assert max(map(columns, lines)) <= width
+
+
+def test_long_words_are_cut_except_paths() -> None:
+    assert wrapped("显存a" + "b" * 20, 10, " ")[0] == "显存"
+    assert max(map(columns, wrapped("显存a" + "b" * 20, 10, " "))) == 10
+    assert wrapped("see /a/very/long/path", 10, cut=False) == ["see", "/a/very/long/path"]

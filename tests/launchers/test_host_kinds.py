@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from flagcore.contracts import Platform
-from flagcore.domain.chip import Chip, Device, Support
+from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.spec import Spec
 from flagcore.errors import NoDevice, SpecError
-from flagcore.hooks import hookimpl
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.plugins import LoadedPlugins
@@ -36,26 +35,13 @@ SHELL = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_comm
 
 def plugin(name: str) -> SimpleNamespace:
     """A plugin for one chip, with variables of its own."""
-    chip = replace(small.CHIP, name=f"chip-{name}", aliases=())
-
-    @hookimpl
-    def flagcore_chips() -> list[Chip]:
-        return [chip]
-
-    @hookimpl
-    def flagcore_engine_support(chip: Chip) -> EngineSupport | None:
-        here = chip.name == f"chip-{name}"
-        return EngineSupport(support=Support.YES, visible_devices=(f"{name.upper()}_VISIBLE",)) if here else None
-
-    @hookimpl
-    def flagcore_environment(chip: Chip) -> dict[str, str] | None:
-        variables = {f"{name.upper()}_VISIBLE": "0,1", f"{name.upper()}_SOCKET_IFNAME": "{interface}"}
-        return variables if chip.name == f"chip-{name}" else None
-
-    return SimpleNamespace(
-        flagcore_chips=flagcore_chips,
-        flagcore_engine_support=flagcore_engine_support,
-        flagcore_environment=flagcore_environment,
+    upper = name.upper()
+    support = EngineSupport(support=Support.YES, visible_devices=(f"{upper}_VISIBLE",))
+    variables = {f"{upper}_VISIBLE": "0,1", f"{upper}_SOCKET_IFNAME": "{interface}"}
+    return small.plugin(
+        chips=lambda: [replace(small.CHIP, name=f"chip-{name}", aliases=())],
+        engine_support=lambda chip: support if chip.name == f"chip-{name}" else None,
+        environment=lambda chip: variables if chip.name == f"chip-{name}" else None,
     )
 
 

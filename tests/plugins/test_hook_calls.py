@@ -12,23 +12,18 @@ from flagcore_testing.examples import group_of, task_on
 
 from flagcore.domain.chip import Chip, Device, Fact, Source, Support
 from flagcore.domain.cluster import Level, Topology
-from flagcore.domain.engine import EngineSupport, RefusedValues
+from flagcore.domain.engine import EngineSupport, RefusedValues, TaskAdvice
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice
-from flagcore.hooks import hookimpl
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
 from tests.physics.test_cost_stack import LimitedCosts
+from tests.small import plugin
 
 CHIP = Chip(name="X1", vendor="x", aliases=("Example X1",))
 SOURCE = Source(kind="measured", detail="by hand")
 LAUNCH = Launch(argv=("train",), folder="/nowhere")
-
-
-def plugin(**hooks: Callable[..., object]) -> SimpleNamespace:
-    """Make a plugin of functions."""
-    return SimpleNamespace(**{f"flagcore_{name}": hookimpl(function) for name, function in hooks.items()})
 
 
 def chips_of(*chips: Chip) -> dict[str, Callable[..., object]]:
@@ -151,6 +146,10 @@ class Greedy(Wrong):
         return [1.0, 1.5]
 
 
+def failing(pattern: str, state: TrialState) -> TaskAdvice:
+    return TaskAdvice(failures=(FailurePattern(pattern=pattern, state=state),))
+
+
 def one_level(**changes: Any) -> Topology:
     level = {"name": "n", "devices": 8, "bytes_per_second": 1.0, "latency_seconds": 0.0, **changes}
     return Topology(levels=(Level(**level),))
@@ -164,8 +163,8 @@ def one_level(**changes: Any) -> Topology:
         ("environment", ["A=1"], "['A=1']"),
         ("engine_support", True, "True: must be an instance of EngineSupport"),
         ("engine_support", EngineSupport(support="yes"), "EngineSupport.support = 'yes'"),  # type: ignore[arg-type]
-        ("failure_patterns", [FailurePattern(pattern="(", state=TrialState.FAILED)], "does not compile"),
-        ("failure_patterns", [FailurePattern(pattern="x", state=TrialState.MEASURED)], "not a failure"),
+        ("check_task", failing("(", TrialState.FAILED), "does not compile"),
+        ("check_task", failing("x", TrialState.MEASURED), "not a failure"),
         ("kernel_costs", object(), "no method gemm_seconds, attention_seconds, attention_backward_seconds"),
         ("kernel_costs", Wrong, "returned the class Wrong"),
         ("kernel_costs", WRONG, "could not convert string to float"),
@@ -183,9 +182,9 @@ def test_wrong_answer_about_a_chip_is_reported_and_counts_as_none(hook: str, ans
     if hook in ("topology", "memory_model", "collective_costs"):
         arguments: tuple[object, ...] = (group_of(CHIP), "megatron")[: 1 if hook == "topology" else 2]
     else:
-        arguments = (CHIP, "megatron")
+        arguments = (task_on(CHIP),) if hook == "check_task" else (CHIP, "megatron")
     text = getattr(loaded, hook)(*arguments)
-    assert not text or text.support is Support.UNKNOWN
+    assert not text or text == TaskAdvice() or text.support is Support.UNKNOWN
     (failure,) = loaded.failures
     assert failure.stage == "answer"
     assert words in failure.reason
@@ -202,18 +201,15 @@ def test_add_on_overrides_the_plugin_that_catalogues_the_chip_regardless_of_thei
     own = chips_of(CHIP) | {
         "environment": lambda: {"SHARED": "own", "OWN": "1"},
         "engine_support": lambda: EngineSupport(support=Support.YES, device_type="own"),
-        "failure_patterns": lambda: [FailurePattern(pattern="own", state=TrialState.FAILED)],
     }
     add_on = {
         "environment": lambda: {"SHARED": "add-on"},
         "engine_support": lambda: EngineSupport(support=Support.YES, device_type="add-on"),
-        "failure_patterns": lambda: [FailurePattern(pattern="add-on", state=TrialState.FAILED)],
     }
     for names in (("a", "b"), ("b", "a")):
         loaded = LoadedPlugins.of(dict(zip(names, (plugin(**own), plugin(**add_on)), strict=True)))
         assert loaded.environment(CHIP, "megatron") == {"SHARED": "add-on", "OWN": "1"}
         assert loaded.engine_support(CHIP, "megatron").device_type == "add-on"
-        assert [found.pattern for found in loaded.failure_patterns(CHIP, "megatron")] == ["add-on", "own"]
 
 
 def test_after_a_failing_add_on_the_chips_own_plugin_answers() -> None:
@@ -223,16 +219,19 @@ def test_after_a_failing_add_on_the_chips_own_plugin_answers() -> None:
     assert [failure.name for failure in loaded.failures] == ["add-on"]
 
 
-def test_pruning_rules_of_all_plugins_are_joined() -> None:
-    rule = SimpleNamespace(name="r", message="why", prunes=lambda columns, predictions: np.zeros(1, dtype=bool))
-    nameless = SimpleNamespace(message="why", prunes=lambda columns, predictions: None)
+def test_the_advice_of_all_plugins_is_joined() -> None:
     narrow = RefusedValues(name="v", knob="tensor_model_parallel_size", values=(8,), reason="it hangs")
-    one, both = plugin(pruning_rules=lambda: [narrow, rule]), plugin(pruning_rules=lambda: [narrow])
-    loaded = LoadedPlugins.of({"a": one, "b": both, "c": plugin(pruning_rules=lambda: [nameless])})
-    values, (found,) = loaded.pruning_rules(task_on(CHIP))
-    assert (values, found.name) == ((narrow,), "r")
+    failed = {name: FailurePattern(pattern=name, state=TrialState.FAILED) for name in ("own", "add-on")}
+    own = TaskAdvice(rules=(narrow,), warmup=2, failures=(failed["own"],), notes=("own",))
+    add_on = TaskAdvice(rules=(narrow,), warmup=3, failures=(failed["add-on"],), impossible="too small")
+    wrong = TaskAdvice(rules=(replace(narrow, name=1),))  # type: ignore[arg-type]
+    plugins = {"own": (own, chips_of(CHIP)), "x": (add_on, {}), "wrong": (wrong, {})}
+    loaded = LoadedPlugins.of({name: plugin(check_task=lambda a=a: a, **more) for name, (a, more) in plugins.items()})
+    assert loaded.check_task(task_on(CHIP)) == TaskAdvice(
+        rules=(narrow,), warmup=3, failures=(failed["add-on"], failed["own"]), notes=("own",), impossible="too small"
+    )
     (failure,) = loaded.failures
-    assert "SimpleNamespace.name = None" in failure.reason
+    assert ".name = 1" in failure.reason
 
 
 def test_the_roofline_replaces_missing_entries_of_a_kernel_table() -> None:

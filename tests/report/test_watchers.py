@@ -82,7 +82,7 @@ def send(watchers: Watchers, count: int = 3) -> None:
 
 def test_webhook_gets_the_event_as_json(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(webhook.URL, server.url)
-    webhook.flagcore_on_event(EVENT)
+    webhook.on_event(EVENT)
     (posted,) = server.got
     assert {name: posted[name] for name in EVENT.as_dict()} == EVENT.as_dict()
     assert "trial 3" in posted["text"]
@@ -93,7 +93,7 @@ def test_webhook_that_refuses_is_an_error(status: int, monkeypatch: pytest.Monke
     refusing = Server(status)
     monkeypatch.setenv(webhook.URL, refusing.url)
     with pytest.raises(OSError):  # noqa: PT011
-        webhook.flagcore_on_event(EVENT)
+        webhook.on_event(EVENT)
     assert len(refusing.got) == 1
     refusing.server.shutdown()
 

@@ -9,7 +9,7 @@ from flagcore.domain.model import LinearAttention, Model, Windows
 from flagcore.engines.serving.space.weights import parameters
 from flagcore.errors import SpecError
 from flagcore.spec.models import model_from
-from tests.small import VISION
+from tests.small import SHAPE, VISION
 
 ErrorOf = Callable[..., SpecError]
 
@@ -200,13 +200,12 @@ def test_config_that_cannot_be_read_is_refused(
 
 
 def test_inline_shape_resolves_its_defaults() -> None:
-    shape = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "vocab_size": 100}
-    model = read_model(shape | {"num_moe_experts": 4, "moe_router_topk": 2, "q_lora_rank": None}, Path())
-    assert (model.num_query_groups, model.kv_channels, model.moe_ffn_hidden_size) == (4, 16, 96)
+    model = read_model(SHAPE | {"num_moe_experts": 4, "moe_router_topk": 2, "q_lora_rank": None}, Path())
+    assert (model.num_query_groups, model.kv_channels, model.moe_ffn_hidden_size) == (4, 16, 128)
 
 
 def test_all_rules_that_an_inline_shape_breaks_are_reported_once(error_of: ErrorOf) -> None:
-    shape = {"num_layers": 2, "hidden_size": 65, "ffn_hidden_size": 96, "num_attention_heads": 4, "vocab_size": 100}
+    shape = SHAPE | {"hidden_size": 65}
     wrong = {"num_query_groups": 3, "moe_router_topk": 2, "kv_lora_rank": 3, "v_head_dim": 8}
     error = error_of(read_model, shape | wrong, Path())
     keys = {f"model.{key}": value for key, value in (shape | wrong).items() if key in {*wrong, "hidden_size"}}

@@ -18,18 +18,20 @@ from tests.testing.faulty import (
 )
 
 ARGUMENTS = {
-    **dict.fromkeys(("chips", "maturity"), ""),
+    "chips": "",
     "devices": "environment",
     **dict.fromkeys(("topology", "collective_costs"), "group"),
     "memory_model": "group, engine",
     "kernel_costs": "chip, kind",
     "engine_support": "chip, engine, engine_version, kind",
-    **dict.fromkeys(("knobs", "failure_patterns"), "chip, engine, engine_version"),
+    "knobs": "chip, engine, engine_version",
     "environment": "chip, engine, engine_version, task, kind",
     "telemetry": "device",
-    "pruning_rules": "task, engine_version",
+    "check_task": "task, engine_version",
 }
 """The arguments of each hook of the healthy plugin."""
+
+ENGINE = "from flagcore.domain.engine import "
 
 OVERRIDE = """
 
@@ -102,22 +104,6 @@ def support(check: str, change: str, names: str, also: tuple[str, ...] = ()) -> 
     return hook(check, "engine_support", f"return own and replace(own, {change})", names, also=also)
 
 
-def advice(check: str, answer: str, names: str, *, owned: bool = True) -> Fault:
-    """Add a hook about tasks, for the plugin's own chips or for any."""
-    body = f"""
-
-class AdvisingPlugin(AcmePlugin):
-    @hookimpl
-    def flagcore_check_task(self, task):
-        from flagcore.domain.engine import PreferredSetting, TaskAdvice
-        return {answer} if {'self.owns(task.cluster.groups[0].chip)' if owned else 'True'} else None
-
-
-plugin = AdvisingPlugin(**vars(plugin))
-"""
-    return Fault(check, HOOKS, "", body, names)
-
-
 MODULE = (
     Fault("plugin_loads", HOOKS, "", "\n\nplugin.__dict__['flagcore_chip'] = hookimpl(lambda: ())\n", "flagcore_chips"),
     hook("plugin_loads", "memory_model", "return own", "cluster", arguments="group, cluster"),
@@ -130,12 +116,12 @@ MODULE = (
     hook("answers_are_reproducible", "environment", "return own and {**own, 'GEMS_VENDOR': str(__import__('time').time_ns())}", "flagcore_environment", also=("variables_do_not_depend_on_the_shell", "variables_do_not_select_another_vendor")),
     hook("hooks_have_no_side_effects", "chips", "print('loading')\n        return own", "loading"),
     hook("hooks_have_no_side_effects", "chips", "__import__('warnings').simplefilter('ignore')\n        return own", "flagcore_chips"),
-    hook("hooks_have_no_side_effects", "maturity", "import signal\n        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n        return own", "flagcore_maturity"),
-    hook("hooks_have_no_side_effects", "failure_patterns", "import os\n        os.environ['ACME_X'] = 'a' + os.environ.get('ACME_X', '')\n        return own", "ACME_X"),
+    hook("hooks_have_no_side_effects", "topology", "import signal\n        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n        return own", "flagcore_topology"),
+    hook("hooks_have_no_side_effects", "check_task", "import os\n        os.environ['ACME_X'] = 'a' + os.environ.get('ACME_X', '')\n        return own", "ACME_X"),
     hook("hooks_do_not_modify_arguments", "devices", "environment['ACME'] = '1'\n        return own", "flagcore_devices"),
-    hook("hooks_write_no_files", "maturity", "open('acme.log', 'w').close()\n        return own", "acme.log"),
+    hook("hooks_write_no_files", "topology", "open('acme.log', 'w').close()\n        return own", "acme.log"),
     module("hooks_return_quickly", "import os\nimport sys\nif sys.argv[0].endswith('hook_runner.py'):\n    os._exit(3)", "import"),
-    hook("hooks_return_quickly", "maturity", "__import__('time').sleep(3.5)\n        return own", "flagcore_maturity"),
+    hook("hooks_return_quickly", "topology", "__import__('time').sleep(3.5)\n        return own", "flagcore_topology"),
 )
 CHIPS = (
     hook("chips_and_devices_are_valid", "chips", "return [*own, 'A2']", "flagcore_chips", also=("foreign_chips_get_no_answer",)),
@@ -168,7 +154,7 @@ CHIPS = (
 )
 FOREIGN = (
     *(foreign(name) for name in ("topology", "memory_model", "kernel_costs", "collective_costs", "engine_support", "knobs")),
-    *(foreign(name) for name in ("environment", "failure_patterns", "pruning_rules", "telemetry")),
+    *(foreign(name) for name in ("environment", "check_task", "telemetry")),
     hook("unknown_engines_get_no_answer", "engine_support", "return own or super().flagcore_engine_support(chip, engine, engine_version, 'train')", "A1"),
 )
 COSTS = (
@@ -199,11 +185,11 @@ COSTS = (
     Fault("measured_curves_do_not_exceed_the_link", COLLECTIVES, "6.9e-04, 9.8e-03]", "2.9e-04, 2.8e-03]", "a device sends"),
 )
 ENGINES = (
-    advice("foreign_chips_get_no_answer", "TaskAdvice()", "flagcore_check_task", owned=False),
-    advice("check_task_is_valid", "'no'", "flagcore_check_task"),
-    advice("advice_on_tasks_is_complete", "TaskAdvice(impossible='too small')", "too small"),
-    advice("advice_on_tasks_is_complete", "TaskAdvice(notes=(' ',))", "A1: a note"),
-    advice("advice_on_tasks_is_complete", "TaskAdvice(preferred=(PreferredSetting(setting='bf16', value=True, reason='r'),))", "bf16"),
+    hook("foreign_chips_get_no_answer", "check_task", f"{ENGINE}TaskAdvice\n        return own or TaskAdvice()", "flagcore_check_task"),
+    hook("check_task_is_valid", "check_task", "return own and 'no'", "flagcore_check_task"),
+    hook("advice_on_tasks_is_complete", "check_task", "return own and replace(own, impossible='too small')", "too small"),
+    hook("advice_on_tasks_is_complete", "check_task", "return own and replace(own, notes=(' ',))", "A1: a note"),
+    hook("advice_on_tasks_is_complete", "check_task", f"{ENGINE}PreferredSetting\n        bf16 = PreferredSetting(setting='bf16', value=True, reason='r')\n        return own and replace(own, preferred=(bf16,))", "bf16"),
     support("engine_support_is_valid", "preload='torch_acme'", "flagcore_engine_support"),
     support("engine_support_is_complete", "distributed_backend=None", "megatron"),
     support("engine_support_is_complete", "reason=''", "megatron"),
@@ -235,7 +221,7 @@ ENVIRONMENTS = (
     Fault("entries_name_known_engines_and_chips", ENVIRONMENT, "", "  - {name: ACME_X, value: '2', engines: [megatronn], meaning: more, source: *made_up}\n", "'megatronn'"),
 )
 FAILURES = (
-    Fault("failure_patterns_are_valid", QUIRKS, "\"ACME out of memory\"  # TODO", "\"ACME (out of memory\"  # TODO", "does not compile"),
+    Fault("check_task_is_valid", QUIRKS, "\"ACME out of memory\"  # TODO", "\"ACME (out of memory\"  # TODO", "does not compile"),
     Fault("failure_examples_match", QUIRKS, "RuntimeError: ACME out", "RuntimeError: ACME ran out", "failures[0].example"),
     Fault("failure_patterns_ignore_healthy_logs", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"memory\"", "'memory' matches"),
     Fault("entries_name_known_engines_and_chips", QUIRKS, "    state: out_of_memory", "    engines: [megatron, megatronn]\n    state: out_of_memory", "megatronn"),
@@ -246,11 +232,6 @@ RUNS = (
     reading("telemetry_names_are_known", "{'power_watts': figures['power_watts']}", "memory_used_bytes"),
     hook("telemetry_is_valid", "telemetry", "return own and 'fine'", "flagcore_telemetry"),
     hook("telemetry_accepts_chip_aliases", "telemetry", "return own if device.chip in ('A1', 'ACME A1') else None", "acme A1"),
-    hook("pruning_rules_are_valid", "pruning_rules", "return own and [StayInPod]", "flagcore_pruning_rules"),
-    Fault("pruning_rules_are_usable", HOOKS, 'name = "acme_pod"', 'name = "acme pod"', "acme pod"),
-    Fault("pruning_rules_are_usable", HOOKS, 'columns["tensor_model_parallel_size"] > 4', 'columns["tensor_model_parallel_size"] > 0', "acme_pod"),
-    Fault("pruning_rules_are_usable", HOOKS, 'columns["tensor_model_parallel_size"] > 4', 'columns["tensor_parallel"] > 4', "acme_pod"),
-    Fault("pruning_rules_judge_single_candidates", HOOKS, 'columns["tensor_model_parallel_size"] > 4', "predictions.device_used_bytes > predictions.device_used_bytes.mean()", "acme_pod"),
 )
 DETECTION = (
     hook("detection_is_quick", "devices", "return own or (Device(index=0, chip='ACME A1'),) * 2", "one index", also=("*",)),
@@ -269,9 +250,9 @@ DETECTION = (
     Fault("transcript_names_match_one_chip", CHIP, 'chip: "A1"\nvendor: acme\naliases: ["ACME A1"]', "chip: A2\nvendor: acme\naliases: []", "a name of 0 chips", also=("*",)),
 )
 SHIPPED = (
-    hook("quirks_are_used", "pruning_rules", "return own and [StayInPod()]", "acme_no_block"),
-    hook("maturity_is_given", "maturity", "return None", "flagcore_maturity"),
-    Fault("foreign_chips_get_no_answer", QUIRKS, "the first step compiles for a minute, source: *made_up", "the first step compiles, source: {kind: estimated, method: ' '}", "notes[0]"),
+    hook("quirks_are_used", "check_task", "return own and replace(own, rules=())", "acme_no_block"),
+    Fault("maturity_is_given", MATURITY, "", "", "has no maturity.yaml"),
+    Fault("engine_support_is_valid", QUIRKS, "the first step compiles for a minute, source: *made_up", "the first step compiles, source: {kind: estimated, method: ' '}", "notes[0]"),
     Fault("entries_name_known_engines_and_chips", QUIRKS, "{note: the first", "{chips: [Z9], note: the first", "'Z9'"),
     Fault("maturity_matches_the_files", MATURITY, 'chips: ["A1"]\n    files', "chips: [A1, Z9]\n    files", "'Z9'"),
     Fault("maturity_matches_the_files", MATURITY, "facts of the chips", "facts", "A1 is missing"),
@@ -326,13 +307,12 @@ MEASURED = (
     adapter("5.0e+10", "400 Gb/s per node"),
     Fault("memory_is_in_binary_units", CHIP, MEMORY, "value: 64000000000", "64 GB", also=("memory_matches_transcripts",)),
     Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 65536000000", "65536 MiB"),
-    Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 899678208", "acme-smi-1.txt", also=("memory_model_is_in_bytes", "pruning_rules_are_usable")),
+    Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 899678208", "acme-smi-1.txt", also=("memory_model_is_in_bytes",)),
     Fault("figures_are_plausible", CHIP, NIC, f"{NIC}\ntdp_watts: {{value: 350000, source: *made_up}}", "A1: tdp_watts"),
     printing("memory_model", "reserved_bytes"),
     printing("telemetry", "sample"),
     Fault("hooks_have_no_side_effects", HOOKS, "        return columns[\"tensor_model", "        print('judging')\n        return columns[\"tensor_model", "judging"),
     hook("hooks_return_quickly", "memory_model", "import time\n        return own and type('Slow', (), {'__getattr__': lambda self, name: getattr(own, name), 'capacity_bytes': lambda self: time.sleep(3.5) or own.capacity_bytes()})()", "flagcore_memory_model"),
-    Fault("pruning_rules_keep_columns", HOOKS, "        return columns[\"tensor_model", "        columns[\"tensor_model_parallel_size\"] *= 2\n        return columns[\"tensor_model", "tensor_model_parallel_size"),
     Fault("chip_names_differ_from_other_plugins", CHIP, '["ACME A1"]', '["ACME A1", ACME cpu]', "plugin cpu"),
     Fault("transcripts_leave_nothing_out", SOURCES, "  lists:", "  left_out: 2\n  lists:", "expected 2"),
     Fault("transcripts_leave_nothing_out", "tests/smi/acme-smi-1.txt", "+---", "| 2    ACME A1                  | 0000:10:00.0         | 0%                    |\n| 40C  61W / 400W               | broken               |                       |\n+---", "expected 0"),

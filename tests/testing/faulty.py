@@ -49,28 +49,12 @@ from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import topology_of
 
 
-class StayInPod:
-    """Four devices share fast links."""
-
-    name = "acme_pod"
-    message = "tensor parallelism stays inside a pod of 4"
-
-    def prunes(self, columns, predictions):
-        """Return True where it does not."""
-        return columns["tensor_model_parallel_size"] > 4
-
-
 class AcmePlugin(VendorPlugin):
     """Answers the hooks that no file answers, too."""
 
     @hookimpl
     def flagcore_topology(self, group):
         return topology_of(group) if self.owns(group.chip) and group.chip.link else None
-
-    @hookimpl
-    def flagcore_pruning_rules(self, task, engine_version):
-        rules = super().flagcore_pruning_rules(task, engine_version)
-        return (*rules, StayInPod()) if any(self.owns(group.chip) for group in task.cluster.groups) else rules
 
 
 plugin = AcmePlugin(**vars(plugin))

@@ -14,7 +14,6 @@ from flagcore.domain.plan import Plan
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Control
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.hooks import hookimpl
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.loop import Dependencies, TuneResult, tune
 from flagcore.tuner.store.trials import OptunaStore
@@ -37,21 +36,8 @@ UNTIMED = replace(small.CHIP, dense_flops_per_second={}, memory_bandwidth_bytes_
 def plugin(chip: Chip = UNTIMED, count: int = 2, *, gib: float = 64, **support: Any) -> SimpleNamespace:
     """A plugin for `count` devices of a chip."""
     answer = EngineSupport(support=Support.YES, device_type="xpu", distributed_backend="gloo", **support)
-
-    @hookimpl
-    def flagcore_chips() -> list[Chip]:
-        return [chip]
-
-    @hookimpl
-    def flagcore_devices() -> list[Device]:
-        return [Device(index=n, chip="test-chip", memory_bytes=int(gib * 2**30)) for n in range(count)]
-
-    @hookimpl
-    def flagcore_engine_support() -> EngineSupport:
-        return answer
-
-    hooks = (flagcore_chips, flagcore_devices, flagcore_engine_support)
-    return SimpleNamespace(**{hook.__name__: hook for hook in hooks})
+    found = [Device(index=n, chip="test-chip", memory_bytes=int(gib * 2**30)) for n in range(count)]
+    return small.plugin(chips=lambda: [chip], devices=lambda: found, engine_support=lambda: answer)
 
 
 class Ended:

@@ -53,12 +53,6 @@ def test_events_report_start_and_end_of_each_trial_and_the_best_so_far(bench: Be
     assert all(event.seconds_left is None or event.seconds_left >= 0 for event in bench.events)
 
 
-def test_resuming_a_finished_run_starts_nothing(bench: Bench) -> None:
-    first = bench.tune().plan
-    bench.launcher = Instant(lambda tensor, micro: AssertionError("no trial should start"))
-    assert bench.tune().plan == first
-
-
 def test_a_search_that_ended_does_not_resume_with_higher_limits(bench: Bench) -> None:
     first = bench.tune(max_trials=3).plan
     assert len(first.repeats) == 2
@@ -108,17 +102,6 @@ def test_candidates_within_the_noise_of_the_best_are_repeated(bench: Bench) -> N
     assert sound(plan)
 
 
-@pytest.mark.parametrize("stop_at", [6, 10, 14])
-def test_repeats_resume_where_they_were_interrupted(bench: Bench, stop_at: int) -> None:
-    bench.launcher = Instant(at(stop_at, close, KeyboardInterrupt()))
-    assert isinstance(bench.tune(repeats=1).error, Interrupted)
-    bench.launcher = Instant(close)
-    plan = bench.tune(repeats=1).plan
-    ended = [trial for trial in plan.repeats if trial.state is TrialState.MEASURED]
-    assert len(ended) == 9
-    assert len(plan.gains) == 4
-
-
 def test_one_fast_outlier_does_not_win(bench: Bench) -> None:
     run_counts = Counter[tuple[int, int]]()
 
@@ -164,15 +147,6 @@ def test_a_failed_launch_ends_the_run_and_keeps_its_measurements(bench: Bench) -
     assert TrialState.INTERRUPTED not in {trial.state for trial in resumed.plan.trials}
 
 
-def test_the_search_stops_after_five_failed_trials(bench: Bench) -> None:
-    bench.launcher = Instant(lambda *_: CRASH)
-    plan = bench.tune().plan
-    assert len(plan.trials) == 5
-    assert plan.best is None
-    assert plan.gain is None
-    assert sound(plan)
-
-
 def test_out_of_memory_does_not_stop_the_search(bench: Bench) -> None:
     out = Exit(code=-9, ended_by="memory", duration_s=1.0)
     bench.launcher = Instant(lambda tensor, micro: plain(tensor, micro) if (tensor, micro) == (2, 1) else out)
@@ -188,13 +162,6 @@ def test_with_a_failed_baseline_there_is_a_best_but_no_gain(bench: Bench) -> Non
     assert plan.best is not None
     assert (plan.gain, plan.repeats) == (None, ())
     assert sound(plan)
-
-
-@pytest.mark.parametrize("most", [1, 2, 4])
-def test_no_more_trials_than_allowed(bench: Bench, most: int) -> None:
-    plan = bench.tune(max_trials=most, repeats=0).plan
-    assert len(plan.trials) == most
-    assert "max_trials" in plan.stopped_because
 
 
 def test_the_time_limit_of_a_trial_is_at_most_the_remaining_time_of_the_run(bench: Bench) -> None:

@@ -1,14 +1,19 @@
-"""Mistakes in the data files of a plugin are reported with file and key, whatever their types."""
+"""The data files of a plugin, and what is reported of mistakes in them."""
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flagcore.domain.chip import Source
+from flagcore.domain.knob import in_versions
 from flagcore.errors import SpecError
-from flagcore.vendorkit.engines import all_knobs, read_engines, read_maturity, read_quirks, read_variables
+from flagcore.vendorkit.chip_file import read_chip
+from flagcore.vendorkit.engines import Variable, all_knobs, read_engines, read_maturity, read_quirks, read_variables
+from tests import small
 
 READERS: dict[str, Any] = {
     "engines": read_engines,
@@ -75,3 +80,91 @@ def test_an_error_is_reported_with_its_key(read: Read, file: str, text: str, key
         read(file, text)
     assert [each.key for each in caught.value.problems] == keys
     assert caught.value.file.endswith(f"/{file}.yaml")
+
+
+GOOD = """
+chip: X1
+vendor: x
+aliases: [Example X1]
+memory_bytes: {value: 85899345920, source: {kind: measured, how: driver query, software: driver 12.4, repeats: 3}}
+dense_flops_per_second:
+  bf16: {value: 3.0e+14, source: {kind: datasheet, document: X1 brief, page: 3}}
+link:
+  name: XLink
+  topology: switch
+  bytes_per_second: {value: 1.0e+11, source: {kind: estimated, method: half of both directions}}
+"""
+
+
+def test_every_figure_keeps_its_source() -> None:
+    chip = read_chip(GOOD, "x1.yaml")
+    assert chip.memory_bytes is not None
+    assert chip.memory_bytes.value == 80 * 2**30
+    assert chip.memory_bytes.source.detail == "driver query, software driver 12.4, repeats 3"
+    assert chip.dense_flops_per_second["bf16"].source.kind == "datasheet"
+    assert chip.link is not None
+    assert chip.link.bytes_per_second.value == 1e11
+    assert chip.nic_bytes_per_second is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "fix"),
+    [
+        ("3.0e+14", "3.0e14", "dense_flops_per_second.bf16.value", "3.0e+14"),
+        ("3.0e+14", "-1", "dense_flops_per_second.bf16.value", ""),
+        ("kind: datasheet", "kind: rumour", "dense_flops_per_second.bf16.source.kind", "measured"),
+        ("document: X1 brief, ", "", "dense_flops_per_second.bf16.source.document", "document"),
+        (", source: {kind: datasheet, document: X1 brief, page: 3}", "", "dense_flops_per_second.bf16.source", ""),
+        ("  bf16:", "  bf61:", "dense_flops_per_second.bf61", "bf16"),
+        (
+            "X1 brief, page",
+            "X1 brief, revision 3, page",
+            "dense_flops_per_second.bf16.source.'revision 3'",
+            'document: "X1 brief, revision 3"',
+        ),
+        ("vendor: x", "", "vendor", ""),
+        ("vendor: x", "vendor: x\ncolour: red", "colour", ""),
+        ("topology: switch", "topology: star", "link.topology", "switch"),
+        ("[Example X1]", "[1]", "aliases[0]", ""),
+        ("chip: X1", "chip: [", "the file", ""),
+        (GOOD, "- a list", "the file", ""),
+        ("vendor: x", "vendor: x\ndevices_per_node: 0", "devices_per_node", ""),
+    ],
+)
+def test_an_invalid_file_is_reported_with_key_and_fix(old: str, new: str, key: str, fix: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read_chip(GOOD.replace(old, new), "x1.yaml")
+    assert caught.value.file == "x1.yaml"
+    assert caught.value.key == key
+    assert fix in caught.value.fix
+
+
+VARIABLE = Variable(
+    name="X",
+    value="1",
+    meaning="?",
+    source=Source(kind="published", detail="?"),
+)
+
+
+def test_multi_node_variables_are_not_set_on_one_node() -> None:
+    one = small.task()
+    two = replace(one, cluster=replace(one.cluster, groups=(replace(one.cluster.groups[0], nodes=2),)))
+    several = replace(VARIABLE, several_nodes=True)
+    assert [several.applies_to(task) for task in (None, one, two)] == [False, False, True]
+
+
+def test_a_variable_is_left_out_with_a_conflicting_setting() -> None:
+    limited = replace(VARIABLE, unless="use_megatron_fsdp")
+    assert limited.applies_to(small.task())
+    assert not limited.applies_to(small.task(settings={"use_megatron_fsdp": True}))
+
+
+@pytest.mark.parametrize(
+    ("versions", "release", "holds"),
+    [("", "0.1", True), (">=0.11,<0.13", "0.12.0+corex", True), (">=0.11,<0.13", "0.13", False), ("<1", None, True)],
+)
+def test_a_release_range_matches_a_release_inside_it_or_unknown(
+    versions: str, release: str | None, holds: bool
+) -> None:
+    assert in_versions(versions, release) == holds

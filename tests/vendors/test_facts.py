@@ -93,7 +93,7 @@ def test_no_peak_is_below_a_measured_rate(name: str, precision: str, reached: fl
     ],
 )
 def test_formats_without_units_are_refused(name: str, engine: str, refused: set[str], works: set[str]) -> None:
-    rules, _ = PLUGINS.pruning_rules(task_on(BY_NAME[name], engine))
+    rules = PLUGINS.check_task(task_on(BY_NAME[name], engine)).rules
     values = {value for rule in rules if isinstance(rule, RefusedValues) for value in rule.values}
     assert refused <= values
     assert not works & values
@@ -101,7 +101,7 @@ def test_formats_without_units_are_refused(name: str, engine: str, refused: set[
 
 @pytest.mark.parametrize(("name", "tokens"), [("910B3", 128), ("MTT-S5000", 64), ("P800", 128)])
 def test_serving_uses_cache_blocks_of_the_chips_kernels(name: str, tokens: int) -> None:
-    assert PLUGINS.check_task(task_on(BY_NAME[name])) == ()
-    (advice,) = PLUGINS.check_task(task_on(BY_NAME[name], "vllm"))
+    assert PLUGINS.check_task(task_on(BY_NAME[name])).preferred == ()
+    advice = PLUGINS.check_task(task_on(BY_NAME[name], "vllm"))
     assert [(each.setting, each.value) for each in advice.preferred] == [("engine_args.block-size", tokens)]
     assert (advice.warmup > 0) == (name == "910B3")

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,8 @@ import pytest
 import yaml
 from flagcore_testing import fakes
 
-from tests.cli.conftest import Ran, flag  # noqa: F401 (fixture)
+from tests.cli.conftest import Flag, flag  # noqa: F401 (fixture)
+from tests.small import SHAPE
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
@@ -76,15 +76,7 @@ NODES = {
     "cambricon": ("MLU370-X8", {"cnmon": CAMBRICON}),
 }
 SPEC: dict[str, Any] = {
-    "model": {
-        "name": "tiny",
-        "num_layers": 2,
-        "hidden_size": 64,
-        "ffn_hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_query_groups": 4,
-        "vocab_size": 512,
-    },
+    "model": SHAPE,
     "cluster": {"chip": "auto", "devices_per_node": "auto"},
     "train": {"engine": "megatron", "seq_length": 32, "global_batch_size": 4, "precision": "fp32"},
     "auto_tuner": {
@@ -175,7 +167,7 @@ def test_a_node_is_detected_launched_and_tuned(vendor: str, played: bool, tmp_pa
     assert launch["environment"].items() >= {"GEMS_VENDOR": vendor, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items()
 
 
-def test_a_busy_device_fails_the_trial_before_it_starts(flag: Callable[..., Ran], tmp_path: Path) -> None:  # noqa: F811
+def test_a_busy_device_fails_the_trial_before_it_starts(flag: Flag, tmp_path: Path) -> None:  # noqa: F811
     control = {**SPEC["auto_tuner"]["control"], "device_wait": 0}
     spec = {**SPEC, "auto_tuner": {**SPEC["auto_tuner"], "control": control}}
     spec["train"] = {**SPEC["train"], "command": [sys.executable, "train.py"]}
@@ -191,7 +183,7 @@ def test_a_busy_device_fails_the_trial_before_it_starts(flag: Callable[..., Ran]
 
 
 def test_with_two_vendors_tools_each_device_is_listed_once(
-    flag: Callable[..., Ran],  # noqa: F811
+    flag: Flag,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -203,7 +195,7 @@ def test_with_two_vendors_tools_each_device_is_listed_once(
 
 
 def test_the_error_of_a_failing_tool_is_shown_in_the_device_list(
-    flag: Callable[..., Ran],  # noqa: F811
+    flag: Flag,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -19,7 +19,8 @@ from flagcore.domain.launch import Launch
 from flagcore.errors import NoDevice
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.hub import Hub
-from tests.hosts.conftest import SPEC, TRAIN
+from tests.cli.conftest import TRAIN
+from tests.hosts.conftest import SPEC
 from tests.launchers.processes import ended, marked, within
 
 pytest.importorskip("ray")

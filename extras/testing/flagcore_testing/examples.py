@@ -46,13 +46,11 @@ def example_calls(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
     yield "flagcore_telemetry", {"device": Device(index=0, chip=chip.name)}
     for engine in names(WORKLOADS):
         engine_arguments = {"chip": chip, "engine": engine, "engine_version": None}
-        kind, of_engine = kind_of(engine), {"task": task_on(chip, engine), "engine_version": None}
-        yield "flagcore_check_task", of_engine
-        yield "flagcore_pruning_rules", of_engine
+        kind = kind_of(engine)
+        yield "flagcore_check_task", {"task": task_on(chip, engine), "engine_version": None}
         yield "flagcore_memory_model", {"group": group, "engine": engine, "kind": kind}
         yield "flagcore_kernel_costs", {"chip": chip, "engine": engine, "kind": kind}
         yield "flagcore_collective_costs", {"group": group, "engine": engine}
         yield "flagcore_engine_support", {**engine_arguments, "kind": kind}
         yield "flagcore_knobs", engine_arguments
         yield "flagcore_environment", {**engine_arguments, "task": task, "kind": kind}
-        yield "flagcore_failure_patterns", engine_arguments

@@ -28,10 +28,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from flagcore.domain.engine import ValueRule
 from flagcore.physics import cost_stack  # noqa: F401 (what plugins usually import is not their own time)
 from flagcore.physics.collective_costs import topology_of
-from flagcore.plugins import LoadedPlugins, Plugin, validation, workload
+from flagcore.plugins import LoadedPlugins, Plugin, validation
 from flagcore.plugins.loader import BadPlugin, one_line
 from flagcore.vendorkit import plugin as vendor_plugin  # noqa: F401 (as above)
 from flagcore_testing.examples import example_calls
@@ -137,23 +136,12 @@ def _answer(plugin: Plugin, hook: str, arguments: Mapping[str, object]) -> None:
             USES[hook](answer, arguments)
 
 
-def _use_rules(answer: Any, arguments: Mapping[str, Any]) -> None:
-    task, rules = arguments["task"], [rule for rule in answer if not isinstance(rule, ValueRule)]
-    if not rules:
-        return
-    columns = dict.fromkeys((axis.knob for axis in workload(task.spec.work.engine).axes(task)), np.ones(2, dtype=int))
-    for rule in rules:
-        with suppress(Exception):
-            rule.prunes(columns, None)
-
-
 USES: Mapping[str, Callable[[Any, Mapping[str, Any]], object]] = {
     "flagcore_memory_model": lambda answer, arguments: validation.memory_model(answer),
     "flagcore_kernel_costs": lambda answer, arguments: validation.kernel_costs(answer),
     "flagcore_collective_costs": lambda answer, arguments: validation.collective_costs(
         answer, topology_of(arguments["group"])
     ),
-    "flagcore_pruning_rules": _use_rules,
     "flagcore_telemetry": lambda answer, arguments: answer.sample(),
 }
 """Maps a hook to a function that uses the object that the hook returns."""
@@ -183,7 +171,6 @@ def _hook_calls(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, objec
     """Yield each hook with the arguments that the core passes, once per chip and engine."""
     yield "flagcore_chips", {}
     yield "flagcore_devices", {"environment": {**os.environ}}
-    yield "flagcore_maturity", {}
     yield "flagcore_vendor", {"environment": {}}
     for chip in loaded.chips():
         yield from example_calls(chip)

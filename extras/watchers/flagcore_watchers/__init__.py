@@ -1,6 +1,6 @@
 """Watchers that log the events of a run to experiment trackers. `flag tune --watch NAME` selects them.
 
-They implement the hook `flagcore_on_event`. This module converts the figures of a trial to the form that the trackers
+Each has a function `on_event`. This module converts the figures of a trial to the form that the trackers
 need.
 """
 

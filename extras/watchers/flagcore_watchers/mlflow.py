@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 from flagcore.domain.trial import RUN_FINISHED, TRIAL_FINISHED, RunEvent
-from flagcore.hooks import hookimpl
 from flagcore_watchers import about, metrics, params
 
 try:
@@ -29,8 +28,7 @@ class MlflowWatcher:
         self._client: Any = None
         self._parents: dict[str, tuple[str, str]] = {}
 
-    @hookimpl
-    def flagcore_on_event(self, event: RunEvent) -> None:
+    def on_event(self, event: RunEvent) -> None:
         """Create the parent run, log a trial that has ended, or end the parent run, depending on the event."""
         self._client = self._client or MlflowClient()
         experiment, parent = self._parents.get(event.run) or self._begin(event)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from flagcore.domain.trial import TRIAL_FINISHED, RunEvent
-from flagcore.hooks import hookimpl
 from flagcore_watchers import about, metrics, params
 
 try:
@@ -15,8 +14,7 @@ except ImportError as error:
     raise ImportError("run `pip install 'flagcore[tensorboard]'`") from error
 
 
-@hookimpl
-def flagcore_on_event(event: RunEvent) -> None:
+def on_event(event: RunEvent) -> None:
     """Write a file for each trial that ends."""
     trial = event.trial
     if event.kind != TRIAL_FINISHED or trial is None:

@@ -7,7 +7,6 @@ import os
 import re
 
 from flagcore.domain.trial import TRIAL_FINISHED, RunEvent
-from flagcore.hooks import hookimpl
 from flagcore_watchers import about, metrics, params
 
 try:
@@ -16,8 +15,7 @@ except ImportError as error:
     raise ImportError("run `pip install 'flagcore[wandb]'`") from error
 
 
-@hookimpl
-def flagcore_on_event(event: RunEvent) -> None:
+def on_event(event: RunEvent) -> None:
     """Log a trial that has ended. If a trial is logged again, it replaces the earlier log."""
     trial = event.trial
     if event.kind != TRIAL_FINISHED or trial is None:

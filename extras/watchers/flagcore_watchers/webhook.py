@@ -6,7 +6,6 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from flagcore.domain.trial import RUN_FINISHED, TRIAL_FINISHED, RunEvent
-from flagcore.hooks import hookimpl
 
 URL = "FLAGCORE_WEBHOOK_URL"
 TIMEOUT_SECONDS = 10.0
@@ -22,8 +21,7 @@ class _NoRedirect(HTTPRedirectHandler):
 _OPENER = build_opener(_NoRedirect)
 
 
-@hookimpl
-def flagcore_on_event(event: RunEvent) -> None:
+def on_event(event: RunEvent) -> None:
     """Post an event as JSON. Raises OSError if the server does not accept it, and ValueError if no URL is set."""
     url = os.environ.get(URL, "")
     if urlsplit(url).scheme not in ("http", "https"):

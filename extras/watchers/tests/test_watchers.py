@@ -5,24 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.domain.trial import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED, RunEvent
+from flagcore.domain.trial import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED
+from tests.report.test_watchers import EVENT
 
 pytest.importorskip("flagcore_watchers", reason="flagcore-watchers is not installed: `make setup`")
-
-TRIAL = {
-    "number": 3,
-    "role": "search",
-    "state": "measured",
-    "reason": None,
-    "fidelity": "run",
-    "candidate": {"micro_batch_size": 4, "layer_split": None, "sequence_parallel": True},
-    "predicted": {"step_time_s": {"value": 0.5}, "time_s": {"compute_s": 0.4}},
-    "measured": {"step_time_s": {"median": 0.25, "n": 3}, "tokens_per_second_per_device": 1000.0, "versions": {"a": 1}},
-    "duration_s": 7.0,
-}
-EVENT = RunEvent(
-    kind=TRIAL_FINISHED, time=1.8e9, run="own-1f", folder="/x", job={"engine": "e"}, trial=TRIAL, best=TRIAL
-)
 
 
 def test_tensorboard_reads_the_figures_back(tmp_path: Path) -> None:
@@ -31,7 +17,7 @@ def test_tensorboard_reads_the_figures_back(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    tensorboard.flagcore_on_event(replace(EVENT, folder=str(tmp_path)))
+    tensorboard.on_event(replace(EVENT, folder=str(tmp_path)))
     found = EventAccumulator(str(tmp_path / "tensorboard" / "trial-3"))
     found.Reload()
     (scalar,) = found.Scalars("measured.step_time_s.median")
@@ -52,7 +38,7 @@ def test_mlflow_has_a_parent_and_a_run_per_trial(tmp_path: Path, monkeypatch: py
     for _ in range(2):  # the second time, the run is resumed
         watcher = MlflowWatcher()
         for kind in (RUN_STARTED, TRIAL_FINISHED, RUN_FINISHED):
-            watcher.flagcore_on_event(replace(EVENT, kind=kind))
+            watcher.on_event(replace(EVENT, kind=kind))
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("flagcore").experiment_id
     logged = client.search_runs([experiment])
@@ -72,7 +58,7 @@ def test_wandb_writes_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    wandb.flagcore_on_event(EVENT)
+    wandb.on_event(EVENT)
     (file,) = tmp_path.rglob("*.wandb")
     content = file.read_bytes()  # protobuf records, not compressed
     assert all(text in content for text in (b"own-1f", b"micro_batch_size", b"measured.step_time_s.median"))

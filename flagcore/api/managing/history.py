@@ -10,7 +10,7 @@ import numpy as np
 from flagcore import plugins
 from flagcore.api.candidate_parser import legal_candidate
 from flagcore.api.inputs import RUNS, SpecLike, fixed_task, spec_data, write_spec
-from flagcore.api.snapshot import build_problem_of_spec
+from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.contracts import HistoryReader, Problem
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import measured_to_predicted

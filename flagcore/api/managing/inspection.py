@@ -27,6 +27,7 @@ from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import N_, _
 from flagcore.spec.huggingface import context_of, model_of_config
 from flagcore.spec.public import public_models
+from flagcore.vendorkit.engines import read_maturity
 from flagcore.vendorkit.machine import import_problem
 
 IMPORT_SECONDS = 60.0
@@ -56,7 +57,7 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
             "distribution": plugin.distribution,
             "version": plugin.version,
             "status": "loaded",
-            "maturity": {"word": known.word, **asdict(known)} if (known := loaded_plugins.maturity(plugin)) else None,
+            "maturity": _maturity(plugin),
             "chips": [chip.name for chip in chips if loaded_plugins.owner(chip.name) == plugin.name],
             "problem": "; ".join(str(f) for f in loaded_plugins.failures if f.name == plugin.name) or None,
             "undetected": undetected_vendors.get(plugin.name),
@@ -70,6 +71,14 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
             identity = {"name": failure.name, "distribution": failure.distribution}
             records.append({**identity, **empty, "problem": str(failure), "undetected": None})
     return records
+
+
+def _maturity(plugin: plugins.Plugin) -> dict[str, Any] | None:
+    """Return the evidence for a plugin's data from its `maturity.yaml`, or None if it has no valid one."""
+    with suppress(FlagError, TypeError):  # the package of an add-on may be a single module
+        if plugin.package and (known := read_maturity(plugin.package)):
+            return {"word": known.word, **asdict(known)}
+    return None
 
 
 def public_model_table(words: Collection[str] = ()) -> list[dict[str, Any]]:

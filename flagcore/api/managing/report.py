@@ -28,7 +28,7 @@ from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
 from flagcore.i18n import N_, _
 from flagcore.report.page.assembly import page
-from flagcore.report.page.rendering import as_html, as_markdown
+from flagcore.report.page.rendering import as_html
 from flagcore.report.page.run import INSIGHT, RunData, json_file
 from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult
@@ -36,18 +36,17 @@ from flagcore.tuner.stages.predict import in_gib, record
 from flagcore.tuner.store.directory import write
 
 REPORT = "report.html"
-FORMS = {"html": as_html, "markdown": as_markdown}
 
 
-def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] = ()) -> str:
-    """Return the page of the run in a folder, as `html` or `markdown`. It is not written to a file.
+def report(run_dir: Path | str, *, without: Collection[str] = ()) -> str:
+    """Return the page of the run in a folder as HTML. It is not written to a file.
 
     The predictions come from insight.json, and are omitted if that is missing. A run that was killed, or is in
     progress, is read from its journal. `without` names plugins to disable. Raises RunError if the folder has no
     readable run.
     """
     try:
-        return FORMS[form](page(report_data(Path(run_dir), without)))
+        return as_html(page(report_data(Path(run_dir), without)))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RunError(_("the result in {folder} cannot be shown: {reason!r}", folder=run_dir, reason=error)) from error
 

@@ -8,27 +8,33 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.api.inputs import SpecLike, changed_spec, loaded_plugins
-from flagcore.api.snapshot import build_problem_of_spec, prediction_records, read_spec
+from flagcore.api.inputs import SpecLike, changed_spec, loaded_plugins, read_spec, warn_about_problem
 from flagcore.contracts import Platform, Problem
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
 from flagcore.domain.plan import count
-from flagcore.domain.prediction import idle_of
+from flagcore.domain.prediction import components_of_row, idle_of
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
-from flagcore.domain.space import IntArray
+from flagcore.domain.space import Columns, IntArray
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import _
-from flagcore.plugins import LoadedPlugins
+from flagcore.plugins import LoadedPlugins, workload_of
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.formats import lookup
 from flagcore.report.text import serving_load_text
 from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, unmet_text
 from flagcore.tuner.problem import build_problem, candidate_columns, no_launch_reason, rows_by_time
 from flagcore.tuner.stages.limit import search_time
-from flagcore.tuner.stages.predict import limit, model_table
+from flagcore.tuner.stages.predict import (
+    limit,
+    model_table,
+    predict_columns,
+    predict_components,
+    predict_stage_layers,
+    record,
+)
 from flagcore.tuner.stages.rank import learn
 
 
@@ -80,6 +86,41 @@ def estimate(
         knobs=problem.knobs,
         labels=problem.workload.labels,
     )
+
+
+def build_problem_of_spec(
+    spec: SpecLike,
+    chip: str | None,
+    without: Collection[str],
+    *,
+    plan: bool = False,
+) -> Problem:
+    """Return the problem of a spec, optionally for another chip or as a `plan`.
+
+    Raises SpecError and other FlagErrors.
+    """
+    parsed_spec = read_spec(spec, chip, without)
+    with loaded_plugins(without) as loaded:
+        problem = build_problem(parsed_spec, loaded, workload_of(parsed_spec.work), plan=plan)
+    warn_about_problem(problem)
+    return problem
+
+
+def prediction_records(platform: Platform, columns: Columns) -> list[dict[str, Any]]:
+    """Return the prediction of each row, with the components of its worst stage.
+
+    If a row has no predicted time, its record contains the reason.
+    """
+    predictions = predict_columns(platform, columns)
+    components = predict_components(platform, columns, predictions.worst_stage)
+    layers = predict_stage_layers(platform, columns)
+    records = []
+    for row in range(len(predictions.step_time_s)):
+        figures = replace(predictions.row(row), components=components_of_row(components, row))
+        known = record(platform.task, figures, layers.get(row, ()))
+        has_time = figures.step_time_s is not None
+        records.append(known if has_time else {"reason": f"no time: {no_time(platform.task, platform.costs)}", **known})
+    return records
 
 
 def _candidates(problem: Problem, order: IntArray, top: int, *, distinct: bool) -> tuple[Mapping[str, Any], ...]:

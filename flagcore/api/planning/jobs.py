@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.api.snapshot import prediction_records
+from flagcore.api.planning.estimate import prediction_records
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -129,7 +129,7 @@ class _Jobs:
             spec = replace(spec, objective="output_tokens_per_s")
         plan_task = Task(spec=spec, cluster=Cluster(groups=(group,)))
         if cluster not in self._value_rules:
-            self._value_rules[cluster] = self._loaded.pruning_rules(plan_task)[0]
+            self._value_rules[cluster] = self._loaded.check_task(plan_task).rules
         task, values, noted = workload.published(plan_task, job.candidate, job.notes)
         settings = job.work.settings if isinstance(job.work, TrainSpec) else {}
         warnings = tuple(workload.job_warnings(task, values, settings, noted))

@@ -10,8 +10,7 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import parse_candidate
-from flagcore.api.inputs import LoadedSpec, loaded_plugins, warn_about_problem
-from flagcore.api.snapshot import read_spec
+from flagcore.api.inputs import LoadedSpec, loaded_plugins, read_spec, warn_about_problem
 from flagcore.contracts import Problem, Workload
 from flagcore.domain.knob import Knobs
 from flagcore.domain.prediction import Probe, RankProbe

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flagcore.api.tuning.run_best import RENDEZVOUS
 from flagcore.contracts import ExportJob, Problem
-from flagcore.contracts.exchange import DEVICES_OF_HOST
+from flagcore.contracts.exchange import comments
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import COST, Plan, cost_figures
 from flagcore.domain.secrets import (
@@ -25,11 +24,11 @@ from flagcore.domain.secrets import (
     secrets_in_environment,
 )
 from flagcore.domain.space import Candidate
-from flagcore.domain.spec import KIND, TrainSpec, is_rate
+from flagcore.domain.spec import TrainSpec, is_rate
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, UsageError
 from flagcore.i18n import _
-from flagcore.launchers.script import batch_script, job_name, multi_line, shell_quoted
+from flagcore.launchers.script import batch_script, exports, job_name, multi_line, start_lines
 from flagcore.report.formats import Notebook, as_yaml, hardware_text
 from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData, json_file
@@ -100,7 +99,7 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     return replace(outcome, can_start=not cannot)
 
 
-def _cost(problem: Problem, trial: Mapping[str, Any], median_s: float | None) -> dict[str, float | str]:
+def _cost(problem: Problem, trial: Mapping[str, Any], median_s: float | None) -> dict[str, float]:
     """Return the cost of a trial in the format of result.json: as measured, or else as predicted.
 
     `median_s`: the median step time over several runs of its candidate, or None to use the time of the trial.
@@ -125,25 +124,63 @@ def _save_launch(plan: Plan, problem: Problem, run_dir: Path) -> str:
         cannot = str(error)
         (folder / "launch.json").unlink(missing_ok=True)
         message = f"echo {shlex.quote(f'this cannot be started: {cannot}')} >&2"
-        text = "\n".join(["#!/bin/sh", heading(plan), message, "exit 2"]) + "\n"
+        text = "\n".join(["#!/bin/sh", f"# {heading(plan)}", message, "exit 2"]) + "\n"
     else:
         launch = problem.platform.selecting().prepared(planned)
-        cannot, hidden = launch.missing, HiddenSecrets.of(launch)
-        environment = {name: value for name, value in launch.environment.items() if name not in hidden.inherited}
-        needs = [name for name in hidden.inherited if name in launch.environment]
-        saved = {**asdict(launch), "environment": environment, "needs": needs, "directory": directory(launch)}
-        write(folder / "launch.json", json.dumps(saved, indent=1), private=bool(hidden))
-        if hidden.kept:
-            lines = [f"export {name}={shlex.quote(value)}" for name, value in hidden.kept.items()]
-            text = "\n".join(["# Secrets of the best configuration. Do not share this file.", *lines]) + "\n"
-            write(folder / SECRETS, text, private=True)
-        if launch.missing:
-            text = cluster_script(plan, launch, problem, run_dir) or listing(plan, launch)
-        else:
-            text = script(plan, launch, hidden, folder)
+        cannot = launch.missing
+        text = _start_script(plan, launch, problem, run_dir)
+        saved = {**redact_data(asdict(launch)), "directory": launch.directory or launch.folder}
+        write(folder / "launch.json", json.dumps(saved, indent=1))
     write(run_dir / "best.sh", text)
     (run_dir / "best.sh").chmod(0o755)
     return cannot
+
+
+def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -> str:
+    """Return a shell script that starts a launch. Secrets of the launch that this shell lacks are written to SECRETS.
+
+    If a launch lacks arguments, the script starts it on generated data on several nodes, and prints it otherwise.
+    """
+    assert plan.best is not None
+    groups = problem.platform.task.cluster.groups
+    job = ExportJob(
+        name=job_name(run_dir.name),
+        comments=(heading(plan),),
+        platform=problem.platform,
+        candidate=plan.best.candidate,
+        launch=launch,
+        devices=max(group.devices_per_node for group in groups),
+    )
+    if launch.missing and launch.sample and job.nodes > 1 and not job.unequal_nodes:
+        return batch_script(job)
+    if launch.missing:
+        return listing(job)
+    launch, names = _with_secret_variables(launch)
+    kept = {name: value for name, value in launch.environment.items() if value and is_secret(name)}
+    kept = {name: value for name, value in kept.items() if os.environ.get(name) != value}
+    secrets_file = run_dir.resolve() / "best" / SECRETS
+    if kept:
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in kept.items()]
+        text = "\n".join(["# Secrets of the best configuration. Do not share this file.", *lines]) + "\n"
+        write(secrets_file, text, private=True)
+    others = [OWN_SCRIPT] if launch.own_script else [FROZEN] if launch.leaves_out is not None else []
+    others += ["It also runs:"] if launch.leaves_out else []
+    others += [f"  {' '.join(redact_text(each).splitlines())}" for each in launch.leaves_out or ()]
+    launch = replace(launch, directory=launch.directory or launch.folder)
+    job = replace(job, comments=(*job.comments, *others), launch=launch)
+    secrets = [f". {shlex.quote(str(secrets_file))} || exit 1"] if kept else []
+    return "\n".join(["#!/bin/sh", *comments(job), *secrets, *start_lines(job, secrets=names)]) + "\n"
+
+
+def _with_secret_variables(launch: Launch) -> tuple[Launch, dict[str, str]]:
+    """Return a launch with a variable for each secret in its command, and the names of these variables by secret."""
+    environment = dict(launch.environment)
+    known = {value: name for name, value in {**os.environ, **environment}.items() if is_secret(name) and value}
+    names = dict[str, str]()
+    for number, value in enumerate(secrets_in_arguments(launch.argv), start=1):
+        names[value] = known.get(value, f"FLAGCORE_{number}_SECRET")
+        environment[names[value]] = value
+    return replace(launch, environment=environment), names
 
 
 def require_startable(problem: Problem, best: Candidate, *, elsewhere: bool = False) -> None:
@@ -166,109 +203,25 @@ def require_startable(problem: Problem, best: Candidate, *, elsewhere: bool = Fa
         raise UsageError(_("no installed plugin supports {engine} on {chip}", **names))
 
 
-OWN_SCRIPT = "# Runs your script. The best values replace the arguments of the program that it starts."
-FROZEN = "# The command of your script. Computed values, such as dates, ports and ranks, are those of the tuning."
+OWN_SCRIPT = "Runs your script. The best values replace the arguments of the program that it starts."
+FROZEN = "The command of your script. Computed values, such as dates, ports and ranks, are those of the tuning."
 SECRETS = "secrets.sh"
 """The name of a file next to `launch.json` that only its owner can read. It contains the secrets of best.sh that this
 shell does not have."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HiddenSecrets:
-    """The secrets of a launch.
-
-    `inherited`: the names of variables that have the same value in this shell. `kept`: all other secrets by name. A
-    secret in the command line that is in no variable gets a name.
-    """
-
-    inherited: tuple[str, ...]
-    kept: Mapping[str, str]
-    variables: Mapping[str, str]
-    """For each secret in the command line, the name of the variable that contains it."""
-
-    @classmethod
-    def of(cls, launch: Launch) -> HiddenSecrets:
-        """Return the secrets of `launch`, divided into secrets that this shell also has, and others."""
-        secret_variables = {name: value for name, value in launch.environment.items() if is_secret(name) and value}
-        inherited = [name for name, value in secret_variables.items() if os.environ.get(name) == value]
-        saved_secrets = {name: value for name, value in secret_variables.items() if name not in inherited}
-        shell_secrets = {value: name for name, value in os.environ.items() if is_secret(name) and value}
-        variables = {value: name for name, value in secret_variables.items()}
-        for number, value in enumerate(secrets_in_arguments(launch.argv), start=1):
-            if value in shell_secrets and shell_secrets[value] not in saved_secrets:
-                variables[value] = shell_secrets[value]
-                inherited.append(shell_secrets[value])
-            elif value not in variables:
-                variables[value] = f"FLAGCORE_SECRET_{number}"
-                saved_secrets[variables[value]] = value
-        secret_arguments = {value: variables[value] for value in secrets_in_arguments(launch.argv)}
-        return cls(inherited=tuple(dict.fromkeys(inherited)), kept=saved_secrets, variables=secret_arguments)
-
-    def __bool__(self) -> bool:
-        return bool(self.inherited or self.kept)
-
-
-def script(plan: Plan, launch: Launch, hidden: HiddenSecrets, folder: Path) -> str:
-    """Return a shell script that starts `launch` unchanged.
-
-    It reads secrets from the user's shell, or from `folder`.
-    """
-    rendezvous = {} if launch.own_script else RENDEZVOUS
-    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in rendezvous.items()]
-    exports += [
-        f"export {name}={shell_quoted(value, DEVICES_OF_HOST)}"
-        for name, value in launch.environment.items()
-        if name not in hidden.inherited and name not in hidden.kept
-    ]
-    checks = [f': "${{{name}:?set it first: its value is not kept}}"' for name in hidden.inherited]
-    checks += [f". {shlex.quote(str(folder / SECRETS))} || exit 1"] if hidden.kept else []
-    checks += [': "${DEVICE_TYPE:?set it to the type of this host in the host file}"'] if KIND in launch.argv else []
-    lines = [
-        "#!/bin/sh",
-        heading(plan),
-        *([OWN_SCRIPT] if launch.own_script else []),
-        *([FROZEN] if launch.leaves_out is not None else []),
-        *(["# It also runs:"] if launch.leaves_out else []),
-        *(f"#   {' '.join(redact_text(each).splitlines())}" for each in launch.leaves_out or ()),
-        f"cd {shlex.quote(directory(launch))} || exit 1",
-        *exports,
-        *checks,
-        f"exec {' '.join(shell_quoted(word, {**hidden.variables, KIND: 'DEVICE_TYPE'}) for word in launch.argv)}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def cluster_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -> str:
-    """Return a script that starts a launch on several nodes.
-
-    It uses generated data until the user replaces the sample arguments. The script is empty for other launches, and if
-    there are several kinds of nodes.
-    """
-    assert plan.best is not None
-    groups = problem.platform.task.cluster.groups
-    job = ExportJob(
-        name=job_name(run_dir.name),
-        comments=(heading(plan).removeprefix("# "),),
-        platform=problem.platform,
-        candidate=plan.best.candidate,
-        launch=launch,
-        devices=max(group.devices_per_node for group in groups),
-    )
-    return batch_script(job) if launch.sample and job.nodes > 1 and not job.unequal_nodes else ""
-
-
-def listing(plan: Plan, launch: Launch) -> str:
+def listing(job: ExportJob) -> str:
     """Return a shell script that prints the command of a launch, one argument per line.
 
     The user completes the command.
     """
-    exports = [f"export {name}={shell_quoted(value, DEVICES_OF_HOST)}" for name, value in launch.environment.items()]
-    text = "\n".join([*exports, multi_line(launch.argv)])
-    return "\n".join(["#!/bin/sh", heading(plan), f"# Add {launch.missing}.", "cat << 'END'", text, "END"]) + "\n"
+    launch = job.launch
+    lines = ["#!/bin/sh", *comments(job), f"# Add {launch.missing}.", "cat << 'END'", *exports(launch)]
+    return "\n".join([*lines, multi_line(launch.argv), "END"]) + "\n"
 
 
 def heading(plan: Plan) -> str:
-    """Return a comment that describes the best configuration."""
+    """Return a line that describes the best configuration."""
     assert plan.best is not None
     commands = {
         RUN: f"{len(plan.trials)} trials",
@@ -276,9 +229,4 @@ def heading(plan: Plan) -> str:
         ESTIMATE: f"{plan.counts.candidates} candidates as predicted, none of which ran,",
     }[plan.fidelity]
     hardware = hardware_text(plan.devices, plan.chip)
-    return f"# Best of {commands} on {hardware}: {candidate_text(plan.best.candidate, plan.knobs)}"
-
-
-def directory(launch: Launch) -> str:
-    """Return the working directory of a launch."""
-    return launch.directory or launch.folder
+    return f"Best of {commands} on {hardware}: {candidate_text(plan.best.candidate, plan.knobs)}"

@@ -16,13 +16,9 @@ from flagcore.api.runs import no_best_error, read_run
 from flagcore.domain.launch import Launch
 from flagcore.errors import LaunchError, RunError, UsageError
 from flagcore.i18n import _
-from flagcore.launchers import network
 from flagcore.launchers.local import start_for_users
 from flagcore.tuner.store.directory import IDENTITY
 
-RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""The default address and port of the ranks of a best configuration. Trials get a free port from the launcher
-instead."""
 PERIOD_SECONDS = 0.5
 ANSWER_SECONDS = 2.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -39,30 +35,18 @@ def run_best(
     cannot be started.
     """
     launch = _saved_launch(run_dir)
-    argv, folder = list(launch["argv"]), str(launch["directory"])
-    environment = network.fill(launch["environment"], network.placeholders())
-    ready, missing = tuple(launch["ready"]), str(launch["missing"])
-    lacking = [name for name in launch["needs"] if not os.environ.get(name)]
-    if missing:
-        program = "cat" if launch.get("sample") else "sh"  # best.sh may start the command on generated data
-        argv, folder, environment = [program, str(Path(run_dir).resolve() / "best.sh")], str(run_dir), {}
-    if lacking:
-        raise UsageError(_("set {names} first: secrets are not saved", names=", ".join(lacking)))
+    ready, missing, folder = launch["ready"], str(launch["missing"]), launch["directory"]
+    # If the user has to complete the command, best.sh prints it, or starts it on generated data.
+    argv = ["cat" if launch["sample"] else "sh", str(Path(run_dir).resolve() / "best.sh")]
     sys.stdout.flush()
     if ready:
-        server = Launch(argv=tuple(map(str, argv)), environment=environment, folder=folder, ready=ready)
+        server = Launch(argv=tuple(argv), folder=folder, ready=tuple(map(str, ready)))
         sys.exit(_serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
-    try:
-        os.chdir(folder)
-        program, defaults = argv[0], {} if launch.get("own_script") else RENDEZVOUS
-        text = _("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))
-        warn([_("the command of the best of {run}; add {missing}", run=run_dir, missing=missing) if missing else text])
-        os.execvpe(program, argv, {**defaults, **os.environ, **environment})
-    except (OSError, ValueError, TypeError, IndexError) as error:
-        names = {"program": "".join(map(str, argv[:1])), "folder": folder, "reason": error}
-        raise UsageError(_("cannot start {program} in {folder}: {reason}", **names)) from None
+    text = _("training the best of {run}; files go to {folder}", run=run_dir, folder=launch["folder"])
+    warn([_("the command of the best of {run}; add {missing}", run=run_dir, missing=missing) if missing else text])
+    os.execvp(argv[0], argv)
 
 
 def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
@@ -73,9 +57,7 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
     file = Path(run_dir) / "best" / "launch.json"
     try:
         launch = json.loads(file.read_text(encoding="utf-8"))
-        launch_fields = {"argv": list(launch["argv"]), "environment": dict(launch["environment"])}
-        texts = {key: [str(word) for word in launch.get(key, ())] for key in ("ready", "needs")}
-        return {"missing": "", **launch, **launch_fields, **texts, "directory": str(launch["directory"])}
+        return {name: launch[name] for name in ("ready", "missing", "sample", "folder", "directory")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         known = (IDENTITY, "result.json", "best/launch.json")
         if not any(os.path.isfile(os.path.join(run_dir, name)) for name in known):

@@ -236,7 +236,7 @@ class _EngineRun:
 def _require_ready(workload: Workload, spec: Spec) -> None:
     """Raise SpecError or NoDevice if trials at the fidelity of `spec` cannot run on this machine."""
     if spec.control.fidelity == RUN:
-        workload.ready(spec.on_nodes(max(spec.trial_nodes)))
+        workload.ready(spec.on_nodes(spec.trial_nodes))
     if spec.control.fidelity == PROBE or (spec.control.fidelity == RUN and spec.control.probes):
         workload.ready_to_probe(spec)
 

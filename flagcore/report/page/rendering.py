@@ -1,4 +1,4 @@
-"""Renders a page as HTML or Markdown, and its blocks as plain text. In Markdown and plain text, charts become tables.
+"""Renders a page as HTML, and its blocks as plain text, in which charts become tables.
 
 The HTML file opens offline: style, script and plotly's library are inline. All data of a run is escaped. jinja2 escapes
 text; the data of charts is escaped so that it cannot close its script element. A content security policy blocks network
@@ -6,18 +6,16 @@ access and all other scripts.
 """
 
 import json
-import re
 from base64 import b64encode
 from collections.abc import Iterator
 from hashlib import sha256
 from importlib.metadata import version
 from importlib.resources import files
 
-from flagcore.errors import UsageError
 from flagcore.i18n import _, language
 from flagcore.report import formats
 from flagcore.report.formats import NAMES
-from flagcore.report.page.blocks import Block, Chart, Code, Collapsed, Facts, Page, Table, Text, drawn
+from flagcore.report.page.blocks import Block, Chart, Facts, Page, Table, Text, drawn
 
 TEMPLATES = files("flagcore.report.page") / "templates"
 TAGS = {"en": "en", "zh": "zh-CN"}
@@ -25,18 +23,10 @@ TAGS = {"en": "en", "zh": "zh-CN"}
 
 
 def as_html(page: Page) -> str:
-    """Return a page as HTML. Raises UsageError if a library is missing."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise UsageError(
-            _(
-                "{package} is not installed: run `pip install plotly jinja2`, or use --format markdown",
-                package=error.name,
-            )
-        ) from None
+    """Return a page as HTML."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
 
     charts = [block for section in page.sections for block in section.blocks if isinstance(block, Chart)]
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
@@ -74,54 +64,6 @@ def _policy(scripts: list[str]) -> str:
 def _inside_script(text: str) -> str:
     """Return JSON that cannot end the enclosing script element or start a comment."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!])")
-
-
-def as_markdown(page: Page) -> str:
-    """Return a page as GitHub-flavoured Markdown."""
-    parts = [f"# {_text(page.title)}", _text(page.subtitle)]
-    for section in page.sections:
-        parts.append(f"## {_text(section.title)}")
-        parts += [text for block in section.blocks for text in _block(block)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _block(block: Block) -> Iterator[str]:
-    if isinstance(block, Text):
-        yield f"**{_('Note:')}** {_text(block.text)}" if block.warning else _text(block.text)
-    elif isinstance(block, Facts):
-        yield "\n".join(f"- {_text(name)}: **{_text(cell.whole)}**" for name, cell in block.items)
-    elif isinstance(block, Code):
-        yield from (_text(block.caption) + ":", _code_block(block.text))
-    elif isinstance(block, Table):
-        yield from (_text(block.caption) + ":", _table(block))
-    elif isinstance(block, Chart):
-        yield from (f"### {_text(block.title)}", _text(block.summary), *_block(block.table))
-    elif isinstance(block, Collapsed):
-        yield f"### {_text(block.title)}"
-        for inner in block.blocks:
-            yield from _block(inner)
-
-
-def _table(table: Table) -> str:
-    def line(cells: list[str]) -> str:
-        return f"| {' | '.join(cells)} |"
-
-    rule = line(["---:" if each else "---" for each in table.figures])
-    rows = [line([_text(cell.text) for cell in row]) for row in table.rows]
-    return "\n".join([line([_text(heading) for heading in table.headings]), rule, *rows])
-
-
-def _text(text: str) -> str:
-    return SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("&", "&amp;")
-
-
-def _code_block(text: str) -> str:
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{text}\n{fence}"
 
 
 def plain_text(block: Block | None) -> Iterator[str]:

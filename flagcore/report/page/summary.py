@@ -12,7 +12,7 @@ from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.candidate_report import causes_text, figure_pairs
-from flagcore.report.formats import NAMES, energy_text, shown, size_text
+from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.page.blocks import (
     COLOURS,
     Block,
@@ -196,9 +196,8 @@ def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
 
 
 def _cost(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
-    """Yield time, cost and energy of the planned job, and cost and energy of tokens, where they are known."""
+    """Yield the time and the cost of the planned job, and the cost of tokens, where they are known."""
     cost, mark = run.cost, _mark(run) if best.measurement else "~"
-    source = _("(by the TDP of the devices)")
     if days := cost.get("planned_days"):
         text = _("{days} days", days=shown(days)) if days >= MIN_DAYS else duration_text(days * DAY)
         price = cost.get("planned_cost")
@@ -206,12 +205,6 @@ def _cost(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
         yield _("Planned steps"), Cell(f"{mark}{text}{total}", days)
     if (price := cost.get("cost_per_million_tokens")) is not None:
         yield _("Cost per million tokens"), Cell(f"{mark}{shown(price)}", price)
-    for name, key in (
-        (_("Energy per million tokens"), "energy_kwh_per_million_tokens"),
-        (_("Energy of the planned steps"), "planned_energy_kwh"),
-    ):
-        if (energy := number(cost.get(key))) is not None:
-            yield name, Cell(f"{mark}{energy_text(energy)}", energy, note=source)
 
 
 def _step(run: RunData, best: Trial) -> Cell:

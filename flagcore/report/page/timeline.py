@@ -8,17 +8,7 @@ from flagcore.errors import NotModelled
 from flagcore.i18n import _
 from flagcore.physics.pipelines import SCHEDULES, ExecutedPass, simulate, step_seconds
 from flagcore.report.formats import NAMES, shown
-from flagcore.report.page.blocks import (
-    Block,
-    Chart,
-    Section,
-    Table,
-    Text,
-    bars,
-    percent,
-    rows_layout,
-    table,
-)
+from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, bars, percent, rows_layout, table
 from flagcore.report.page.run import RunData
 
 KINDS = NAMES["passes"]

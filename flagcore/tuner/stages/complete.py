@@ -54,19 +54,18 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, workload: Workload, 
     # 1. Chips and node groups: those that the spec names, or the best chip of this machine.
     hardware = discover(spec, plugins, version)
     # 2. `train.precision: auto` becomes the fastest precision that all chips support.
-    value_rules, pruning_rules = plugins.pruning_rules(Task(spec=spec, cluster=hardware.cluster), version)
-    spec, precision_reason = _with_precision(spec, hardware.groups, hardware.supports, value_rules)
+    advice = plugins.check_task(Task(spec=spec, cluster=hardware.cluster), version)
+    spec, precision_reason = _with_precision(spec, hardware.groups, hardware.supports, advice.rules)
     # 3. Settings without which the engine does not run on the chips.
-    forced = [rule for rule in value_rules if isinstance(rule, ForcedSetting)]
+    forced = [rule for rule in advice.rules if isinstance(rule, ForcedSetting)]
     requested = Task(spec=_with_settings(spec, forced), cluster=hardware.cluster)
     # 4. The plugins' advice on this task: faster settings, and the warm-up of its trials.
-    task, support = _advised(requested, hardware.support, plugins.check_task(requested, version))
+    task, support = _advised(requested, hardware.support, advice)
     engine, groups, spec = task.spec.work.engine, hardware.groups, task.spec
     chips = [group.chip for group in groups]
     own_devices = tuple(device for device in hardware.devices if any(chip.has_name(device.chip) for chip in chips))
     readers = {device: plugins.telemetry(device) for device in own_devices}
     environments = [plugins.environment(chip, engine, version, task) for chip in chips]
-    patterns_of_chips = [plugins.failure_patterns(chip, engine, version) for chip in chips]
     environment = {name: value for given in reversed(environments) for name, value in given.items()}
     setups = [
         HostSetup(
@@ -88,15 +87,14 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, workload: Workload, 
         costs=costs(task.cluster, plugins, engine),
         support=support,
         environment=_of_shell(environment),
-        pruning_rules=pruning_rules,
-        failure_patterns=tuple(pattern for patterns in patterns_of_chips for pattern in patterns),
+        failure_patterns=advice.failures,
         telemetry={device: reader for device, reader in readers.items() if reader is not None},
         devices=own_devices,
         knobs=tuple(knob for knob in first if all(knob in each for each in others)),
         engine_version=version,
         conflicts=tuple(_conflicts(environment, spec)),
         setups=tuple(setups),
-        value_rules=value_rules,
+        value_rules=advice.rules,
         precision_reason=precision_reason,
     )
 
@@ -133,24 +131,21 @@ def _with_precision(
     return replace(spec, work=replace(spec.work, precision=precision)), "; ".join([reason, *slow])
 
 
-def _advised(task: Task, support: EngineSupport, advice: Sequence[TaskAdvice]) -> tuple[Task, EngineSupport]:
+def _advised(task: Task, support: EngineSupport, advice: TaskAdvice) -> tuple[Task, EngineSupport]:
     """Apply the plugins' advice to the task and the support.
 
     Raises NoDevice if a plugin reports that the task cannot run.
     """
-    for each in advice:
-        if each.impossible:
-            arguments = {"engine": task.spec.work.engine, "chip": task.cluster.chips, "why": each.impossible}
-            raise NoDevice(_("{engine} does not run on {chip}: {why}", **arguments))
-    spec = task.spec
-    notes = []
-    for preferred in (preferred for each in advice for preferred in each.preferred):
+    if advice.impossible:
+        arguments = {"engine": task.spec.work.engine, "chip": task.cluster.chips, "why": advice.impossible}
+        raise NoDevice(_("{engine} does not run on {chip}: {why}", **arguments))
+    spec, notes = task.spec, list[str]()
+    for preferred in advice.preferred:
         if (more := _with_preferred(spec, preferred)) != spec:
             spec = more
             notes.append(f"{preferred.setting} = {preferred.value}: {preferred.reason}")
-    spec = _with_warmup(spec, max((each.warmup for each in advice), default=0))
-    support = replace(support, notes=(*support.notes, *notes, *(note for each in advice for note in each.notes)))
-    return replace(task, spec=spec), support
+    support = replace(support, notes=(*support.notes, *notes, *advice.notes))
+    return replace(task, spec=_with_warmup(spec, advice.warmup)), support
 
 
 def _with_preferred(spec: Spec, preferred: PreferredSetting) -> Spec:

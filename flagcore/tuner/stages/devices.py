@@ -64,7 +64,7 @@ def _units(platform: Platform) -> tuple[tuple[Unit, ...], int]:
     """Return the hosts, cores or devices that trials can use, and how many of them one trial needs."""
     spec, group = platform.task.spec, platform.task.cluster.groups[0]
     if spec.on_each_host:
-        return spec.cluster.hosts, max(spec.trial_nodes)
+        return spec.cluster.hosts, spec.trial_nodes
     if platform.support.shared_devices:
         return tuple(sorted(os.sched_getaffinity(0))[: len(platform.devices)]), group.devices_per_node
     cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None

@@ -28,7 +28,7 @@ def nodes_left(platform: Platform, launcher: Launcher) -> int | None:
         return None
     usable = len(launcher.usable_hosts(spec.cluster.hosts))
     sizes = [nodes for nodes in spec.sizes if nodes <= usable] or spec.sizes[:1]
-    return None if usable >= max(spec.trial_nodes) else sizes[-1]
+    return None if usable >= spec.trial_nodes else sizes[-1]
 
 
 def launch(

@@ -1,6 +1,5 @@
 """probe: run single ranks of a candidate, and combine their measurements with its prediction."""
 
-import json
 import os
 import posixpath
 import time
@@ -13,7 +12,6 @@ import numpy as np
 
 from flagcore.contracts import Launcher, MemoryModel, Platform, RunningLaunch, communicator_bytes
 from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of, task_to_start
-from flagcore.domain.files import read_regular
 from flagcore.domain.launch import Exit, Launch, failure
 from flagcore.domain.prediction import Prediction, Probe, RankMeasurement, RankPrediction, RankProbe
 from flagcore.domain.space import Candidate
@@ -42,7 +40,6 @@ def probe(
     ranks: Sequence[int] = (),
     on_rank: Callable[[int], object] = lambda rank: None,
     *,
-    earlier: Sequence[str] = (),
     finish: bool = True,
     devices: int = 1,
 ) -> Probe:
@@ -54,13 +51,11 @@ def probe(
     - `limit`: the time limit of all ranks together.
     - `ranks`: by default, the ranks that `Workload.probe_ranks` returns.
     - `on_rank`: called before each rank starts.
-    - `earlier`: folders of earlier probes. Ranks that succeeded there are not repeated.
     - `finish`: if it is false, the probe ends when a rank fails, and ranks that still run are dropped.
     """
     chosen = tuple(ranks) or ranks_to_probe(platform, candidate)
     predicted = _predict_ranks(platform, candidate, chosen)
-    results = {rank: result for rank in chosen if (result := _earlier_result(earlier, rank, predicted[rank], platform))}
-    waiting, running = [rank for rank in chosen if rank not in results], list[_RunningRank]()
+    results, waiting, running = dict[int, RankProbe](), [*chosen], list[_RunningRank]()
     deadline, places = time.monotonic() + limit.seconds, _places(platform, devices)
     with ThreadPoolExecutor(len(places)) as threads:
         try:
@@ -103,20 +98,6 @@ def _predict_ranks(platform: Platform, candidate: Candidate, ranks: Sequence[int
 def _engine_task(task: Task, candidate: Candidate) -> Task:
     """Return the task for calling the engine, which includes the effects of a candidate's knobs."""
     return engine_task(task, effects_of(task, candidate.as_dict()))
-
-
-def _earlier_result(
-    folders: Sequence[str], rank: int, predicted: RankPrediction, platform: Platform
-) -> RankProbe | None:
-    """Return the first successful result of a rank in the folders of earlier probes, or None."""
-    for folder in folders:
-        rank_folder = os.path.join(folder, f"rank-{rank}")
-        with suppress(OSError, ValueError, KeyError, TypeError, FlagError):
-            ended = json.loads(read_regular(os.path.join(rank_folder, "exit.json")))
-            if ended["code"] == 0 and ended["ended_by"] is None:
-                measured = platform.workload.read_probe(platform.task, rank_folder)
-                return RankProbe(rank=rank, state=TrialState.MEASURED, predicted=predicted, measured=measured)
-    return None
 
 
 def _places(platform: Platform, devices: int) -> list[tuple[tuple[str, ...], int]]:

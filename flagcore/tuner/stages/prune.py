@@ -11,7 +11,6 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import DOES_AS_MUCH_WORK, DOES_NOT_FIT, NEEDS_AS_MUCH_MEMORY, Pruned
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, Space
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.errors import FlagError
 from flagcore.tuner.learning.trials import min_memory_share
 
 CHUNK = 1 << 16
@@ -71,23 +70,10 @@ def _by_prediction(
     pruned = _remove(start, DOES_NOT_FIT, np.arange(size), exceeds_memory)
     for rule in rules:
         rows = pruned.open_rows
-        try:
-            pieces = [rows[start : start + CHUNK] for start in range(0, rows.size, CHUNK)]
-            masks = [_evaluate(rule, space.columns(piece), predictions.take(piece)) for piece in pieces]
-            pruned = _remove(pruned, rule.name, rows, np.concatenate([np.zeros(0, dtype=np.bool_), *masks]))
-        except Exception as error:  # a plugin's rule that raises is disabled
-            reason = str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
-            message = f"pruning rule {rule.name} is disabled: {reason}"
-            pruned = replace(pruned, broken_rules=(*pruned.broken_rules, message))
+        pieces = [rows[start : start + CHUNK] for start in range(0, rows.size, CHUNK)]
+        masks = [rule.prunes(space.columns(piece), predictions.take(piece)) for piece in pieces]
+        pruned = _remove(pruned, rule.name, rows, np.concatenate([np.zeros(0, dtype=np.bool_), *masks]))
     return pruned
-
-
-def _evaluate(rule: PruningRule, columns: Columns, predictions: Predictions) -> BoolArray:
-    """Return a mask of the rows that a rule removes. Raises TypeError unless the rule returns one boolean per row."""
-    mask, shape = np.asarray(rule.prunes(columns, predictions)), predictions.step_time_s.shape
-    if mask.dtype != np.bool_ or mask.shape != shape:
-        raise TypeError(f"returned {mask.dtype} of shape {mask.shape} instead of bool of shape {shape}")
-    return mask
 
 
 def _by_trial(pruned: Pruned, problem: Problem, trial: Trial) -> Pruned:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flagcore.contracts import Platform, PruningRule
+from flagcore.contracts import Platform
 from flagcore.domain.effects import engine_candidate, engine_legality, engine_task
 from flagcore.domain.prediction import Prediction, Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, IntArray, Merge, Rule, as_candidate
@@ -102,10 +102,18 @@ def scale_steps(batch: int, whole_batch: int, short_s: float, whole_s: float) ->
 
 @dataclass(frozen=True, slots=True)
 class SmallerTask:
-    """The task as trials run it on `nodes` of the nodes of `whole`."""
+    """The task as trials run it on `nodes` of the nodes of `whole`.
+
+    It is also the pruning rule for candidates that are predicted to fit on all nodes, but not on these.
+    """
 
     whole: Platform
     nodes: int
+    name = "trial_memory"
+    message = "it is predicted not to fit on the nodes of trials, where a device may have more of the optimizer"
+
+    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
+        return ~self.predictions(columns).fits
 
     @property
     def platform(self) -> Platform:
@@ -195,33 +203,7 @@ class SmallerTask:
         return {**columns, self._replicas: np.maximum(replicas * share.numerator // share.denominator, 1)}
 
 
-class TrialMemory:
-    """Prunes candidates that are predicted to fit on all nodes, but not on the nodes of trials."""
-
-    name = "trial_memory"
-    message = "it is predicted not to fit on the nodes of trials, where a device may have more of the optimizer"
-
-    def __init__(self, smaller: SmallerTask) -> None:
-        self.smaller = smaller
-
-    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
-        return ~self.smaller.predictions(columns).fits
-
-
-def rules_of_trials(platform: Platform) -> tuple[Rule, ...]:
-    """Return a rule for each number of nodes of trials, which removes candidates that cannot run on them."""
-    return tuple(each.rule() for each in _sizes(platform))
-
-
-def pruning_of_trials(platform: Platform) -> tuple[PruningRule, ...]:
-    """Return the rule that prunes candidates that do not fit on the fewest nodes of trials.
-
-    Returns no rule if all trials use all nodes.
-    """
-    sizes = sorted(_sizes(platform), key=lambda each: each.nodes)
-    return tuple(TrialMemory(each) for each in sizes[:1])
-
-
-def _sizes(platform: Platform) -> list[SmallerTask]:
+def smaller_task(platform: Platform) -> SmallerTask | None:
+    """Return the task as trials run it on `control.trial_nodes` nodes, or None if they run on all nodes."""
     spec = platform.task.spec
-    return [SmallerTask(platform, nodes) for nodes in spec.control.trial_nodes if nodes < spec.cluster.nodes]
+    return SmallerTask(platform, spec.trial_nodes) if spec.trial_nodes < spec.cluster.nodes else None

@@ -1,4 +1,4 @@
-"""Search strategies, which choose the order of trials. Only this package and the store may import optuna.
+"""Search strategies, which choose the order of trials.
 
 This module contains the strategies that do not learn: the order of predictions, and random search, to which all others
 are compared.

@@ -1,6 +1,6 @@
 """Finds Ascend NPUs. torch_npu adds torch.npu; a module with two dies (910C, Atlas 300I Duo) counts as two devices."""
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
+from flagcore.vendorkit.detection import DeviceDetector, list_with
 from flagcore_ascend import smi
 
 PCI_VENDOR = 0x19E5
@@ -10,8 +10,7 @@ vendor ID."""
 DETECTOR = DeviceDetector(
     vendor="ascend",
     tool="npu-smi",
-    listing=list_with(smi.read, "npu-smi info"),
-    uses=use_with(smi.read, "npu-smi info", processes=smi.processes),
+    listing=list_with(smi.read, "npu-smi info", processes=smi.processes),
     visible=("ASCEND_RT_VISIBLE_DEVICES",),
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("ASCEND_", "HCCL_"),

@@ -4,7 +4,7 @@ With torch_mlu's gpu_migration, torch.cuda also lists MLUs; therefore only torch
 devices.
 """
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
+from flagcore.vendorkit.detection import DeviceDetector, list_with
 from flagcore_cambricon import smi
 
 PCI_VENDOR = 0xCABC
@@ -15,7 +15,6 @@ DETECTOR = DeviceDetector(
     vendor="cambricon",
     tool="cnmon",
     listing=list_with(smi.read, "cnmon"),
-    uses=use_with(smi.read, "cnmon"),
     visible=("MLU_VISIBLE_DEVICES",),
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("MLU_", "CNCL_", "NEUWARE_"),

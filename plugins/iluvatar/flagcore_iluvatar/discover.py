@@ -6,7 +6,7 @@ A card with two chips (BI-V150, MR-V100 DUO) has two devices.
 
 from collections.abc import Mapping
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
+from flagcore.vendorkit.detection import DeviceDetector, list_with
 from flagcore.vendorkit.machine import TorchReport, tool_output
 from flagcore_iluvatar import smi
 
@@ -27,7 +27,6 @@ DETECTOR = DeviceDetector(
     vendor="iluvatar",
     tool="ixsmi",
     listing=list_with(smi.read, "ixsmi"),
-    uses=use_with(smi.read, "ixsmi"),
     visible=("CUDA_VISIBLE_DEVICES",),
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     device_file="dev/iluvatar[0-9]*",

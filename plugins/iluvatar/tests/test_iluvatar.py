@@ -40,7 +40,7 @@ def test_vllm_gets_the_variable_for_graphs_and_captures_decoding_only() -> None:
     (chip,) = (chip for chip in plugin.flagcore_chips() if chip.name == "BI-V150")
     loaded = LoadedPlugins.of({"iluvatar": plugin})
     assert loaded.environment(chip, "vllm")["VLLM_ENFORCE_CUDA_GRAPH"] == "1"
-    rules, _ = loaded.pruning_rules(task_on(chip, "vllm"))
+    rules = loaded.check_task(task_on(chip, "vllm")).rules
     refused = {value for each in rules if isinstance(each, RefusedValues) for value in each.values}
     assert {"PIECEWISE", "FULL", "FULL_AND_PIECEWISE"} <= refused
     assert not {"NONE", "FULL_DECODE_ONLY"} & refused

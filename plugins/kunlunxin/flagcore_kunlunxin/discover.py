@@ -1,6 +1,6 @@
 """Finds Kunlunxin XPUs with xpu-smi. The vendor's torch uses the device name cuda and may call a device just GPU."""
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
+from flagcore.vendorkit.detection import DeviceDetector, list_with
 from flagcore.vendorkit.machine import TorchReport
 from flagcore_kunlunxin import smi
 
@@ -15,8 +15,7 @@ def _is_own_torch(report: TorchReport) -> bool:
 DETECTOR = DeviceDetector(
     vendor="kunlunxin",
     tool="xpu-smi",
-    listing=list_with(smi.read, "xpu-smi", "xpu_smi"),
-    uses=use_with(smi.read, "xpu-smi", "xpu_smi", processes=smi.processes),
+    listing=list_with(smi.read, "xpu-smi", "xpu_smi", processes=smi.processes),
     visible=("XPU_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("XMLIR_", "BKCL_", "XDNN_"),

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
+from flagcore.vendorkit.detection import DeviceDetector, list_with
 from flagcore.vendorkit.machine import TorchReport, tool_output
 from flagcore.vendorkit.matrix import adapter_share, read_matrix
 from flagcore_metax import smi
@@ -60,5 +60,4 @@ DETECTOR = MetaxDetector(
     trusts=_is_own_torch,
     uuids=_uuids,
     topology=(TOOLS[0], "topo", "-n"),
-    uses=use_with(smi.read, *TOOLS),
 )

@@ -1,6 +1,6 @@
 """Finds Moore Threads GPUs. torch_musa adds torch.musa; with torchada, torch.cuda uses these GPUs too."""
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
+from flagcore.vendorkit.detection import DeviceDetector, list_with
 from flagcore_mthreads import smi
 
 PCI_VENDOR = 0x1ED5
@@ -9,8 +9,7 @@ PCI_VENDOR = 0x1ED5
 DETECTOR = DeviceDetector(
     vendor="mthreads",
     tool="mthreads-gmi",
-    listing=list_with(smi.read, "mthreads-gmi"),
-    uses=use_with(smi.read, "mthreads-gmi", processes=smi.processes),
+    listing=list_with(smi.read, "mthreads-gmi", processes=smi.processes),
     visible=("MUSA_VISIBLE_DEVICES",),
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("MUSA_", "MTHREADS_"),

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from flagcore.api.inputs import read_spec
 from flagcore.engines.results import METRICS
 from flagcore.engines.serving.launch.export import FRONT_PORT, NGINX, START
 from flagcore.engines.serving.launch.server import SERVE
-from flagcore.spec.convert import read_spec
-from tests.small import ENGINES
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "serving.md").read_text()
@@ -22,6 +21,6 @@ def test_file_and_port_flags_are_reserved_for_the_program() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_varies_at_least_four_knobs(name: str) -> None:
-    spec = read_spec(ROOT / "examples" / name, ENGINES)
+    spec = read_spec(ROOT / "examples" / name)
     assert sum(len(values) > 1 for values in spec.space.values()) >= 4
     assert spec.control.max_trials >= 8

@@ -36,7 +36,6 @@ class Made:
     folder: Path
     result: dict[str, Any]
     html: str
-    markdown: str
     page: Read
 
 
@@ -55,18 +54,18 @@ class Runs:
             else:
                 run_folder = self.folder / kind / "run"
                 getattr(self, kind)(run_folder)
-            html, markdown = api.report(run_folder), api.report(run_folder, "markdown")
+            html = api.report(run_folder)
             result = run_folder / "result.json"
             data = json.loads(result.read_text()) if result.exists() else {}
-            self.made[kind] = Made(run_folder, data, html, markdown, read(html))
+            self.made[kind] = Made(run_folder, data, html, read(html))
         return self.made[kind]
 
-    def chinese(self, kind: str, form: str = "html") -> str:
+    def chinese(self, kind: str) -> str:
         """Return the page of a kind of run as a Chinese reader gets it."""
         report = self(kind)
         choose("zh")
         try:
-            return api.report(report.folder, form)
+            return api.report(report.folder)
         finally:
             choose("")
 

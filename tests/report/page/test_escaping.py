@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from flagcore.report.page.blocks import Chart, Code, Collapsed, Page, Section, Text, label, table
-from flagcore.report.page.rendering import as_html, as_markdown
+from flagcore.report.page.rendering import as_html
 from flagcore.report.page.run import tail
 from flagcore.report.result import read_trial
 from tests.report.page.conftest import HOSTILE, Runs
@@ -49,22 +49,12 @@ def test_labels_of_charts_hold_no_tag_but_line_breaks() -> None:
     assert label("pruned: does_the_work_of_a_measured_one").count("<br>") == 1
 
 
-def test_text_stays_text_in_markdown() -> None:
-    text = as_markdown(malicious_page())
-    outside = re.sub(r"^(`{3,})text\n.*?\n\1$", "", text, flags=re.DOTALL | re.MULTILINE)
-    assert "`````" not in outside
-    assert not re.search(r"(?<!\\)<", outside)
-    assert all(line.count("|") - line.count("\\|") == 3 for line in outside.splitlines() if line.startswith("|"))
-    assert f"````text\n{MALICIOUS}\n````" in text
-
-
 def test_a_log_with_html_is_escaped(runs: Runs) -> None:
     report = runs("failed")
     shown_words = HOSTILE.replace("\x1b[31m", "").replace("\x1b[0m", "").replace("\x07", "\N{REPLACEMENT CHARACTER}")
     logs = [each.text for each in report.page.section("trials").every("pre")]
     assert shown_words in logs
     assert sum("</pre><b>it is</b>" in text for text in logs) == len(report.result["trials"])
-    assert shown_words in report.markdown
     reasons = [row["reason"].text for row in report.page.rows("summary", "Reasons")]
     assert reasons == [trial["reason"] for trial in report.result["trials"]]
 
@@ -72,7 +62,7 @@ def test_a_log_with_html_is_escaped(runs: Runs) -> None:
 def test_secrets_of_the_spec_are_left_out(runs: Runs) -> None:
     report = runs("serving")
     assert "a-secret-of-mine" in (report.folder / "spec.yaml").read_text()
-    assert "a-secret-of-mine" not in report.html + report.markdown
+    assert "a-secret-of-mine" not in report.html
     assert "HF_TOKEN" in report.html
 
 

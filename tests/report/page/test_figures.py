@@ -221,14 +221,11 @@ def test_engines_are_reported_side_by_side_with_links_to_their_own_pages(runs: R
     assert rows[other]["stopped"].text == error
 
 
-def test_cost_and_energy_are_those_of_the_result_in_units_that_fit(edited: Edited) -> None:
-    cost = {"planned_days": 3.0, "planned_cost": 1230.0, "cost_per_million_tokens": 0.25, "energy_source": "tdp"}
-    cost |= {"energy_kwh_per_million_tokens": 0.0125, "planned_energy_kwh": 2500.0}
+def test_the_cost_is_that_of_the_result(edited: Edited) -> None:
+    cost = {"planned_days": 3.0, "planned_cost": 1230.0, "cost_per_million_tokens": 0.25}
     facts = edited("dense", lambda data: data["best"].update(cost=cost)).facts("summary")
     assert re.fullmatch(r"3 days, .*1,230", facts["Planned steps"].text)
-    assert facts["Energy per million tokens"].value == 0.0125
-    assert facts["Energy per million tokens"].text.startswith("12.5 Wh (")
-    assert facts["Energy of the planned steps"].text.startswith("2.5 MWh (")
+    assert facts["Cost per million tokens"].value == 0.25
 
 
 def test_tables_of_thousands_of_trials_list_the_best_the_failed_and_the_fastest(

@@ -10,11 +10,10 @@ import pytest
 from flagcore import api
 from flagcore.api.managing import report
 from flagcore.errors import RunError
-from tests.cli.conftest import Ran, flag, project  # noqa: F401 (fixtures)
+from tests.cli.conftest import Flag, Ran, flag, project  # noqa: F401 (fixtures)
 from tests.report.page.conftest import KINDS, Runs
 from tests.report.page.reading import read
 
-Flag = Callable[..., Ran]
 Copied = Callable[..., Path]
 
 
@@ -122,7 +121,7 @@ def test_a_folder_without_a_run_is_one_line(flag: Flag, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_writes_html_into_the_run_and_markdown_to_stdout_or_to_a_file(
+def test_the_command_writes_into_the_run_to_stdout_or_to_a_file(
     flag: Flag,  # noqa: F811
     copied: Copied,
     runs: Runs,
@@ -133,11 +132,10 @@ def test_the_command_writes_html_into_the_run_and_markdown_to_stdout_or_to_a_fil
     completed = flag("report", str(folder))
     assert (completed.code, completed.out.strip()) == (0, str(folder / "report.html"))
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
-    assert flag("report", str(folder), "--format", "markdown").out == api.report(folder, "markdown")
     folder = runs("dense").folder
-    completed = flag("report", str(folder), "--format", "markdown", "--output", "page.md")
-    assert completed.out.strip() == "page.md"
-    assert (tmp_path / "page.md").read_text() == runs("dense").markdown
+    completed = flag("report", str(folder), "--output", "page.html")
+    assert completed.out.strip() == "page.html"
+    assert (tmp_path / "page.html").read_text() == runs("dense").html == flag("report", str(folder), "-o", "-").out
     assert flag("report", str(folder), "-o", "no/such/folder.html").code == 2
 
 

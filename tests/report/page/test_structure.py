@@ -1,9 +1,8 @@
-"""What every page has, whatever the run."""
+"""What every page has, whatever the run, and the stages of a mixed cluster."""
 
 import re
 from base64 import b64encode
 from hashlib import sha256
-from html import unescape
 from itertools import pairwise
 
 import plotly.graph_objects
@@ -95,14 +94,10 @@ def test_series_of_a_chart_differ_by_more_than_colour(report: Made) -> None:
         assert len(styles) == len(set(styles)), [trace["name"] for trace in chart["traces"]]
 
 
-def test_the_same_sections_and_figures_are_in_the_markdown(report: Made) -> None:
-    titles = [next(report.page.section(anchor).every("h2")).text for anchor in report.page.sections]
-    assert re.findall(r"^## (.*)$", report.markdown, re.MULTILINE) == titles
-    tables = list(report.page.root.every("table"))
-    assert len(re.findall(r"^\| (?:---:?)", report.markdown, re.MULTILINE)) == len(tables)
-    plain_text = unescape(report.markdown.replace("\\", ""))
-    for table in tables:
-        for body in table.every("tbody"):
-            for row in body.every("tr"):
-                cells = [" ".join(each.text.split()) for each in row.every("th", "td")]
-                assert f"| {' | '.join(cells)} |" in plain_text
+def test_each_stage_has_its_chip_and_layers(runs: Runs) -> None:
+    page = runs("mixed").page
+    timeline, memory = page.rows("pipeline", "Seconds per"), page.rows("memory", "Memory of a device of")
+    assert [row["chip"].text for row in timeline] == ["old", "old", "new"]
+    assert sum(row["layers"].value or 0 for row in timeline) == 4
+    assert all(0 <= (row["~idle, %"].value or 0) < 1 for row in timeline)
+    assert len({row["~in use"].value for row in memory}) == 3

@@ -11,7 +11,7 @@ from flagcore.domain.model import Windows
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import Trial, TrialState
 from flagcore.spec.jobs import read_job
 from flagcore.tuner.calibration import Experience
 from tests import small
@@ -24,14 +24,8 @@ def experience(tmp_path: Path) -> Experience:
 
 
 def trial(number: int, state: TrialState = TrialState.MEASURED) -> Trial:
-    measured = Measurement(step_times_s=(2.0,), step_time_s=2.0, spread_s=0.1, tokens_per_second_per_device=5.0)
-    return Trial(
-        number=number,
-        candidate=small.candidate(micro_batch_size=number + 1),
-        role=Role.SEARCH,
-        state=state,
-        measurement=measured if state is TrialState.MEASURED else None,
-    )
+    step = 2.0 if state is TrialState.MEASURED else None
+    return small.trial(number, small.candidate(micro_batch_size=number + 1), step, spread_s=0.1, state=state)
 
 
 def test_measured_trials_are_found_again_by_chip_and_engine(experience: Experience) -> None:

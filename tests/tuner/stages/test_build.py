@@ -85,35 +85,6 @@ def test_the_space_equals_an_enumeration_and_its_counts_add_up(seed: int, monkey
     assert balanced(space)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_counts_add_up_under_any_rules_and_merges(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = random.Random(seed)
-    monkeypatch.setattr(build_module, "CHUNK", draw.choice([3, 17, 1 << 18]))
-    knobs = "abcde"
-    axes = [Axis(knob=knob, values=tuple(range(1, draw.randint(2, 5))), neutral=1) for knob in knobs]
-
-    def rule(number: int) -> Rule:
-        used = tuple(draw.sample(knobs, draw.randint(1, 3)))
-        divisor, rest = draw.randint(2, 6), draw.randint(0, 1)
-        return Rule(
-            name=f"rule_{number}", knobs=used, message="", broken=lambda c: sum(c[k] for k in used) % divisor == rest
-        )
-
-    def merge(number: int) -> Merge:
-        when, what = draw.sample(knobs, 2)
-        value = draw.randint(1, 4)
-        return Merge(
-            name=f"merge_{number}",
-            knobs=(when, what),
-            canonical=lambda c: {what: np.where(c[when] == value, 1, c[what])},
-        )
-
-    space = build(axes, [rule(n) for n in range(4)], [merge(n) for n in range(3)])
-    assert balanced(space)
-    assert space.combinations == np.prod([len(axis.values) for axis in axes])
-    assert set(space.rows[1:] > space.rows[:-1]) <= {True}
-
-
 def test_each_rule_counts_all_combinations_that_it_removes() -> None:
     axes = [Axis(knob="a", values=(1, 2, 3), neutral=1), Axis(knob="b", values=(1, 2), neutral=1)]
     odd = Rule(name="odd", knobs=("a",), message="", broken=lambda c: c["a"] % 2 == 1)

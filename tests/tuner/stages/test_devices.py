@@ -2,14 +2,15 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flagcore.contracts import Platform
-from flagcore.domain.chip import Device, DeviceUse, Support
+from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import ClusterSpec, Control, Task
@@ -17,6 +18,7 @@ from flagcore.physics.cost_stack import PlainMemory
 from flagcore.tuner.stages import devices
 from flagcore.tuner.stages.devices import divide, wait_for_devices
 from tests import small
+from tests.small import Readings
 
 EIGHT = tuple(Device(index=n, chip="test-chip") for n in range(8))
 PARALLEL = Control(parallel_trials="auto")
@@ -87,29 +89,9 @@ TASK = small.task(devices=2)
 PLACES = [(host, index) for host in "abc" for index in range(3)]
 
 
-class Reads:
-    """Telemetry of one device; an exception is raised."""
-
-    def __init__(self, used_gib: float | Exception | None, **use: Any) -> None:
-        self.used_gib, self.held = used_gib, DeviceUse(**use)
-
-    def sample(self) -> Mapping[str, float]:
-        if isinstance(self.used_gib, Exception):
-            raise self.used_gib
-        return {} if self.used_gib is None else {"memory_used_bytes": self.used_gib * GIB}
-
-    def use(self) -> DeviceUse:
-        return self.held
-
-
-class Says:
-    """Telemetry without `use`."""
-
-    def __init__(self, used_gib: float) -> None:
-        self.used_gib = used_gib
-
-    def sample(self) -> Mapping[str, float]:
-        return {"memory_used_bytes": self.used_gib * GIB}
+def in_use(gib: float, **use: Any) -> Readings:
+    """A device of which some memory is in use."""
+    return Readings({"memory_used_bytes": gib * GIB}, **use)
 
 
 def node(readers: Sequence[Any], *, task: Any = TASK, **support: Any) -> Platform:
@@ -123,28 +105,28 @@ def busy(readers: Sequence[Any], need: float = 0.0, **extra: Any) -> str:
 
 
 SMALL_BUDGET = {"task": small.task(devices=2, memory_bytes=40 * GIB)}
-CORES = [Reads(79.0, free_bytes=3 * GIB), Reads(79.0)]
+CORES = [in_use(79.0, free_bytes=3 * GIB), in_use(79.0)]
 
 
 @pytest.mark.parametrize(
     ("readers", "extra", "words"),
     [
-        ([Reads(0.8), Says(0.5)], {}, []),
+        ([in_use(0.8), in_use(0.5)], {}, []),
         (
-            [Reads(0.1), Reads(20.5, processes=("4711 python (20.5 GiB)",))],
+            [in_use(0.1), in_use(20.5, processes=("4711 python (20.5 GiB)",))],
             {},
             ["device 1", "20.5 of 80.0 GiB", "4711 python"],
         ),
-        ([Says(20.5), Says(0.0)], {}, ["20.5"]),
-        ([Reads(30.0), Reads(0.0)], SMALL_BUDGET, []),  # the budget fits next to other processes
-        ([Reads(50.0), Reads(0.0)], SMALL_BUDGET, ["device 0"]),
-        ([Reads(0.0), Reads(0.0), Reads(70.0)], {}, []),  # the trial uses two devices
-        ([Reads(0.0, blocked="is in compute mode Prohibited"), Reads(0.0)], {}, ["Prohibited"]),
-        ([Reads(0.0), Reads(LookupError("gone"))], {}, ["device 1 does not respond"]),
-        ([Reads(90.0), Reads(0.0)], {}, ["device 0 reports 90.0 of 80.0 GiB"]),
+        ([SimpleNamespace(sample=in_use(20.5).sample), in_use(0.0)], {}, ["20.5"]),  # without `use`
+        ([in_use(30.0), in_use(0.0)], SMALL_BUDGET, []),  # the budget fits next to other processes
+        ([in_use(50.0), in_use(0.0)], SMALL_BUDGET, ["device 0"]),
+        ([in_use(0.0), in_use(0.0), in_use(70.0)], {}, []),  # the trial uses two devices
+        ([in_use(0.0, blocked="is in compute mode Prohibited"), in_use(0.0)], {}, ["Prohibited"]),
+        ([in_use(0.0), Readings(LookupError("gone"))], {}, ["device 1 does not respond"]),
+        ([in_use(90.0), in_use(0.0)], {}, ["device 0 reports 90.0 of 80.0 GiB"]),
         (CORES, {"need": 2.0 * GIB, "shared_devices": True}, []),
         (CORES, {"need": 4.0 * GIB, "shared_devices": True}, ["3.0 GiB", "4.0 GiB"]),
-        ([Reads(79.0)], {"need": 4.0 * GIB, "shared_devices": True}, []),
+        ([in_use(79.0)], {"need": 4.0 * GIB, "shared_devices": True}, []),
     ],
 )
 def test_only_a_device_that_a_trial_cannot_use_is_named_with_the_reason(
@@ -157,7 +139,7 @@ def test_only_a_device_that_a_trial_cannot_use_is_named_with_the_reason(
 
 
 def test_a_device_with_only_the_memory_of_its_driver_in_use_is_free() -> None:
-    readers = [Reads(5.0), Reads(5.5)]
+    readers = [in_use(5.0), in_use(5.5)]
     platform = node(readers)
     driver = replace(platform.costs, memory=PlainMemory(capacity=80.0 * GIB, context_bytes=5.2 * GIB))
     found = wait_for_devices(replace(platform, costs=driver), 0.0, 0.0)
@@ -166,38 +148,39 @@ def test_a_device_with_only_the_memory_of_its_driver_in_use_is_free() -> None:
 
 
 def test_the_devices_of_a_trial_are_those_of_its_platform() -> None:
-    platform = node([Reads(0.0), Reads(0.0), Reads(70.0)])
+    platform = node([in_use(0.0), in_use(0.0), in_use(70.0)])
     selected = replace(platform, devices=(platform.devices[2], platform.devices[1]))
     assert "device 2" in wait_for_devices(selected, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("problem", [LookupError("no tool"), RuntimeError("broken"), None])
 def test_devices_without_telemetry_are_free(problem: Exception | None) -> None:
-    assert busy([Reads(problem), Reads(problem)]) == ""
-    assert busy([Reads(0.0), Reads(None if isinstance(problem, LookupError) else problem)]) == ""
+    silent = Readings(problem or {})
+    assert busy([silent, silent]) == ""
+    assert busy([in_use(0.0), Readings({}) if isinstance(problem, LookupError) else silent]) == ""
     assert wait_for_devices(small.platform(TASK), 0.0, 0.0) == ""
 
 
 def test_it_waits_until_the_devices_are_free_and_reports_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "POLL_SECONDS", 0.01)
-    leaving, waited = Reads(40.0), list[str]()
-    platform = node([leaving, Reads(0.0)])
+    leaving, waited = in_use(40.0), list[str]()
+    platform = node([leaving, in_use(0.0)])
 
     def left(busy: str) -> None:
         waited.append(busy)
-        leaving.used_gib = 0.0
+        leaving.samples = in_use(0.0).samples
 
     assert wait_for_devices(platform, 0.0, 60.0, left) == ""
     assert len(waited) == 1
     began = time.monotonic()
-    assert "device 0" in wait_for_devices(node([Reads(40.0), Reads(0.0)]), 0.0, 0.05, waited.append)
+    assert "device 0" in wait_for_devices(node([in_use(40.0), in_use(0.0)]), 0.0, 0.05, waited.append)
     assert 0.05 <= time.monotonic() - began < 5.0
     assert len(waited) == 2
 
 
 def test_a_busy_device_of_another_host_is_named_with_the_host() -> None:
     devices = tuple(Device(index=index, chip="test-chip", memory_bytes=80 * GIB, host=host) for host, index in PLACES)
-    readers = tuple(Reads(20.0 if place in (("b", 1), ("b", 2), ("c", 0)) else 0.0) for place in PLACES)
+    readers = tuple(in_use(20.0 if place in (("b", 1), ("b", 2), ("c", 0)) else 0.0) for place in PLACES)
     spec = replace(TASK.spec, cluster=replace(TASK.spec.cluster, hosts=("a", "b", "c"), nodes=2), launcher="ssh")
     platform = small.platform(replace(TASK, spec=spec), **small.read(devices, readers))
     found = wait_for_devices(platform.on_hosts(("a", "b")), 0.0, 0.0)
@@ -205,7 +188,7 @@ def test_a_busy_device_of_another_host_is_named_with_the_host() -> None:
     assert "device 2" not in found
     assert "c" not in found.split()
     shared = replace(platform, support=EngineSupport(support=Support.YES, shared_devices=True))
-    little = tuple(Reads(0.0, free_bytes=(1 if host == "b" else 9) * GIB) for host, _ in PLACES)
+    little = tuple(in_use(0.0, free_bytes=(1 if host == "b" else 9) * GIB) for host, _ in PLACES)
     assert " on b" in wait_for_devices(
         replace(shared, telemetry=dict(zip(devices, little, strict=True))), 4.0 * GIB, 0.0
     )

@@ -27,25 +27,13 @@ SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backe
 CPU = replace(small.CHIP, name="plain-cpu", aliases=(), devices_per_node=2)
 
 
-def plugin(chip: Chip, count: int = 0, *, called: str = "", support: object = None, **hooks: object) -> SimpleNamespace:
+def plugin(chip: Chip, count: int = 0, *, called: str = "", support: object = None, **hooks: Any) -> SimpleNamespace:
     """A plugin for one chip of which `count` devices are here, under the name `called`."""
     answer = support or replace(SHARED, device_type="xpu", shared_devices=False)
-
-    @hookimpl
-    def flagcore_chips() -> list[Chip]:
-        return [chip]
-
-    @hookimpl
-    def flagcore_devices() -> list[Device]:
-        return [Device(index=n, chip=called or chip.name, memory_bytes=(40 + n) << 30) for n in range(count)]
-
-    @hookimpl
-    def flagcore_engine_support(chip: Chip, engine: str) -> Any:
-        return answer if chip.name == known else None
-
+    found = [Device(index=n, chip=called or chip.name, memory_bytes=(40 + n) << 30) for n in range(count)]
+    usual = {"chips": lambda: [chip], "devices": lambda: found}
     known = chip.name
-    arguments = {"flagcore_chips": flagcore_chips, "flagcore_devices": flagcore_devices}
-    return SimpleNamespace(**arguments, flagcore_engine_support=flagcore_engine_support, **hooks)
+    return small.plugin(**usual, engine_support=lambda chip, engine: answer if chip.name == known else None, **hooks)
 
 
 def spec(**cluster: Any) -> Spec:
@@ -109,13 +97,12 @@ def test_the_plain_cpu_is_the_last_resort() -> None:
 
 
 def test_the_cpu_is_not_used_if_a_vendors_tool_failed() -> None:
-    @hookimpl
     def failing() -> list[Device]:
         logging.getLogger("flagcore_x").warning("x-smi failed with exit status 9")
         return []
 
     vendor, cpu = plugin(small.CHIP), plugin(CPU, 64, support=SHARED)
-    vendor.flagcore_devices = failing
+    vendor.flagcore_devices = hookimpl(failing)
     with pytest.raises(NoDevice, match=r"only plain-cpu is left.*x-smi failed with exit status 9.*chip: plain-cpu"):
         completed(spec(), loaded(a=cpu, z=vendor))
     assert completed(spec(chip="plain-cpu"), loaded(a=cpu, z=vendor)).task.cluster.groups[0].chip.name == "plain-cpu"
@@ -163,12 +150,11 @@ def test_unknown_support_allows_planning_only() -> None:
 def test_every_hook_is_called_once_for_this_chip_and_engine() -> None:
     calls: list[tuple[str, str]] = []
 
-    @hookimpl
-    def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str]:
+    def environment(chip: Chip, engine: str) -> Mapping[str, str]:
         calls.append((chip.name, engine))
         return {"FABRIC": "1"}
 
-    platform = completed(spec(), loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
+    platform = completed(spec(), loaded(x=plugin(small.CHIP, 2, environment=environment)))
     assert platform.environment == {"FABRIC": "1"}
     assert calls == [("test-chip", "megatron")]
 
@@ -234,7 +220,7 @@ def test_a_link_that_joins_many_nodes_does_not_reach_other_groups() -> None:
 
 def test_values_refused_by_one_chip_are_refused_on_a_mixed_cluster() -> None:
     refused = RefusedValues(name="no_cp", knob="context_parallel_size", values=(2,), reason="it cannot")
-    plugins = loaded(x=plugin(small.CHIP), y=plugin(OTHER, flagcore_pruning_rules=refusing(refused)))
+    plugins = loaded(x=plugin(small.CHIP), y=plugin(OTHER, check_task=refusing(refused)))
     assert completed(spec(groups=GROUPS), plugins).value_rules == (refused,)
     stopped_early = EngineSupport(support=Support.IMPOSSIBLE)
     with pytest.raises(NoDevice, match="megatron does not run on other"):
@@ -282,8 +268,7 @@ def test_two_groups_of_one_chip_are_predicted_as_one_cluster() -> None:
 
 
 def test_the_users_variables_win_and_conflicts_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    @hookimpl
-    def flagcore_environment(chip: Chip, engine: str, task: Task) -> Mapping[str, str]:
+    def environment(chip: Chip, engine: str, task: Task) -> Mapping[str, str]:
         nodes = {"NODES": str(task.cluster.groups[0].nodes)}
         return {"OF_SHELL": "plugin", "OF_SPEC": "plugin", "SAME": "1", **nodes}
 
@@ -291,7 +276,7 @@ def test_the_users_variables_win_and_conflicts_are_reported(monkeypatch: pytest.
     monkeypatch.setenv("OF_SPEC", "shell's")
     monkeypatch.setenv("SAME", "1")
     mine = replace(spec(), envs={"OF_SPEC": "spec's"})
-    platform = completed(mine, loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
+    platform = completed(mine, loaded(x=plugin(small.CHIP, 2, environment=environment)))
     assert platform.conflicts == (
         "OF_SHELL: mine from this shell overrides plugin from a plugin",
         "OF_SPEC: spec's from envs of the spec overrides plugin from a plugin",
@@ -302,33 +287,21 @@ def test_the_users_variables_win_and_conflicts_are_reported(monkeypatch: pytest.
 
 def refusing(*rules: ValueRule) -> Any:
     """A hook that returns these rules for any task."""
-
-    @hookimpl
-    def flagcore_pruning_rules(task: Task) -> tuple[ValueRule, ...]:
-        return rules
-
-    return flagcore_pruning_rules
+    return lambda task: TaskAdvice(rules=rules)
 
 
 def advising(advice: TaskAdvice) -> SimpleNamespace:
     """A plugin that gives this advice on tasks of more than one node."""
-
-    @hookimpl
-    def flagcore_check_task(task: Task, engine_version: str | None) -> TaskAdvice | None:
-        return advice if task.cluster.groups[0].nodes > 1 else None
-
-    return SimpleNamespace(flagcore_check_task=flagcore_check_task)
+    return small.plugin(check_task=lambda task: advice if task.cluster.groups[0].nodes > 1 else None)
 
 
 def test_a_plugin_can_refuse_several_devices_and_mixed_chips() -> None:
-    @hookimpl
-    def flagcore_check_task(task: Task) -> TaskAdvice | None:
+    def check_task(task: Task) -> TaskAdvice | None:
         kinds = len({group.chip.name for group in task.cluster.groups})
         reason = f"{kinds} kinds, {task.cluster.devices} devices"
         return TaskAdvice(impossible=reason if task.cluster.devices > 1 else "")
 
-    alone = SimpleNamespace(flagcore_check_task=flagcore_check_task)
-    plugins = loaded(a=alone, x=plugin(small.CHIP), y=plugin(CPU))
+    plugins = loaded(a=small.plugin(check_task=check_task), x=plugin(small.CHIP), y=plugin(CPU))
     assert completed(spec(chip="test-chip", devices_per_node=1), plugins).task.cluster.devices == 1
     with pytest.raises(NoDevice, match="1 kinds, 2 devices"):
         completed(spec(chip="test-chip", devices_per_node=2), plugins)
@@ -368,7 +341,7 @@ def test_a_plugin_can_set_missing_settings_of_a_task() -> None:
     forced = ForcedSetting(name="must", setting="settings.sequence_parallel", value=True, reason="nothing else works")
     worst = RefusedValues(name="no_pipelines", knob="pipeline_model_parallel_size", values=(8,), reason="no links")
     advice = TaskAdvice(preferred=(stored, set_), notes=("nodes are far apart",))
-    chip = plugin(small.CHIP, flagcore_pruning_rules=refusing(worst, forced))
+    chip = plugin(small.CHIP, check_task=refusing(worst, forced))
     requested = spec(chip="test-chip", nodes=2)
     work = replace(requested.work, command=("train.py",), settings={"fp8_margin": 2})
     platform = completed(replace(requested, work=work), loaded(a=advising(advice), x=chip))
@@ -421,7 +394,7 @@ def test_an_automatic_precision_is_the_fastest_in_which_the_chip_trains(
     chip = replace(small.CHIP, dense_flops_per_second=flops)
     refused = RefusedValues(name="no", knob="precision", values=support.get("refused", ()), reason="none")
     own = replace(SHARED, shared_devices=support.get("shared_devices", False))
-    plugins = loaded(acme=plugin(chip, 2, support=own, flagcore_pruning_rules=refusing(refused)))
+    plugins = loaded(acme=plugin(chip, 2, support=own, check_task=refusing(refused)))
     platform = completed(automatic(spec()), plugins)
     assert platform.task.spec.train.precision == precision
     assert f"train.precision = {precision}" in platform.precision_reason
@@ -443,11 +416,7 @@ def automatic(requested: Spec) -> Spec:
 
 def test_a_chip_is_predicted_with_figures_that_were_measured_on_this_machine() -> None:
     measured = replace(small.CHIP, dense_flops_per_second=rates(bf16=1.5e14))
-
-    @hookimpl
-    def flagcore_measured_chip(chip: Chip) -> Chip | None:
-        return measured if chip.name == small.CHIP.name else None
-
-    plugins = loaded(acme=plugin(small.CHIP, 2, flagcore_measured_chip=flagcore_measured_chip))
+    own = plugin(small.CHIP, 2, measured_chip=lambda chip: measured if chip.name == small.CHIP.name else None)
+    plugins = loaded(acme=own)
     assert completed(spec(), plugins).task.cluster.groups[0].chip.dense_flops_per_second == rates(bf16=1.5e14)
     assert plugins.measured_chip(CPU) == CPU

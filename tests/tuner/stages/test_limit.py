@@ -11,7 +11,7 @@ from flagcore.domain.chip import Fact
 from flagcore.domain.search_state import EXTRA_ROUNDS
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import Control, Task
-from flagcore.domain.trial import Measurement, Role, Shortened, TimeLimit, Trial, TrialState
+from flagcore.domain.trial import Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.i18n import choose, from_record
 from flagcore.tuner.stages.build import build
@@ -36,19 +36,12 @@ START = 300.0
 
 def planned(value: float = 10.0, high: float = 12.0, **extra: Any) -> Trial:
     predicted = {"step_time_s": {"value": value, "low": value / 2, "high": high}}
-    trial = Trial(number=9, candidate=small.candidate(), role=Role.SEARCH, state=TrialState.RUNNING)
-    return replace(trial, predicted=predicted, **extra)
+    return small.trial(9, small.candidate(), None, state=TrialState.RUNNING, predicted=predicted, **extra)
 
 
 def measured_trial(step: float, seconds: float, scaled_from: float | None = None) -> Trial:
-    measured = Measurement(
-        step_times_s=(step,),
-        step_time_s=step,
-        spread_s=0.0,
-        tokens_per_second_per_device=1.0,
-        scaled_from=scaled_from,
-    )
-    return replace(planned(), state=TrialState.MEASURED, measurement=measured, duration_s=seconds)
+    done = small.trial(9, small.candidate(), step, predicted=planned().predicted, duration_s=seconds)
+    return replace(done, measurement=replace(done.measurement, scaled_from=scaled_from))
 
 
 def seconds(trial: Trial, *earlier: Trial, task: Task = TASK, launches: int = 1) -> float:

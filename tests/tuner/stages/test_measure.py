@@ -1,7 +1,7 @@
 """Watching a trial: how each end is called, and what is concluded from what it measured."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
 from flagcore.errors import FlagError
 from flagcore.tuner.stages.measure import EARLY_STOP_RATIO, measure
 from tests import small
+from tests.small import Readings
 
 TASK = small.task(control=Control(train_iters=5, warmup_iters=1), memory_bytes=1 << 30)
 TRIAL = Trial(number=1, candidate=small.candidate(), role=Role.SEARCH, state=TrialState.RUNNING)
@@ -241,29 +242,18 @@ def test_an_interrupt_ends_the_trial_and_passes(tmp_path: Path) -> None:
     assert run.stopped
 
 
-class Reader:
-    def __init__(self, *samples: Mapping[str, float] | Exception) -> None:
-        self.samples = list(samples)
-
-    def sample(self) -> Mapping[str, float]:
-        answer = self.samples.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
 def test_devices_are_read_at_most_once_per_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Ran(ended(), polls=4, seconds=0.55)
     monkeypatch.setattr("flagcore.tuner.stages.measure.time.monotonic", lambda: run.now)
-    reader = Reader(*({"power_watts": watts} for watts in (100.0, 200.0, 300.0, 400.0)))
+    reader = Readings(*({"power_watts": watts} for watts in (100.0, 200.0, 300.0, 400.0)))
     done = measured(run, tmp_path, platform=small.platform(TASK, **small.read(devices(0), (reader,))))
     assert done.measurement.telemetry["power_watts"] == 150.0
     assert len(reader.samples) == 2
 
 
 def test_telemetry_is_averaged_and_a_failing_reader_is_skipped(tmp_path: Path, slow_clock: None) -> None:
-    good = Reader({"power_watts": 100.0}, {"power_watts": 300.0, "odd": float("nan")})
-    broken = Reader({"temperature_celsius": 40.0}, OSError("gone"))
+    good = Readings({"power_watts": 100.0}, {"power_watts": 300.0, "odd": float("nan")})
+    broken = Readings({"temperature_celsius": 40.0}, OSError("gone"))
     done = measured(
         Ran(ended(), polls=2),
         tmp_path,
@@ -296,7 +286,7 @@ def test_unreported_memory_of_a_trial_comes_from_the_fullest_device(
     tmp_path: Path,
     slow_clock: None,
 ) -> None:
-    readers = tuple(Reader(*({"memory_used_bytes": each} for each in device)) for device in used if device)
+    readers = tuple(Readings(*({"memory_used_bytes": each} for each in device)) for device in used if device)
     platform = small.platform(TASK, **small.read(devices(*range(len(readers))), readers))
     platform = replace(platform, support=support) if support else platform
     done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
@@ -310,15 +300,10 @@ def devices(*numbers: int) -> tuple[Device, ...]:
     return tuple(Device(index=number, chip="test-chip") for number in numbers)
 
 
-class Reads:
-    """Telemetry of one device that always says the same."""
-
-    def __init__(self, **figures: float) -> None:
-        self.sample = lambda: figures
-
-
 def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Path) -> None:
-    readers = [Reads(clock_hertz=clock, power_watts=watts) for clock, watts in ((2e9, 300), (2e9, 310), (1e9, 100))]
+    readers = [
+        Readings({"clock_hertz": clock, "power_watts": watts}) for clock, watts in ((2e9, 300), (2e9, 310), (1e9, 100))
+    ]
     platform = small.platform(TASK, **small.read(devices(0, 1, 3), readers))
     done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
     assert [(each["device"], each["power_watts"]) for each in done.measurement.devices] == [
@@ -331,29 +316,12 @@ def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Pa
 
 
 def test_telemetry_comes_from_the_devices_of_the_trial(tmp_path: Path) -> None:
-    readers = tuple(Reads(power_watts=watts, power_limit_watts=500) for watts in (100, 200, 300, 400))
+    readers = tuple(Readings({"power_watts": watts, "power_limit_watts": 500}) for watts in (100, 200, 300, 400))
     task = small.task(devices=2)
     platform = small.platform(task, **small.read(devices(3, 2, 1, 0), readers[::-1]))
     done = measured(Ran(ended(), polls=2), tmp_path, platform=platform).measurement
     assert [(each["device"], each["power_watts"]) for each in done.devices] == [(0, 400), (1, 300)]
     assert done.telemetry.keys() == {"power_limit_watts", "power_watts", "peak_power_watts"}  # a limit has no peak
-
-
-def test_devices_of_several_hosts_are_numbered_over_all_and_named_by_host(tmp_path: Path) -> None:
-    spec = replace(TASK.spec, cluster=replace(TASK.spec.cluster, hosts=("a", "b", "c"), nodes=2), launcher="ssh")
-    places = [(host, index) for host in "abc" for index in range(5)]
-    platform = small.platform(
-        replace(TASK, spec=spec),
-        **small.read(
-            [Device(index=index, chip="test-chip", host=host) for host, index in places],
-            [Reads(clock_hertz=1e9 if place == ("c", 1) else 2e9) for place in places],
-        ),
-    )
-    completed = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
-    done = measured(completed, tmp_path, platform=platform.on_hosts(("c", "b")))
-    assert [each["device"] for each in done.measurement.devices] == list(range(8))
-    (line,) = done.measurement.slow
-    assert line.startswith("device 1 of c runs at 0.5x")
 
 
 @pytest.mark.parametrize(("steps", "stopped", "reason"), [(4, True, None), (3, False, "it ended after 3 of 4 steps")])
@@ -437,7 +405,7 @@ def test_devices_of_different_chips_are_not_compared(tmp_path: Path) -> None:
     counts = {"a": 2, "b": 3, "c": 3}
     found = tuple(Device(index=n, chip="x", host=host) for host, count in counts.items() for n in range(count))
     clocks = [3e9, 3e9, *[1e9] * 5, 0.4e9]
-    platform = small.platform(task, **small.read(found, (Reads(clock_hertz=each) for each in clocks)))
+    platform = small.platform(task, **small.read(found, (Readings({"clock_hertz": each}) for each in clocks)))
     done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
     assert [each["device"] for each in done.measurement.devices] == list(range(8))
     (line,) = done.measurement.slow
@@ -511,6 +479,6 @@ def test_the_time_without_steps_is_not_the_start_of_a_trial_that_hangs(monkeypat
 
 
 def test_steps_of_a_failed_trial_are_stored_with_its_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    platform = replace(ON_CPU, **small.read(devices(0), [Reads(cores=2.0)]))
+    platform = replace(ON_CPU, **small.read(devices(0), [Readings({"cores": 2.0})]))
     done = ran(Steps((1.0, 2.0)), Ran(ended(3), polls=1), monkeypatch, platform)
     assert (done.state, done.finished_steps_s, done.telemetry["cores"]) == (TrialState.FAILED, (1.0, 2.0), 2.0)

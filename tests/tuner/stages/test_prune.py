@@ -11,9 +11,8 @@ from flagcore.domain.plan import count
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import DOES_AS_MUCH_WORK, NEEDS_AS_MUCH_MEMORY, Pruned
 from flagcore.domain.space import BoolArray, Candidate, Columns, Space
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.tuner.stages import prune as prune_module
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune_by_trials
@@ -35,12 +34,7 @@ def predictions(capacity: float | None = 80e9) -> Predictions:
 
 
 def trial(candidate: Candidate, state: TrialState, number: int = 0) -> Trial:
-    measured = None
-    if state is TrialState.MEASURED:
-        measured = Measurement(
-            step_times_s=(1.0,), step_time_s=1.0, spread_s=0.0, tokens_per_second_per_device=1.0, losses=(1.0,)
-        )
-    return Trial(number=number, candidate=candidate, role=Role.SEARCH, state=state, measurement=measured)
+    return small.trial(number, candidate, 1.0 if state is TrialState.MEASURED else None, state=state)
 
 
 def pruned(
@@ -57,13 +51,8 @@ class Rule:
     name = "no_small_batches"
     message = "slow on this chip"
 
-    def __init__(self, answer: object = None) -> None:
-        self.answer = answer
-
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return columns["micro_batch_size"] < 4 if self.answer is None else self.answer  # type: ignore[return-value]
+        return columns["micro_batch_size"] < 4
 
 
 def test_only_candidates_that_do_not_fit_are_removed() -> None:
@@ -75,27 +64,11 @@ def test_only_candidates_that_do_not_fit_are_removed() -> None:
     assert pruned(of=predictions(None)).open_rows.size == len(SPACE)
 
 
-def test_a_plugins_rule_is_counted_under_its_name() -> None:
+def test_a_rule_is_counted_under_its_name() -> None:
     found = pruned(rules=[Rule()])
     small_batches = SPACE.columns()["micro_batch_size"] < 4
     assert rows_of(found, "no_small_batches") == np.flatnonzero(small_batches).tolist()
     assert found.reason(int(np.flatnonzero(small_batches)[0])) == "no_small_batches"
-
-
-def test_a_rule_applied_in_blocks_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = pruned(rules=[Rule()])
-    monkeypatch.setattr(prune_module, "CHUNK", 5)
-    in_pieces = pruned(rules=[Rule()])
-    assert len(SPACE) > 5
-    assert in_pieces.rule.tolist() == at_once.rule.tolist()
-
-
-@pytest.mark.parametrize("answer", [ValueError("no kernel table"), "text", np.ones(3, dtype=bool), int, True, [0, 1]])
-def test_a_failing_rule_is_skipped_and_reported(answer: object) -> None:
-    found = pruned(rules=[Rule(answer), Rule()])
-    assert rows_of(found, "no_small_batches")
-    assert len(found.broken_rules) == 1
-    assert "no_small_batches" in found.broken_rules[0]
 
 
 def test_a_candidate_needing_as_much_as_one_that_ran_out_of_memory_is_pruned() -> None:

@@ -155,7 +155,7 @@ def best_of(plan: Plan) -> Trial:
 
 
 def test_trials_run_on_fewer_nodes_with_fewer_replicas_and_the_same_batch_of_each(bench: BusyBench) -> None:
-    plan = bench.plan(BATCH, trial_nodes=(1,), repeats=1, max_trials=4)
+    plan = bench.plan(BATCH, trial_nodes=1, repeats=1, max_trials=4)
     assert {batch_of(launch) for launch in bench.player.launches} == {BATCH // NODES}
     assert {nodes_of(trial) for trial in (*plan.trials, *plan.repeats)} == {1}
     for trial, launch in zip(plan.trials, bench.player.launches, strict=False):
@@ -171,24 +171,9 @@ def test_trials_run_on_fewer_nodes_with_fewer_replicas_and_the_same_batch_of_eac
 
 
 def test_a_candidate_that_cannot_run_on_fewer_nodes_is_illegal(bench: BusyBench) -> None:
-    plan = bench.plan(BATCH, trial_nodes=(1,), max_trials=20)
+    plan = bench.plan(BATCH, trial_nodes=1, max_trials=20)
     assert plan.counts.illegal["trial_nodes"] > 0
     assert all(int(trial.candidate.as_dict()["data_parallel_size"]) % NODES == 0 for trial in plan.trials)  # type: ignore[call-overload]
-
-
-def test_repeats_run_on_growing_numbers_of_nodes_and_are_reported(bench: BusyBench) -> None:
-    plan = bench.plan(BATCH, trial_nodes=(1, 2), repeats=1, max_trials=4)
-    assert {nodes_of(trial) for trial in plan.trials} == {1}
-    assert {nodes_of(trial) for trial in plan.repeats} == {2}
-    assert nodes_of(best_of(plan)) == 2
-
-
-def test_the_last_runs_may_have_all_nodes(bench: BusyBench) -> None:
-    plan = bench.plan(BATCH, trial_nodes=(2, NODES), repeats=1, max_trials=4)
-    best = best_of(plan)
-    assert nodes_of(best) == NODES
-    assert best.measurement.scaled_from is None
-    assert batch_of(bench.player.launches[-1]) == BATCH
 
 
 class Hosts(Nodes, OnTwoHosts):

@@ -10,7 +10,7 @@ from flagcore.contracts import SearchContext
 from flagcore.domain.prediction import PastMeasurements, Predictions
 from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import FloatArray
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import Trial, TrialState
 from flagcore.engines.megatron import WORKLOAD
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.predict import predict
@@ -34,23 +34,12 @@ def predictions(capacity: float | None = 80e9) -> Predictions:
 
 def trial_of(row: int, seconds: float | None, number: int, used: float | None = None) -> Trial:
     """A trial of `row` that was measured, or ran out of memory without `seconds`."""
-    trial = Trial(
-        number=number,
-        candidate=SPACE.candidate(row),
-        role=Role.SEARCH,
-        state=TrialState.OUT_OF_MEMORY if seconds is None else TrialState.MEASURED,
-        duration_s=30.0,
-    )
-    if seconds is None:
-        return trial
-    measured = Measurement(
-        step_times_s=(seconds,) * 4,
-        step_time_s=seconds,
-        spread_s=0.0,
-        tokens_per_second_per_device=1.0 / seconds,
-        device_used_bytes=None if used is None else int(used),
-    )
-    return Trial(**{name: getattr(trial, name) for name in trial.__slots__} | {"measurement": measured})
+    trial = small.trial(number, SPACE.candidate(row), seconds, duration_s=30.0)
+    if trial.measurement is None:
+        return dataclasses.replace(trial, state=TrialState.OUT_OF_MEMORY)
+    memory = None if used is None else int(used)
+    measured = dataclasses.replace(trial.measurement, step_times_s=(seconds,) * 4, device_used_bytes=memory)
+    return dataclasses.replace(trial, measurement=measured)
 
 
 def search_context(

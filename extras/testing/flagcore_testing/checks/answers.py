@@ -33,18 +33,13 @@ def unknown_engines_get_no_answer(plugin: Subject) -> Problems:
 
 
 BY_GROUP = ("memory_model_is_valid", "collective_costs_are_valid")
-BY_ENGINE = (
-    *("kernel_costs_are_valid", "engine_support_is_valid", "knobs_are_valid"),
-    *("environment_is_valid", "failure_patterns_are_valid"),
-)
+BY_ENGINE = ("kernel_costs_are_valid", "engine_support_is_valid", "knobs_are_valid", "environment_is_valid")
 ARGUMENTS: Mapping[str, Callable[[Subject], Iterable[tuple[Any, ...]]]] = {
     "topology_is_valid": lambda plugin: [(group,) for group in plugin.groups()],
     **dict.fromkeys(BY_GROUP, lambda plugin: [(group, "megatron") for group in plugin.groups()]),
     **dict.fromkeys(BY_ENGINE, Subject.pairs),
     "telemetry_is_valid": lambda plugin: [(Device(index=0, chip=chip.name),) for chip in plugin.own_chips()],
-    **dict.fromkeys(
-        ("check_task_is_valid", "pruning_rules_are_valid"), lambda plugin: [(task,) for task in plugin.tasks()]
-    ),
+    "check_task_is_valid": lambda plugin: [(task,) for task in plugin.tasks()],
 }
 """Maps each check to a function that returns the arguments of its calls."""
 

@@ -45,14 +45,14 @@ def engine_support_is_complete(where: str, chip: Chip, engine: str, answer: Engi
 
 def _rules(plugin: Subject) -> list[tuple[str, Chip, str, ValueRule]]:
     """Return, for each rule about values: the prefix of messages, the chip, the engine and the rule."""
-    plugin.implements("flagcore_pruning_rules")
-    where, pairs = "flagcore_pruning_rules: {} on {}", plugin.pairs()
+    plugin.implements("flagcore_check_task")
+    where, pairs = "flagcore_check_task: {} on {}", plugin.pairs()
     rules = plugin.once(
         "rules about values",
         lambda: [
             (where.format(engine, chip.name), chip, engine, rule)
             for chip, engine in pairs
-            for rule in plugin.loaded.pruning_rules(task_on(chip, engine))[0]
+            for rule in plugin.loaded.check_task(task_on(chip, engine)).rules
         ],
     )
     if not rules:
@@ -83,7 +83,7 @@ def rules_of_engines_name_known_values(where: str, chip: Chip, engine: str, rule
 def refused_values_leave_candidates(plugin: Subject) -> Problems:
     engine = "megatron"
     for where, chip in {where: chip for where, chip, name, _ in _rules(plugin) if name == engine}.items():
-        rules, _ = plugin.loaded.pruning_rules(task_on(chip, engine))
+        rules = plugin.loaded.check_task(task_on(chip, engine)).rules
         refusals = [rule for rule in rules if isinstance(rule, RefusedValues)]
         for axis in workload(engine).axes(task_on(chip, engine)):
             refused_values = {value for rule in refusals if rule.knob == axis.knob for value in rule.values}
@@ -96,14 +96,14 @@ def advice_on_tasks_is_complete(plugin: Subject) -> Problems:
     plugin.implements("flagcore_check_task")
     for task in plugin.tasks():
         location = f"flagcore_check_task: a small task on one node of {task.cluster.chips}"
-        for advice in plugin.loaded.check_task(task):
-            if advice.impossible:
-                yield f"{location} cannot run: {advice.impossible}; if nothing can, flagcore_engine_support says so"
-            for preferred in advice.preferred:
-                if not (preferred.reason.strip() and preferred.setting.startswith(SHARED_PREFIXES)):
-                    yield f"{location}: {preferred.setting!r} lacks a reason, or begins with none of {PREFIXES}"
-            if not all(note.strip() for note in advice.notes):
-                yield f"{location}: a note is empty"
+        advice = plugin.loaded.check_task(task)
+        if advice.impossible:
+            yield f"{location} cannot run: {advice.impossible}; if nothing can, flagcore_engine_support says so"
+        for preferred in advice.preferred:
+            if not (preferred.reason.strip() and preferred.setting.startswith(SHARED_PREFIXES)):
+                yield f"{location}: {preferred.setting!r} lacks a reason, or begins with none of {PREFIXES}"
+        if not all(note.strip() for note in advice.notes):
+            yield f"{location}: a note is empty"
 
 
 def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:

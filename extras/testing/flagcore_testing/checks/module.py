@@ -68,9 +68,7 @@ def _answers(plugin: Subject, loaded: LoadedPlugins) -> dict[str, object]:
         "flagcore_topology": [loaded.topology(group_of(chip)) for chip in plugin.chips],
         "flagcore_engine_support": [loaded.engine_support(*pair) for pair in pairs],
         "flagcore_check_task": [loaded.check_task(task_on(*pair)) for pair in pairs],
-        "flagcore_pruning_rules": [loaded.pruning_rules(task_on(*pair))[0] for pair in pairs],
         "flagcore_environment": [loaded.environment(*pair) for pair in pairs],
-        "flagcore_failure_patterns": [loaded.failure_patterns(*pair) for pair in pairs],
     }
 
 

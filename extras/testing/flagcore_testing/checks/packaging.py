@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 from flagcore import __version__
 from flagcore.domain.engine import ValueRule
 from flagcore.plugins import kind_of
-from flagcore.vendorkit.engines import all_knobs, read_quirks, read_variables
+from flagcore.vendorkit.engines import all_knobs, read_maturity, read_quirks, read_variables
 from flagcore.vendorkit.fields import Scope, applicable
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
@@ -129,23 +129,22 @@ def entries_name_known_engines_and_chips(plugin: Subject, where: str, scope: Sco
 def quirks_are_used(plugin: Subject) -> Problems:
     if not (plugin.quirks.refused or plugin.quirks.forced):
         raise Skip("quirks.yaml refuses nothing")
-    if plugin.failed("flagcore_pruning_rules"):
-        raise Skip("flagcore_pruning_rules has no valid answer")
+    if plugin.failed("flagcore_check_task"):
+        raise Skip("flagcore_check_task has no valid answer")
     for chip, engine in plugin.pairs():
-        rules, _ = plugin.loaded.pruning_rules(task_on(chip, engine))
+        rules = plugin.loaded.check_task(task_on(chip, engine)).rules
         about = (chip, engine, None, kind_of(engine))
         refused, forced = applicable(plugin.quirks.refused, *about), applicable(plugin.quirks.forced, *about)
         expected: tuple[ValueRule, ...] = (*refused, *forced)
         for name in (quirk.name for quirk in expected if quirk not in rules):
-            yield f"flagcore_pruning_rules: {chip.name} lacks {name} of quirks.yaml"
+            yield f"flagcore_check_task: {chip.name} lacks {name} of quirks.yaml"
 
 
-@check("write maturity.yaml, and return its content as VendorPlugin does")
+@check("write maturity.yaml: `flag plugins list` shows the maturity of the data")
 def maturity_is_given(plugin: Subject) -> Problems:
     plugin.own_chips()
-    if plugin.loaded.maturity(plugin.loaded.plugins[0]) is None:
-        yield from plugin.problems_of("flagcore_maturity")
-        yield "flagcore_maturity returns None, so `flag plugins list` cannot show the maturity of the data"
+    if read_maturity(plugin.package) is None:
+        yield f"{plugin.package} has no maturity.yaml"
 
 
 @check()

@@ -1,25 +1,13 @@
-"""Checks of what trials use: telemetry, pruning rules, and patterns of log lines of failed trials."""
+"""Checks of what trials use: telemetry, and patterns of log lines of failed trials."""
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib.resources import files
 
-import numpy as np
-
-from flagcore.contracts import Platform, PruningRule
 from flagcore.domain.chip import CORES, DISK_WAIT, OTHERS_CORES, SWAPPED, Device
 from flagcore.domain.launch import FailurePattern
-from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Space
 from flagcore.domain.trial import TrialState
-from flagcore.plugins import workload
-from flagcore.tuner.stages.build import build
-from flagcore.tuner.stages.discover import costs as costs_of
-from flagcore.tuner.stages.predict import predict
-from flagcore.tuner.stages.prune import prune
 from flagcore_testing import fakes
-from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
 RANGES: Mapping[str, tuple[float, float]] = {
@@ -109,76 +97,6 @@ def telemetry_accepts_chip_aliases(plugin: Subject) -> Problems:
                 yield f"flagcore_telemetry accepts {chip.name}, but not its other name {name!r}"
 
 
-RuleWithCandidates = tuple[PruningRule, Space, Predictions]
-
-
-def _rules(plugin: Subject) -> list[RuleWithCandidates]:
-    """Return each pruning rule with the candidates of the task for which the plugin returns it."""
-    plugin.implements("flagcore_pruning_rules")
-    return plugin.once("pruning rules", lambda: _rules_with_candidates(plugin))
-
-
-def _rules_with_candidates(plugin: Subject) -> list[RuleWithCandidates]:
-    found: list[RuleWithCandidates] = []
-    engine = workload("megatron")
-    for task in (task_on(chip) for chip in plugin.own_chips()):
-        if rules := plugin.loaded.pruning_rules(task)[1]:
-            space = build(engine.axes(task), engine.rules(task), engine.merges(task))
-            costs = costs_of(task.cluster, plugin.loaded, "megatron")
-            predictions = predict(Platform(task=task, workload=engine, costs=costs), space)
-            found += [(rule, space, predictions) for rule in rules]
-    if not found:
-        raise Skip("the plugin has no pruning rules for a small task on 8 of its chips")
-    return found
-
-
-@check(each=_rules)
-def pruning_rules_are_usable(rule: PruningRule, space: Space, predictions: Predictions) -> Problems:
-    if not rule.name.isidentifier() or not rule.message.strip():
-        yield Problem(
-            f"flagcore_pruning_rules: the rule {rule.name!r} has the message {rule.message!r}",
-            "give it a name of letters and underscores, and a sentence for `flag explain`",
-        )
-    pruned_rows = prune(space, predictions, (rule,))
-    if pruned_rows.broken_rules:
-        yield Problem(
-            f"flagcore_pruning_rules: {'; '.join(map(str, pruned_rows.broken_rules))}",
-            "return an array of booleans, one per candidate, computed from the columns of knobs",
-        )
-    elif not pruned_rows.open_rows.size:
-        yield Problem(
-            f"flagcore_pruning_rules: {rule.name} leaves no candidate of a small model on 8 devices",
-            "prune only candidates that are worse than a remaining one",
-        )
-
-
-@check("compute a new array: columns[...] of a rule are also those of the rules after it", each=_rules)
-def pruning_rules_keep_columns(rule: PruningRule, space: Space, predictions: Predictions) -> Problems:
-    rows = np.arange(min(len(space), 200))
-    columns = {name: column.copy() for name, column in space.columns(rows).items()}
-    before = {name: column.copy() for name, column in columns.items()}
-    with suppress(Exception):  # another check reports it
-        rule.prunes(columns, predictions.take(rows))
-    changed = [name for name in before if not np.array_equal(before[name], columns.get(name, ()))]
-    if changed:
-        yield f"flagcore_pruning_rules: {rule.name} changes the column {changed[0]!r}"
-
-
-@check("judge each row independently: no mean, no minimum, no sorting", each=_rules)
-def pruning_rules_judge_single_candidates(rule: PruningRule, space: Space, predictions: Predictions) -> Problems:
-    rows = np.linspace(0, len(space) - 1, min(len(space), 200)).astype(np.int64)
-    try:
-        together, *pieces = (
-            np.asarray(rule.prunes(space.columns(some), predictions.take(some)))
-            for some in (rows, rows[:50], rows[50:51], rows[51:])
-        )
-        is_equal = np.array_equal(together, np.concatenate(pieces))
-    except Exception:
-        return  # another check reports it
-    if not is_equal:
-        yield f"flagcore_pruning_rules: {rule.name} depends on the other candidates"
-
-
 HEALTHY = files(__package__).joinpath("healthy.log").read_text("utf-8").splitlines()
 """Log lines of successful runs, which no failure pattern may match."""
 
@@ -188,8 +106,8 @@ def failure_examples_match(plugin: Subject) -> Problems:
     failures = plugin.quirks.failures
     if not failures:
         raise Skip("quirks.yaml has no failures")
-    if plugin.failed("flagcore_failure_patterns"):
-        raise Skip("flagcore_failure_patterns has no valid answer")
+    if plugin.failed("flagcore_check_task"):
+        raise Skip("flagcore_check_task has no valid answer")
     for place, each in enumerate(failures):
         engines = {*each.engines}
         same_engines = [
@@ -215,7 +133,7 @@ def log_examples_match(plugin: Subject) -> Problems:
         first = next((pattern for pattern in ordered if re.search(pattern.pattern, line)), None)
         if first is None or first.state is not state:
             matched_text = f"as {first.state.value}" if first else "by no pattern"
-            yield f"flagcore_failure_patterns: {line!r} is matched {matched_text}, not as {state.value}"
+            yield f"flagcore_check_task: {line!r} is matched {matched_text}, not as {state.value}"
 
 
 @check("match more of the failure's text")
@@ -223,9 +141,9 @@ def failure_patterns_ignore_healthy_logs(plugin: Subject) -> Problems:
     for pattern in _patterns(plugin):
         for line in HEALTHY:
             if re.search(pattern.pattern, line):
-                yield f"flagcore_failure_patterns: {pattern.pattern!r} matches {line.strip()!r} of a successful run"
+                yield f"flagcore_check_task: {pattern.pattern!r} matches {line.strip()!r} of a successful run"
 
 
 def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
-    patterns = [pattern for pair in plugin.pairs() for pattern in plugin.loaded.failure_patterns(*pair)]
+    patterns = [pattern for task in plugin.tasks() for pattern in plugin.loaded.check_task(task).failures]
     return tuple(dict.fromkeys(patterns))

@@ -37,7 +37,8 @@ def _knob(name: str, row: dict[str, Any]) -> Knob:
     """Return the knob of a row of `knobs.yaml`, whose keys are fields of Knob, or one of these:
 
     - `flag`: its flag, by default its name with hyphens; an empty text means that it has none.
-    - `since`: the first release with the flag. `others`: alternative flags, as the fields of Flag.
+    - `since`: the first release with the flag, if that differs from `versions`.
+    - `others`: alternative flags, as the fields of Flag.
     - `compare`: a space may list values of this setting. Then a switch is off by default.
     - `auto`: a key of AUTOS, or the values besides the engine's default. By default these are all words, or both values
       of a switch, if a space may contain the knob.
@@ -46,7 +47,8 @@ def _knob(name: str, row: dict[str, Any]) -> Knob:
     """
     kind, words = row.pop("kind", "flag"), tuple(row.pop("words", ()))
     spelled, since = row.pop("flag", name.replace("_", "-")), row.pop("since", "")
-    flags = [Flag(name=spelled, versions=f">={since}" if since else "")] if spelled else []
+    versions = f">={since}" if since else row.get("versions", "")
+    flags = [Flag(name=spelled, versions=versions)] if spelled else []
     flags += [Flag(**each) for each in row.pop("others", ())]
     scope = (*row.pop("scope", ("setting",)), *(("space",) if row.pop("compare", False) else ()))
     requires = tuple(Requirement(knob=each["knob"], one_of=tuple(each["one_of"])) for each in row.pop("requires", ()))

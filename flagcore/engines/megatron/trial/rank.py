@@ -292,7 +292,7 @@ def _effective(job: Job, built: BuiltModel, layers_per_stage: list[int]) -> dict
         "data_parallel_size": replicas,
         **{f"{name}_parallel_size": getattr(groups, f"get_{name}_parallel_world_size")() for name in _SIZE_NAMES},
         **split_values,
-        **{name: getattr(config, name) for name in _CONFIG_NAMES},
+        **{name: getattr(config, name) for name in _CONFIG_NAMES if hasattr(config, name)},
         **{name: getattr(ddp_config, name) for name in _BUFFER_NAMES},
         "layers_per_stage": layers_per_stage,
         "micro_batch_size": job.candidate.micro_batch_size if job.replica else samples,
