@@ -39,7 +39,6 @@ KNOB = Knob(
     kind="text",
     maximum=1000,
     auto=lambda task: (None,),
-    auto_help="those that may be the fastest; trials: those of equal sizes",
 )
 
 SIZES = {
