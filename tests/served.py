@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.domain.chip import Chip, Fact, Link, Source
+from flagcore.domain.chip import Fact
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.model import Model
 from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
@@ -13,15 +13,12 @@ from flagcore.engines.serving.model.work import Overheads, Serving, Split
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline
+from tests import small
 
-SOURCE = Source(kind="datasheet", detail="made up for these tests")
-CHIP = Chip(
-    name="test-chip",
-    vendor="test",
-    memory_bytes=Fact(value=80e9, source=SOURCE),
-    memory_bandwidth_bytes_per_second=Fact(value=3e12, source=SOURCE),
-    dense_flops_per_second={name: Fact(value=rate, source=SOURCE) for name, rate in (("bf16", 9e14), ("fp8", 1.8e15))},
-    link=Link(name="fabric", topology="switch", bytes_per_second=Fact(value=4e11, source=SOURCE)),
+SOURCE = small.SOURCE
+PEAKS = {"bf16": 9e14, "fp8": 1.8e15}
+CHIP = replace(
+    small.CHIP, dense_flops_per_second={name: Fact(value=rate, source=SOURCE) for name, rate in PEAKS.items()}
 )
 DENSE = Model(
     name="dense-8b",

@@ -26,8 +26,7 @@ def devices_command(form: str, without: tuple[str, ...]) -> None:
         if len(chips) > 1:
             text = _("flag: {plugin} has devices of several chips ({chips}); cluster.chip selects one")
             options.say(text.format(plugin=plugin, chips=", ".join(sorted(chips))))
-    tables = ("devices",) if options.is_fitted() else ("devices", "device_identity")
-    options.show_records(options.joined(records, form, "aliases"), form, options.columns(*tables))
+    options.show_records(options.joined(records, form, "aliases"), form, options.columns("devices"))
 
 
 @click.command("schema")

@@ -287,7 +287,7 @@ def _suggest_key(root: Schema, path: KeyPath) -> tuple[str, str]:
         suggestion = next(key for key in known if key[-1] == close[0])
         return _(DID_YOU_MEAN, name=key_text(suggestion)), close[0]
     listed = section_keys if len(section_keys) <= 20 else [*section_keys[:7], "...", *section_keys[-3:]]
-    return _("known here: {names}", names=", ".join(listed)), ""
+    return _("known keys: {names}", names=", ".join(listed)), ""
 
 
 def _initials(key: str) -> tuple[str, ...]:
@@ -312,8 +312,8 @@ def _hint(value: object, options: list[Schema]) -> str:
     if not isinstance(value, str):
         if isinstance(value, float) and "integer" in types and value.is_integer():
             return _("write {value}", value=int(value))
-        any_text = any("maxLength" in option and "examples" not in option for option in options)
-        return _("quote it") if any_text and isinstance(value, (bool, int, float)) else ""
+        accepts_text = any("maxLength" in option and "examples" not in option for option in options)
+        return _("quote it") if accepts_text and isinstance(value, (bool, int, float)) else ""
     if re.fullmatch(r"[-+]?\d{1,18}(\.\d+)?", value) and types & {"integer", "number"}:
         return _("write {value} without quotes", value=value)
     if value.lower() in ("true", "false", "yes", "no", "on", "off") and "boolean" in types:

@@ -73,12 +73,3 @@ def test_a_sweep_gets_the_predictions_of_its_records(sweeps: Any, loaded: Loaded
         name = f"{values['tensor_model_parallel_size']} {values['micro_batch_size']}"
         assert sweep.problem.predictions.step_time_s[row] == pytest.approx(by_id[name])
         assert sweep.seconds[row] == values["tensor_model_parallel_size"] * values["micro_batch_size"]
-
-
-def test_each_batch_is_a_sweep_and_the_baseline_is_a_measured_candidate(sweeps: Any, loaded: LoadedPlugins) -> None:
-    other = records(train={"seq_length": 128, "global_batch_size": 64, "precision": "bf16"})
-    found = sweeps.read_sweeps([*records(), *other], loaded)
-    assert [len(sweep.problem.space) for sweep in found] == [12, 12]
-    for sweep in found:
-        assert sweep.problem.space.find(sweep.problem.baseline) is not None
-        assert sweep.problem.baseline.as_dict()["micro_batch_size"] == 1

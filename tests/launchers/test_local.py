@@ -313,9 +313,3 @@ def test_an_error_at_the_start_is_one_line_with_the_value(
         LAUNCHER.start(launch)
     assert len(str(caught.value)) < 400
     assert [word for word in ("\n", *words) if word in str(caught.value)] == list(words)
-
-
-def test_a_pipe_in_place_of_a_log_does_not_block(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "stdout.log")
-    assert run(tmp_path, "/bin/echo", "here").code == 0
-    assert (tmp_path / "stdout.log").read_text() == "here\n"

@@ -257,26 +257,3 @@ def test_a_trial_that_cannot_start_is_one_error(warm: Warm) -> None:
     )
     with pytest.raises(Exception, match="cannot enter the directory /no"):
         warm.launcher.start(launch)
-
-
-@pytest.mark.long
-def test_the_peak_comes_from_the_trial_with_the_pages_that_it_shares(warm: Warm) -> None:
-    held, own = 200 << 20, 100 << 20
-    warm.program(f'global held; held = b"x" * {held}')
-    code = f"""
-if not template:
-    ready(arguments)
-import time
-pids = [os.fork() for _ in range(2)]
-mine = b"x" * {own} if not all(pids) else b""
-time.sleep(1.5)
-if not all(pids):
-    os._exit(0)
-for pid in pids:
-    os.waitpid(pid, 0)
-"""
-    exit_record = {kind: warm.run(code, warm=kind) for kind in (True, False)}
-    assert {kind: (each.code, each.warm) for kind, each in exit_record.items()} == {True: (0, True), False: (0, False)}
-    peaks = {kind: each.peak_memory_bytes or 0 for kind, each in exit_record.items()}
-    assert peaks[True] == pytest.approx(peaks[False], rel=0.05)
-    assert peaks[True] > held + 2 * own

@@ -1,10 +1,14 @@
-"""One prediction in full, as text."""
+"""One candidate explained, and compared with another."""
 
 from typing import Any
 
+import pytest
+
 from flagcore.domain.prediction import Labels
 from flagcore.engines.megatron.predict import LABELS
-from flagcore.report.explanation import prediction_text
+from flagcore.engines.megatron.space.knobs import BY_NAME
+from flagcore.report.candidate_report import causes_text, differs_text, largest_differences
+from flagcore.report.explanation import memory_parts, needs_text, prediction_text
 
 RECORD: dict[str, Any] = {
     "step_time_s": {"value": 2.0, "low": 1.5, "high": 2.5},
@@ -32,20 +36,6 @@ RECORD: dict[str, Any] = {
         {"component": "MLP", "params_per_layer": 2e8, "layers": 3, "params": 6e8},
     ],
 }
-
-
-def test_model_memory_and_time_are_reported_in_full() -> None:
-    text = prediction_text(RECORD, LABELS)
-    lines = [line.split() for line in text.splitlines()]
-    assert ["MLP", "0.2000", "3", "0.6000"] in lines
-    assert ["Total", "0.7000"] in lines
-    order = [name for name in ("QKV Proj", "Output", "novelty") if name in text]
-    assert sorted(order, key=text.index) == order
-    assert "weight and optimizer=8192.00 MB, activation=4096.00 MB, total=12288.00 MB" in text
-    assert "13.00 / 10.00 GiB (does not fit)" in text
-    assert ["bubble", "0.5", "25.0%"] in lines
-    assert "MFU 50.0%" in text
-    assert text.endswith("Bottleneck: bubble")
 
 
 def test_the_memory_table_adds_up_to_the_peak() -> None:
@@ -83,3 +73,73 @@ def test_a_server_is_described_with_units() -> None:
     assert "~70.00 / 80.00 GiB (fits)" in text
     assert "{" not in text
     assert "_s" not in text
+
+
+def test_knobs_of_recompute_are_reported_as_one() -> None:
+    flags_on = {
+        "use_recompute": (False, True),
+        "recompute_granularity": (None, "full"),
+        "recompute_method": (None, "block"),
+    }
+    assert differs_text({"micro_batch_size": (1, 2), **flags_on}, BY_NAME) == "MBS 1 -> 2, recompute off -> full block"
+    assert differs_text({knob: pair[::-1] for knob, pair in flags_on.items()}, BY_NAME) == "recompute full block -> off"
+    assert differs_text({"recompute_method": ("uniform", "block")}, BY_NAME) == "method uniform -> block"
+    assert differs_text({"max_num_seqs": (None, 0), "enforce_eager": (None, False)}, BY_NAME) == (
+        "max_num_seqs unset -> 0, enforce_eager unset -> off"
+    )
+
+
+def test_parts_of_memory_add_up_for_training_and_for_servers() -> None:
+    training = {
+        "static_gib": 6.0,
+        "activation_gib": 2.0,
+        "peak_allocated_gib": 8.5,
+        "reserved_gib": 9.0,
+        "device_used_gib": 10.0,
+        "capacity_gib": 8.0,
+        "worst_stage": 3,
+        "components": {"ffn": {"params": 1.0, "weights_gib": 2.0, "optimizer_gib": 3.5, "activation_gib": 2.0}},
+    }
+    parts = memory_parts(training)
+    assert sum(parts.values()) == 10.0
+    assert parts["other states"] == 0.5
+    text = needs_text(training)
+    assert all(each in text for each in ("10.00 / 8.00 GiB", "stage 3: weights 2.00, "))
+    server = {key: figure for key, figure in training.items() if key != "components"} | {"kv_cache_gib": 4.0}
+    assert sum(memory_parts(server).values()) == 10.0
+    assert memory_parts(server)["weights"] == 2.0
+    assert "stage" not in needs_text(server)
+
+
+STEP = "tokens_per_second_per_device"
+TIME = {"compute_s": (1.0, 0.7), "tp_comm_s": (0.5, 0.1), "pp_bubble_s": (0.0, 0.2)}
+
+
+def text(seconds: tuple[float, float], predicted: tuple[float | None, float | None], objective: str = STEP) -> str:
+    return causes_text(objective, "the baseline", seconds, predicted, TIME, "measured")
+
+
+def test_only_parts_with_the_sign_of_the_total_are_causes_the_largest_first() -> None:
+    assert largest_differences(TIME) == {"tp_comm_s": pytest.approx(-0.4), "compute_s": pytest.approx(-0.3)}
+    assert largest_differences({"compute_s": (1.0, 1.0)}) == {}
+
+
+def test_the_parts_are_listed_only_if_the_prediction_has_the_sign_of_the_measurement() -> None:
+    faster = text((1.6, 1.2), (1.5, 1.0))
+    assert "-25.0%" in faster
+    assert "-0.4 s" in faster
+    assert faster.index("-0.4 s") < faster.index("-0.3 s")
+    assert "-0.4 s" not in text((1.2, 1.6), (1.5, 1.0))
+    assert "-0.4 s" not in text((1.6, 1.2), (None, 1.0))
+
+
+@pytest.mark.parametrize("objective", [STEP, "output_tokens_per_s"])
+def test_the_speedup_of_rounds_is_the_only_one(objective: str) -> None:
+    text = causes_text(objective, "the baseline", (1.6, 1.2), (1.5, 1.0), TIME, "measured", has_rounds=True)
+    assert "%" not in text
+    assert "-0.4 s" in text
+
+
+def test_a_rate_is_compared_as_a_rate() -> None:
+    assert "+100.0%" in text((0.5, 0.25), (0.5, 0.25), "output_tokens_per_s")
+    assert "-50.0%" in text((0.5, 0.25), (0.5, 0.25), "ttft_s.p99")

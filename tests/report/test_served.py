@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.plan import Counts, Plan, failed_repeats, gains
-from flagcore.domain.serving import PER_DEVICE
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData
@@ -122,20 +121,6 @@ def test_a_latency_objective_is_reported_in_seconds_and_less_is_better() -> None
     assert "0.4 TTFT p99 s" in text
     assert "-50.0% TTFT p99 over " in text
     assert result(served_plan, "x")["objective"] == {"name": objective, "direction": "min"}
-
-
-def test_the_front_holds_the_pareto_optimal_points() -> None:
-    served_plan = plan(trial(0, 100.0), trial(1, 300.0))
-    slower = trial(2, 200.0)
-    assert slower.measurement is not None
-    quick = dataclasses.replace(slower.measurement, points=({"concurrency": 1, PER_DEVICE: 20.0, "tpot_s.p50": 0.001},))
-    served_plan = dataclasses.replace(
-        served_plan, trials=(*served_plan.trials, dataclasses.replace(slower, measurement=quick))
-    )
-    shown = result(served_plan, "x")["front"]
-    assert [point["trial"] for point in shown] == [1, 2]
-    assert shown[1]["tpot_s"] == {"p50": 0.001}
-    assert [point["output_tokens_per_s_per_user"] for point in shown] == [300.0, 1000.0]
 
 
 def test_a_rate_above_ten_thousand_is_a_plain_number() -> None:

@@ -26,7 +26,7 @@ CONTROL = "auto_tuner.control."
         ("cluster: {type: x}", "cluster.type", "did you mean chip?"),
         ("cluster: {groups: [{chip: a, spares: 1}]}", "cluster.groups[0].spares", "it belongs under cluster"),
         ("auto_tuner: {space: {tensor_parallel_size: 2}}", SPACE + "tensor_parallel_size", "tensor_model_parallel"),
-        ("auto_tuner: {algo: {name: grid}}", "auto_tuner.algo", "known here: strategy, launcher, space"),
+        ("auto_tuner: {algo: {name: grid}}", "auto_tuner.algo", "known keys: strategy, launcher, space"),
     ],
 )
 def test_unknown_key_is_reported_with_the_nearest_right_one(

@@ -288,21 +288,6 @@ def test_memory_that_runs_out_in_a_probe_keeps_its_candidate_from_running(bench:
     assert plan.counts.balanced
 
 
-@pytest.mark.parametrize("stop_at", [0, 3])
-def test_probes_before_runs_resume_where_they_were_interrupted(bench: Bench, stop_at: int) -> None:
-    bench.launcher = Ranks(at(stop_at, compute, KeyboardInterrupt()))
-    first = run(bench, probes=4, repeats=0, max_trials=4)
-    assert isinstance(first.error, Interrupted)
-    done = bench.launcher.probed[:stop_at]
-    assert bench.launcher.ran == []
-    bench.launcher = Ranks()
-    plan = run(bench, probes=4, repeats=0, max_trials=4).plan
-    ended = [trial for trial in plan.probes if trial.state is TrialState.MEASURED]
-    assert len({trial.candidate for trial in ended}) == len(ended) == 4
-    assert set(done).isdisjoint(bench.launcher.probed)
-    assert len(plan.trials) == 4
-
-
 def test_runs_learn_from_earlier_probes(bench: Bench) -> None:
     probed = probe(bench, 6)
     assert layout(probed.best) == (4, 4)

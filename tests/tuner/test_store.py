@@ -257,15 +257,3 @@ def _write_to_full_disk(path: Path) -> None:
     (path / "journal.log").unlink()
     (path / "journal.log").symlink_to("/dev/full")
     trial_store.begin(planned(small.candidate()))
-
-
-def test_new_follows_a_link_to_the_run(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    for _ in range(2):
-        directory = RunDirectory(tmp_path / "link")
-        directory.open(new=True)
-        directory.claim({"a": 1}, {})
-        directory.close()
-    assert len(list(tmp_path.glob("real.*"))) == 1
-    assert (tmp_path / "link" / "task.json").exists()

@@ -1,14 +1,21 @@
-"""What `flag devices` reports of each vendor's devices beyond their chips: their processes and their identity."""
+"""What is reported of each vendor\'s devices beyond their chips: processes, UUIDs and links."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_cambricon.bridges import x8_topology
+from flagcore_cambricon.hooks import plugin as cambricon
+from flagcore_nvidia.hooks import plugin as nvidia
 from flagcore_testing import fakes
 
 from flagcore import api
+from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
-from tests.vendors.test_simulated_nodes import CAMBRICON, ILUVATAR, METAX, PAIRS
+from flagcore.physics.collective_costs import topology_of
+from flagcore.vendorkit.matrix import with_own_adapters
+from tests.vendors.test_simulated_nodes import CAMBRICON, ILUVATAR, METAX
 
 PROCESSES = """\
 +-----------------------------------------------------------------------------+
@@ -25,8 +32,8 @@ MLU_PROCESSES = """\
 |  1     /   4712   ray::IDLE                                          12 MiB |
 """
 NVIDIA_GPUS = """\
-0, NVIDIA H100 80GB HBM3, 81559, 570.1, GPU-aaaa, 0x233010DE, Disabled, 00000000:1B:00.0, 4, 70, 700, 31, 0, 345
-1, NVIDIA H100 80GB HBM3, 81559, 570.1, GPU-bbbb, 0x233010DE, Disabled, 00000000:2B:00.0, 20992, 90, 700, 31, 0, 345
+0, NVIDIA H100 80GB HBM3, 81559, 570.1, GPU-aaaa, 0x233010DE, Disabled, 4, 70, 700, 31, 0, 345
+1, NVIDIA H100 80GB HBM3, 81559, 570.1, GPU-bbbb, 0x233010DE, Disabled, 20992, 90, 700, 31, 0, 345
 """
 NVIDIA = """
 case "$1$2" in
@@ -59,7 +66,7 @@ def found(tools: dict[str, str]) -> list[dict[str, Any]]:
 
 def test_use_mode_and_pending_changes_of_nvidia_gpus_are_reported() -> None:
     idle, busy = found({"nvidia-smi": NVIDIA.format(gpus=NVIDIA_GPUS)})
-    assert (idle["uuid"], idle["bus"], idle["links"]) == ("GPU-aaaa", "00000000:1B:00.0", "NV18: 1")
+    assert idle["uuid"] == "GPU-aaaa"
     assert "MIG" in idle["use"]
     assert busy["in_use_gib"] == pytest.approx(20.5)
     assert busy["use"].startswith("4711 python3 (20.5 GiB); is in compute mode Exclusive_Process")
@@ -81,7 +88,6 @@ def test_processes_below_the_table_are_reported(tool: str, printed: str) -> None
         None,
         None,
     ]
-    assert all(each["bus"] for each in devices)
 
 
 @pytest.mark.parametrize(
@@ -91,16 +97,6 @@ def test_processes_below_the_table_are_reported(tool: str, printed: str) -> None
 def test_an_exclusive_device_with_a_process_is_blocked(tool: str, printed: str) -> None:
     devices = found({tool: fakes.prints(printed.replace("Default", "Exclusive"))})
     assert ["compute mode" in (each["use"] or "") for each in devices] == [False, True, False, False]
-
-
-def test_links_match_the_matrix() -> None:
-    script = f'[ "$1" = topo ] && {{ {fakes.prints(PAIRS)}\nexit 0; }}\n{fakes.prints(METAX)}'
-    assert [each["links"] for each in found({"mx-smi": script})] == [
-        "MX: 1; NODE: 2-3",
-        "MX: 0; NODE: 2-3",
-        "NODE: 0-1; MX: 3",
-        "NODE: 0-1; MX: 2",
-    ]
 
 
 def test_a_full_mesh_of_ht_links_is_one_island() -> None:
@@ -114,3 +110,63 @@ def test_a_full_mesh_of_ht_links_is_one_island() -> None:
 def test_the_plugin_of_an_uncatalogued_chip_is_named() -> None:
     (device, *_) = found({"mx-smi": fakes.prints(METAX.replace("MetaX C500", "MetaX C999"))})
     assert (device["chip"], device["plugin"]) == (None, "metax")
+
+
+H200 = (Path(__file__).parents[2] / "plugins/nvidia/tests/smi/nvidia-smi-5.txt").read_text("utf-8")
+
+
+def chip(plugin: Any, name: str) -> Chip:
+    return next(each for each in plugin.flagcore_chips() if each.name == name)
+
+
+def adapters(root: Path, gigabits: float) -> Path:
+    for number in range(8):
+        folder = root / f"sys/class/infiniband/mlx5_{number}/ports/1"
+        folder.mkdir(parents=True)
+        (folder / "rate").write_text(f"{gigabits:g} Gb/sec (2X NDR)\n")
+    return root
+
+
+@pytest.fixture
+def two_nodes() -> NodeGroup:
+    return NodeGroup(chip=chip(nvidia, "H200"), nodes=2, devices_per_node=8)
+
+
+def test_a_machines_own_adapters_are_the_network_of_its_cluster(tmp_path: Path, two_nodes: NodeGroup) -> None:
+    own = with_own_adapters(two_nodes, H200, adapters(tmp_path, 200))
+    assert own is not None
+    assert topology_of(own).levels[-1].bytes_per_second == 25e9
+    assert topology_of(two_nodes).levels[-1].bytes_per_second == 50e9
+
+
+def test_the_users_network_settings_are_kept(tmp_path: Path, two_nodes: NodeGroup) -> None:
+    message = NodeGroup(chip=with_network(two_nodes.chip, 1e9), nodes=2, devices_per_node=8)
+    assert with_own_adapters(message, H200, adapters(tmp_path, 200)) is None
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(1, 8), (2, 4)])
+def test_an_unknown_node_type_uses_the_chips_figure(
+    nodes: int, devices: int, tmp_path: Path, two_nodes: NodeGroup
+) -> None:
+    other = NodeGroup(chip=two_nodes.chip, nodes=nodes, devices_per_node=devices)
+    assert with_own_adapters(other, H200, adapters(tmp_path, 200)) is None
+
+
+def test_adapters_without_a_known_rate_are_no_network(tmp_path: Path, two_nodes: NodeGroup) -> None:
+    assert with_own_adapters(two_nodes, H200, tmp_path) is None
+    assert with_own_adapters(two_nodes, None, tmp_path) is None
+
+
+def test_bridge_groups_of_mlus_are_those_that_cnmon_shows() -> None:
+    group = NodeGroup(chip=chip(cambricon, "MLU370-X8"), nodes=1, devices_per_node=16)
+    names = [f"MLU{n}" for n in range(16)]
+    rows = [
+        [name, *("X" if a == b else "MLK" if a // 4 == b // 4 else "CPU" for b in range(16)), "0-31"]
+        for a, name in enumerate(names)
+    ]
+    matrix = "\n".join("  ".join(row) for row in [["", *names, "CPU Affinity"], *rows])
+    default, shown = x8_topology(group), x8_topology(group, matrix)
+    assert default is not None
+    assert shown is not None
+    assert [level.devices for level in default.levels] == [8, 16]
+    assert [level.devices for level in shown.levels] == [4, 16]

@@ -51,7 +51,7 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:
     )
     yield Text(text)
     figure_heading = f"~{run.unit}" if run.serves else _("~step s")
-    headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure_heading, _("candidates that fit")]
+    headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure_heading, _("candidates that fit in memory")]
     caption = _("The fastest predicted candidate with each value, compared to the fastest of all")
     yield table(caption, [*headings, _("fastest")], rows, sortable=True)
 

@@ -357,7 +357,7 @@ def configurations(run: RunData) -> Chart | None:
     if run.fidelity == ESTIMATE:
         summary.append(_("Lines are 80% intervals of the predictions."))
     else:
-        summary.append(_("Lines are the range of the runs of a configuration.") if run.repeats else "")
+        summary.append(_("Each line shows the range over the runs of a configuration.") if run.repeats else "")
     title = _("The fastest configurations")
     headings = [_("trial"), _("configuration"), run.unit, _("lowest"), _("highest"), _("vs best")]
     return Chart(

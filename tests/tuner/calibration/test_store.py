@@ -55,11 +55,6 @@ def test_the_load_of_other_processes_is_stored_and_optional(calibrations: Calibr
     assert calibrations.find(X1) == (path, MADE)
 
 
-def test_without_calibrations_none_is_found(calibrations: Calibrations) -> None:
-    assert calibrations.all() == ()
-    assert calibrations.find(X1) is None
-
-
 def test_a_new_calibration_replaces_the_old_one_of_the_same_measurements(calibrations: Calibrations) -> None:
     calibrations.save(MADE)
     newer = replace(MADE, date="2026-11-21T10:00:00+00:00")

@@ -82,14 +82,6 @@ def have_ended(folder: Path, ranks: tuple[int, ...]) -> bool:
     return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_ranks_are_probed_in_parallel_on_separate_devices(tmp_path: Path) -> None:
-    found, workload = play(tmp_path, lambda rank: "4", devices=4)
-    assert [rank.rank for rank in found.ranks] == list(RANKS)
-    assert {rank.state for rank in found.ranks} == {TrialState.MEASURED}
-    assert sorted(workload.devices.values()) == [0, 1, 2, 3]
-    assert found.duration_s == max(rank.duration_s for rank in found.ranks)
-
-
 def test_with_fewer_devices_than_ranks_a_rank_uses_the_first_free_device(tmp_path: Path) -> None:
     found, workload = play(tmp_path, lambda rank: "4" if rank == 0 else "1", devices=2)
     assert [rank.state for rank in found.ranks] == [TrialState.MEASURED] * 4
