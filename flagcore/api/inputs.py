@@ -19,7 +19,7 @@ from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import AUTO, HOSTFILE, Spec, Task, TrainSpec
+from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.plugins import (
@@ -284,9 +284,8 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
 
 def _with_hosts(spec: Spec) -> Spec:
     """Add the hosts that the launcher finds to a spec without hosts. Raises SpecError if they are too few."""
-    cluster, finder = spec.cluster, launcher(spec.launcher)
-    at_most = spec.trial_nodes + cluster.spares
-    hosts = () if cluster.hosts else finder.find_hosts(at_most)
+    cluster, at_most = spec.cluster, spec.trial_nodes + spec.cluster.spares
+    hosts = () if cluster.hosts or spec.launcher == LOCAL else launcher(spec.launcher).find_hosts(at_most)
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
         section = "serve" if isinstance(spec.work, ServeSpec) else "train"
         error_text, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("list them in cluster.hostfile")
@@ -297,7 +296,7 @@ def _with_hosts(spec: Spec) -> Spec:
     if spec.trial_nodes > count:
         host_names = ", ".join(hosts)
         error_text = _(
-            "must be at most {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=host_names
+            "must be at most {count}: {launcher} found {hosts}", count=count, launcher=spec.launcher, hosts=host_names
         )
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=error_text, fix=_("leave it out"))
     nodes = cluster.nodes if cluster.nodes > 1 else count

@@ -88,12 +88,9 @@ def _finite(context: click.Context, option: click.Parameter, value: float) -> fl
 )
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Number of devices [default: all].")
 @click.option("--list", "listed", is_flag=True, help="List saved calibrations and exit.")
-@click.option("--forget", metavar="CHIP", help="Delete calibrations and trial history of CHIP and exit.")
 @options.output
 @options.plugins
-def calibrate_command(
-    seconds: float, devices: int | None, listed: bool, forget: str | None, form: str, without: tuple[str, ...]
-) -> None:
+def calibrate_command(seconds: float, devices: int | None, listed: bool, form: str, without: tuple[str, ...]) -> None:
     """Measure the devices of this machine to improve predictions.
 
     Measures matrix products, attention, memory, kernel launches, copies to the host and, with several devices,
@@ -101,11 +98,6 @@ def calibrate_command(
     """
     from flagcore import api
 
-    if listed and forget is not None:
-        raise click.UsageError(_("--list and --forget are mutually exclusive"))
-    if forget is not None:
-        options.say("\n".join(_("deleted {file}", file=file) for file in api.forget(forget)))
-        return
     if listed:
         options.show_records(api.calibrations(), form, options.columns("calibrations"))
         return
