@@ -129,7 +129,7 @@ class EngineHooks:
 
     @hookspec
     def flagcore_check_task(self, task: Task, engine_version: str | None) -> TaskAdvice | None:
-        """Return what is known about `task` on this vendor's chips, or None.
+        """Return advice on how to run `task` on this vendor's chips, or None without advice.
 
         The advice contains the values to prune, because they do not work, settings that are forced or preferred, why
         the task cannot run, patterns of log lines that show failures, and warnings. It may depend on several keys,

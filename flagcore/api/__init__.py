@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from flagcore.api.explaining.compare import compare
     from flagcore.api.explaining.states import explain, explain_candidate
     from flagcore.api.inputs import LoadedSpec, changed_spec, with_settings
-    from flagcore.api.managing.calibration import calibrate, calibrations, forget, summary
+    from flagcore.api.managing.calibration import calibrate, calibrations, summary
     from flagcore.api.managing.history import ImportedTrials, import_history
     from flagcore.api.managing.hosts import check_hosts
     from flagcore.api.managing.inspection import chip_table, devices, doctor, plugin_table, public_model_table
@@ -40,7 +40,7 @@ NAMES = {
     "api.explaining.compare": ("compare",),
     "api.explaining.states": ("explain", "explain_candidate"),
     "api.inputs": ("LoadedSpec", "changed_spec", "with_settings"),
-    "api.managing.calibration": ("calibrate", "calibrations", "forget", "summary"),
+    "api.managing.calibration": ("calibrate", "calibrations", "summary"),
     "api.managing.history": ("ImportedTrials", "import_history"),
     "api.managing.hosts": ("check_hosts",),
     "api.managing.inspection": ("chip_table", "devices", "doctor", "plugin_table", "public_model_table"),

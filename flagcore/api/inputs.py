@@ -19,7 +19,7 @@ from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import AUTO, HOSTFILE, Spec, Task, TrainSpec
+from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.plugins import (
@@ -92,8 +92,8 @@ def changed_spec(spec: SpecLike, changes: Mapping[str, Any]) -> LoadedSpec:
             section[name] = {} if section.get(name) is None else section[name]
             section = section[name]
             if not isinstance(section, dict):
-                problem = _("has no keys, so {key} cannot be set", key=key)
-                raise spec_error(".".join(names[:depth]), problem, value=section, file=str(file))
+                error_text = _("has no keys, so {key} cannot be set", key=key)
+                raise spec_error(".".join(names[:depth]), error_text, value=section, file=str(file))
         section[last] = value
     return LoadedSpec(file, changed)
 
@@ -247,12 +247,14 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
     if not (isinstance(tuner, Mapping) and "launcher" in tuner):
         spec = _with_launcher(spec, any_number=data.get("cluster") == AUTO)
     spec = _with_hosts(spec)
-    if problem := _min_nodes_problem(spec):
-        raise SpecError(key="cluster.min_nodes", value=spec.cluster.min_nodes, problem=problem, fix=_("leave it out"))
+    if error_text := _min_nodes_error(spec):
+        raise SpecError(
+            key="cluster.min_nodes", value=spec.cluster.min_nodes, problem=error_text, fix=_("leave it out")
+        )
     return spec
 
 
-def _min_nodes_problem(spec: Spec) -> str:
+def _min_nodes_error(spec: Spec) -> str:
     """Return why trials cannot continue on fewer nodes. Returns an empty string if they can, or need not."""
     if spec.cluster.min_nodes is None:
         return ""
@@ -282,22 +284,21 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
 
 def _with_hosts(spec: Spec) -> Spec:
     """Add the hosts that the launcher finds to a spec without hosts. Raises SpecError if they are too few."""
-    cluster, finder = spec.cluster, launcher(spec.launcher)
-    at_most = spec.trial_nodes + cluster.spares
-    hosts = () if cluster.hosts else finder.find_hosts(at_most)
+    cluster, at_most = spec.cluster, spec.trial_nodes + spec.cluster.spares
+    hosts = () if cluster.hosts or spec.launcher == LOCAL else launcher(spec.launcher).find_hosts(at_most)
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
         section = "serve" if isinstance(spec.work, ServeSpec) else "train"
-        problem, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("list them in cluster.hostfile")
-        raise SpecError(key=f"{section}.command", value=" ".join(spec.work.command or ()), problem=problem, fix=fix)
+        error_text, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("list them in cluster.hostfile")
+        raise SpecError(key=f"{section}.command", value=" ".join(spec.work.command or ()), problem=error_text, fix=fix)
     if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
         return spec
     count = without_spares(hosts, cluster.spares)
     if spec.trial_nodes > count:
         host_names = ", ".join(hosts)
-        problem = _(
-            "must be at most {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=host_names
+        error_text = _(
+            "must be at most {count}: {launcher} found {hosts}", count=count, launcher=spec.launcher, hosts=host_names
         )
-        raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=_("leave it out"))
+        raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=error_text, fix=_("leave it out"))
     nodes = cluster.nodes if cluster.nodes > 1 else count
     return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=nodes))
 
@@ -321,14 +322,14 @@ def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iter
     for at, section in sections:
         name = section.get("chip") if isinstance(section, Mapping) else None
         if isinstance(name, str) and name != AUTO and not any(chip.matches_name(name) for chip in chips):
-            problem, fix = _("is not supported by any installed plugin"), unknown_chip_hint(name, chips)
-            yield spec_error((*at, "chip"), problem, value=name, fix=fix, file=file)
+            error_text, fix = _("is not supported by any installed plugin"), unknown_chip_hint(name, chips)
+            yield spec_error((*at, "chip"), error_text, value=name, fix=fix, file=file)
 
 
 def check_chips(cluster: object) -> None:
     """Raise SpecError if a spec's cluster names a chip that no installed plugin lists."""
-    if problems := list(_unknown_chips(cluster, "", ())):
-        raise join_errors(problems)
+    if errors := list(_unknown_chips(cluster, "", ())):
+        raise join_errors(errors)
 
 
 def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without: Collection[str] = ()) -> None:
@@ -354,7 +355,7 @@ def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without
 
 
 def warn_about_problem(problem: Problem) -> None:
-    """Warn about everything in a problem that the user may want to change.
+    """Warn about everything in a search problem that the user may want to change.
 
     The warnings are about engines that are untested on the chip, devices that no candidate or not the fastest one uses,
     a slow precision, environment variables that differ from the plugins', and settings without effect.
@@ -420,7 +421,7 @@ def _idle_devices(problem: Problem) -> list[str]:
     return []
 
 
-def warn(problems: Iterable[object]) -> None:
-    """Log a warning for each problem."""
-    for problem in problems:
-        LOG.warning("%s", problem)
+def warn(texts: Iterable[object]) -> None:
+    """Log each of `texts` as a warning."""
+    for text in texts:
+        LOG.warning("%s", text)

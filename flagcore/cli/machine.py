@@ -26,8 +26,7 @@ def devices_command(form: str, without: tuple[str, ...]) -> None:
         if len(chips) > 1:
             text = _("flag: {plugin} has devices of several chips ({chips}); cluster.chip selects one")
             options.say(text.format(plugin=plugin, chips=", ".join(sorted(chips))))
-    tables = ("devices",) if options.is_fitted() else ("devices", "device_identity")
-    options.show_records(options.joined(records, form, "aliases"), form, options.columns(*tables))
+    options.show_records(options.joined(records, form, "aliases"), form, options.columns("devices"))
 
 
 @click.command("schema")
@@ -89,12 +88,9 @@ def _finite(context: click.Context, option: click.Parameter, value: float) -> fl
 )
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Number of devices [default: all].")
 @click.option("--list", "listed", is_flag=True, help="List saved calibrations and exit.")
-@click.option("--forget", metavar="CHIP", help="Delete calibrations and trial history of CHIP and exit.")
 @options.output
 @options.plugins
-def calibrate_command(
-    seconds: float, devices: int | None, listed: bool, forget: str | None, form: str, without: tuple[str, ...]
-) -> None:
+def calibrate_command(seconds: float, devices: int | None, listed: bool, form: str, without: tuple[str, ...]) -> None:
     """Measure the devices of this machine to improve predictions.
 
     Measures matrix products, attention, memory, kernel launches, copies to the host and, with several devices,
@@ -102,11 +98,6 @@ def calibrate_command(
     """
     from flagcore import api
 
-    if listed and forget is not None:
-        raise click.UsageError(_("--list and --forget are mutually exclusive"))
-    if forget is not None:
-        options.say("\n".join(_("deleted {file}", file=file) for file in api.forget(forget)))
-        return
     if listed:
         options.show_records(api.calibrations(), form, options.columns("calibrations"))
         return

@@ -57,25 +57,25 @@ def estimate_command(
     if spec is not None:
         _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
     elif jobs is not None:
-        for option in filter(_is_given, OPTIONS_OF_SPECS):
-            raise click.UsageError(_(OPTIONS_OF_SPECS[option]))
-        if _is_given("form") and form != "jsonl":
-            raise click.UsageError(_("--format {form} requires SPEC: job records are answered as jsonl", form=form))
+        given = click.get_current_context().get_parameter_source
+        for parameter, option in OPTIONS_OF_SPECS.items():
+            is_allowed = given(parameter) is ParameterSource.DEFAULT or (parameter == "form" and form == "jsonl")
+            if not is_allowed:
+                text = _("{option} requires SPEC: job records are predicted as they are, as JSON lines", option=option)
+                raise click.UsageError(text)
         with options.language_of("jsonl"):
             _estimate_jobs(jobs, arguments["without"])
 
 
 OPTIONS_OF_SPECS = {
-    "chip": N_("--chip requires SPEC: job records name their chip"),
-    "explain": N_("--explain requires SPEC"),
-    "objective": N_("--objective requires SPEC: job records are not ranked"),
-    "settings": N_("--set requires SPEC"),
-    "top": N_("--top requires SPEC: every job record is predicted"),
+    "chip": "--chip",
+    "explain": "--explain",
+    "form": "--format",
+    "objective": "--objective",
+    "settings": "--set",
+    "top": "--top",
 }
-
-
-def _is_given(option: str) -> bool:
-    return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
+"""The parameters that do not apply to job records, with their options."""
 
 
 def _estimate_jobs(jobs: str, without: tuple[str, ...]) -> None:

@@ -30,7 +30,6 @@ from flagcore.contracts.platform import (
     RunningLaunch,
     Telemetry,
     communicator_bytes,
-    description_of,
     device_use,
 )
 from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, Watcher
@@ -68,6 +67,5 @@ __all__ = [
     "Watcher",
     "Workload",
     "communicator_bytes",
-    "description_of",
     "device_use",
 ]

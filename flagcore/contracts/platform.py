@@ -125,12 +125,8 @@ class CollectiveCosts(Protocol):
 class Telemetry(Protocol):
     """Reads figures of one device before and during a trial.
 
-    Two methods are optional:
-
-    - `use() -> DeviceUse` reports which processes use the device. It is called before each trial, and after a trial
-      that ran out of memory.
-    - `describe() -> Mapping[str, str]` returns `uuid`, `bus` (the PCI address) and `links` (to other devices) as far as
-      they are known. `flag devices` calls it.
+    The method `use() -> DeviceUse` is optional. It reports which processes use the device. It is called before each
+    trial, and after a trial that ran out of memory.
     """
 
     def sample(self) -> Mapping[str, float]:
@@ -138,12 +134,6 @@ class Telemetry(Protocol):
 
         Raises LookupError if this device does not respond, but others do.
         """
-
-
-def description_of(reader: Telemetry) -> Mapping[str, str]:
-    """Return the result of the reader's optional method `describe`, or an empty dict if it has none."""
-    describe = getattr(reader, "describe", None)
-    return describe() if describe else {}
 
 
 def device_use(reader: Telemetry) -> DeviceUse:

@@ -269,7 +269,10 @@ class Trial:
 
     @property
     def is_final(self) -> bool:
-        """Whether the trial was measured alone, with whole steps or on fewer nodes."""
+        """Whether no repeat of the trial is needed for its final figures.
+
+        This is the case if it ran without parallel trials, and with whole steps or on the nodes that are left.
+        """
         if self.measurement is None or self.group is not None:
             return False
         return self.measurement.scaled_from is None or bool(self.fewer_nodes)

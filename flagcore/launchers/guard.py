@@ -269,8 +269,8 @@ def start(argv: list[bytes], environment: dict[bytes, bytes], directory: bytes, 
         os._exit(127)
 
 
-class Trial:
-    """A started trial, and the times at which its processes get SIGTERM and SIGKILL."""
+class TrialProcesses:
+    """The processes of a started trial, and the times at which they get SIGTERM and SIGKILL."""
 
     def __init__(self, first: int, folder: str, timeout: float, memory_limit: float, disk_limit: int) -> None:
         self.first, self.started_at = first, time.monotonic()
@@ -342,7 +342,7 @@ class Trial:
         }
 
 
-def watch(trial: Trial, control: int, signals: int, parent: int) -> None:
+def watch(trial: TrialProcesses, control: int, signals: int, parent: int) -> None:
     """Wait until all processes of the trial have ended, or SIGKILL had no effect for too long."""
     poll = select.poll()
     for descriptor in (control, signals):
@@ -370,7 +370,7 @@ def open_signal_pipe() -> int:
     return read
 
 
-def begin(control: int, become: Become) -> Trial | None:
+def begin(control: int, become: Become) -> TrialProcesses | None:
     """Read an order and start its trial. Raises OSError if it cannot be started.
 
     Returns None if the order is incomplete because flagcore has ended.
@@ -385,7 +385,7 @@ def begin(control: int, become: Become) -> Trial | None:
         return None
     argv, environment, directory, folder, timeout, memory_limit, disk_limit = marshal.loads(order)
     first = start(argv, environment, directory, become)
-    return Trial(first, os.fsdecode(folder), timeout, memory_limit or NEVER, disk_limit)
+    return TrialProcesses(first, os.fsdecode(folder), timeout, memory_limit or NEVER, disk_limit)
 
 
 def main(control: int, report: int, parent: int, *, become: Become = execute) -> None:

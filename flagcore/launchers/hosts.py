@@ -66,7 +66,7 @@ class HostsLauncher(Launcher):
     failures: Counter[str] = field(default_factory=Counter)
     """How many times each host was lost during a trial. It is at least 1 for hosts that could not be reached."""
     failed_at: dict[str, float] = field(default_factory=dict)
-    """When each of those hosts failed the last time, on the monotonic clock."""
+    """The time at which each host in `failures` failed last, on the monotonic clock."""
     ended_at: float = -math.inf
     """The time of the end of the last trial, on the monotonic clock."""
     agents: Agents | None = None
@@ -344,7 +344,9 @@ class HostsRunning:
                 file.write(lines + newline)
 
     def close(self) -> None:
-        """Return the agents that have ended the trial. Other channels are closed, so that their agents end it.
+        """Give the agents that have ended the trial back to the launcher, for its next trial.
+
+        The channels of all other agents are closed, so that these agents end the trial.
 
         Hosts that did not confirm the end of the trial count as lost.
         """

@@ -268,7 +268,8 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison(Notebook):
-    """A comparison of two candidates `a` and `b`, in seconds and GiB. Each pair has this order.
+    """A comparison of two candidates, `a` and `b`. Times are in seconds, memory is in GiB, and the first value of each
+    pair is that of `a`.
 
     - `a`, `b`: each has `name`, `where`, `candidate`, `state`, `predicted`, `believed` (the prediction corrected by
       trials, or None if the candidate ran), and `measured` (None if it was not measured). `measured` has `step_time_s`

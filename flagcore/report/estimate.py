@@ -113,7 +113,8 @@ class Estimate(Notebook):
 
 
 def estimate_columns(estimate: Estimate) -> dict[str, str]:
-    """Return the columns of the table of candidates: their headings, and dotted keys of a record."""
+    """Return the columns of the candidates' table: for each heading, the dotted key of the value in a candidate's
+    record."""
     rows = estimate.candidates
     figures = table_columns("predicted_serving" if any("objective" in each for each in rows) else "predicted")
     optional = known_columns(rows, "layouts", "highest", "cost")

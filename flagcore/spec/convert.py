@@ -117,7 +117,7 @@ def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
     batch = spec.train.global_batch_size
     if batch * nodes % total_nodes:
         return _(
-            "is {share} of the nodes, and global_batch_size = {batch} cannot be split in this ratio",
+            "is {share} of cluster.nodes, and {share} of global_batch_size = {batch} is not an integer",
             share=f"1/{total_nodes // nodes}",
             batch=batch,
         )
@@ -131,6 +131,6 @@ def _objective(document: Document | ServeDocument, cluster: ClusterSpec) -> str:
         return name
     if any(group.price_per_device_hour is None for group in cluster.groups or (cluster,)):
         key = "cluster.groups[].price_per_device_hour" if cluster.groups else "cluster.price_per_device_hour"
-        fix = _("give {key}, or another objective", key=key)
+        fix = _("set {key}, or choose another objective", key=key)
         raise spec_error("auto_tuner.objective", _("needs the price of all devices"), value=name, fix=fix)
     return CHEAPEST["serve" if isinstance(document, ServeDocument) else "train"]

@@ -93,7 +93,7 @@ class ProfileSection(Section):
     """Number of requests; auto: the load lasts until its steady state is measured precisely."""
     concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | Literal["auto"] | None = None
     """Requests in flight (closed loop); a list defines several load points of one launch; auto: each trial finds the
-    most that meet the SLO, up to num_prompts."""
+    highest number that meets the SLO, up to num_prompts."""
     request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | Literal["auto"] | None = None
     """Requests per second (open loop), inf: all at once; a list defines several load points of one launch; auto: each
     trial finds the highest rate that meets the SLO."""
@@ -103,7 +103,8 @@ class ProfileSection(Section):
     """File with texts or lengths, and optional arrival times and images: JSON lines with prompts, conversations as in
     ShareGPT, or lengths as in Mooncake."""
     turns: Turns = _LOAD.turns
-    """Most requests of a conversation: each is sent after the answer to the one before, and continues its prompt."""
+    """Maximum number of requests in a conversation. Each is sent after the answer to the previous request, and its
+    prompt continues the conversation."""
     think_time_s: WaitSeconds = _LOAD.think_time_s
     """Seconds from an answer to the next turn."""
     images: ImagesSection | None = None

@@ -287,7 +287,7 @@ def _suggest_key(root: Schema, path: KeyPath) -> tuple[str, str]:
         suggestion = next(key for key in known if key[-1] == close[0])
         return _(DID_YOU_MEAN, name=key_text(suggestion)), close[0]
     listed = section_keys if len(section_keys) <= 20 else [*section_keys[:7], "...", *section_keys[-3:]]
-    return _("known here: {names}", names=", ".join(listed)), ""
+    return _("known keys: {names}", names=", ".join(listed)), ""
 
 
 def _initials(key: str) -> tuple[str, ...]:
@@ -312,8 +312,8 @@ def _hint(value: object, options: list[Schema]) -> str:
     if not isinstance(value, str):
         if isinstance(value, float) and "integer" in types and value.is_integer():
             return _("write {value}", value=int(value))
-        any_text = any("maxLength" in option and "examples" not in option for option in options)
-        return _("quote it") if any_text and isinstance(value, (bool, int, float)) else ""
+        accepts_text = any("maxLength" in option and "examples" not in option for option in options)
+        return _("quote it") if accepts_text and isinstance(value, (bool, int, float)) else ""
     if re.fullmatch(r"[-+]?\d{1,18}(\.\d+)?", value) and types & {"integer", "number"}:
         return _("write {value} without quotes", value=value)
     if value.lower() in ("true", "false", "yes", "no", "on", "off") and "boolean" in types:
@@ -321,27 +321,9 @@ def _hint(value: object, options: list[Schema]) -> str:
     if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]i?b?", value, re.IGNORECASE) and BYTES_PATTERN in patterns:
         number, letter = re.sub("[ bBiI]", "", value)[:-1], value.rstrip("bBiI")[-1].upper()
         return _(DID_YOU_MEAN, name=_join_with_or([f"{number}{letter}iB", f"{number}{letter}B"]))
-    if types & {"integer", "number"} and (number := _without_unit(value)):
-        return _("write {value}", value=number)
     words = [word for option in options for word in option.get("enum", [option.get("const")]) if word]
     close = difflib.get_close_matches(value[:64].lower(), words, n=1)
     return _(DID_YOU_MEAN, name=close[0]) if close else ""
-
-
-SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
-
-
-def _without_unit(value: str) -> str:
-    """Convert a time with a unit (`1h`) to seconds, or a rate (`400Gb/s`) to bytes per second, as text for a hint.
-
-    Returns an empty string for other text.
-    """
-    if found := re.fullmatch(rf"(\d{{1,9}}(?:\.\d+)?) ?({'|'.join(SECONDS)})", value, re.IGNORECASE):
-        return _("{number} (seconds)", number=f"{float(found[1]) * SECONDS[found[2].lower()]:.15g}")
-    if found := re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?([KMGT])(B|b|bit)(?:ps|/s)?", value):
-        rate = float(found[1]) * 1000 ** (1 + "KMGT".index(found[2])) / (1 if found[3] == "B" else 8)
-        return _("{number} (bytes per second)", number=f"{rate:.15g}")
-    return ""
 
 
 def parse_bytes(text: str) -> int:

@@ -114,15 +114,6 @@ class Calibrations:
         replace_file(path, _text(calibration))
         return path
 
-    def forget(self, chip: str) -> tuple[Path, ...]:
-        """Delete all calibrations of a chip, including unreadable files, and return their paths. Raises RunError."""
-        readable, unreadable = self._read()
-        deleted = [path for path, calibration in readable if calibration.chip.casefold() == chip.casefold()]
-        deleted += [path for path, _ in unreadable if path.stem.split("--")[0] == _slug(chip)]
-        deleted += (self.folder / "rates").glob(f"{_slug(chip)}--*.json")  # peak rates that the chip's plugin measured
-        delete_files(deleted)
-        return tuple(deleted)
-
     def _read(self) -> tuple[tuple[tuple[Path, Calibration], ...], tuple[tuple[Path, RunError], ...]]:
         try:
             files = sorted(path for path in self.folder.iterdir() if path.suffix == ".json")
@@ -168,15 +159,6 @@ def replace_file(path: Path, text: str) -> None:
         replace(path, text)
     except OSError as error:
         raise _unwritable(path, error) from None
-
-
-def delete_files(paths: Iterable[Path]) -> None:
-    """Delete files, and ignore missing ones. Raises RunError if a file cannot be deleted."""
-    for path in paths:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise RunError(f"{path} cannot be deleted: {error.strerror or error}") from None
 
 
 def _unwritable(path: Path, error: OSError) -> RunError:
@@ -298,16 +280,6 @@ class Experience:
                 continue
             with suppress(OSError, ValueError):
                 yield from (line for line in _lines(path) if _matches(line, chip, engine))
-
-    def forget(self, chip: str) -> tuple[Path, ...]:
-        """Delete the files with trials on a chip, and return their paths. Raises RunError."""
-        deleted = []
-        for path in sorted(self.folder.glob("*.jsonl")):
-            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                if any(line["cluster"]["chip"].casefold() == chip.casefold() for line in _lines(path)):
-                    deleted.append(path)
-        delete_files(deleted)
-        return tuple(deleted)
 
 
 def _lines(path: Path) -> list[Any]:

@@ -111,14 +111,14 @@ class _Search:
 
     def __init__(self, problem: Problem, dependencies: Dependencies, started: float) -> None:
         self.problem, self.dependencies, self.store = problem, dependencies, dependencies.open_store(problem)
-        self.groups, self.note = divide(problem.platform)
+        self.device_groups, self.note = divide(problem.platform)
         self.pool = TrialPool()
-        self.is_parallelism_decided = len(self.groups) == 1
+        self.is_parallelism_decided = len(self.device_groups) == 1
         self.runner = TrialRunner(
             problem=problem,
             launcher=dependencies.launcher,
             store=self.store,
-            groups=self.groups,
+            device_groups=self.device_groups,
             probe_devices=parallel_probe_ranks(problem.platform),
             pool=self.pool,
         )
@@ -210,7 +210,7 @@ class _Search:
 
         Return why no further trial may start, or an empty string if no group is free.
         """
-        while self.pool.free_group is not None:
+        while self.pool.free_device_group is not None:
             if (reason := self._stop_reason()) is not None:
                 return reason
             choice = rank(self.dependencies.strategy, self._context())
@@ -232,11 +232,11 @@ class _Search:
             return
         if interference:
             self.is_parallelism_decided, self.note = True, interference.text
-            self.pool.limit = len(self.groups) if interference.is_negligible else 1
+            self.pool.limit = len(self.device_groups) if interference.is_negligible else 1
         elif self.pool.trials:  # the interference trial failed because other programs used its devices
             self.pool.limit = 1
         elif self._stop_reason() is None and self._context().open_rows.size > 1:
-            self.pool.limit = len(self.groups)
+            self.pool.limit = len(self.device_groups)
             self._start(self._plan(trial_alone.candidate, Role.INTERFERENCE))
 
     def _is_baseline_done(self, baseline: Candidate) -> bool:
@@ -259,7 +259,7 @@ class _Search:
 
     @property
     def _nodes_left(self) -> int | None:
-        return nodes_left(self.groups[self.pool.free_group or 0], self.dependencies.launcher)
+        return nodes_left(self.device_groups[self.pool.free_device_group or 0], self.dependencies.launcher)
 
     def _has_nodes(self, candidate: Candidate) -> bool:
         """Return whether a candidate can run on the hosts that are still usable."""
@@ -326,7 +326,7 @@ class _Search:
             chosen_because=choice.because if choice else None,
             believed=dict(choice.belief) if choice else None,
             search_ended=search_ended,
-            group=self.pool.free_group if self.pool.limit > 1 else None,
+            group=self.pool.free_device_group if self.pool.limit > 1 else None,
         )
         if fidelity == RUN:
             nodes = self._nodes_left

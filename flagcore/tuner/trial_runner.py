@@ -92,7 +92,8 @@ def memory_needed(task: Task, trial: Trial) -> float:
 class TrialRunner:
     """Runs and probes trials.
 
-    - `groups`: one platform for each group of devices; a trial without a group runs on the first.
+    - `device_groups`: one platform for each group of devices that runs one trial at a time. A trial without a group
+      runs on the first one.
     - `probe_devices`: the number of ranks that a probe runs in parallel.
     - `pool`: interrupts trials when the search ends.
     """
@@ -100,7 +101,7 @@ class TrialRunner:
     problem: Problem
     launcher: Launcher
     store: OptunaStore
-    groups: Sequence[Platform]
+    device_groups: Sequence[Platform]
     probe_devices: int
     pool: TrialPool
 
@@ -113,7 +114,7 @@ class TrialRunner:
         continue without it. Otherwise, raises HostLost. If a plugin fails to prepare the launch, only this trial fails.
         Raises LaunchError if no trial can be started.
         """
-        spec, start, pause = self.groups[trial.group or 0].task.spec, time.monotonic(), FIRST_PAUSE
+        spec, start, pause = self.device_groups[trial.group or 0].task.spec, time.monotonic(), FIRST_PAUSE
         max_time = math.inf if spec.control.max_time is None else spec.control.max_time - (trial.began_s or 0.0)
         longest = min(spec.cluster.wait_for_hosts, max_time)
         while True:
@@ -138,7 +139,7 @@ class TrialRunner:
 
     def _run(self, trial: Trial, best: Trial | None, on_wait: Callable[[Trial], object]) -> Trial:
         """Wait for the devices of a trial, then run or probe it. Raises HostLost if it cannot be started on a host."""
-        platform, start, pause = self.groups[trial.group or 0], time.monotonic(), self.pool.pause
+        platform, start, pause = self.device_groups[trial.group or 0], time.monotonic(), self.pool.pause
         if trial.fidelity == RUN:
             if trial.fewer_nodes:
                 platform = replace(platform, task=platform.task.on_nodes(trial.fewer_nodes))
@@ -251,7 +252,7 @@ class TrialPool:
         return tuple(each.trial for each in self._running)
 
     @property
-    def free_group(self) -> int | None:
+    def free_device_group(self) -> int | None:
         """The first group of devices without a trial, or None if `limit` trials run."""
         used = {trial.group or 0 for trial in self.trials}
         free = (group for group in range(self.limit) if group not in used)

@@ -15,7 +15,7 @@ from flagcore.domain.chip import Device, DeviceUse
 from flagcore.domain.cluster import NodeGroup
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchReport, query_tool, setting, tool_output, visible
-from flagcore.vendorkit.matrix import links_of, with_own_adapters
+from flagcore.vendorkit.matrix import with_own_adapters
 from flagcore.vendorkit.rows import Listing, Row, blocked_reason, read_processes
 
 LOG = logging.getLogger(__name__)
@@ -144,17 +144,6 @@ class DeviceDetector:
         """Return the devices with their telemetry during a trial, as the management tool prints them."""
         return (self.reading or self.listing)(READING_SECONDS).rows
 
-    def descriptions(self) -> dict[int, Mapping[str, str]]:
-        """Return the UUID, PCI address and links of each device by index, if the tool prints them."""
-        uuids = self.uuids() if self.uuids else {}
-        links = links_of(self.matrix())
-        found: dict[int, Mapping[str, str]] = {}
-        for row in (self.reading or self.listing)(10.0).rows:
-            index = row.device.index
-            words = {"uuid": row.device.uuid or uuids.get(index, ""), "bus": row.bus, "links": links.get(index, "")}
-            found[index] = {name: word for name, word in words.items() if word}
-        return found
-
     def matrix(self) -> str:
         """Return the management tool's output about links of devices and adapters. It is empty if there is no such
         tool.
@@ -218,15 +207,13 @@ class DeviceDetector:
 
 
 FRESH_SECONDS = 0.9
-DESCRIPTIONS_SECONDS = 60.0
-"""Seconds for which UUIDs, PCI addresses and links of devices are cached."""
 
 
 class Shared(Generic[T]):
-    """The tool's last answers, by device index. `read` runs the tool again if they are older than `fresh_seconds`."""
+    """The tool's last answers, by device index. `read` runs the tool again if they are older than `FRESH_SECONDS`."""
 
-    def __init__(self, read: Callable[[], Mapping[int, T]], fresh_seconds: float = FRESH_SECONDS) -> None:
-        self._read, self._fresh = read, fresh_seconds
+    def __init__(self, read: Callable[[], Mapping[int, T]]) -> None:
+        self._read = read
         self._answers: Mapping[int, T] = {}
         self._until = float("-inf")
         self._lock = threading.Lock()
@@ -236,7 +223,7 @@ class Shared(Generic[T]):
         with self._lock:
             if time.monotonic() >= self._until:
                 self._answers = self._read()
-                self._until = time.monotonic() + self._fresh
+                self._until = time.monotonic() + FRESH_SECONDS
             return self._answers.get(index)
 
 
@@ -246,7 +233,6 @@ class Readings:
     def __init__(self, detector: DeviceDetector) -> None:
         self.rows = Shared(lambda: {row.device.index: row for row in detector.rows()})
         self.uses = Shared(detector.uses_now)
-        self.descriptions = Shared(detector.descriptions, fresh_seconds=DESCRIPTIONS_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +252,3 @@ class DeviceReading:
     def use(self) -> DeviceUse:
         """Return the users of the device, if the tool reports them."""
         return self.readings.uses.of(self.index) or DeviceUse()
-
-    def describe(self) -> Mapping[str, str]:
-        """Return the device's UUID, PCI address and links, if the tool prints them."""
-        return self.readings.descriptions.of(self.index) or {}

@@ -1,7 +1,7 @@
 """Reads the matrix that `topo -m` prints: the links between devices, and between devices and network adapters."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,25 +74,6 @@ def islands(matrix: Matrix, link: str) -> tuple[tuple[int, ...], ...]:
     if any(joined[other] != group for group in joined.values() for other in group):
         return ()
     return tuple(dict.fromkeys(joined.values()))
-
-
-def links_of(text: str) -> dict[int, str]:
-    """Return the links of each device to the others, as `topo -m` prints them, such as `NV8: 1-3; SYS: 4,6`."""
-    matrix = read_matrix(text)
-    groups: dict[int, dict[str, list[int]]] = {}
-    for (device, other), link in matrix.links.items() if matrix else ():
-        groups.setdefault(device, {}).setdefault(link, []).append(other)
-    return {
-        device: "; ".join(f"{link}: {_ranges(others)}" for link, others in links.items())
-        for device, links in groups.items()
-    }
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, with consecutive ones as a range, such as `1-3,6`."""
-    starts = [at for at, number in enumerate(numbers) if not at or number != numbers[at - 1] + 1]
-    pieces = [numbers[start:end] for start, end in zip(starts, [*starts[1:], len(numbers)], strict=True)]
-    return ",".join(f"{piece[0]}-{piece[-1]}" if len(piece) > 1 else str(piece[0]) for piece in pieces)
 
 
 def near_adapters(matrix: Matrix) -> dict[int, tuple[str, ...]]:

@@ -28,10 +28,9 @@ Head = TypeVar("Head")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One device of a table, its PCI address, and its telemetry. The keys of `reading` end in the unit."""
+    """One device of a table, and its telemetry. The keys of `reading` end in the unit."""
 
     device: Device
-    bus: str = ""
     reading: Mapping[str, float] = field(default_factory=dict)
     mode: str = ""
     """The compute mode, as the tool prints it."""

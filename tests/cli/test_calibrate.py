@@ -53,7 +53,7 @@ def test_a_calibration_is_saved_listed_used_and_deleted(
     assert caplog.text.count("cpu is predicted from its calibration of ") == 1
     assert step_time(flag, spec) == seconds_after  # the file decides, nothing else
 
-    assert flag("calibrate", "--forget", "cpu").err == f"deleted {file}\n"
+    file.unlink()
     assert step_time(flag, spec) == seconds_before
 
 
@@ -84,7 +84,7 @@ def test_ctrl_c_leaves_no_process_and_saves_nothing(home: Path, project: Project
     assert not any(home.iterdir())
 
 
-@pytest.mark.parametrize("arguments", ["--list --forget cpu", "--seconds nan", "--seconds inf", "--seconds 1"])
+@pytest.mark.parametrize("arguments", ["--seconds nan", "--seconds inf", "--seconds 1"])
 def test_wrong_options_are_refused(flag: Flag, home: Path, arguments: str) -> None:
     assert flag("calibrate", *arguments.split()).code == 2
     assert not home.exists()
@@ -101,17 +101,6 @@ def test_an_unreadable_file_of_another_chip_is_reported_and_skipped(
     assert caplog.text.count("h200--nvidia-h200--driver-1--torch-2.json is not a calibration that can be read") == 1
     assert flag("calibrate", "--list", "--json").out == "[]\n"
     assert flag("estimate", spec, "--chip", "H200").code == 2
-    assert flag("calibrate", "--forget", "H200").code == 0
-    assert not list(home.iterdir())
-
-
-def test_forgetting_an_unknown_calibration_is_wrong_usage(flag: Flag, home: Path) -> None:
-    completed = flag("calibrate", "--forget", "foo")
-    assert completed.code == 2
-    assert "'foo'" in completed.err
-    Calibrations(home).save(saved_calibration("H200"))
-    assert "'H200'?" in flag("calibrate", "--forget", "h20").err
-    assert ": H200" in flag("calibrate", "--forget", "foo").err
 
 
 @pytest.mark.parametrize(

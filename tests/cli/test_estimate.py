@@ -341,7 +341,7 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
         *((("SPEC", "--explain", wrong), "--explain") for wrong in ("0", "-1", "first", "99999")),
         (("SPEC", "--explain", "1", "--format", "csv"), "--format csv"),
         (("--jobs", "JOBS", "--explain", "moe"), "--explain requires SPEC"),
-        (("--jobs", "JOBS", "--format", "csv"), "--format csv requires SPEC"),
+        (("--jobs", "JOBS", "--format", "csv"), "--format requires SPEC"),
         (("--jobs", "JOBS", "--top", "3"), "--top requires SPEC"),
         (("--jobs", "JOBS", "--chip", "H200"), "--chip requires SPEC"),
         (("--jobs", "EMPTY"), "is empty"),

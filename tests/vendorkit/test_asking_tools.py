@@ -72,7 +72,7 @@ def test_a_line_without_its_last_bar_has_no_cells() -> None:
 
 def test_all_devices_share_one_run_of_the_tool_until_it_is_old() -> None:
     answers = [Listing((row(0, 1.0), row(1, 2.0))), Listing((row(0, 3.0),))]
-    read = SimpleNamespace(rows=lambda: answers.pop(0).rows, descriptions=dict, uses_now=dict)
+    read = SimpleNamespace(rows=lambda: answers.pop(0).rows, uses_now=dict)
     readings = Readings(read)  # type: ignore[arg-type]
     assert [DeviceReading(readings, index).sample()["power_watts"] for index in (0, 1, 0)] == [1.0, 2.0, 1.0]
     readings.rows._until = 0.0

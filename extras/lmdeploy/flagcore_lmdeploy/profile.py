@@ -85,7 +85,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     """Return LMDeploy's legality rules for candidates."""
     experts = task.spec.model.num_moe_experts or 1
     return (
-        *split_rules(task, data=True, pipeline=False),
+        *split_rules(task, attention_and_experts=True, pipeline=False),
         *forbidden(task, PROGRAM),
         Rule(
             name="tensor_power_of_two",

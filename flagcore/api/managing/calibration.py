@@ -23,10 +23,10 @@ from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport, device_variables
 from flagcore.domain.launch import Launch
 from flagcore.errors import Interrupted, NoDevice, RunError, UsageError
-from flagcore.i18n import N_, _, did_you_mean
+from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.page.run import tail
-from flagcore.tuner.calibration import Calibration, Calibrations, Experience
+from flagcore.tuner.calibration import Calibration, Calibrations
 from flagcore.tuner.stages.discover import best_chip
 
 PROGRAM = "flagcore.engines.microbench"
@@ -155,23 +155,6 @@ def _best(name: str, rows: list[Mapping[str, Any]]) -> tuple[float, str]:
     products = 1e-6 * (10.0 if name == "attention_backward" else 4.0) * 0.5
     work = (products * r["batch"] * r["heads"] * r["queries"] * r["keys"] * r["head_dim"] / r["us"] for r in rows)
     return max(work), "TFLOP/s"
-
-
-def forget(chip: str) -> list[str]:
-    """Delete the calibrations and the stored trials of `chip`, and return the deleted files.
-
-    Raises RunError if a file cannot be deleted, and UsageError if there are no files of this chip.
-    """
-    calibrations = Calibrations.of_user()
-    deleted_files = (*calibrations.forget(chip), *Experience.of_user().forget(chip))
-    if deleted_files:
-        return [str(path) for path in deleted_files]
-    names = sorted({each.chip for _, each in calibrations.all()})
-    saved = _("saved calibrations: {chips}", chips=", ".join(names) or _("none"))
-    hint = did_you_mean(chip, names) or saved
-    raise UsageError(
-        _("no calibration of {chip!r} in {folder}; {hint}", chip=chip, folder=calibrations.folder, hint=hint)
-    )
 
 
 def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:

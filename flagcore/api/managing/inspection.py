@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.contracts import description_of, device_use
+from flagcore.contracts import device_use
 from flagcore.domain.chip import (
     MEMORY_IN_USE,
     TRAINED,
@@ -241,6 +241,7 @@ def _device(loaded: plugins.LoadedPlugins, device: Device, chip: Chip | None) ->
         "name": device.chip,
         "chip": chip.name if chip else None,
         "plugin": loaded.owner(device.chip) if chip else loaded.finder(device),
+        "uuid": device.uuid or None,
         "memory_gib": device.memory_bytes / 2**30 if device.memory_bytes else None,
         **_now(loaded, device),
         "peak_tflops": flops[best].value / 1e12 if best else None,
@@ -255,18 +256,17 @@ def _device(loaded: plugins.LoadedPlugins, device: Device, chip: Chip | None) ->
 
 
 def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
-    """Return the users and the identity of a device from its telemetry. Unknown values are None."""
+    """Return the use of a device from its telemetry. Unknown values are None."""
     figures: Mapping[str, float] = {}
-    use, known = DeviceUse(), {"uuid": device.uuid}
+    use = DeviceUse()
     if reader := loaded.telemetry(device):
         with suppress(FlagError, LookupError):
             figures = reader.sample()
-            use, known = device_use(reader), {**known, **description_of(reader)}
+            use = device_use(reader)
     in_use = figures.get(MEMORY_IN_USE)
     return {
         "in_use_gib": None if in_use is None else in_use / 2**30,
         "use": "; ".join(filter(None, (*use.processes, use.blocked, use.pending))) or None,
-        **{name: known.get(name) or None for name in ("uuid", "bus", "links")},
     }
 
 

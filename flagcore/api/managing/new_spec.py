@@ -140,7 +140,7 @@ def _not_one(
             problem = _("is of {name}, which flagcore does not tune", name=name)
             return SpecError(key="command", value=value, problem=problem, fix=row.get("fix") or fix)
     shown = ", ".join(redact_text(each)[:60] for each in commands[:4]) or _("nothing")
-    problem = _("starts {n} programs of engines, not one; it runs {shown}", n=len(found), shown=shown)
+    problem = _("must start exactly one engine, but starts {n}; its commands are {shown}", n=len(found), shown=shown)
     fix = _("give the command of one of {engines}", engines=", ".join(names(WORKLOADS)))
     return SpecError(key="command", value=value, problem=problem, fix=fix)
 

@@ -77,7 +77,7 @@ class _Row(NamedTuple):
 
 
 class _Jobs:
-    """Predicts jobs. Plugins are asked only once per cluster."""
+    """Predicts job records. Plugins are asked for their facts only once per cluster."""
 
     def __init__(self, loaded: LoadedPlugins) -> None:
         self._loaded, self._engines = loaded, plugins.engines()

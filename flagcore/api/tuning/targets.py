@@ -115,7 +115,11 @@ def _exporter(snapshot: Snapshot, target: str) -> Exporter | None:
     """Return the exporter of a target. Raises UsageError if candidates of the engine cannot be exported to it."""
     exporters = _exporters(snapshot.task.spec.work.engine)
     if target not in exporters:
-        problem = _("--to {target}: this job has the targets {known}", target=target, known=", ".join(exporters))
+        problem = _(
+            "--to {target} is not a target of this job; its targets are {known}",
+            target=target,
+            known=", ".join(exporters),
+        )
         extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
         fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
         raise UsageError("; ".join(filter(None, [problem, fix])))

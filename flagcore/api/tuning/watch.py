@@ -110,7 +110,7 @@ class _Watcher:
     def _stop(self) -> None:
         if not self._stopped:
             self._stopped = True
-            text = _("watcher {name} gets no more events: one took longer than {seconds} s")
+            text = _("watcher {name} receives no more events, because it took longer than {seconds} s for one event")
             LOG.warning("%s", text.format(name=self._name, seconds=f"{self._max_seconds:g}"))
 
     def _run(self) -> None:

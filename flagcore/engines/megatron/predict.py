@@ -152,10 +152,10 @@ def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
 
 def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Predictions:
     """Return the predictions of each candidate. Candidates with similar numbers of distinct stages share a batch."""
-    turns, split = np.zeros(layout.split.shape, dtype=np.int64), layout.split.astype(np.int64)
+    distinct_counts, split = np.zeros(layout.split.shape, dtype=np.int64), layout.split.astype(np.int64)
     if train.options.splits is not None:
-        turns = train.options.splits.counts[split] * (split > 0)
-    order = np.lexsort((np.minimum(layout.pipeline, 3.0), turns))
+        distinct_counts = train.options.splits.distinct_counts[split] * (split > 0)
+    order = np.lexsort((np.minimum(layout.pipeline, 3.0), distinct_counts))
     parts = np.split(order, range(BATCH_ROWS, order.size, BATCH_ROWS))
     found = [_predict(train, layout[rows], costs, blocks[rows]) for rows in parts]
     return found[0].take(np.argsort(order)) if len(found) == 1 else Predictions.join(found).take(np.argsort(order))

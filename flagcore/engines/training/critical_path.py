@@ -103,7 +103,8 @@ def deferred_weights(
 ) -> FloatArray:
     """Return the seconds of a schedule that defers W, the gradients of weights, to fill the bubble.
 
-    `warm` is the number of forwards before a stage's first backward, `delayed` the number of W after its last B. Both
+    `warm` is the number of F passes before a stage's first B pass, `delayed` the number of W passes after its last B
+    pass. Both
     have the shape (stages, candidates). Without `barrier`, the result is the longest span of one stage.
 
     Deviation from simulation for m >= 2p: ZB-H1 and ZB-H2 within 1%, ZB-1p within 1%, or 3% if all stages differ. ZB-2p
@@ -113,8 +114,8 @@ def deferred_weights(
     forward, backward = _with_sends(times, 1.0, with_w=False)
     weight, latency, p = times.backward_weight, times.latency, len(forward)
     warm, delayed = np.minimum(warm, m), np.minimum(delayed, m)
-    within = np.minimum(warm - 1.0, m - delayed)  # number of W between the last backwards
-    before = m - delayed - within  # number of W between the first backward and the last forward
+    within = np.minimum(warm - 1.0, m - delayed)  # number of W passes between the last B passes
+    before = m - delayed - within  # number of W passes between the first B and the last F pass
     front, first = _end_of_passes(forward, backward, latency, (warm - 1.0) * _running(np.maximum, forward))
     closing = (warm - 1.0 - within) * _running(np.maximum, backward)
     closing = closing + within * _running(np.maximum, backward + weight)

@@ -63,33 +63,33 @@ class StageLayers:
 class Splits:
     """Explicit splits of layers over stages, numbered from 1. Number 0 means a split by the rules of `Layout`.
 
-    `holdings` are the contents of each stage: (splits, stages, fields of `stages.Part`). `turns` are the indices of the
-    first stage, the second stage and each stage that differs from the previous one, padded with the last stage:
-    (splits, turns). `counts` is the number of distinct turns of each split, `lengths` its number of stages.
+    `contents`: the layers and ends of each stage, with the shape (splits, stages, fields of `stages.Part`).
+    `stage_counts`: the number of stages of each split.
+    `distinct_stages`: the indices of the first stage, the second stage and each stage that differs from the previous
+    one, with the shape (splits, distinct stages). Shorter splits are padded with the index of their last stage.
+    `distinct_counts`: the number of distinct stages of each split, without the padding.
     """
 
-    holdings: FloatArray
-    lengths: FloatArray
-    turns: FloatArray
-    counts: IntArray
+    contents: FloatArray
+    stage_counts: FloatArray
+    distinct_stages: FloatArray
+    distinct_counts: IntArray
 
     @classmethod
-    def from_holdings(cls, holdings: FloatArray, lengths: FloatArray, before: Splits | None = None) -> Splits:
-        """Return splits with these holdings and numbers of stages (`lengths`), numbered after the splits in
-        `before`.
-        """
-        all_holdings, all_lengths = (np.zeros((1, 1, holdings.shape[2])), np.ones(1))
+    def from_contents(cls, contents: FloatArray, stage_counts: FloatArray, before: Splits | None = None) -> Splits:
+        """Return splits with these contents and numbers of stages, numbered after the splits in `before`."""
+        all_contents, all_stage_counts = (np.zeros((1, 1, contents.shape[2])), np.ones(1))
         if before is not None:
-            all_holdings, all_lengths = before.holdings, before.lengths
-        longest = max(all_holdings.shape[1], holdings.shape[1])
-        padded = [np.pad(each, ((0, 0), (0, longest - each.shape[1]), (0, 0))) for each in (all_holdings, holdings)]
-        all_holdings, all_lengths = np.concatenate(padded), np.concatenate((all_lengths, lengths))
-        index, last = np.arange(longest), all_lengths[:, None] - 1.0
-        is_turn = np.ones(all_holdings.shape[:2], dtype=np.bool_)
-        is_turn[:, 2:] = (all_holdings[:, 2:] != all_holdings[:, 1:-1]).any(axis=2)
-        turns = np.sort(np.where(is_turn & (index < last), index, last), axis=1)
-        counts = np.maximum((turns < last).sum(axis=1), 1)
-        return cls(all_holdings, all_lengths, turns[:, : counts.max()], counts)
+            all_contents, all_stage_counts = before.contents, before.stage_counts
+        longest = max(all_contents.shape[1], contents.shape[1])
+        padded = [np.pad(each, ((0, 0), (0, longest - each.shape[1]), (0, 0))) for each in (all_contents, contents)]
+        all_contents, all_stage_counts = np.concatenate(padded), np.concatenate((all_stage_counts, stage_counts))
+        index, last = np.arange(longest), all_stage_counts[:, None] - 1.0
+        is_distinct = np.ones(all_contents.shape[:2], dtype=np.bool_)
+        is_distinct[:, 2:] = (all_contents[:, 2:] != all_contents[:, 1:-1]).any(axis=2)
+        distinct_stages = np.sort(np.where(is_distinct & (index < last), index, last), axis=1)
+        distinct_counts = np.maximum((distinct_stages < last).sum(axis=1), 1)
+        return cls(all_contents, all_stage_counts, distinct_stages[:, : distinct_counts.max()], distinct_counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,9 +232,10 @@ class Layout(ArrayRecord):
         return 1.0 + self.sharded_optimizer * (self.data * self.context - 1.0)
 
     @property
-    def pairing(self) -> FloatArray:
-        """Return how layers of two micro-batches overlap: 0 not at all, 1 without a pipeline, 2 if it is
-        interleaved.
+    def overlap_kind(self) -> FloatArray:
+        """How the layers of two micro-batches overlap.
+
+        0: not at all. 1: without a pipeline. 2: in an interleaved pipeline.
         """
         recomputes, kinds = (self.uniform > 0) | (self.block > 0), np.where(self.virtual > 1.0, 2.0, 0.0)
         return np.where((self.expert == 1.0) | recomputes, 0.0, np.where(self.pipeline > 1.0, kinds, 1.0))
@@ -242,7 +243,7 @@ class Layout(ArrayRecord):
     def pairs(self, model: Model) -> BoolArray:
         """Return whether `overlap_moe_expert_parallel_comm` is legal for each candidate."""
         depths = model.mtp_num_layers
-        return (self.pairing > min(depths, 1)) & (depths < 2)
+        return (self.overlap_kind > min(depths, 1)) & (depths < 2)
 
     def expert_replicas(self) -> FloatArray:
         """Return the number of ranks that reduce the gradients of the same experts.

@@ -195,8 +195,9 @@ def v_half(times: StageTimes, m: FloatArray) -> FloatArray:
 def v_min(times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the time of V-Min (arXiv 2405.15362), which needs a third of the memory.
 
-    Its devices are fully busy only if F = B = W. p / 3 micro-batches take at least the time of the forward or backward
-    passes of all devices. Two devices have memory for slightly more. Deviation: 4.5 / 8 / 11.5%.
+    Its devices are busy all the time only if F = B = W. Each p / 3 micro-batches take at least the time that one
+    micro-batch needs to pass forward, or backward, through all p devices. With two devices, the memory allows slightly
+    more. Deviation: 4.5 / 8 / 11.5%.
     """
     forward, backward, weight, latency = _with_sends(times)
     p = len(forward)

@@ -16,7 +16,7 @@ from flagcore.engines.transformer import attended, latent_widths, projection_wei
 from flagcore.physics.pipelines import SCHEDULES
 
 LAYERS, DENSE, MTP = 3, 4, 5
-"""Indices of the fields `layers`, `dense` and `mtp` of `Part` in the holdings of a split."""
+"""Indices of the fields `layers`, `dense` and `mtp` of `Part` in the contents of a split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Se
     micro-batches. If options differ by stage, all stages are returned.
     """
     end, longest = layout.pipeline - 1.0, int(layout.pipeline.max(initial=1.0))
-    wanted = _turns(model, layout, options)
+    wanted = _distinct_stages(model, layout, options)
     if starts:
         wanted = [*np.sort(np.stack([*wanted, *starts]), axis=0)]
     by_stage = options.offload_stages or options.schedule
@@ -74,7 +74,7 @@ def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Se
     return [stage(model, layout, index, options) for index in (*wanted, end)]
 
 
-def _turns(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
+def _distinct_stages(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
     """Return the indices of the first and the second stage, and of each stage that differs from the previous one."""
     end, number = layout.pipeline - 1.0, layout.split.astype(np.int64)
     even = [np.zeros_like(end), np.minimum(end, 1.0)]
@@ -83,12 +83,12 @@ def _turns(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
         even.append(np.minimum(end, np.ceil(model.moe_first_dense_layers / np.maximum(chunk, 1.0))))
     if options.splits is None or not number.any():
         return even
-    count = int(options.splits.counts[number].max())
-    turns = options.splits.turns[number, :count].T
+    count = int(options.splits.distinct_counts[number].max())
+    distinct_stages = options.splits.distinct_stages[number, :count].T
     if number.all():
-        return [*turns]
+        return [*distinct_stages]
     even += [end] * (count - len(even))
-    return [np.where(number > 0, turns[min(place, count - 1)], each) for place, each in enumerate(even)]
+    return [np.where(number > 0, distinct_stages[min(place, count - 1)], each) for place, each in enumerate(even)]
 
 
 def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> Stage:
@@ -102,7 +102,7 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     if options.splits is None or not number.any():
         part = _even(model, layout, index, options)
     else:
-        held = options.splits.holdings[number, index.astype(np.int64)]
+        held = options.splits.contents[number, index.astype(np.int64)]
         part = Part(*held.T)
         if not number.all():
             part = pick((number > 0).astype(np.int64), [_even(model, layout, index, options), part])
@@ -176,7 +176,7 @@ def placed(model: Model, layout: Layout, options: Options, stages: Sequence[Stag
         devices[place, :length] = columns.reshape(-1, length, columns.shape[1]).sum(axis=0)
     number = np.where(fits, 1.0 + np.searchsorted(lengths, layout.pipeline), 0.0)
     return replace(layout, split=number), replace(
-        options, splits=Splits.from_holdings(devices, lengths.astype(np.float64))
+        options, splits=Splits.from_contents(devices, lengths.astype(np.float64))
     )
 
 

@@ -1,6 +1,6 @@
 """The elements of a page, and the traces and layouts of its charts. Their text is not escaped; renderers escape it.
 
-Charts are readable without colour: each series also has its own pattern, symbol or dash.
+Charts are readable without colour: each series also has its own symbol or dash.
 """
 
 from __future__ import annotations
@@ -147,7 +147,6 @@ def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], 
 
 COLOURS = ("#2B87D1", "#CC7A00", "#1A9E77", "#C45E96", "#8A7DD9", "#D9541E", "#8A8A8A", "#9A8F00")
 """Contrast at least 3:1 on light and dark backgrounds (WCAG 2.2, 1.4.11); after Okabe and Ito 2008."""
-PATTERNS = ("", "/", ".", "x")
 SYMBOLS = ("circle", "diamond-open", "square", "triangle-up-open")
 MARGIN = {"l": 10, "r": 16, "t": 10, "b": 10}
 """Margins in pixels; axes add space for their labels."""
@@ -156,14 +155,6 @@ LOG_FROM = 8.0
 DASHES = ("solid", "dash", "dot", "dashdot")
 TEXTS = {"name": 40, "text": 60, "hovertext": 60, "x": 22, "y": 22, "categoryarray": 22}
 """Keys of a trace or layout that contain text, and the width at which it is wrapped."""
-
-
-def bars(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
-    """Return horizontal bars of length `x` at positions `y`."""
-    look = {"shape": PATTERNS[series], "size": 7, "solidity": 0.2}
-    pattern = {"fillmode": "overlay", "fgcolor": "rgba(0,0,0,0.6)", **look}
-    marker = {"color": COLOURS[series], "pattern": pattern, "line": {"width": 0.5, "color": "#555555"}}
-    return {"type": "bar", "orientation": "h", "name": name, "x": list(x), "y": list(y), "marker": marker, **more}
 
 
 def points(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
@@ -177,12 +168,6 @@ def points(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: A
 def line(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
     """Return a line without markers."""
     return points(name, series, x, y, mode="lines", **more)
-
-
-def error_bars(bounds: Sequence[tuple[float, float, float]], **more: Any) -> dict[str, Any]:
-    """Return error bars. Each bound contains a value, its lower and its upper bound."""
-    above, below = ([each[2] - each[0] for each in bounds], [each[0] - each[1] for each in bounds])
-    return {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "width": 4, **more}
 
 
 def limit_line(name: str, x: float) -> dict[str, Any]:
@@ -200,12 +185,6 @@ def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
     }
     legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
     return {"height": height, "margin": MARGIN, "legend": legend, "dragmode": False, **axes, **more}
-
-
-def rows_layout(x: str, rows: int, *, each: int = 34, **more: Any) -> dict[str, Any]:
-    """Return a layout for horizontal bars, with the first bar at the top. Its height depends on the number of rows."""
-    yaxis: Mapping[str, Any] = {"autorange": "reversed", "type": "category", **more.pop("yaxis", {})}
-    return layout(x, "", height=130 + each * max(rows, 2), yaxis=yaxis, **more)
 
 
 def spread_axis(values: Sequence[float]) -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""Sections on the bottleneck of the best configuration, the influence of each knob, memory, and the step time."""
+"""Sections on the bottleneck of the best, the influence of each knob, the step time, the memory and the pipeline."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from flagcore.domain.prediction import Passes
 from flagcore.domain.trial import RUN, Trial
 from flagcore.i18n import N_, _
+from flagcore.physics.pipelines import SCHEDULES
 from flagcore.report.explanation import bottleneck_text, by_component, memory_parts, part_name
 from flagcore.report.formats import NAMES, lookup, shown, size_text
 from flagcore.report.page.blocks import Block, Collapsed, Section, Table, Text, cell, percent, size, table
@@ -49,7 +51,7 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:
     )
     yield Text(text)
     figure_heading = f"~{run.unit}" if run.serves else _("~step s")
-    headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure_heading, _("candidates that fit")]
+    headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure_heading, _("candidates that fit in memory")]
     caption = _("The fastest predicted candidate with each value, compared to the fastest of all")
     yield table(caption, [*headings, _("fastest")], rows, sortable=True)
 
@@ -207,3 +209,45 @@ def _measured_parts(run: RunData, trial: Trial) -> list[Any]:
     if not counted_steps or any(len(values) < len(counted_steps) for values in figures):
         return []
     return [*map(median, figures), measured_s(trial)]
+
+
+def pipeline(run: RunData) -> Section | None:
+    """Return the section with the stages of each different pipeline of the best, or None if it has no pipeline.
+
+    With several kinds of chips, replicas without a pipeline are included.
+    """
+    chips = [str(chip.get("title") or chip["name"]) for chip in run.insight.get("chips") or ()]
+    chips = chips if len(chips) > 1 else []
+    tables = []
+    for data in run.insight.get("pipelines") or ():
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
+        }
+        passes = Passes(**fields)
+        if len(passes.forward_s) > 1 or (chips and passes.groups):
+            tables.append(_stages(passes, chips))
+    return Section("pipeline", _("Pipeline"), tables) if tables else None
+
+
+def _stages(passes: Passes, chips: Sequence[str]) -> Table:
+    """Return a table with the chip, the seconds per micro-batch, the busy time and the idle share of each stage."""
+    columns: dict[str, Sequence[Any]] = {_("stage"): range(len(passes.forward_s))}
+    if chips:
+        columns[_("chip")] = [chips[group] for group in passes.groups]
+        columns[_("layers")] = passes.layers
+    columns |= {_("~forward, s"): passes.forward_s, _("~backward, s"): passes.backward_s}
+    if SCHEDULES[passes.schedule].splits_backward:
+        columns[_("~weight gradients, s")] = passes.weight_s
+    columns[_("~concurrent, s")] = passes.paired_s
+    busy_s = [passes.microbatches * sum(times) for times in zip(passes.forward_s, passes.backward_s, strict=True)]
+    columns[_("~busy, s")] = busy_s
+    if passes.predicted_s:
+        columns[_("~idle, %")] = [percent(share) for share in passes.idle(passes.predicted_s)]
+    known = {heading: values for heading, values in columns.items() if values}
+    caption = _(
+        "Seconds per micro-batch, and busy over {count} micro-batches, schedule {name}; a message takes {seconds} s",
+        count=passes.microbatches,
+        name="1f1b" if passes.schedule == "interleaved" and passes.virtual < 2 else passes.schedule,
+        seconds=shown(passes.send_s),
+    )
+    return table(caption, list(known), list(zip(*known.values(), strict=True)))

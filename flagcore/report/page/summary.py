@@ -24,12 +24,10 @@ from flagcore.report.page.blocks import (
     Section,
     Table,
     Text,
-    bars,
     cell,
-    error_bars,
     label,
+    layout,
     percent,
-    rows_layout,
     table,
 )
 from flagcore.report.page.run import (
@@ -359,19 +357,19 @@ def configurations(run: RunData) -> Chart | None:
     if run.fidelity == ESTIMATE:
         summary.append(_("Lines are 80% intervals of the predictions."))
     else:
-        summary.append(_("Lines are the range of the runs of a configuration.") if run.repeats else "")
+        summary.append(_("Each line shows the range over the runs of a configuration.") if run.repeats else "")
     title = _("The fastest configurations")
     headings = [_("trial"), _("configuration"), run.unit, _("lowest"), _("highest"), _("vs best")]
     return Chart(
         title=title,
         summary=" ".join(summary),
         traces=[_bars(run, chosen, labels)],
-        layout=rows_layout(
+        layout=layout(
             run.unit,
-            len(chosen),
-            each=16 + 14 * max(label(each).count("<br>") + 1 for each in labels),
+            "",
+            height=130 + len(chosen) * (16 + 14 * max(label(each).count("<br>") + 1 for each in labels)),
             xaxis={"rangemode": "tozero"},
-            yaxis={"categoryorder": "array", "categoryarray": labels},
+            yaxis={"autorange": "reversed", "type": "category", "categoryorder": "array", "categoryarray": labels},
         ),
         table=table(title, headings, rows),
     )
@@ -379,24 +377,28 @@ def configurations(run: RunData) -> Chart | None:
 
 def _bars(run: RunData, chosen: list[tuple[Trial, Figures]], labels: list[str]) -> dict[str, Any]:
     """Return a bar per configuration with its value, and with error bars if its runs or its prediction have a range."""
-    figures = [each for _trial, each in chosen]
+    values = [value for _trial, (value, _low, _high) in chosen]
     colours = {each.number: COLOURS[place] for place, each in ((1, run.baseline), (0, run.best)) if each}
-    trace = bars(
-        run.unit,
-        0,
-        [each[0] for each in figures],
-        labels,
-        text=[shown(each[0]) for each in figures],
-        textposition="inside",
-        insidetextanchor="start",
-        textangle=0,
-        textfont={"color": "#000000"},
-        width=0.7,
-        showlegend=False,
-    )
-    trace["marker"]["color"] = [colours.get(trial.number, COLOURS[6]) for trial, _figures in chosen]
-    if any(low < high for _value, low, high in figures):
-        trace["error_x"] = error_bars(figures, thickness=1.5, color="#888888")
+    trace: dict[str, Any] = {
+        "type": "bar",
+        "orientation": "h",
+        "name": run.unit,
+        "x": values,
+        "y": labels,
+        "text": [shown(value) for value in values],
+        "textposition": "inside",
+        "insidetextanchor": "start",
+        "textangle": 0,
+        "textfont": {"color": "#000000"},
+        "width": 0.7,
+        "showlegend": False,
+        "marker": {"color": [colours.get(trial.number, COLOURS[6]) for trial, _figures in chosen]},
+    }
+    if any(low < high for _trial, (_value, low, high) in chosen):
+        above = [high - value for _trial, (value, _low, high) in chosen]
+        below = [value - low for _trial, (value, low, _high) in chosen]
+        bounds = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
+        trace["error_x"] = {**bounds, "width": 4, "thickness": 1.5, "color": "#888888"}
     return trace
 
 

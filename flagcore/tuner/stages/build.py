@@ -124,9 +124,9 @@ def _value_of(spec: Spec, key: str) -> object:
 
 
 def _requirement_rules(task: Task, knob: Knob, axes: Sequence[Axis]) -> Iterator[Rule]:
-    """Yield a rule for each requirement of a knob with effects that candidates can violate.
+    """Yield a rule for each requirement in `knob.requires` that a candidate can violate.
 
-    If the required knob is not in the space, only the same setting in the spec meets the requirement.
+    If the required knob is not in the space, the setting of the same name in the spec must meet the requirement.
     """
     by_name, neutral = {axis.knob: axis for axis in axes}, plugin_axis(task, knob).encode(knob.neutral)
     if knob.experts_only and task.spec.model.num_moe_experts is None:

@@ -26,57 +26,59 @@ from flagcore.tuner.stages.discover import costs, discover
 def complete(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bool = False) -> Platform:
     """Return the platform of `spec`: the completed task, and what plugins provide for it.
 
-    The order of the steps matters, because each uses the values of earlier steps. No step replaces a value of the spec.
-    `plan` is whether no trial will run.
+    Each step uses the values of the steps before it. No step replaces a value of the spec.
+
+    1. Chips and node groups: those that the spec names, or the best chip of this machine.
+    2. Precision: `train.precision: auto` becomes the fastest precision that all chips support.
+    3. Forced settings, without which the engine does not run on the chips.
+    4. Advice of the plugins on this task: faster settings, and the warm-up of its trials.
+    5. Production defaults of the engine on these chips, if the job is only planned and cannot run on this machine.
+    6. Defaults of the software that is installed on this machine.
+    7. Knobs of plugins, and settings that the space compares. Their effects are applied outside the engine.
+    8. Values that the engine derives from the costs of the completed task, such as splits over node groups.
+
+    Steps 1 to 4 are those of `complete_by_plugins`. `plan`: whether the job is only planned, so that no trial runs.
 
     Raises SpecError for values that the engine or its release does not support. Raises NoDevice if no device is found,
     if a chip is unknown, or if the engine cannot run on it.
     """
     workload.check_release(spec)
     platform = complete_by_plugins(spec, plugins, workload, engine_version(spec, workload))
-    # 5. If the job is only planned and cannot run here: the defaults of production on its chips.
     if plan and not _runs_here(platform, plugins):
-        platform = workload.as_in_production(platform)
-    # 6. The defaults of the software that is installed on this machine.
-    platform = workload.as_installed(platform)
-    # 7. The knobs of plugins and the settings that the space compares. Their effects are applied outside the engine.
-    platform = with_plugin_knobs(platform)
-    # 8. Values that the engine derives from the costs of the completed task, such as splits over node groups.
-    return workload.with_derived_values(platform, plan=plan)
+        platform = workload.as_in_production(platform)  # step 5
+    platform = workload.as_installed(platform)  # step 6
+    platform = with_plugin_knobs(platform)  # step 7
+    return workload.with_derived_values(platform, plan=plan)  # step 8
 
 
 def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, workload: Workload, version: str | None = None) -> Platform:
-    """Return the platform of `spec` after the steps of `complete` that ask only plugins.
+    """Return the platform of `spec` after the steps 1 to 4 of `complete`, which ask only plugins.
 
     `version`: the engine release, None if unknown. If the cluster has several kinds of chips, the platform has only the
     knobs that all of them support.
     """
-    # 1. Chips and node groups: those that the spec names, or the best chip of this machine.
-    hardware = discover(spec, plugins, version)
-    # 2. `train.precision: auto` becomes the fastest precision that all chips support.
+    hardware = discover(spec, plugins, version)  # step 1
     advice = plugins.check_task(Task(spec=spec, cluster=hardware.cluster), version)
-    spec, precision_reason = _with_precision(spec, hardware.groups, hardware.supports, advice.rules)
-    # 3. Settings without which the engine does not run on the chips.
+    spec, precision_reason = _with_precision(spec, hardware.groups, hardware.supports, advice.rules)  # step 2
     forced = [rule for rule in advice.rules if isinstance(rule, ForcedSetting)]
-    requested = Task(spec=_with_settings(spec, forced), cluster=hardware.cluster)
-    # 4. The plugins' advice on this task: faster settings, and the warm-up of its trials.
-    task, support = _advised(requested, hardware.support, advice)
+    requested = Task(spec=_with_settings(spec, forced), cluster=hardware.cluster)  # step 3
+    task, support = _advised(requested, hardware.support, advice)  # step 4
     engine, groups, spec = task.spec.work.engine, hardware.groups, task.spec
     chips = [group.chip for group in groups]
     own_devices = tuple(device for device in hardware.devices if any(chip.has_name(device.chip) for chip in chips))
     readers = {device: plugins.telemetry(device) for device in own_devices}
     environments = [plugins.environment(chip, engine, version, task) for chip in chips]
-    environment = {name: value for given in reversed(environments) for name, value in given.items()}
+    environment = {name: value for variables in reversed(environments) for name, value in variables.items()}
     setups = [
         HostSetup(
             kind=requested.kind,
             nodes=group.nodes,
             devices=group.devices_per_node,
-            support=own,
+            support=support_of_chip,
             environment=_of_shell(variables),
             envs=requested.envs,
         )
-        for requested, group, own, variables in zip(
+        for requested, group, support_of_chip, variables in zip(
             spec.cluster.groups, groups, hardware.supports, environments, strict=False
         )
     ]

@@ -218,7 +218,7 @@ def _why_no_load(trials: Sequence[Trial]) -> Message | None:
     if len(timed_out) < MAX_WITHOUT_STEP or any(trial.state is TrialState.MEASURED for trial in trials):
         return None
     longest = max(timed_out, key=lambda trial: trial.duration_s)  # its reason has the best estimate of the needed time
-    text = N_("too little time for the load of trials; trial {number}: {reason}")
+    text = N_("trials have too little time to send their load; trial {number}: {reason}")
     return Message(text, number=longest.number, reason=longest.reason or longest.state.value)
 
 
@@ -247,13 +247,16 @@ def _faster_precision(task: Task) -> tuple[Message, Message] | None:
 
 
 def _more_time(control: Control, step: float, start: float) -> list[str]:
-    """Return the changes of time limits that let trials finish their steps."""
-    trial = 10 * math.ceil(SUGGESTED_SLACK * (start + control.train_iters * step) / 10.0)
+    """Return changes of the spec, as text, that give trials enough time for all steps.
+
+    `step`: the seconds of a step. `start`: the seconds from the start of a trial to its first step.
+    """
+    trial_s = 10 * math.ceil(SUGGESTED_SLACK * (start + control.train_iters * step) / 10.0)
     changes = list[str]()
-    if control.max_time_per_task is not None and control.max_time_per_task < trial:
-        changes.append(f"auto_tuner.control.max_time_per_task: {trial}")
-    if control.max_time is not None and control.max_time < MIN_TRIALS * trial:
-        longer = f"auto_tuner.control.max_time: {MIN_TRIALS * trial}"
+    if control.max_time_per_task is not None and control.max_time_per_task < trial_s:
+        changes.append(f"auto_tuner.control.max_time_per_task: {trial_s}")
+    if control.max_time is not None and control.max_time < MIN_TRIALS * trial_s:
+        longer = f"auto_tuner.control.max_time: {MIN_TRIALS * trial_s}"
         changes = [joined([*changes, longer], N_("{first} and {second}"))]
     return changes
 

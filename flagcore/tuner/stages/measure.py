@@ -54,11 +54,11 @@ def measure(
     - `best`: the best trial so far. If it is None, the trial is not stopped early.
     - `on_poll`: called repeatedly while the trial runs.
     """
-    return _Watch(platform, trial, folder, best).finished(running, on_poll)
+    return _Monitor(platform, trial, folder, best).outcome(running, on_poll)
 
 
 @dataclass(frozen=True, slots=True)
-class _Watch:
+class _Monitor:
     """Watches a trial that runs in `folder`, and compares it with the `best` trial so far."""
 
     platform: Platform
@@ -74,56 +74,67 @@ class _Watch:
     def is_training(self) -> bool:
         return isinstance(self.platform.task.spec.work, TrainSpec)
 
-    def finished(self, running: RunningLaunch, on_poll: Callable[[], object]) -> Trial:
+    def outcome(self, running: RunningLaunch, on_poll: Callable[[], object]) -> Trial:
         """Wait until the trial ends, or stop it, and return it with its outcome."""
         readings, workload = Readings(self.platform), self.platform.workload
-        progress, limit = workload.progress(self.platform.task, self.folder), workload.step_limit(self.platform.task)
-        start, warmup, wanted = time.monotonic(), self.control.warmup_iters, limit
-        stopped = slower = too_long = False
-        finished, finished_at = 0, 0.0
+        progress, step_limit = (
+            workload.progress(self.platform.task, self.folder),
+            workload.step_limit(self.platform.task),
+        )
+        start, warmup, steps_to_run = time.monotonic(), self.control.warmup_iters, step_limit
+        has_run_steps = is_slower = is_too_long = False
+        step_count, last_step_at = 0, 0.0
         try:
             while (ended := running.wait(POLL_SECONDS)) is None:
                 on_poll()
                 steps, elapsed = progress(), time.monotonic() - start
-                if len(steps) > finished:
-                    finished, finished_at = len(steps), elapsed
-                if limit is not None:
+                if len(steps) > step_count:
+                    step_count, last_step_at = len(steps), elapsed
+                if step_limit is not None:
+                    # The warm-up may end early, if step times are steady. The number of timed steps stays the same.
                     warmup = warmup_steps(steps, self.control.warmup_iters)
-                    wanted = self._steps_to_run(steps, limit - self.control.warmup_iters + warmup, elapsed)
+                    steps_to_run = self._steps_to_run(steps, step_limit - self.control.warmup_iters + warmup, elapsed)
                 readings.take()
-                stopped = wanted is not None and len(steps) >= wanted
-                slower = not stopped and self._is_slower_than_best(steps[warmup:])
-                too_long = not stopped and self._is_too_long(steps, elapsed)
-                if stopped or slower or too_long:
+                has_run_steps = steps_to_run is not None and len(steps) >= steps_to_run
+                is_slower = not has_run_steps and self._is_slower_than_best(steps[warmup:])
+                is_too_long = not has_run_steps and self._is_too_long(steps, elapsed)
+                if has_run_steps or is_slower or is_too_long:
                     ended = running.stop()
                     break
         except BaseException:
             running.stop()
             raise
         steps = progress()
-        done = wanted is not None and len(steps) >= wanted and ended.ended_by in ENDED_AFTER_STEPS
-        if too_long:
+        # The trial may also have finished its steps, and ended by itself, after the last poll.
+        ended_after_steps = (
+            steps_to_run is not None and len(steps) >= steps_to_run and ended.ended_by in ENDED_AFTER_STEPS
+        )
+        if is_too_long:
             ended = replace(ended, ended_by="timeout")
-        outcome = self._stopped_early() if slower else self._outcome(ended, steps, has_all_steps=stopped or done)
-        if wanted and outcome.state is TrialState.MEASURED and not stopped:
-            outcome = replace(outcome, reason=self._end_remark(ended, len(steps), wanted))
+        has_all_steps = has_run_steps or ended_after_steps
+        trial = self._stopped_early() if is_slower else self._ended(ended, steps, has_all_steps=has_all_steps)
+        if steps_to_run and trial.state is TrialState.MEASURED and not has_run_steps:
+            trial = replace(trial, reason=self._end_remark(ended, len(steps), steps_to_run))
         if self.is_training:
-            silent_s = time.monotonic() - start - finished_at
+            silent_s = time.monotonic() - start - last_step_at
             if ended.ended_by == "timeout" and silent_s > max(HANG_STEPS * max(steps, default=math.inf), HANG_SECONDS):
-                outcome = replace(outcome, silent_s=silent_s, reason=self._hang_reason(steps))
-            outcome = self._with_fewer_steps(outcome, steps)
-        if outcome.measurement:
-            outcome = replace(outcome, measurement=with_readings(outcome.measurement, readings, self.platform))
+                trial = replace(trial, silent_s=silent_s, reason=self._hang_reason(steps))
+            trial = self._with_fewer_steps(trial, steps)
+        if trial.measurement:
+            trial = replace(trial, measurement=with_readings(trial.measurement, readings, self.platform))
         else:
-            outcome = replace(outcome, telemetry=readings.summary())
-        return replace(outcome, duration_s=ended.duration_s, warm=ended.warm)
+            trial = replace(trial, telemetry=readings.summary())
+        return replace(trial, duration_s=ended.duration_s, warm=ended.warm)
 
-    def _steps_to_run(self, steps: Sequence[float], planned: int, elapsed: float) -> int:
-        """Return the number of steps after which the trial is stopped: the steps that end before its target time."""
+    def _steps_to_run(self, steps: Sequence[float], max_steps: int, elapsed: float) -> int:
+        """Return the number of finished steps at which the trial is stopped.
+
+        It is `max_steps`, or the number of steps that end before the trial's target time.
+        """
         target = self.trial.time_limit.target_s if self.trial.time_limit else None
         if target is None or len(steps) < MIN_STEPS:
-            return planned
-        return steps_in_time(steps, planned, target - elapsed)
+            return max_steps
+        return steps_in_time(steps, max_steps, target - elapsed)
 
     def _is_slower_than_best(self, timed_steps: Sequence[float]) -> bool:
         if len(timed_steps) < 2 or self.best is None or self.best.measurement is None:
@@ -154,6 +165,7 @@ class _Watch:
         return replace(self.trial, state=TrialState.FAILED, reason=str(error))
 
     def _stopped_early(self) -> Trial:
+        """Return the trial as stopped, with its partial measurement."""
         assert self.best is not None
         assert self.best.measurement is not None
         try:
@@ -167,7 +179,8 @@ class _Watch:
         )
         return replace(self.trial, state=TrialState.STOPPED, reason=reason, measurement=partial)
 
-    def _outcome(self, ended: Exit, steps: Sequence[float], *, has_all_steps: bool) -> Trial:
+    def _ended(self, ended: Exit, steps: Sequence[float], *, has_all_steps: bool) -> Trial:
+        """Return the trial as measured if it ran long enough, or with the reason for its failure."""
         cut_off = ended.ended_by == "timeout" and not has_all_steps and self.is_training and len(steps) >= MIN_STEPS
         if (ended.code == 0 and ended.ended_by is None) or has_all_steps or cut_off:
             try:
@@ -202,10 +215,10 @@ class _Watch:
                 return replace(trial, state=TrialState.INVALID, reason=reason)
         return replace(trial, state=TrialState.MEASURED)
 
-    def _end_remark(self, ended: Exit, steps: int, wanted: int) -> str | None:
+    def _end_remark(self, ended: Exit, steps: int, steps_to_run: int) -> str | None:
         """Return a remark if a measured trial ended too early, or failed after its steps. Otherwise, return None."""
-        if steps < wanted:
-            return f"it ended after {steps} of {wanted} steps"
+        if steps < steps_to_run:
+            return f"it ended after {steps} of {steps_to_run} steps"
         if ended.code == 0 and ended.ended_by is None:
             return None
         reason = failure(ended, self.folder, self._failure_patterns)[1]

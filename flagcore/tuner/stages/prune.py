@@ -18,12 +18,13 @@ CHUNK = 1 << 16
 
 
 def prune(space: Space, predictions: Predictions, rules: Sequence[PruningRule]) -> Pruned:
-    """Return which rows predictions and `rules` remove."""
+    """Return the rows of `space` that are pruned: those predicted to exceed the memory, and those that `rules`
+    exclude."""
     return _by_prediction(space, predictions, rules, _exceeds_memory(space, predictions, ()))
 
 
 def prune_by_trials(problem: Problem, trials: Sequence[Trial], probes: Sequence[Trial] = ()) -> Pruned:
-    """Return which rows of a problem predictions, rules and `trials` remove.
+    """Return the rows of the problem's space that are pruned by its predictions, its rules and `trials`.
 
     The measured memory of trials corrects the predicted memory of all candidates. Only the memory of `probes` is used;
     a probe that ran out of memory also removes its own candidate. Only new trials are applied to `problem.pruned`,

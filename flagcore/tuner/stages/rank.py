@@ -19,8 +19,10 @@ TIMED_STATES = (TrialState.MEASURED, TrialState.STOPPED)
 def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     """Return the state of the search after its finished trials.
 
-    Only trials of `fidelity` are results of a candidate; imported trials are not. A trial of this run replaces one from
-    another tool. If parallel trials disturb each other, those that were timed are marked inconclusive.
+    The result of a candidate is its first conclusive trial that did not fail, or its last trial if there is none.
+    A trial of this run replaces one from another tool. Imported trials, repeats, interference trials and trials of
+    another `fidelity` are no results. If parallel trials disturb each other, those that were timed are marked
+    inconclusive.
     """
     trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
     own_trials = [trial for trial in trials if trial.fidelity == fidelity]

@@ -10,10 +10,10 @@ from flagcore_amd import smi
 PCI_VENDOR = 0x1002
 """gpustack/runtime gpustack_runtime/detector/amd.py @88026d62."""
 ROCM_SMI = (
-    "rocm-smi --showproductname --showmeminfo vram --showuse --showpower --showtemp --showbus --showuniqueid "
+    "rocm-smi --showproductname --showmeminfo vram --showuse --showpower --showtemp --showuniqueid "
     "--showdriverversion --json"
 )
-AMD_SMI = "amd-smi static --asic --bus --driver --vram --json"
+AMD_SMI = "amd-smi static --asic --driver --vram --json"
 METRICS = ("amd-smi", "metric", "--mem-usage", "--power", "--temperature", "--usage", "--json")
 
 _list = list_with(smi.read, ROCM_SMI, AMD_SMI)

@@ -61,7 +61,6 @@ def _cards(found: Mapping[str, Any]) -> Iterator[Row | str]:
                     driver=driver,
                     uuid=f"GPU-{unique.removeprefix('0x')}" if unique.startswith("0x") else "",
                 ),
-                bus=_word(card, "PCI Bus"),
                 reading=reading(
                     used_bytes=float(used) if used.isdigit() else None,
                     watts=_word(
@@ -85,7 +84,6 @@ def _entries(found: object) -> Iterator[Row | str]:
             driver = _word(entry.get("driver"), "version", "driver_version")
             yield Row(
                 device=Device(index=index, chip=name, memory_bytes=int(total), driver=driver),
-                bus=_word(entry.get("bus"), "bdf"),
             )
 
 

@@ -59,7 +59,6 @@ def _body(head: tuple[int, str, str, str], parts: list[str], after: list[str]) -
     watts, celsius = search(r"^(\S+) +(\d+)", first)
     return Row(
         device=Device(index=place, chip=name, memory_bytes=int(total) * UNITS["MiB"]),
-        bus=parts[1],
         reading=reading(
             used_bytes=float(used) * UNITS["MiB"],
             watts=watts,

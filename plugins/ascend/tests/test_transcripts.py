@@ -28,7 +28,7 @@ def test_readings_have_power_memory_temperature_and_load() -> None:
 def test_each_die_of_a_module_is_a_device_and_the_first_has_the_power() -> None:
     rows = smi.read(text("npu-smi-4.txt")).rows
     assert [row.device.index for row in rows if "power_watts" in row.reading] == list(range(0, 16, 2))
-    assert (rows[1].bus, rows[1].reading["memory_used_bytes"]) == ("0000:9F:00.0", 2879 * 2**20)
+    assert rows[1].reading["memory_used_bytes"] == 2879 * 2**20
 
 
 def test_devices_of_a_card_with_different_memory_are_exact_and_numbered_from_zero() -> None:

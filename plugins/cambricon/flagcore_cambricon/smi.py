@@ -7,7 +7,6 @@ from typing import Any
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.rows import (
-    BUS,
     UNITS,
     Listing,
     Row,
@@ -94,17 +93,16 @@ def _object(card: Mapping[str, Any]) -> Row:
     )
 
 
-def _head(parts: list[str]) -> tuple[int, str, str, str, str, str | None] | None:
+def _head(parts: list[str]) -> tuple[int, str, str, str, str | None] | None:
     name = _NAME.fullmatch(parts[0]) if len(parts) == 3 else None
     if name is None:
         return None
-    bus = parts[1] if BUS.fullmatch(parts[1]) else ""
     (driver,) = search(r"\bv(\d[\d.]*)$", parts[1])
-    return int(name[1]), name[2], name[3], bus, driver or "", search(r"(\d+)%", parts[2])[0]
+    return int(name[1]), name[2], name[3], driver or "", search(r"(\d+)%", parts[2])[0]
 
 
-def _body(head: tuple[int, str, str, str, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
-    index, function, name, bus, own, percent = head
+def _body(head: tuple[int, str, str, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
+    index, function, name, own, percent = head
     if function != "/":
         return f"card {index} ({name}) is virtual function {function} of another"
     memory = parse_memory(parts[1]) if len(parts) == 3 else None
@@ -113,7 +111,6 @@ def _body(head: tuple[int, str, str, str, str, str | None], parts: list[str], af
     watts, limit = parse_power(parts[0])
     return Row(
         device=Device(index=index, chip=name, memory_bytes=int(memory[1]), driver=own),
-        bus=bus,
         reading=reading(
             used_bytes=memory[0],
             watts=watts,

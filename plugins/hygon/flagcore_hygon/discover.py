@@ -7,8 +7,7 @@ from flagcore_hygon import smi
 PCI_VENDOR = 0x1D94
 """gpustack/runtime gpustack_runtime/detector/hygon.py @88026d62."""
 FIELDS = (
-    "--showproductname --showmeminfo vram --showuse --showpower --showtemp --showbus --showuniqueid "
-    "--showdriverversion --json"
+    "--showproductname --showmeminfo vram --showuse --showpower --showtemp --showuniqueid --showdriverversion --json"
 )
 
 

@@ -45,7 +45,6 @@ def _cards(found: Mapping[str, object], driver: str) -> Iterator[Row | str]:
                 driver=driver,
                 uuid=_uuid(card.get("Unique ID", "")),
             ),
-            bus=card.get("PCI Bus", "").partition(" ")[0],
             reading=reading(
                 used_bytes=_bytes(card, "vram Total Used Memory"),
                 watts=card.get("Average Graphics Package Power (W)", ""),

@@ -18,7 +18,7 @@ def text(name: str) -> str:
 
 def test_readings_are_read_though_commas_are_missing() -> None:
     row = smi.read(text("hy-smi-1.json")).rows[2]
-    assert (row.bus, row.device.uuid) == ("0000:3d:00.0", "TCA24620040201")
+    assert row.device.uuid == "TCA24620040201"
     assert row.reading == {
         "memory_used_bytes": 61044 << 20,
         "power_watts": 513,

@@ -38,15 +38,15 @@ def uuids(text: str) -> Mapping[int, str]:
     return {int(line[1]): line[2] for line in lines}
 
 
-def _head(parts: list[str]) -> tuple[int, str, str, str | None] | None:
+def _head(parts: list[str]) -> tuple[int, str, str | None] | None:
     name = _NAME.fullmatch(parts[0]) if len(parts) == 3 else None
     if name is None or not BUS.fullmatch(parts[1]):
         return None
-    return int(name[1]), name[2], parts[1], search(r"(\d+) ?MHz", parts[2])[0]
+    return int(name[1]), name[2], search(r"(\d+) ?MHz", parts[2])[0]
 
 
-def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
-    index, name, bus, megahertz = head
+def _body(head: tuple[int, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, megahertz = head
     memory = parse_memory(parts[1]) if len(parts) == 3 else None
     if memory is None:
         return None
@@ -55,7 +55,6 @@ def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[
         return f"GPU {index} ({name}) is not usable: it hangs and reports {watts} W"
     return Row(
         device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
-        bus=bus,
         reading=reading(
             used_bytes=memory[0],
             watts=watts,

@@ -40,14 +40,13 @@ def read(text: str) -> Listing:
     return with_driver(read_table(text, _head, _body, lines_per_device=3), title[1])
 
 
-def _head(parts: list[str]) -> tuple[int, str, str] | None:
+def _head(parts: list[str]) -> tuple[int, str] | None:
     name = _NAME.fullmatch(parts[0]) if len(parts) == 3 else None
-    bus = parts[1].split(" ")[0] if name else ""
-    return (int(name[1]), name[2], bus) if name and BUS.fullmatch(bus) else None
+    return (int(name[1]), name[2]) if name and BUS.fullmatch(parts[1].split(" ")[0]) else None
 
 
-def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row | str | None:
-    index, name, bus = head
+def _body(head: tuple[int, str], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name = head
     memory = parse_memory(parts[1]) if len(parts) == 3 else None
     if memory is None or memory[1] == 0:
         return None
@@ -56,7 +55,6 @@ def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row
     watts, limit = parse_power(parts[0])
     return Row(
         device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
-        bus=bus,
         reading=reading(
             used_bytes=memory[0],
             watts=watts,

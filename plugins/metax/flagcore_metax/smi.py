@@ -23,7 +23,7 @@ TITLES = ("MetaX System Management Interface", "Mars System Management Interface
 
 _NAME = re.compile(r"(\d+)\s+(\S.*?)(?:\s+(?:On|Off|N/?A))?")
 _OURS = re.compile(r"(MetaX |MX[CNX]\d|Mars )")
-_LISTED = re.compile(rf"^GPU#(\d+)\s+(\S.*?)\s+({BUS.pattern})\s+(\S.*?)(?: \(UUID: (\S+)\))?\s*$", re.MULTILINE)
+_LISTED = re.compile(rf"^GPU#(\d+)\s+(\S.*?)\s+{BUS.pattern}\s+(\S.*?)(?: \(UUID: (\S+)\))?\s*$", re.MULTILINE)
 
 
 def is_metax(text: str) -> bool:
@@ -50,32 +50,32 @@ def read(text: str) -> Listing:
 
 def uuids(text: str) -> Mapping[int, str]:
     """Return the UUIDs that `mx-smi -L` lists, by index."""
-    return {int(line[1]): line[5] for line in _LISTED.finditer(strip_controls(text)) if line[5]}
+    return {int(line[1]): line[4] for line in _LISTED.finditer(strip_controls(text)) if line[4]}
 
 
 def _listed(text: str) -> Iterator[Row | str]:
     for line in _LISTED.finditer(text):
-        index, name, bus, state, uuid = int(line[1]), line[2], line[3], line[4], line[5]
+        index, name, state, uuid = int(line[1]), line[2], line[3], line[4]
         if state != "Available":
             yield f"GPU {index} ({name}) is not usable: {state}"
         elif not uuid:
             yield f"GPU {index} ({name}) has no UUID: the line was cut"
         elif _OURS.match(name):
-            yield Row(device=Device(index=index, chip=name, uuid=uuid), bus=bus)
+            yield Row(device=Device(index=index, chip=name, uuid=uuid))
 
 
-def _head(parts: list[str]) -> tuple[int, str, str, str | None] | None:
+def _head(parts: list[str]) -> tuple[int, str, str | None] | None:
     name = _NAME.fullmatch(parts[0])
     bus = next((place for place, part in enumerate(parts) if BUS.fullmatch(part)), None)
     if name is None or bus is None:
         return None
     gpu = re.match(r"\d+\b", parts[1]) if bus > 1 else None
     (percent,) = search(r"(\d+)%", parts[bus + 1]) if bus + 1 < len(parts) else (None,)
-    return int(gpu[0] if gpu else name[1]), name[2], parts[bus], percent
+    return int(gpu[0] if gpu else name[1]), name[2], percent
 
 
-def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
-    index, name, bus, percent = head
+def _body(head: tuple[int, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, percent = head
     line = " | ".join(parts)
     (state,) = search(r"(Not Available\S*)", line)
     if state:
@@ -86,7 +86,6 @@ def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[
     power = next((watts for part in parts if any(watts := parse_power(part))), (None, None))
     return Row(
         device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
-        bus=bus,
         reading=reading(
             used_bytes=memory[0],
             watts=power[0],

@@ -35,22 +35,21 @@ def read(text: str) -> Listing:
     return with_driver(found, search(r"Driver Version: ?([\w.-]+)", text)[0])
 
 
-def _head(parts: list[str]) -> tuple[int, str, str, tuple[str, str, str]] | None:
+def _head(parts: list[str]) -> tuple[int, str, tuple[str, str, str]] | None:
     name, load = (_NAME.fullmatch(parts[0]), _LOAD.fullmatch(parts[2])) if len(parts) == 3 else (None, None)
     if name is None or load is None or not BUS.fullmatch(parts[1]):
         return None
-    return int(name[1]), name[2], parts[1], (load[1], load[2], load[3])
+    return int(name[1]), name[2], (load[1], load[2], load[3])
 
 
-def _body(head: tuple[int, str, str, tuple[str, str, str]], parts: list[str], after: list[str]) -> Row | str | None:
-    index, name, bus, (percent, used, total) = head
+def _body(head: tuple[int, str, tuple[str, str, str]], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, (percent, used, total) = head
     if len(parts) != 3 or total == "0":
         return None
     if not parts[0].startswith(("Physical", "MPC Parent")):
         return f"GPU {index} ({name}) is a part of another: {parts[0]}"
     return Row(
         device=Device(index=index, chip=name, memory_bytes=int(total) * UNITS["MiB"]),
-        bus=bus,
         reading=reading(
             used_bytes=float(used) * UNITS["MiB"], celsius=search(r"^(\d+)C\b", parts[2])[0], percent=percent
         ),

@@ -23,7 +23,7 @@ from flagcore.vendorkit.rows import (
 FIELDS = ("index", "name", "memory.total", "driver_version", "uuid", "pci.device_id", "mig.mode.current")
 READING_FIELDS = (
     *FIELDS,
-    *("pci.bus_id", "memory.used", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu", "clocks.sm"),
+    *("memory.used", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu", "clocks.sm"),
 )
 MEMORY_FIELDS = ("memory.used", "memory.total")
 USE_FIELDS = ("index", "uuid", "compute_mode", "mig.mode.current", "mig.mode.pending")
@@ -83,7 +83,6 @@ def _row(line: Mapping[str, str], place: int) -> Row | str:
             driver=line.get("driver_version", ""),
             uuid=line.get("uuid", ""),
         ),
-        bus=line.get("pci.bus_id", ""),
         reading=reading(
             used_bytes=used,
             watts=figure("power.draw"),
@@ -112,14 +111,13 @@ def _queried(lines: Sequence[Mapping[str, str]]) -> Iterator[Row | str]:
         yield f"{len(foreign)} devices are not NVIDIA's: {', '.join(dict.fromkeys(foreign))}"
 
 
-def _head(parts: list[str]) -> tuple[int, str, str] | None:
+def _head(parts: list[str]) -> tuple[int, str] | None:
     name = _NAME.fullmatch(parts[0]) if len(parts) == 3 else None
-    bus = BUS.match(parts[1]) if len(parts) == 3 else None
-    return (int(name[1]), name[2], bus[0]) if name and bus else None
+    return (int(name[1]), name[2]) if name and BUS.match(parts[1]) else None
 
 
-def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row | str | None:
-    index, name, bus = head
+def _body(head: tuple[int, str], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name = head
     memory = parse_memory(parts[1]) if len(parts) == 3 else None
     shared = len(parts) == 3 and parts[1] in ("Not Supported", "N/A")  # the chip shares the host's memory
     if len(parts) != 3 or (memory is None and not shared):
@@ -127,7 +125,6 @@ def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row
     watts, limit = parse_power(parts[0])
     row = Row(
         device=Device(index=index, chip=name, memory_bytes=int(memory[1]) if memory else None),
-        bus=bus,
         reading=reading(
             used_bytes=memory[0] if memory else None,
             watts=watts,

@@ -13,7 +13,8 @@ from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray
 from flagcore.engines.training.critical_path import StageTimes
 from flagcore.engines.training.schedules import deferred, in_flight, makespan
-from flagcore.physics.pipelines import SCHEDULES, Pass, orders_of, simulate, step_seconds
+from flagcore.physics.pipelines import SCHEDULES
+from tests.engines.training.simulation import Pass, orders_of, simulate, step_seconds
 
 FOLDED_SCHEDULES = [name for name, schedule in SCHEDULES.items() if schedule.folded]
 WHOLE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")

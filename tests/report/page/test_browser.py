@@ -7,17 +7,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flagcore.physics.pipelines import simulate
-from flagcore.report.page.blocks import Page
-from flagcore.report.page.rendering import as_html
 from tests.report.page.conftest import KINDS, Runs
-from tests.report.page.test_timeline import EXECUTABLE, named, section_of
 
 pytestmark = pytest.mark.long
 
@@ -114,19 +110,6 @@ LABELS = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
     Math.min(one.box.bottom, other.box.bottom) - Math.max(one.box.top, other.box.top) > 4));
   return [...out.map((each) => "out: " + each.text), ...over.map((each) => "over: " + each.text)];
 })"""
-
-
-@pytest.mark.parametrize("width", [360, 1400])
-def test_timelines_of_all_schedules_fit_the_page(opened: Open, width: int) -> None:
-    sections = tuple(replace(section_of(named(name)), anchor=f"of-{name}") for name in EXECUTABLE)
-    browser_page = opened("schedules", width, html=as_html(Page(title="Pipelines", subtitle="", sections=sections)))
-    assert browser_page.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert browser_page.page.evaluate(OUTSIDE) == []
-    assert browser_page.page.evaluate(LABELS) == []
-    assert browser_page.page.locator(".plot .bars .point").count() == sum(
-        len(simulate(named(name), 8)) for name in EXECUTABLE
-    )
-    assert browser_page.errors == []
 
 
 @pytest.mark.parametrize("kind", ["dense", "serving", "estimate"])

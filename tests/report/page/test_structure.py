@@ -8,7 +8,10 @@ from itertools import pairwise
 import plotly.graph_objects
 import pytest
 
+from flagcore.report.page.blocks import Table
+from flagcore.report.page.resources import pipeline
 from tests.report.page.conftest import KINDS, Made, Runs
+from tests.report.page.reading import run_data
 
 
 @pytest.fixture(params=KINDS)
@@ -87,10 +90,9 @@ def test_series_of_a_chart_differ_by_more_than_colour(report: Made) -> None:
         for trace in chart["traces"]:
             if trace.get("showlegend", True):
                 marker = trace.get("marker", {})
-                pattern = tuple(marker.get("pattern", {}).get(key) for key in ("shape", "size"))
                 lines, markers = "lines" in trace.get("mode", ""), "markers" in trace.get("mode", "markers")
                 dash = trace["line"]["dash"] if lines else None
-                styles.append((trace["type"], marker.get("symbol") if markers else None, pattern, dash))
+                styles.append((trace["type"], marker.get("symbol") if markers else None, dash))
         assert len(styles) == len(set(styles)), [trace["name"] for trace in chart["traces"]]
 
 
@@ -101,3 +103,18 @@ def test_each_stage_has_its_chip_and_layers(runs: Runs) -> None:
     assert sum(row["layers"].value or 0 for row in timeline) == 4
     assert all(0 <= (row["~idle, %"].value or 0) < 1 for row in timeline)
     assert len({row["~in use"].value for row in memory}) == 3
+
+
+@pytest.mark.parametrize(("schedule", "columns"), [("1f1b", 2), ("zb-h1", 3), ("dualpipe", 4)])
+def test_a_pipeline_has_the_times_and_the_idle_share_of_its_stages(schedule: str, columns: int) -> None:
+    passes = {"schedule": schedule, "microbatches": 4, "virtual": 1, "send_s": 0.0, "sender_waits": True}
+    times = {"forward_s": [1.0, 2.0], "backward_s": [2.0, 3.0], "weight_s": [1.0, 1.0], "predicted_s": 25.0}
+    paired = {"paired_s": [2.5, 4.0]} if schedule == "dualpipe" else {}
+    section = pipeline(run_data({"pipelines": [{**passes, **times, **paired}]}))
+    assert section is not None
+    (stages,) = section.blocks
+    assert isinstance(stages, Table)
+    assert schedule in stages.caption
+    assert len(stages.headings) == 1 + columns + 2
+    assert [row[-2].value for row in stages.rows] == [12.0, 20.0]
+    assert [row[-1].value for row in stages.rows] == pytest.approx([0.52, 0.2])

@@ -49,17 +49,6 @@ def test_a_model_that_a_record_cannot_describe_leaves_no_experience(experience: 
     assert experience.save("one", task, [trial(0)]) is None
 
 
-def test_forget_deletes_a_chip_by_name_and_keeps_other_files(experience: Experience) -> None:
-    task = small.task(small.DENSE)
-    chip = task.cluster.groups[0].chip
-    file = experience.save("one", task, [trial(0)])
-    (experience.folder / "broken.jsonl").write_text("{")
-    assert experience.forget("another") == ()
-    assert experience.forget(chip.name.upper()) == (file,)
-    assert [path.name for path in experience.folder.iterdir()] == ["broken.jsonl"]
-    assert list(experience.records(chip, task.spec.train.engine)) == []
-
-
 def serving(*loads: Load) -> Task:
     task = small.task(small.DENSE)
     work = ServeSpec(engine="vllm", loads=loads, engine_args={"max_model_len": 2048})

@@ -81,13 +81,6 @@ def test_two_processors_of_one_chips_name_are_distinguished(calibrations: Calibr
     assert calibrations.find(Chip(name="cpu", vendor="cpu", aliases=("Brand 8",))) is None
 
 
-def test_forget_deletes_all_of_one_chip_and_nothing_else(calibrations: Calibrations) -> None:
-    files_of_chip = {calibrations.save(MADE), calibrations.save(replace(MADE, torch="2.11.0"))}
-    other = calibrations.save(replace(MADE, chip="X2"))
-    assert set(calibrations.forget("x1")) == files_of_chip
-    assert [path for path, _ in calibrations.all()] == [other]
-
-
 @pytest.mark.parametrize(
     "text",
     [

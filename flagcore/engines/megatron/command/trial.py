@@ -167,13 +167,13 @@ def set_launch_options(
     """
     options, changes = list(command.options), list[Change]()
     for rule in _option_rules(command, devices, nodes, folder, on_each_host) if command.launcher else ():
-        before = [option for option in options if option.name in rule.names]
-        is_set = len(before) == 1 and rule.word and before[0].value == rule.word.partition("=")[2]
-        if is_set or not (before or rule.adds):
+        replaced = [option for option in options if option.name in rule.names]
+        is_set = len(replaced) == 1 and rule.word and replaced[0].value == rule.word.partition("=")[2]
+        if is_set or not (replaced or rule.adds):
             continue
-        options = [option for option in options if option not in before]
+        options = [option for option in options if option not in replaced]
         options += [Option(name=rule.names[0], words=(rule.word,))] if rule.word else []
-        old = " ".join(word for option in before for word in option.words)
+        old = " ".join(word for option in replaced for word in option.words)
         changes.append(Change(flag=f"--{rule.names[0]}", before=old, after=rule.word, why=rule.why))
     return ChangedCommand(command=replace(command, options=tuple(options)), changes=tuple(changes))
 

@@ -138,7 +138,7 @@ def layouts(train: Training, layout: Layout) -> list[str]:
         if splits is None or not number:
             found.append("")
             continue
-        held = splits.holdings[number]
+        held = splits.contents[number]
         leading = held[:, DENSE] * (train.model.num_moe_experts is not None)
         length, depths = int(layout.pipeline[row]), train.model.mtp_num_layers
         early = bool(depths and not held[length - 1, MTP])
@@ -169,8 +169,8 @@ def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Tra
             norm[row, np.flatnonzero(chunks)[-1] % length] = True
     dense = split.layers if model.num_moe_experts is None else split.leading
     table = np.stack((first, last, norm, split.layers, dense, mtp), axis=2).astype(np.float64)
-    splits = Splits.from_holdings(table, layout.pipeline, before)
-    number = (1 if before is None else len(before.lengths)) + which
+    splits = Splits.from_contents(table, layout.pipeline, before)
+    number = (1 if before is None else len(before.stage_counts)) + which
     return replace(train, options=replace(train.options, splits=splits)), number.astype(np.float64)
 
 

@@ -39,7 +39,6 @@ KNOB = Knob(
     kind="text",
     maximum=1000,
     auto=lambda task: (None,),
-    auto_help="those that may be the fastest; trials: those of equal sizes",
 )
 
 SIZES = {
@@ -332,11 +331,11 @@ def on_rank(task: Task, row: Columns, costs: Costs, rank: int) -> tuple[Columns,
     """
     ((_, meshes),) = by_kinds(task, row, costs)
     before = 0
-    for own, group_costs in meshes if len(meshes) > 1 else ():
-        stage = int(own[TP][0] * own[SIZES["cp"]][0])
-        replica = stage * int(own[PP][0])
-        if rank < before + replica * int(own[DP][0]):
-            place = (rank - before) % replica // stage
-            return own, group_costs, place * stage * int(own[ALL_REPLICAS][0])
-        before += replica * int(own[DP][0])
+    for mesh_columns, group_costs in meshes if len(meshes) > 1 else ():
+        stage_ranks = int(mesh_columns[TP][0] * mesh_columns[SIZES["cp"]][0])
+        replica_ranks = stage_ranks * int(mesh_columns[PP][0])
+        if rank < before + replica_ranks * int(mesh_columns[DP][0]):
+            stage = (rank - before) % replica_ranks // stage_ranks
+            return mesh_columns, group_costs, stage * stage_ranks * int(mesh_columns[ALL_REPLICAS][0])
+        before += replica_ranks * int(mesh_columns[DP][0])
     return *meshes[-1], rank

@@ -1,12 +1,13 @@
-"""The knobs and settings of Megatron training, one table entry each, and the columns of a candidate.
+"""The knobs and settings of Megatron training, which are the rows of `knobs.yaml`, and the columns of a candidate.
 
 Specs and job records use these names. They are the names in Megatron-core, except for knobs without a flag, which only
 flagcore has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -20,171 +21,55 @@ from flagcore.errors import SpecError
 
 SELECTIVE, FULL = 1, 2
 UNIFORM, BLOCK = 1, 2
-MAX_DEVICES, MAX_LAYERS = 1_000_000, 10_000
-"""Upper limits of knob values: the number of devices and of layers."""
-
-
-def _knob(name: str, label: str, help: str, *, has_flag: bool = True, **changes: Any) -> Knob:
-    """Return a knob whose flag is the knob's name with hyphens, in the releases that have the knob."""
-    flags = (Flag(name=name.replace("_", "-"), versions=changes.get("versions", "")),) if has_flag else ()
-    return Knob(name=name, label=label, help=help, flags=flags, **changes)
-
-
-def _parallel_size(name: str, label: str, help: str, **changes: Any) -> Knob:
-    """Return a knob for a parallel size. Its `auto` values are all divisors of the number of devices."""
-    row = {
-        "neutral": 1,
-        "maximum": MAX_DEVICES,
-        "auto": lambda task: divisors(task.cluster.devices),
-        "auto_help": "every divisor of the number of devices",
-        "passes_neutral": True,
-        "layout": True,
-    }
-    return _knob(name, label, help, **{**row, **changes})
-
-
-def _switch(name: str, label: str, help: str, **changes: Any) -> Knob:
-    return _knob(name, label, help, kind="flag", neutral=False, auto=lambda task: (False, True), **changes)
-
-
-def _recompute_choice(name: str, label: str, help: str, words: tuple[str, ...]) -> Knob:
-    """Return a knob that applies with `use_recompute`. Its value is one of `words`."""
-    return _knob(name, label, help, part_of="use_recompute", kind="word", words=words, auto=lambda task: words)
-
-
-SPACE_KNOBS = (
-    _parallel_size("data_parallel_size", "DP", "Number of model replicas that share the global batch.", has_flag=False),
-    _parallel_size(
-        "tensor_model_parallel_size",
-        "TP",
-        "Number of devices that split each layer's matrices.",
-        auto=lambda task: [n for n in divisors(task.cluster.devices) if n <= task.cluster.linked_devices],
-        auto_help="every divisor of the number of devices, within a host",
-    ),
-    _parallel_size("pipeline_model_parallel_size", "PP", "Number of pipeline stages."),
-    _knob(
-        "layer_split",
-        "split",
-        "Split of the layers over pipeline stages: null is even, balanced is derived for each candidate.",
-        has_flag=False,
-        kind="word",
-        words=("balanced",),
-        auto=lambda task: ("balanced",),
-        auto_help="balanced: each candidate's fastest split that its memory allows, which may be the even one",
-    ),
-    _parallel_size("context_parallel_size", "CP", "Number of devices that split the sequence of each sample."),
-    _parallel_size(
-        "micro_batch_size",
-        "MBS",
-        "Samples that one device processes at once.",
-        maximum=2**31,
-        auto=lambda task: divisors(task.spec.train.global_batch_size),
-        auto_help="every divisor of the global batch size",
-        shows_neutral=True,
-        layout=False,
-        memory_order=1,
-    ),
-    _parallel_size(
-        "expert_model_parallel_size",
-        "EP",
-        "Number of devices that share the experts of each MoE layer.",
-        auto=lambda task: divisors(int(np.gcd(task.spec.model.num_moe_experts or 1, task.cluster.devices))),
-        auto_help="every common divisor of experts and devices",
-    ),
-    _switch(
-        "sequence_parallel",
-        "SP",
-        "Whether norms and dropouts are split along the sequence over the tensor devices.",
-        memory_order=-1,
-    ),
-    _switch(
-        "use_distributed_optimizer",
-        "dist-opt",
-        "Whether the optimizer state is sharded over the data-parallel devices.",
-        memory_order=-1,
-    ),
-    _knob(
-        "num_layers_per_virtual_pipeline_stage",
-        "layers/virtual stage",
-        "Layers of one virtual pipeline stage (interleaved schedule); 0 or null is off.",
-        minimum=0,
-        maximum=MAX_LAYERS,
-        auto=lambda task: (None, *_virtual_stage_lengths(task.spec.model.num_layers)),
-        auto_help="off, and every divisor of the number of layers or of the next multiple of 4",
-    ),
-    _switch(
-        "use_recompute",
-        "recompute",
-        "Whether activations are recomputed in the backward pass instead of stored.",
-        has_flag=False,
-    ),
-    _recompute_choice(
-        "recompute_granularity",
-        "granularity",
-        "Scope of recomputation: whole layers (full) or the core attention (selective); null: not set.",
-        ("selective", "full"),
-    ),
-    _recompute_choice(
-        "recompute_method",
-        "method",
-        "Layers that full recomputation selects: equal chunks, or the first layers of a stage; null: not set.",
-        ("uniform", "block"),
-    ),
-    _knob(
-        "recompute_num_layers",
-        "layers",
-        "Layers of one chunk (uniform), or recomputed layers of a stage (block); null: not set.",
-        part_of="use_recompute",
-        maximum=MAX_LAYERS,
-        auto=lambda task: tuple(range(1, task.spec.model.num_layers + 1)),
-        auto_help="every number of layers",
-    ),
-)
-"""The knobs of a space, in the order of enumeration. Knobs that share rules are adjacent, so that rules apply early."""
-
+AUTOS: Mapping[str, Callable[[Task], Sequence[KnobValue]]] = {
+    "divisors": lambda task: divisors(task.cluster.devices),
+    "linked_divisors": lambda task: [n for n in divisors(task.cluster.devices) if n <= task.cluster.linked_devices],
+    "batch_divisors": lambda task: divisors(task.spec.train.global_batch_size),
+    "expert_divisors": lambda task: divisors(gcd(task.spec.model.num_moe_experts or 1, task.cluster.devices)),
+    "virtual_stages": lambda task: (None, *_virtual_stage_lengths(task.spec.model.num_layers)),
+    "layers": lambda task: tuple(range(1, task.spec.model.num_layers + 1)),
+}
+"""Functions that return the values of `auto`, by their name in `knobs.yaml`."""
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def _setting(name: str, row: dict[str, Any]) -> Knob:
-    """Return the setting of a row of `settings.yaml`, whose keys are fields of Knob, or one of these:
+def _knob(name: str, row: dict[str, Any]) -> Knob:
+    """Return the knob of a row of `knobs.yaml`, whose keys are fields of Knob, or one of these:
 
     - `flag`: its flag, by default its name with hyphens; an empty text means that it has none.
-    - `since`: the first release with the flag. `others`: alternative flags, as the fields of Flag.
-    - `compare`: a space may list values. Then a switch is off by default.
-    - `auto`: the values besides the engine's default, by default all words, or both values of a switch.
+    - `since`: the first release with the flag, if that differs from `versions`.
+    - `others`: alternative flags, as the fields of Flag.
+    - `compare`: a space may list values of this setting. Then a switch is off by default.
+    - `auto`: a key of AUTOS, or the values besides the engine's default. By default these are all words, or both values
+      of a switch, if a space may contain the knob.
+
+    The default kind is a switch, the default scope a setting.
     """
-    kind, compare = row.pop("kind", "flag"), row.pop("compare", False)
+    kind, words = row.pop("kind", "flag"), tuple(row.pop("words", ()))
     spelled, since = row.pop("flag", name.replace("_", "-")), row.pop("since", "")
-    flags = [Flag(name=spelled, versions=f">={since}" if since else "")] if spelled else []
+    versions = f">={since}" if since else row.get("versions", "")
+    flags = [Flag(name=spelled, versions=versions)] if spelled else []
     flags += [Flag(**each) for each in row.pop("others", ())]
-    scope = (*row.pop("scope", ("setting",)), *(("space",) if compare else ()))
+    scope = (*row.pop("scope", ("setting",)), *(("space",) if row.pop("compare", False) else ()))
     requires = tuple(Requirement(knob=each["knob"], one_of=tuple(each["one_of"])) for each in row.pop("requires", ()))
-    words = tuple(row.pop("words", ()))
-    values = (None, *row.pop("auto", words if compare and kind == "word" else ()))
-    if compare and kind == "flag":
+    auto = row.pop("auto", words if "space" in scope and kind == "word" else ())
+    values = auto if isinstance(auto, str) or "setting" not in scope else (None, *auto)
+    if "space" in scope and kind == "flag":
         row["neutral"], values = row.get("neutral", False), (False, True)
-    auto: dict[str, Any] = {"auto": lambda task: values} if len(values) > 1 else {}
-    return Knob(name=name, kind=kind, scope=scope, flags=tuple(flags), words=words, requires=requires, **auto, **row)
+    if isinstance(values, str):
+        row["auto"] = AUTOS[values]
+    elif values not in ((), (None,)):
+        row["auto"] = lambda task: values
+    return Knob(name=name, kind=kind, scope=scope, flags=tuple(flags), words=words, requires=requires, **row)
 
 
-SETTINGS = tuple(
-    _setting(name, row)
-    for name, row in yaml.load(files(__package__).joinpath("settings.yaml").read_text("utf-8"), LOADER).items()
-)
+_ROWS = yaml.load(files(__package__).joinpath("knobs.yaml").read_text("utf-8"), LOADER)
+_KNOBS = tuple(_knob(name, dict(row)) for name, row in _ROWS.items())
+SPACE_KNOBS = tuple(knob for knob in _KNOBS if knob.searchable)
+"""The knobs of a space, in the order of enumeration."""
+SETTINGS = tuple(knob for knob in _KNOBS if "setting" in knob.scope)
 """The settings: knobs that have one value for all candidates of a run."""
-
-KNOBS = (
-    *SPACE_KNOBS,
-    meshes.KNOB,
-    Knob(
-        name="virtual_pipeline_model_parallel_size",
-        scope=("record",),
-        help="Virtual pipeline stages of one device; null is off.",
-        flags=(Flag(name="num-virtual-stages-per-pipeline-rank", versions=">=0.11"),),
-        maximum=MAX_LAYERS,
-    ),
-    *SETTINGS,
-)
+KNOBS = (*SPACE_KNOBS, meshes.KNOB, *_KNOBS[len(SPACE_KNOBS) :])
 """All knobs of Megatron."""
 
 BY_NAME: Mapping[str, Knob] = {knob.name: knob for knob in KNOBS}

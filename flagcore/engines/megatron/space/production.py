@@ -188,7 +188,11 @@ def read_notes(notes: str) -> Mapping[str, SettingValue]:
             _NEGATION_PATTERN + "$", remaining[: match.start()]
         ):
             _add_missing(settings, _settings_of_phrase(phrase_settings, match))
-    implied = {other: True for key, other in _tables()["implied"].items() if settings.get(key, False) is not False}
+    implied = {
+        implied_name: True
+        for key, implied_name in _tables()["implied"].items()
+        if settings.get(key, False) is not False
+    }
     _add_missing(settings, implied)
     return settings
 

@@ -30,12 +30,15 @@ EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
 def setting_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of the enabled settings, except assumed ones, which only apply where they are legal."""
+    """Return the rules of the enabled settings, without those that flagcore assumes for production.
+
+    Assumed settings are used only by candidates for which they are legal, so they make no candidate illegal.
+    """
     return tuple(rule for rule in settings_with_rules(task) if rule.name not in task.spec.train.assumed)
 
 
 def settings_with_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of all enabled settings, including assumed ones."""
+    """Return the rules of all enabled settings, including those that flagcore assumes for production."""
     settings, split = settings_in_force(task.spec), Split.from_task(task)
     sharded, depths = bool(settings.get("use_megatron_fsdp")), task.spec.model.mtp_num_layers
     offloaded = numbers(settings.get("offload_stages"))

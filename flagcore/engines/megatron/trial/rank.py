@@ -25,7 +25,7 @@ from typing import Any
 import megatron.core
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as groups
+from megatron.core import parallel_state
 
 from flagcore.domain.chip import SPEED_TEST
 from flagcore.engines.megatron.trial.config import check_layers
@@ -54,7 +54,7 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
     seconds of the imports, is written to the metrics.
     """
     rank_device, built, startup = start_rank(job, number, lambda: _join(job, number, listener))
-    job = job.on_replica(groups.get_data_parallel_rank())
+    job = job.on_replica(parallel_state.get_data_parallel_rank())
     steps: list[Step] = []
     for step in train(job, built, rank_device):
         steps.append(step)
@@ -82,7 +82,7 @@ def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDev
     _make_groups(job)
     rank_device.set_baseline()
     groups_end = time.perf_counter()
-    built = build(job.on_replica(groups.get_data_parallel_rank()), rank_device.device)
+    built = build(job.on_replica(parallel_state.get_data_parallel_rank()), rank_device.device)
     rank_device.reset_after_build()
     return rank_device, built, {"groups": groups_end - start, "build": time.perf_counter() - groups_end}
 
@@ -109,7 +109,7 @@ def _join(job: Job, number: int, listener: socket.socket | None) -> None:
 def _make_groups(job: Job) -> None:
     """Create Megatron's process groups. Megatron checks the sizes."""
     candidate = job.candidate
-    groups.initialize_model_parallel(
+    parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=candidate.tensor_model_parallel_size,
         pipeline_model_parallel_size=candidate.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=job.virtual_stages,
@@ -144,7 +144,7 @@ def _report(job: Job, built: BuiltModel, steps: list[Step], rank_device: RankDev
         ],
         SPEED_TEST: speed_test(job, rank_device),
     }
-    stage = groups.get_pipeline_model_parallel_rank()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
     all_reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_reports, (own_report, stage, _local_layers(built)))
     layers = {stage: count for _, stage, count in all_reports}
@@ -166,7 +166,7 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
         init_fake_world(job.device.type, probe.rank, job.world_size)
 
     rank_device, built, startup = start_rank(job, probe.device, join)
-    stage = groups.get_pipeline_model_parallel_rank()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
     count = job.enough_microbatches(stage)
     finish = _TimedFunction(built.config.finalize_model_grads_func, rank_device)
     built.config.finalize_model_grads_func = finish
@@ -281,16 +281,19 @@ _SIZE_NAMES = ("tensor_model", "pipeline_model", "context", "expert_model", "exp
 def _effective(job: Job, built: BuiltModel, layers_per_stage: list[int]) -> dict[str, Any]:
     """Return the knob values that Megatron's objects use, by the candidate's names."""
     config, ddp_config = built.config, built.chunks[0].ddp_config
-    replicas = groups.get_data_parallel_world_size()
+    replicas = parallel_state.get_data_parallel_world_size()
     samples = job.train.global_batch_size // (job.num_microbatches * replicas)
-    chunks = groups.get_virtual_pipeline_model_parallel_world_size()
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     chunk_layers = layers_per_stage[0] // chunks if chunks else None
     split_values = {"num_layers_per_virtual_pipeline_stage": chunk_layers}
     if layout := getattr(config, "pipeline_model_parallel_layout", None):
         split_values = {"layout": str(layout)}
     return {
         "data_parallel_size": replicas,
-        **{f"{name}_parallel_size": getattr(groups, f"get_{name}_parallel_world_size")() for name in _SIZE_NAMES},
+        **{
+            f"{name}_parallel_size": getattr(parallel_state, f"get_{name}_parallel_world_size")()
+            for name in _SIZE_NAMES
+        },
         **split_values,
         **{name: getattr(config, name) for name in _CONFIG_NAMES if hasattr(config, name)},
         **{name: getattr(ddp_config, name) for name in _BUFFER_NAMES},

@@ -192,7 +192,9 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv += ["--cache-ram", "0"]
     if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity", "lv"}:
         argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
-    if values.get(SPECULATION) is None and SPECULATION in spec.space:  # the draft model is for other candidates
+    if (
+        values.get(SPECULATION) is None and SPECULATION in spec.space
+    ):  # a draft model is only for candidates with speculation
         other_args = {name: value for name, value in other_args.items() if not name.startswith("spec-")}
     argv += [word for name, value in other_args.items() for word in _flag(name, value)]
     return Instance(argv=tuple(argv), environment={"GOMP_SPINCOUNT": str(SPIN_COUNT)})
@@ -225,7 +227,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
     check_images(task, "mmproj")
     hardware, total = Hardware.of(task), total_context(task)
     return (
-        *split_rules(task, data=False),
+        *split_rules(task, attention_and_experts=False),
         *forbidden(task, PROGRAM),
         Rule(
             name="batch_holds_slots",

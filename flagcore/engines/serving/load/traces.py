@@ -109,7 +109,8 @@ class _InvalidRow(Exception):
 def read_trace(path: str, turns: int = 1, output_len: int = 0) -> Traffic:
     """Return the requests of a trace file, with at most `turns` turns of each conversation.
 
-    `output_len`: tokens of answers whose length the trace does not contain; if it is 0, such prompts are skipped.
+    `output_len`: the number of tokens for answers whose length is not in the trace. If it is 0, requests without this
+    length are skipped.
     Raises SpecError with the file, the row and the problem.
     """
     file, refused = Path(path), partial(SpecError, key="serve.profile.trace", value=path)

@@ -204,9 +204,9 @@ def salted(texts: Sequence[str], seed: Sequence[int]) -> list[str]:
 def body(
     model: str, prompt: IntArray | str, output_len: int, path: str = COMPLETIONS, images: Sequence[str] = ()
 ) -> bytes:
-    """Return the body of a request for exactly `output_len` streamed tokens, and for the token counts.
+    """Return the body of a request that streams exactly `output_len` tokens, and then the numbers of tokens.
 
-    `prompt`: text or token ids. `path`: the API. `images`: data URIs, which only CHAT accepts.
+    `prompt`: text or token ids. `path`: the endpoint. `images`: data URIs, which only the endpoint CHAT accepts.
     """
     ids = prompt if isinstance(prompt, str) else prompt.tolist()
     request: dict[str, object] = {"max_tokens": int(output_len), "temperature": 0, "ignore_eos": True, "stream": True}

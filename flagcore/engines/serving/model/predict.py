@@ -183,7 +183,10 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
 
 
 def _file_weight_bytes(task: Task) -> float | None:
-    """Return the bytes per weight of the task's weights file. None if it has none, or if it has 16 bits per weight."""
+    """Return the bytes per weight in the task's weights file.
+
+    Returns None if the task has no weights file, or if the file has 16 or more bits per weight.
+    """
     weights = task.spec.serve.weights
     if weights is None or not os.path.isfile(weights):
         return None

@@ -33,7 +33,10 @@ Part = tuple[Hashable, int]
 
 
 def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
-    """Return the parts of each prompt after the common prefix. The list is empty if prompts share nothing else."""
+    """Return the parts of each prompt after the common prefix.
+
+    Prompts with the same part share the tokens up to its end. The list is empty if prompts share only the prefix.
+    """
     if requests.blocks:
         return [[(block, BLOCK) for block in blocks] for blocks in requests.blocks]
     if requests.follows is None:

@@ -312,7 +312,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     """Return SGLang's legality rules for candidates."""
     experts = task.spec.model.num_moe_experts or 1
     needed = longest_request(task.spec.serve.loads, task.spec.model.vision)
-    layouts = rules.split_rules(task, data=True, span=True)
+    layouts = rules.split_rules(task, attention_and_experts=True, span=True)
     expert_parallel = Rule(
         name="expert_parallel",
         knobs=(TP, DP, EP, REDUNDANT),

@@ -28,14 +28,16 @@ from flagcore.errors import SpecError
 from flagcore.spec.huggingface import MODELS
 
 
-def split_rules(task: Task, *, data: bool, pipeline: bool = True, span: bool = False) -> tuple[Rule, ...]:
+def split_rules(
+    task: Task, *, attention_and_experts: bool, pipeline: bool = True, span: bool = False
+) -> tuple[Rule, ...]:
     """Return the rules for the number of instances and the parallel sizes.
 
-    `data`: the engine supports attention DP and EP, and splits attention by heads. `pipeline`: it supports pipeline
-    stages. `span`: an instance may span hosts.
+    `attention_and_experts`: the engine has attention DP and EP, and tensor parallelism splits attention by heads.
+    `pipeline`: the engine has pipeline stages. `span`: an instance may span hosts.
     """
     hardware, model = Hardware.of(task), task.spec.model
-    knobs = (INSTANCES, TP, *((PP,) if pipeline else ()), *((DP,) if data else ()))
+    knobs = (INSTANCES, TP, *((PP,) if pipeline else ()), *((DP,) if attention_and_experts else ()))
     cards = Rule(
         name="cards",
         knobs=knobs,
@@ -52,7 +54,7 @@ def split_rules(task: Task, *, data: bool, pipeline: bool = True, span: bool = F
         cards,
         *_hosts(hardware, knobs, span),
         *((layers,) if pipeline else ()),
-        *(_attention_and_experts(task) if data else ()),
+        *(_attention_and_experts(task) if attention_and_experts else ()),
     )
 
 
@@ -79,7 +81,7 @@ def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule
 def forbidden(task: Task, program: Program) -> tuple[Rule, ...]:
     """Return the rules for combinations of values in `forbidden` of an engine's `engine.yaml`.
 
-    A row has these keys:
+    Each combination has these keys:
 
     - `message`: what the combination violates.
     - `when`: a condition by knob, all of which must hold; or a list of such mappings, one of which must hold.
@@ -89,24 +91,25 @@ def forbidden(task: Task, program: Program) -> tuple[Rule, ...]:
     Conditions on layouts apply to both kinds of instances of PREFILL_DECODE.
     """
     on_cores, has_kinds = Hardware.of(task).on_cores, any(knob.name == PREFILL_DECODE for knob in program.knobs)
-    rows = program.forbidden.items()
-    found = [_forbidden(program, name, row) for name, row in rows if on_cores or not row.get("on_cores")]
-    of_layouts = {*placement.SPLITS.values()}
+    items = program.forbidden.items()
+    rules = [_forbidden(program, name, item) for name, item in items if on_cores or not item.get("on_cores")]
+    layout_knobs = {*placement.SPLITS.values()}
     return tuple(
-        placement.of_each_kind(task, each) if has_kinds and of_layouts & {*each.knobs} else each for each in found
+        placement.of_each_kind(task, rule) if has_kinds and layout_knobs & {*rule.knobs} else rule for rule in rules
     )
 
 
-def _forbidden(program: Program, name: str, row: Mapping[str, Any]) -> Rule:
-    cases = row["when"] if isinstance(row["when"], list) else [row["when"]]
+def _forbidden(program: Program, name: str, item: Mapping[str, Any]) -> Rule:
+    """Return the rule `name` for one item of `forbidden`."""
+    cases = item["when"] if isinstance(item["when"], list) else [item["when"]]
     conditions = [{knob: _condition(program, knob, wanted) for knob, wanted in case.items()} for case in cases]
 
     def broken(c: Columns) -> BoolArray:
-        found = [np.all([holds(c[knob]) for knob, holds in case.items()], axis=0) for case in conditions]
-        return np.asarray(np.any(found, axis=0))
+        case_holds = [np.all([holds(c[knob]) for knob, holds in case.items()], axis=0) for case in conditions]
+        return np.asarray(np.any(case_holds, axis=0))
 
     knobs = tuple(dict.fromkeys(knob for case in cases for knob in case))
-    return Rule(name=name, knobs=knobs, message=row["message"], broken=broken)
+    return Rule(name=name, knobs=knobs, message=item["message"], broken=broken)
 
 
 def _condition(program: Program, knob: str, wanted: Any) -> Callable[[IntArray], BoolArray]:
@@ -116,8 +119,8 @@ def _condition(program: Program, knob: str, wanted: Any) -> Callable[[IntArray],
         return lambda codes: ~holds(codes)
     if isinstance(wanted, str) and wanted.startswith("> "):
         return lambda codes: codes > int(wanted[2:])
-    found = [int(program.code(knob, value)) for value in (wanted if isinstance(wanted, list) else [wanted])]
-    return lambda codes: np.isin(codes, found)
+    allowed = [int(program.code(knob, value)) for value in (wanted if isinstance(wanted, list) else [wanted])]
+    return lambda codes: np.isin(codes, allowed)
 
 
 def _attention_and_experts(task: Task) -> tuple[Rule, ...]:

@@ -103,7 +103,9 @@ class Server(Served):
     def start(self, directory: str | None) -> None:
         """Start the server on a free port. Raises TrialFailure if its program cannot be started."""
         self.port, self._started, self._healthy_from = free_port(), time.monotonic(), 0
-        while self.instance.kind and listeners(transfer_port(self.port)):  # it also listens there, for caches
+        while self.instance.kind and listeners(
+            transfer_port(self.port)
+        ):  # a server that exchanges KV caches also listens on this port
             self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         instance = self.instance.at_port(self.port)
@@ -197,7 +199,7 @@ class Server(Served):
         self.ask_to_stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
-        for each in {*family, *self._processes()}:  # also those that it started after SIGTERM
+        for each in {*family, *self._processes()}:  # also processes that the server started after SIGTERM
             with contextlib.suppress(psutil.Error):
                 each.kill()
         self._process.wait()

@@ -153,7 +153,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
     """Return vLLM's legality rules for candidates."""
     hardware = Hardware.of(task)
     layouts = (
-        *rules.split_rules(task, data=True, span=True),
+        *rules.split_rules(task, attention_and_experts=True, span=True),
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),

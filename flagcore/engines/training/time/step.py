@@ -49,7 +49,7 @@ LAYER_COUNTS = (
     "sequence_parallel",
     "expert",
     "expert_tensor",
-    "pairing",
+    "overlap_kind",
 )
 """Fields of a layout that determine the time of a layer."""
 

@@ -63,7 +63,7 @@ def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
     length, chunks = int(split.pipeline[0]), int(split.virtual[0])
     most = work.options.early_mtp and (length > 2 or chunks == 1)
     held = np.concatenate([_holdings(work, length, chunks, early) for early in range(1 + most)])
-    splits = Splits.from_holdings(held, np.full(len(held), float(length)))
+    splits = Splits.from_contents(held, np.full(len(held), float(length)))
     rows = split[np.zeros(len(held), dtype=np.int64)]
     rows = dataclasses.replace(rows, split=np.arange(1.0, len(held) + 1.0))
     return dataclasses.replace(work, options=dataclasses.replace(work.options, splits=splits)), rows
@@ -207,7 +207,7 @@ def test_layout_of_a_derived_split_means_that_split() -> None:
         again, options = placed(model, split, train(model).options, stages)
         assert options.splits is not None
         assert found[0].options.splits is not None
-        np.testing.assert_array_equal(options.splits.holdings[1], found[0].options.splits.holdings[1])
+        np.testing.assert_array_equal(options.splits.contents[1], found[0].options.splits.contents[1])
         assert again.split.tolist() == [1.0]
 
 

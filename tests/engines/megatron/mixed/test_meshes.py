@@ -21,10 +21,10 @@ from flagcore.engines.megatron.mixed.options import mesh_options
 from flagcore.engines.megatron.mixed.planner import _useful
 from flagcore.engines.megatron.mixed.trials import as_asked, hosts_of, plain_values, require_runnable
 from flagcore.errors import SpecError
-from flagcore.physics.pipelines import simulate, step_seconds
 from flagcore.tuner.stages.build import build
 from tests import small
 from tests.engines.megatron.layers.test_mixed_split import TIMES, chip, costs, mixed
+from tests.engines.training.simulation import simulate, step_seconds
 
 MODEL = Model(
     name="llama-1b-like",

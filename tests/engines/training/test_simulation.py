@@ -1,6 +1,6 @@
-"""The timeline of a pipeline keeps what a pipeline must, lasts as long as the step's formula says, and is drawn so."""
+"""A simulated pipeline keeps what a pipeline must, and lasts as long as the step's formula says."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,11 +9,9 @@ import pytest
 from flagcore.domain.prediction import Passes
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.training.schedules import pipeline_seconds
-from flagcore.physics.pipelines import SCHEDULES, ExecutedPass, pipe_of, simulate, step_seconds
-from flagcore.report.page.blocks import Chart, Section, Table, Text
-from flagcore.report.page.timeline import KINDS, Timeline, pipeline
+from flagcore.physics.pipelines import SCHEDULES
 from tests import small
-from tests.report.page.reading import run_data
+from tests.engines.training.simulation import pipe_of, simulate, step_seconds
 
 EXECUTABLE = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]
 
@@ -77,7 +75,7 @@ def test_no_pass_starts_before_its_input_is_there(passes: Passes) -> None:
 
 @pytest.mark.parametrize("schedule", EXECUTABLE)
 @pytest.mark.parametrize("send", [0.0, 0.05])
-def test_the_timeline_has_the_duration_of_the_schedules_formula(schedule: str, send: float) -> None:
+def test_the_simulation_has_the_duration_of_the_schedules_formula(schedule: str, send: float) -> None:
     for count in (8, 16, 40):
         passes = named(schedule, send_s=send, microbatches=count)
         simulated_s = step_seconds(passes, simulate(passes, count))
@@ -115,80 +113,3 @@ def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual
     if schedule in EXECUTABLE:
         simulated_s = step_seconds(passes, simulate(passes, passes.microbatches))
         assert simulated_s == pytest.approx(pipeline_s, rel=0.035)
-
-
-def test_only_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
-    def drawn_of(passes: Passes) -> int | None:
-        return Timeline(passes).microbatches_to_show()
-
-    long_passes = replace(PASSES, microbatches=512)
-    assert drawn_of(long_passes) == drawn_of(replace(long_passes, virtual=4)) == 8
-    assert drawn_of(replace(PASSES, microbatches=2)) == 2
-    assert drawn_of(replace(long_passes, forward_s=(1.0,) * 64, backward_s=(1.0,) * 64)) is None
-    sixteen_batches = {"forward_s": (1.0,) * 16, "backward_s": (2.0,) * 16, "weight_s": (1.0,) * 16}
-    assert all(drawn_of(replace(long_passes, schedule=name, **sixteen_batches)) == 32 for name in SCHEDULES)
-
-
-def section_of(passes: Passes) -> Section:
-    as_read = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(passes).items()}
-    section = pipeline(run_data({"pipelines": [as_read]}))
-    assert section is not None
-    return section
-
-
-def drawn_of(chart: Chart) -> list[tuple[str, str, float, float, str]]:
-    """Return row, kind, start, length and number of each bar."""
-    return [
-        (row, trace["name"], start, length, number)
-        for trace in chart.traces
-        for row, start, length, number in zip(trace["y"], trace["base"], trace["x"], trace["text"], strict=True)
-    ]
-
-
-@pytest.mark.parametrize("schedule", EXECUTABLE)
-def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> None:
-    passes = named(schedule)
-    (chart,) = section_of(passes).blocks
-    assert isinstance(chart, Chart)
-    simulated_passes = simulate(passes, 8)
-
-    def bar(each: ExecutedPass) -> tuple[str, str, float, float, str]:
-        return f"stage {each.device}", KINDS[each.kind], each.start_s, each.end_s - each.start_s, f"{each.microbatch}"
-
-    assert sorted(drawn_of(chart)) == sorted(map(bar, simulated_passes))
-    assert ("W" in {each.kind for each in simulated_passes}) is SCHEDULES[schedule].splits_backward
-    assert len({trace["marker"]["pattern"]["shape"] for trace in chart.traces}) == len(chart.traces)
-    busy_s = [sum(each.end_s - each.start_s for each in simulated_passes if each.device == r) for r in range(4)]
-    place = chart.table.headings.index("~busy, s")
-    assert [each[place].value for each in chart.table.rows] == pytest.approx(busy_s)
-    assert f"Schedule: {'1f1b' if schedule == 'interleaved' else schedule}," in chart.summary, (
-        "one virtual stage is 1F1B"
-    )
-    assert ("longest stage" in chart.summary) is SCHEDULES[schedule].post_validation
-
-
-def test_the_number_of_drawn_micro_batches_is_shown() -> None:
-    (chart,) = section_of(named("zb-h1", microbatches=400)).blocks
-    assert isinstance(chart, Chart)
-    assert ", 400 micro-batches." in chart.summary
-    assert "a step of 8 micro-batches" in chart.summary
-    (chart,) = section_of(named("zb-h1", microbatches=40_000)).blocks
-    assert isinstance(chart, Chart)
-    assert "8 of 40000 micro-batches" in chart.summary
-    assert "formula" not in chart.summary
-
-
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in EXECUTABLE])
-def test_a_schedule_with_another_order_has_its_simulated_time(schedule: str) -> None:
-    reason, seconds = section_of(named(schedule)).blocks
-    assert isinstance(reason, Text)
-    assert schedule in reason.text
-    assert isinstance(seconds, Table)
-    assert [row[1].value for row in seconds.rows] == list(PASSES.forward_s)
-
-
-def test_a_missing_chart_has_a_reason() -> None:
-    long_times = dict.fromkeys(("forward_s", "backward_s", "weight_s"), (1.0,) * 64)
-    message, _ = section_of(replace(named("zb-h1", microbatches=512), **long_times)).blocks
-    assert isinstance(message, Text)
-    assert "too many passes" in message.text
