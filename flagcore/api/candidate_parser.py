@@ -74,7 +74,7 @@ def legal_candidate(problem: Problem, columns: Columns) -> Candidate:
 def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, KnobValue]:
     by_name = {axis.knob.casefold(): axis for axis in axes}
     by_name |= {knob_of(axis.knob, knobs).title.casefold(): axis for axis in axes}
-    given: dict[str, KnobValue] = {}
+    knob_values: dict[str, KnobValue] = {}
     for part, off, axis, value in _named_knobs(text, by_name, _knobs(axes, knobs)):
         if value is None and not off and not axis.is_flag:
             raise UsageError(
@@ -89,12 +89,12 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
             values = {axis.knob: True} | {knob: _value(each, by_name[knob]) for knob, each in pairs}
         else:
             values = {axis.knob: _value(value, axis)}
-        if twice := given.keys() & values:
+        if twice := knob_values.keys() & values:
             raise UsageError(_("{part}: repeated knob: {knobs}", part=part, knobs=", ".join(twice)))
-        given |= values
-    if not given:
+        knob_values |= values
+    if not knob_values:
         raise UsageError(_("{text!r} contains no knob; {knobs}", text=text[:MAX_TEXT], knobs=_knobs(axes, knobs)))
-    return given
+    return knob_values
 
 
 def _named_knobs(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterator[tuple[str, bool, Axis, str | None]]:

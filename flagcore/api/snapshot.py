@@ -233,7 +233,7 @@ def _observations(
     platform = Platform(task=task, workload=workload, costs=group_costs)
     legal = legality(platform)
     each = [candidate_columns(platform, candidate) for _, candidate, _ in members]
-    columns = {knob: np.concatenate([some[knob] for some in each]) for knob in each[0]}
+    columns = {knob: np.concatenate([one_row[knob] for one_row in each]) for knob in each[0]}
     columns = canonical(columns, legal.merges)
     predictions = predict_columns(platform, columns)
     known_features = features(legal.axes, columns, predictions, workload.sizes(engine_task(task), columns))

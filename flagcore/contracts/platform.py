@@ -262,15 +262,17 @@ class Platform:
         support, variables = self._variables_of(host)
         cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
         count = min(cards or group.devices_per_node, group.devices_per_node)
-        own = {device.selector: device for device in self.devices if device.host == host}
+        detected = {device.selector: device for device in self.devices if device.host == host}
         listed = next((variables[name] for name in support.visible_devices if variables.get(name)), None)
-        if len(own) >= count and not (host and listed):
-            names = list(own)
+        if len(detected) >= count and not (host and listed):
+            names = list(detected)
         else:
             names = [word.strip() for word in listed.split(",")] if listed else [str(place) for place in range(count)]
         chip = group.chip.name
         places = enumerate(names[:count])
-        return tuple(own.get(name) or Device(index=place, chip=chip, host=host, name=name) for place, name in places)
+        return tuple(
+            detected.get(name) or Device(index=place, chip=chip, host=host, name=name) for place, name in places
+        )
 
     def _variables_of(self, host: str) -> tuple[EngineSupport, Mapping[str, str]]:
         """Return the engine support on a host's chip, and the environment variables that the spec sets on that host."""

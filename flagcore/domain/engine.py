@@ -138,8 +138,8 @@ def device_variables(support: EngineSupport, devices: Sequence[Device]) -> dict[
 
 def without_devices(support: EngineSupport, variables: Mapping[str, str]) -> dict[str, str]:
     """Return `variables` without those that select devices, for a host or pod that assigns devices itself."""
-    own = {*support.visible_devices, support.outer_variable}
-    return {name: value for name, value in variables.items() if name not in own}
+    selecting_variables = {*support.visible_devices, support.outer_variable}
+    return {name: value for name, value in variables.items() if name not in selecting_variables}
 
 
 def has_common_library(groups: Sequence[NodeGroup], supports: Sequence[EngineSupport]) -> bool:

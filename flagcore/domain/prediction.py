@@ -295,8 +295,8 @@ def idle_of(pipelines: Sequence[Passes], group: int) -> float | None:
     if (seconds := longest(pipelines)) is None:
         return None
     shares = [zip(each.idle(seconds), each.groups, strict=False) for each in pipelines]
-    own = [share for each in shares for share, number in each if number == group]
-    return sum(own) / len(own) if own else 1.0
+    group_shares = [share for each in shares for share, number in each if number == group]
+    return sum(group_shares) / len(group_shares) if group_shares else 1.0
 
 
 def part_name(part: str) -> str:

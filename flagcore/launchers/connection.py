@@ -371,7 +371,7 @@ def trial_files(folder: str) -> dict[str, str]:
 def order_for_host(launch: Launch, host: str, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
     """Return the order for one host. The agent replaces the trial's folder by a folder on the host."""
 
-    own = launch.on_host.get(host, launch)
+    host_launch = launch.on_host.get(host, launch)
 
     def filled(text: str) -> str:
         for name, value in values.items():
@@ -379,8 +379,8 @@ def order_for_host(launch: Launch, host: str, values: Mapping[str, str], files: 
         return text
 
     return {
-        "argv": [filled(word) for word in own.argv],
-        "environment": {name: filled(value) for name, value in own.environment.items()},
+        "argv": [filled(word) for word in host_launch.argv],
+        "environment": {name: filled(value) for name, value in host_launch.environment.items()},
         "directory": launch.directory or launch.folder,
         "folder": launch.folder,
         "files": files,

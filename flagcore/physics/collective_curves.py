@@ -51,7 +51,7 @@ def sent_share(kind: str, ranks: FloatArray) -> FloatArray:
 
 
 def steps(kind: str, ranks: FloatArray) -> FloatArray:
-    """Return the number of consecutive steps of a collective: of a ring, or of a tree if that has fewer."""
+    """Return the number of consecutive steps of a collective in the ring algorithm, or in a tree if it takes fewer."""
     if kind == "all_reduce":
         return np.minimum(2.0 * (ranks - 1.0), TREE_STEPS * np.log2(np.maximum(ranks, 2.0)))
     return np.ones_like(ranks) if kind in ("all_to_all", "send") else ranks - 1.0

@@ -118,16 +118,17 @@ def importer(name: str | None = None) -> Importer:
     """
     if name is not None:
         return _named(IMPORTERS, Importer, name, "importer")
-    found = list[Importer]()
+    importers = list[Importer]()
     for each in names(IMPORTERS):
         with suppress(FlagError):
-            found.append(importer(each))
-    found = [each for each in found if each.has_trees]
-    if not found:
+            importers.append(importer(each))
+    importers = [each for each in importers if each.has_trees]
+    if not importers:
         raise UsageError("no importer of another tuner's config is installed; install an extra that has one")
-    if len(found) > 1:
-        raise UsageError(f"several importers of configs are installed: {', '.join(each.name for each in found)}")
-    return found[0]
+    if len(importers) > 1:
+        listed = ", ".join(each.name for each in importers)
+        raise UsageError(f"several importers of configs are installed: {listed}")
+    return importers[0]
 
 
 def watcher(name: str) -> Callable[[RunEvent], object]:

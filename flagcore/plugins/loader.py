@@ -98,8 +98,9 @@ def origins(points: Iterable[EntryPoint]) -> str:
 
 def _incompatible(distribution: Distribution) -> str | None:
     """Return why `distribution` does not support this release of flagcore, or None. Reads its `Requires-Dist`."""
-    own = [each for each in distribution.requires or () if each.lower().startswith("flagcore")]  # parsing all is slow
-    for requirement in map(Requirement, own):
+    # Parsing a requirement is slow, so those of other distributions are skipped.
+    requirements = [each for each in distribution.requires or () if each.lower().startswith("flagcore")]
+    for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if canonicalize_name(requirement.name) == "flagcore" and not requirement.specifier.contains(

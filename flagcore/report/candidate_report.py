@@ -190,14 +190,14 @@ def _gain(seconds: float | None, other: float | None) -> str:
 
 
 def _changes(report: CandidateReport) -> Iterator[str]:
-    own, changes = report.expected_s, dict(report.changes)
+    expected_s, changes = report.expected_s, dict(report.changes)
     names = dict(NAMES["changes"])
     if "fastest" in changes and changes["fastest"] == changes.get("faster"):
         names["faster"] = names["fastest"]
         del changes["fastest"]
     if not changes and report.state not in ("open", "ran"):
         yield _("No change is possible: no allowed candidate is left.")
-    elif own is not None and not changes.keys() & {"faster", "fastest"}:
+    elif expected_s is not None and not changes.keys() & {"faster", "fastest"}:
         yield _("No allowed candidate is expected to be faster.")
     if changes:
         yield _("Possible changes:")
@@ -205,7 +205,7 @@ def _changes(report: CandidateReport) -> Iterator[str]:
         trial = "" if change.trial is None else f", {_('trial')} {change.trial}"
         used = f"~{change.predicted['memory']['device_used_gib']:.3g} GiB{trial}"
         differs = differs_text(change.differs, report.knobs)
-        yield f"  {_(names[kind])}: {differs}: {_time(report, change)}{_gain(change.expected_s, own)}, {used}"
+        yield f"  {_(names[kind])}: {differs}: {_time(report, change)}{_gain(change.expected_s, expected_s)}, {used}"
 
 
 def _matches(report: CandidateReport) -> Iterator[str]:

@@ -233,19 +233,19 @@ def _assigned(groups: Sequence[GroupSection], lines: Sequence[HostLine]) -> tupl
     """
     left, assigned, hosts = list(lines), list[GroupSection](), list[str]()
     for place, group in enumerate(groups):
-        own = [line for line in left if line.kind in ("", group.name or group.chip)]
+        group_lines = [line for line in left if line.kind in ("", group.name or group.chip)]
         if "nodes" in group.model_fields_set:
-            own = own[: group.nodes]
-        numbers = {"nodes": len(own), **_slots(own)}
+            group_lines = group_lines[: group.nodes]
+        numbers = {"nodes": len(group_lines), **_slots(group_lines)}
         for key, number in numbers.items():
             value = getattr(group, key)
             if not number or (key in group.model_fields_set and value not in (number, AUTO)):
                 problem = f"must be {number}, as in cluster.hostfile" if number else "has no host in cluster.hostfile"
                 fix = f"add `type={group.name or group.chip}` to its hosts, or leave {key} out"
                 raise spec_error(("groups", place, key), problem, value=value, fix=fix)
-        left = [line for line in left if line not in own]
+        left = [line for line in left if line not in group_lines]
         assigned.append(group.model_copy(update=numbers))
-        hosts += [line.host for line in own]
+        hosts += [line.host for line in group_lines]
     if left:
         problem, fix = f"has the host {left[0].host}, which is in no group", "remove it, or add a group for its type"
         raise spec_error("hostfile", problem, value=left[0].kind or left[0].host, fix=fix)

@@ -42,7 +42,7 @@ def nothing_fits_text(problem: Problem, cheapest_change: Callable[[], str] | Non
     if (rows := np.flatnonzero(predictions.fits)).size:
         name, message = _main_rule(problem, rows)
         why = _(
-            "{count:,} fit into memory, but are removed, most by {rule}: {message}",
+            "{count:,} candidates fit into memory, but rules remove them, most by {rule}: {message}",
             count=rows.size,
             rule=name,
             message=message,
@@ -78,7 +78,7 @@ def _smallest_text(problem: Problem, rows: IntArray) -> str:
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(rows[np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)[rows])])
     return _(
-        "the smallest needs ~{need:.2f} GiB per device of {have:.2f} GiB ({budget}): {candidate}",
+        "the smallest candidate needs ~{need:.2f} GiB per device of {have:.2f} GiB ({budget}): {candidate}",
         need=predictions.device_used_bytes[row] / 2**30,
         have=(predictions.row(row).capacity_bytes or 0) / 2**30,
         budget=_budget_from(problem.task),

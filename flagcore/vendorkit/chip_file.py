@@ -127,7 +127,7 @@ class CurveFile:
 
     def __post_init__(self) -> None:
         if self.curve.run_slowdown != Curve().run_slowdown:
-            raise ValueError("run_slowdown is no key of a curve: `of` determines it")
+            raise ValueError("a curve must not set run_slowdown: `of` determines it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ def test_the_best_of_an_estimate_for_this_machine_can_be_started(flag: Flag, pro
     assert run_output.code == 0
     assert "elapsed time per iteration" in run_output.out
     (line,) = run_output.err.splitlines()
-    assert f"training the best of {project.run_dir}" in line
+    assert f"training the best configuration of {project.run_dir}" in line
     assert line.endswith(str(project.run_dir / "best"))
 
 

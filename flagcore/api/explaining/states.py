@@ -189,7 +189,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
 
 
 def _causes_of_best(snapshot: Snapshot) -> str:
-    """Return why the best is faster than the baseline, or an empty string if there is no best."""
+    """Return why the best candidate is faster than the baseline, or an empty string if there is no best candidate."""
     best = best_of(snapshot)
     row = None if best is None else snapshot.problem.space.find(best)
     if best is None or row is None or not (text := Subject.of_row(snapshot, row).causes):

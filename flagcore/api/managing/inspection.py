@@ -155,7 +155,7 @@ def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[d
     """Yield the support of each engine on each kind of chip found here, and the problems of the chip's software."""
     for chip in chips:
         if rates := _rates_text(chip):
-            yield _record(chip.name, _("rates of products"), rates, "")
+            yield _record(chip.name, _("rates of matrix products"), rates, "")
         preload: dict[tuple[str, ...], str] = {}
         for engine in plugins.names(plugins.WORKLOADS):
             answer, reason = loaded.engine_support(chip, engine), ""

@@ -211,9 +211,10 @@ def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
 
 
 def _roomier(problem: Problem, order: IntArray) -> dict[str, Any] | None:
-    """Return the first candidate of `order` below 90% of the memory if the first one takes more than 95%.
+    """Return the first candidate of `order` that uses below 90% of the memory, if the first one uses more than 95%.
 
-    Otherwise, or if the engine's reserve is a knob, so that all candidates take as much, return None.
+    Returns None otherwise, and if all candidates use the same share, because a knob sets the share that the engine
+    reserves.
     """
     share = problem.predictions.share_in_use[order]
     below = order[share < ROOMY_SHARE]
@@ -287,9 +288,9 @@ def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> Ch
     workload, fixed = mixed.workload, {name: values for name, values in spec.space.items() if values != AUTO}
     space = {**workload.values_alone(mixed.task, group), **fixed}
     space = {name: values for name, values in space.items() if name not in workload.derived_knobs}
-    own = replace(spec, cluster=spec.cluster.groups[group], space=space, baseline=None)
+    spec_of_kind = replace(spec, cluster=spec.cluster.groups[group], space=space, baseline=None)
     try:
-        problem = build_problem(own, plugins, workload, plan=True)
+        problem = build_problem(spec_of_kind, plugins, workload, plan=True)
         return _plan(problem, rows_by_time(problem))
     except FlagError:
         return None

@@ -44,7 +44,7 @@ def run_best(
         sys.exit(_serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
-    text = _("training the best of {run}; files go to {folder}", run=run_dir, folder=launch["folder"])
+    text = _("training the best configuration of {run}; files go to {folder}", run=run_dir, folder=launch["folder"])
     warn([_("the command of the best of {run}; add {missing}", run=run_dir, missing=missing) if missing else text])
     os.execvp(argv[0], argv)
 

@@ -114,8 +114,10 @@ class Megatron(contracts.Workload):
         return _ordered_at_least(columns, other, {}) & _recomputes_at_most(other, columns)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        """Return all TP, PP, DP and EP at micro-batch size 1, with and without the distributed optimizer and
-        recompute.
+        """Return the values from which an expert would choose.
+
+        These are all sizes of TP, PP, DP and EP at micro-batch size 1, with and without the distributed optimizer and
+        full recompute.
         """
         neutral: dict[str, tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in SPACE_KNOBS}
         auto = (DP, TP, PP, EP, SP, DIST_OPT, RECOMPUTE)

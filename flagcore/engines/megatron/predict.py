@@ -164,8 +164,8 @@ def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) 
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
     """Return the weights and the peak bytes by component, for a rank of the given stage of each candidate."""
     found: dict[str, dict[str, FloatArray]] = {}
-    for rows, subset, group_costs in with_stage(task, columns, stages, costs):
-        train, layout = inputs(task, subset, group_costs)
+    for rows, row_columns, group_costs in with_stage(task, columns, stages, costs):
+        train, layout = inputs(task, row_columns, group_costs)
         index, placement = stages[rows].astype(np.float64), Placement.from_layout(layout, group_costs)
         index = index % layout.pipeline
         tables = [

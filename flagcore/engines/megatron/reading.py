@@ -83,12 +83,12 @@ class MegatronLog:
 
 def log_files(folder: str) -> list[Path]:
     """Return the logs of a trial: its own, and those that torchrun wrote into subfolders for each rank."""
-    own, found = [Path(folder, name) for name in LOGS], list[Path]()
+    trial_logs, rank_logs = [Path(folder, name) for name in LOGS], list[Path]()
     with suppress(OSError):
         for file in Path(folder).glob("**/*.log"):
-            if file.name in LOGS and file not in own and len(found) < MAX_FILES:
-                found.append(file)
-    return [*own, *sorted(found)]
+            if file.name in LOGS and file not in trial_logs and len(rank_logs) < MAX_FILES:
+                rank_logs.append(file)
+    return [*trial_logs, *sorted(rank_logs)]
 
 
 def read_logs(files: Iterable[Path]) -> MegatronLog:

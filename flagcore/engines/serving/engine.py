@@ -144,8 +144,8 @@ class Engine(EngineProfile, Workload):
 
     def _columns_of(self, task: Task, candidate: Candidate) -> dict[str, IntArray]:
         """Encode a candidate as one-row columns, without the knobs of plugins."""
-        own = {axis.knob for axis in self.axes(task)}
-        return self.columns(task, {knob: value for knob, value in candidate.items if knob in own})
+        engine_knobs = {axis.knob for axis in self.axes(task)}
+        return self.columns(task, {knob: value for knob, value in candidate.items if knob in engine_knobs})
 
     def published(
         self, task: Task, values: Mapping[str, KnobValue], notes: str

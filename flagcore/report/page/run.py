@@ -211,10 +211,10 @@ class RunData(Plan):
     @property
     def listed(self) -> frozenset[int]:
         """The numbers of the trials in tables: the best, the baseline, the first failed trials, and the fastest."""
-        own = [each for each in (self.best, self.baseline) if each]
+        named = [each for each in (self.best, self.baseline) if each]
         failed = [each for each in self.all_trials if seconds(each) is None][:MAX_FAILED]
         fastest = sorted(self.all_trials, key=lambda each: seconds(each) or inf)
-        return frozenset(list(dict.fromkeys(each.number for each in (*own, *failed, *fastest)))[:MAX_LISTED])
+        return frozenset(list(dict.fromkeys(each.number for each in (*named, *failed, *fastest)))[:MAX_LISTED])
 
     def name(self, trial: Trial) -> str:
         """Return the number of a trial with its role.

@@ -85,7 +85,7 @@ def _improvement(run: RunData, first: float, last: float) -> str:
     start, end = cell(first).text, cell(last).text
     if start == end:
         return _("The first measured trial was the fastest: {value} {unit}.", value=start, unit=run.unit)
-    return _("The best improved from {start} to {end} {unit}.", start=start, end=end, unit=run.unit)
+    return _("The best value improved from {start} to {end} {unit}.", start=start, end=end, unit=run.unit)
 
 
 def funnel(run: RunData) -> Section:

@@ -107,7 +107,7 @@ def _with_precision(
     """Return `spec` with a concrete precision instead of `auto`, and the reason for it.
 
     The precision is the first of bf16, fp16 and fp32 in which all chips compute at least as fast as in fp32. A chip
-    without known rates is assumed to do so in each of them. fp16 is excluded on shared devices, which are CPU cores.
+    without known rates is assumed to do so in all three. fp16 is excluded on shared devices, which are CPU cores.
     """
     if not isinstance(spec.work, TrainSpec) or spec.work.precision != AUTO:
         return spec, ""

@@ -26,8 +26,8 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     """
     trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
     own_trials = [trial for trial in trials if trial.fidelity == fidelity]
-    found = interference(own_trials)
-    if found and not found.is_negligible:
+    measured_interference = interference(own_trials)
+    if measured_interference and not measured_interference.is_negligible:
         disturbed = {each.number for each in own_trials if each.group is not None and each.state in TIMED_STATES}
         own_trials = [replace(each, inconclusive=True) if each.number in disturbed else each for each in own_trials]
     by_candidate: dict[Candidate, Trial] = {}

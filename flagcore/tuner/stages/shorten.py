@@ -32,7 +32,7 @@ MIN_SCALE = 0.1
 
 
 class Scale(NamedTuple):
-    """The factor from the step time on some nodes to the step time on more nodes.
+    """The factor from the step time on fewer nodes to the step time on all nodes of the task.
 
     - `low`, `high`: its 80% interval.
     - `own`: the relative half width of the part of the interval that the candidate does not share with others.

@@ -101,15 +101,17 @@ class Meshes:
         Knobs without a column are omitted.
         """
         code = columns[MESHES]
-        own, apart = {knob: values[code, mesh] for knob, values in self.codes.items()}, self.splits_data[code]
+        mesh_columns, apart = {knob: values[code, mesh] for knob, values in self.codes.items()}, self.splits_data[code]
         if MBS in columns:
             samples = columns[MBS] * self.codes[DP][code, 0]
-            in_pipeline = np.maximum(samples // np.maximum(own[DP], 1), 1)
-            own[MBS] = np.where(apart, np.where(own[MBS] > 0, own[MBS], columns[MBS]), in_pipeline)
+            in_pipeline = np.maximum(samples // np.maximum(mesh_columns[DP], 1), 1)
+            mesh_columns[MBS] = np.where(
+                apart, np.where(mesh_columns[MBS] > 0, mesh_columns[MBS], columns[MBS]), in_pipeline
+            )
         if SP in columns:
-            own[SP] = columns[SP] * (own[TP] > 1)
-        own |= {PP: self.lengths[code], SPLIT: 1 - apart, MESHES: np.where(apart, 0, code)}
-        return {name: own.get(name, column) for name, column in columns.items()}
+            mesh_columns[SP] = columns[SP] * (mesh_columns[TP] > 1)
+        mesh_columns |= {PP: self.lengths[code], SPLIT: 1 - apart, MESHES: np.where(apart, 0, code)}
+        return {name: mesh_columns.get(name, column) for name, column in columns.items()}
 
     def of_replicas(self, columns: Columns, number: int, batch: int) -> list[Columns]:
         """Return the candidates' columns on each mesh, for candidates that split the data over `number` meshes."""
@@ -134,8 +136,8 @@ class Meshes:
 
     def sizes(self, columns: Columns) -> IntArray:
         """Return the micro-batch size of each mesh, for candidates that split the data: (candidates, meshes)."""
-        own = self.codes[MBS][columns[MESHES]]
-        return np.where(own > 0, own, columns[MBS][:, None])
+        mesh_sizes = self.codes[MBS][columns[MESHES]]
+        return np.where(mesh_sizes > 0, mesh_sizes, columns[MBS][:, None])
 
 
 def recompute_codes(word: str) -> tuple[int, ...]:
@@ -205,7 +207,9 @@ def encoded(task: Task, value: object) -> IntArray:
     """
     texts = Meshes.from_task(task).texts
     if value is not None and value not in texts:
-        raise SpecError(key=MESHES, value=value, problem="is not in auto_tuner.space", fix="list it there")
+        raise SpecError(
+            key=MESHES, value=value, problem="is not in auto_tuner.space", fix=f"add it to auto_tuner.space.{MESHES}"
+        )
     return np.array([0 if value is None else 1 + texts.index(str(value))], dtype=np.int64)
 
 
@@ -224,13 +228,13 @@ def by_kinds(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntAr
     kinds, which = np.unique(kinds, axis=0, return_inverse=True)
     for number, (apart, *groups) in enumerate(kinds.tolist()):
         rows, order = np.flatnonzero(which.reshape(-1) == number), [group for group in groups if group >= 0]
-        subset = {name: column[rows] for name, column in columns.items()}
+        row_columns = {name: column[rows] for name, column in columns.items()}
         if apart:
-            own = table.of_replicas(subset, len(order), task.spec.train.global_batch_size)
+            mesh_columns = table.of_replicas(row_columns, len(order), task.spec.train.global_batch_size)
             costs_here = (replace(costs.groups[group], further={}, between=costs.between) for group in order)
-            yield rows, list(zip(own, costs_here, strict=True))
+            yield rows, list(zip(mesh_columns, costs_here, strict=True))
         else:
-            yield rows, [(subset, _ordered(task.cluster, costs, order))]
+            yield rows, [(row_columns, _ordered(task.cluster, costs, order))]
 
 
 def splits(task: Task, columns: Columns) -> dict[str, BoolArray]:
@@ -238,9 +242,9 @@ def splits(task: Task, columns: Columns) -> dict[str, BoolArray]:
     code, table = columns.get(MESHES), Meshes.from_task(task)
     if code is None:
         return {}
-    several = (code == 0) | (table.number(code) > 1)
+    has_several_meshes = (code == 0) | (table.number(code) > 1)
     apart = table.splits_data[code]
-    return {N_("layer split"): several & ~apart, N_("data split"): several & apart}
+    return {N_("layer split"): has_several_meshes & ~apart, N_("data split"): has_several_meshes & apart}
 
 
 def groups_of_row(task: Task, columns: Columns) -> list[int]:

@@ -224,8 +224,8 @@ def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[Flo
 def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Sequence[str]) -> MeshOptions:
     """Return the options that no other option beats in both time and memory.
 
-    Options are only compared if they have as many stages and the same fields `equal`. Their stages must be able to have
-    a layer within `seconds`.
+    Two options are compared if they have the same number of stages and equal values in the fields `equal`. Options
+    whose stages cannot compute one layer in `seconds` are dropped.
     """
     ones = np.ones(options.pp.size)
     most = np.minimum(options.fits(seconds * ones), layers)
@@ -361,8 +361,8 @@ def planned_replicas(task: Task, costs: Costs) -> tuple[str, ...]:
 def _replica_text(name: str, rows: Rows, place: int, words: Sequence[str], usual: int, count: int) -> str:
     """Return the text of a mesh with replicas. The micro-batch size is only included if it differs from `usual`."""
     sizes = {key: int(rows[knob][place]) for key, knob in SIZES.items()}
-    own = "" if rows[MBS][place] == usual else f"mbs{int(rows[MBS][place])} "
-    return mesh_text(name, sizes, words[int(rows["word"][place])], f"{own}x{count}")
+    micro_batch = "" if rows[MBS][place] == usual else f"mbs{int(rows[MBS][place])} "
+    return mesh_text(name, sizes, words[int(rows["word"][place])], f"{micro_batch}x{count}")
 
 
 def _replicas_columns(task: Task, group: int) -> dict[str, IntArray]:
@@ -430,7 +430,10 @@ def _fastest_replicas(rows: Rows, places: IntArray) -> list[int]:
 
 
 def _level(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int) -> FloatArray:
-    """Return the seconds in which all kinds together process the batch, for real numbers of micro-batches."""
+    """Return the seconds in which the replicas of all kinds process the batch together.
+
+    The numbers of micro-batches are not rounded to integers.
+    """
     rate = samples / pace
     level: FloatArray = (batch + (rate * start).sum(axis=1)) / rate.sum(axis=1)
     return level

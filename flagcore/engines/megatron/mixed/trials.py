@@ -95,11 +95,11 @@ def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
         return values
     table = Meshes.from_task(task)
     number = 1 + table.texts.index(str(text))
-    own = {knob: BY_NAME[knob].axis(()).decode(int(table.codes[knob][number, 0])) for knob in OWN}
+    mesh_values = {knob: BY_NAME[knob].axis(()).decode(int(table.codes[knob][number, 0])) for knob in OWN}
     if table.splits_data[number]:
         replicas = int(table.codes[DP][number][table.groups[number] >= 0].sum())
-        return values | own | {DP: replicas, MBS: int(table.codes[MBS][number, 0]) or values[MBS], SPLIT: None}
-    return values | own | {PP: int(table.lengths[number]), SPLIT: "balanced"}
+        return values | mesh_values | {DP: replicas, MBS: int(table.codes[MBS][number, 0]) or values[MBS], SPLIT: None}
+    return values | mesh_values | {PP: int(table.lengths[number]), SPLIT: "balanced"}
 
 
 def on_groups(task: Task, candidate: Candidate) -> Task:

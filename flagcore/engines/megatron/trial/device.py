@@ -306,7 +306,7 @@ def _all_gather(output: torch.Tensor, input: torch.Tensor, group: Any = None, as
 def _reduce_scatter(
     output: torch.Tensor, input: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Receive this rank's part of its own values instead of a sum over ranks."""
+    """Write this rank's part of its own input to `output`, in place of the sum over all ranks."""
     with torch.no_grad():
         output.view(-1).copy_(input.reshape(dist.get_world_size(group), -1)[dist.get_rank(group)])
     return _CompletedRequest() if async_op else None

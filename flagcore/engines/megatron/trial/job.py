@@ -171,8 +171,8 @@ class Job:
             samples = candidate.micro_batch_size * share.microbatches
             if number < share.replicas:
                 weight = samples * candidate.data_parallel_size / self.train.global_batch_size
-                own = Replica(first_sample + number * samples, share.microbatches, weight)
-                return dataclasses.replace(self, candidate=candidate, replica=own)
+                replica = Replica(first_sample + number * samples, share.microbatches, weight)
+                return dataclasses.replace(self, candidate=candidate, replica=replica)
             number, first_sample = number - share.replicas, first_sample + share.replicas * samples
         return self
 

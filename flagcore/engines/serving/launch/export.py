@@ -336,8 +336,8 @@ def _arguments(worker: Worker, words: Sequence[str], kind: str) -> tuple[tuple[s
             keep = name.removeprefix("no-") not in worker.frontend_flags
             left_out += [] if keep or name in ("host", "port") else [f"--{name}"]
         arguments += [word] if keep else []
-    own = (worker.kind_flag, kind) if kind and worker.kind_flag else ()
-    return (*arguments, *worker.flags, *own), tuple(left_out)
+    kind_arguments = (worker.kind_flag, kind) if kind and worker.kind_flag else ()
+    return (*arguments, *worker.flags, *kind_arguments), tuple(left_out)
 
 
 def _notes(job: ExportJob, components: Sequence[_Component], routing: Mapping[str, str]) -> list[str]:

@@ -101,7 +101,7 @@ def combine(name: str, values: Sequence[float]) -> float:
 
 
 def labels(text: str, name: str) -> dict[str, str]:
-    """Return the labels of the first sample `name`, or none if there is no such sample."""
+    """Return the labels of the first sample named `name`. The result is empty if there is no such sample."""
     for line in text.splitlines():
         sample = _SAMPLE.match(line)
         if sample and sample["name"] == name:

@@ -141,9 +141,9 @@ def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidat
     for kind, count in Counter(each.kind for each in instances).items():
         instance, place = next(each for each in placed if each[0].kind == kind)
         first = instance.at_head(OWN_ADDRESS, "").at_port(export.FRONT_PORT)
-        own = without_devices(platform.support, first.environment)
+        environment = without_devices(platform.support, first.environment)
         ready = (f"http://127.0.0.1:{export.FRONT_PORT}{engine.reports.health}",)
-        launch = Launch(argv=first.argv, environment=own, folder="", ready=ready)
+        launch = Launch(argv=first.argv, environment=environment, folder="", ready=ready)
         group = kind or "server"
         groups.append(ServerGroup(name=group, launch=launch, devices=place.width, replicas=count))
         hosts = (f"{name}-{group}-{number}.{name}-{group}" for number in range(count))

@@ -121,9 +121,9 @@ def host_cache_mib(task: Task) -> float:
     By default it is 0 if prompts never repeat, because storing them would only cost time.
     """
     others = PROGRAM.parse(task.spec).others
-    own = others.get("cache-ram", others.get("cram"))
-    if isinstance(own, int) and not isinstance(own, bool):
-        return own if own >= 0 else math.inf
+    cache_mib = others.get("cache-ram", others.get("cram"))
+    if isinstance(cache_mib, int) and not isinstance(cache_mib, bool):
+        return cache_mib if cache_mib >= 0 else math.inf
     return HOST_CACHE_MIB if any(load.trace or load.turns > 1 for load in task.spec.serve.loads) else 0
 
 

@@ -87,7 +87,7 @@ def pieces_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
 
 
 class Pairs:
-    """Sends each request to the least busy of the servers `prefill`, and to a given server that decodes."""
+    """Sends each request to the least busy of the servers `prefill`, and to the server that decodes it."""
 
     def __init__(self, protocol: str, prefill: Sequence[Target]) -> None:
         self._protocol, self._prefill = protocol, prefill

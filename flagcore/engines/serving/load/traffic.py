@@ -119,7 +119,7 @@ def _arrivals(rng: np.random.Generator, load: Load, requests: Traffic) -> FloatA
         if requests.arrive_s is not None:
             return requests.arrive_s
         problem = "or request_rate is required to generate load"
-        raise SpecError(key="concurrency", problem=problem, fix="set one, or a trace with times")
+        raise SpecError(key="concurrency", problem=problem, fix="set one of them, or a trace with arrival times")
     size = requests.input_len.size
     if math.isinf(load.request_rate):
         return np.zeros(size)

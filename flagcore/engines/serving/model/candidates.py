@@ -398,7 +398,7 @@ def _with_prompts_only(loop: ClosedLoop, state: SteadyState) -> SteadyState:
 
 
 def _iterations(loop: ClosedLoop, decoding: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the seconds of an iteration without and of one with prompts, and the prompt tokens of the latter."""
+    """Return the seconds of an iteration without prompts, those of one with prompts, and the prompt tokens of that."""
     costs, overheads, ranks, batch = loop.costs, loop.overheads, loop.ranks * loop.stages, decoding / loop.stages
     plain, reads = loop.device(decoding), loop.reads(decoding)
     plain = np.where(batch / loop.ranks > costs.captured, np.maximum(plain, costs.floor), plain)

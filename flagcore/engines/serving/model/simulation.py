@@ -362,7 +362,7 @@ class Simulation:
     def _start(self, request: Request) -> None:
         """Start to decode a request whose prompt was just computed, which yielded one token.
 
-        It is its first token or, after a preemption, its next one.
+        This token is the first one of the request or, after a preemption, its next one.
         """
         if request.first < 0:
             request.first = self.now

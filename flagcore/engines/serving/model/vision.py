@@ -52,7 +52,7 @@ def image_work(images: RequestImages, vision: Vision) -> list[ImageWork]:
 
 @dataclass(frozen=True, slots=True)
 class EncoderCosts:
-    """Seconds of a tower by candidate.
+    """The seconds that a vision tower takes, for each candidate.
 
     `patch`, `pair`: seconds per patch and per query-key pair. `floor`: the minimum for a request. `ranks`: the number
     of ranks that work on different images at the same time.

@@ -71,7 +71,12 @@ def axes(
             section = "serve.engine_args" if knob.name in fixed else "auto_tuner.baseline"
             key = f"{'auto_tuner.space' if set_value in searched and knob.name not in fixed else section}.{knob.name}"
             problem = f"needs {task.spec.serve.engine} {knob.versions}, but the release is {version}"
-            raise SpecError(key=key, value=set_value, problem=problem, fix="remove it, or use such a release")
+            raise SpecError(
+                key=key,
+                value=set_value,
+                problem=problem,
+                fix=f"remove it, or use {task.spec.serve.engine} {knob.versions}",
+            )
         result.append(knob.axis(searched, extra_values))
     return tuple(result)
 

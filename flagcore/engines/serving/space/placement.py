@@ -254,8 +254,13 @@ def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
     """Return the knob values of the instances of one kind: its layout, without the limits of the other kind."""
     pair = roles(str(values[PREFILL_DECODE]))
     other_limits = DECODE_LIMITS if kind == PREFILL else PREFILL_LIMITS
-    own = {name: value for name, value in values.items() if name not in other_limits}
-    return {**own, PREFILL_DECODE: None, INSTANCES: sum(each.count for each in pair), **pair[KINDS.index(kind)].layout}
+    kind_values = {name: value for name, value in values.items() if name not in other_limits}
+    return {
+        **kind_values,
+        PREFILL_DECODE: None,
+        INSTANCES: sum(each.count for each in pair),
+        **pair[KINDS.index(kind)].layout,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,17 +282,17 @@ def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, 
     """Return the instances of a legal candidate, each on consecutive devices. Instances that prefill come first."""
     pair = values.get(PREFILL_DECODE)
     if isinstance(pair, str):
-        own: dict[str, Mapping[str, KnobValue]] = {kind: of_kind(values, kind) for kind in KINDS}
+        values_by_kind: dict[str, Mapping[str, KnobValue]] = {kind: of_kind(values, kind) for kind in KINDS}
         parts = [(each.devices, kind) for kind, each in zip(KINDS, roles(pair), strict=True) for _ in range(each.count)]
     else:
-        own = {"": values}
+        values_by_kind = {"": values}
         ranks = count(values, TP) * count(values, PP) * count(values, DP)
         parts = [(ranks, "")] * count(values, INSTANCES)
-    found = _places([devices for devices, _ in parts], Hardware.of(task))
-    assert found is not None, "the candidate is legal"
+    places = _places([devices for devices, _ in parts], Hardware.of(task))
+    assert places is not None, "the candidate is legal"
     return tuple(
-        Placement(own[kind], first, width, hosts, kind)
-        for (_, kind), (hosts, first, width) in zip(parts, found, strict=True)
+        Placement(values_by_kind[kind], first, width, hosts, kind)
+        for (_, kind), (hosts, first, width) in zip(parts, places, strict=True)
     )
 
 

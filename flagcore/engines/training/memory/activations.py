@@ -63,9 +63,9 @@ def ffn(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 
 
 def dense_products(train: Training, sizes: Sizes, width: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the bytes that an FFN stores before its activation function, the bytes after it, and its work.
+    """Return the bytes that an FFN stores before its activation function, the bytes after it, and its workspace.
 
-    `width` is the inner width of the FFN. The work is the bytes that its backward needs in addition to the gradient of
+    `width` is the inner width of the FFN. The workspace is the bytes that its backward needs, besides the gradient of
     its output.
     """
     first, last, moments = products(train, sizes, sizes.tokens, width)

@@ -265,13 +265,13 @@ class _Work:
 
         leading, behind = self.stage.dense / virtual, self.stage.moe / virtual
         meet = leading + behind - (repeated - held) / np.maximum(self.moe.stored, 1.0)
-        turns = [meet]
+        depths = [meet]
         if self.dense is not self.moe:
             short = repeated - held - behind * self.moe.stored
-            turns = [np.maximum(meet, leading), leading, leading - short / np.maximum(self.dense.stored, 1.0)]
+            depths = [np.maximum(meet, leading), leading, leading - short / np.maximum(self.dense.stored, 1.0)]
         found = np.minimum(moment(self.block), self._without())
-        for turn in turns:
-            found = np.minimum(found, moment(np.clip(turn, 0.0, np.minimum(self.block, self.chunk - 1.0))))
+        for depth in depths:
+            found = np.minimum(found, moment(np.clip(depth, 0.0, np.minimum(self.block, self.chunk - 1.0))))
         return found
 
     def _without(self) -> FloatArray:

@@ -32,7 +32,7 @@ def pipeline_time(
     overlapped = overlapped_passes(train, times)
     for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
         rows = np.flatnonzero(layout.pipeline == length)
-        subset = layout[rows]
+        layout_of_length = layout[rows]
         places = _representatives(int(length), [stage.index[rows] for stage in found]) * rows.size
         places += np.arange(rows.size)
 
@@ -53,7 +53,7 @@ def pipeline_time(
             weight_share=train.weight_share,
             paired=of(overlapped) if overlapped else None,
         )
-        total[rows] = makespan(name, stage_times, subset.microbatches, subset.virtual)
+        total[rows] = makespan(name, stage_times, layout_of_length.microbatches, layout_of_length.virtual)
     return total, np.where(layout.pipeline > 1.0, mean_message, 0.0)
 
 
