@@ -131,7 +131,7 @@ def read_run(path: Path) -> Run:
     identity = RunDirectory(path).identity()
     if identity is None:
         raise RunError(_("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=path))
-    trials = stored_trials(path, identity["run"])
+    trials = stored_trials(path, identity["run"], identity["fixed"].get("storage"))
     fidelities = [each.fidelity for each in trials if each.fidelity in FIDELITIES and not each.source]
     fidelity = str(data.get("fidelity") or max(fidelities, key=FIDELITIES.index, default=RUN))
     if fidelity == ESTIMATE:

@@ -23,6 +23,7 @@ def _watchers() -> Sequence[str]:
 @options.tree
 @click.option("--run-dir", type=click.Path(), metavar="DIR", help="Directory of the run [default: runs/NAME-OF-SPEC].")
 @click.option("--new", is_flag=True, help="Start a new run; an existing one is renamed, not deleted.")
+@click.option("--storage", metavar="URL", help="Optuna storage for the trials [default: journal in the run].")
 @click.option(
     "--fidelity",
     type=click.Choice(("estimate", "probe", "run")),

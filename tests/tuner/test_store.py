@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -80,6 +81,8 @@ def test_trials_are_read_without_the_lock_and_without_writing(tmp_path: Path) ->
     assert stored_trials(tmp_path, "run") == (trial_,)
     assert stored_trials(tmp_path, "another") == ()
     assert (tmp_path / "journal.log").read_bytes() == before
+    with pytest.raises(RunError):
+        stored_trials(tmp_path, "run", f"sqlite:///{tmp_path}/none.db")
 
 
 def test_notes_of_the_search_are_read_back(tmp_path: Path) -> None:
@@ -152,6 +155,22 @@ def test_a_journal_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path,
     with pytest.raises(RunError, match="cannot be used") as caught:
         store(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["nonsense", "sqlite:////proc/no/such.db", "nodialect://x", "redis://127.0.0.1:1"])
+def test_a_storage_that_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, url: str) -> None:
+    with pytest.raises(RunError, match="cannot be used") as caught:
+        store(tmp_path, url=url)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_any_optuna_storage_holds_the_trials(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/trials.db"
+    trial_ = run(store(tmp_path, url=url))
+    assert store(tmp_path, url=url).trials() == (trial_,)
+    assert store(tmp_path, url=url, run="another run").trials() == ()
+    assert not (tmp_path / "journal.log").exists()
 
 
 @pytest.mark.parametrize(("objective", "best"), [("tokens_per_second_per_device", 512.0), ("step_time_s", 2.0)])
@@ -257,3 +276,8 @@ def _write_to_full_disk(path: Path) -> None:
     (path / "journal.log").unlink()
     (path / "journal.log").symlink_to("/dev/full")
     trial_store.begin(planned(small.candidate()))
+
+
+def test_an_identity_with_a_secret_is_readable_only_by_its_owner(locked_folder: RunDirectory) -> None:
+    locked_folder.claim({}, {"command": ["serve", "--api-key", "s3cr3tv4lu3"]})
+    assert stat.S_IMODE((locked_folder.path / "task.json").stat().st_mode) == 0o600

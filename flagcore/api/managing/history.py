@@ -113,9 +113,11 @@ def _save(
 
     directory.open()
     try:
-        run = directory.claim(fixed_task(data, problem), {"baseline": problem.baseline.as_dict()})
+        identity = directory.identity()
+        url = identity["fixed"].get("storage") if identity else None
+        run = directory.claim(fixed_task(data, problem), {"baseline": problem.baseline.as_dict(), "storage": url})
         objective = problem.platform.task.spec.objective
-        store = OptunaStore(directory.path, problem.space.choices, run=run, objective=objective)
+        store = OptunaStore(directory.path, problem.space.choices, run=run, objective=objective, url=url)
         if any(trial.source == trials[0].source for trial in store.trials()):
             source = trials[0].source
             raise RunError(

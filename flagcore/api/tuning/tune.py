@@ -36,7 +36,7 @@ from flagcore.api.tuning.watch import Watchers
 from flagcore.contracts import Event, OnEvent, Problem, Telemetry, Workload
 from flagcore.domain.chip import Device
 from flagcore.domain.plan import Plan
-from flagcore.domain.secrets import redact_data
+from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Control, Spec, TrainSpec
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
@@ -64,6 +64,7 @@ def tune(
     run_dir: Path | str | None = None,
     new: bool = False,
     without: Collection[str] = (),
+    storage: str | None = None,
     fidelity: str | None = None,
     objective: str | None = None,
     on_event: OnEvent | None = None,
@@ -72,17 +73,17 @@ def tune(
     """Tune a spec (a file or its data) and save all files in `run_dir`.
 
     `run_dir`: by default, `runs/` and the name of the file. An existing run is resumed; with `new`, it is moved aside.
-    `without`: names of plugins to disable. `fidelity` (`estimate`, `probe` or `run`) and `objective` override the spec;
-    a run may be resumed at a higher fidelity. `on_event`: called when a trial starts and when it ends. `watch`: names
-    of watchers, such as `webhook`, which get events and cannot delay or stop the run. Several engines are tuned one
-    after the other, and the outcome of the best engine is returned. Raises the errors of `flagcore.errors`. The result
-    is written if a trial has run.
+    `without`: names of plugins to disable. `storage`: an Optuna storage that replaces the journal. `fidelity`
+    (`estimate`, `probe` or `run`) and `objective` override the spec; a run may be resumed at a higher fidelity.
+    `on_event`: called when a trial starts and when it ends. `watch`: names of watchers, such as `webhook`, which get
+    events and cannot delay or stop the run. Several engines are tuned one after the other, and the outcome of the best
+    engine is returned. Raises the errors of `flagcore.errors`. The result is written if a trial has run.
     """
     file, data = spec_data(spec if objective is None else changed_spec(spec, {"auto_tuner.objective": objective}))
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
 
     def tune_one(some: Mapping[str, Any], folder: Path) -> Outcome:
-        run = _EngineRun(some, file, folder, new, without, fidelity, watch)
+        run = _EngineRun(some, file, folder, new, without, storage, fidelity, watch)
         return run.tune(on_event or (lambda event: None))
 
     if len(engines) < 2:
@@ -102,6 +103,7 @@ class _EngineRun:
         run_dir: Path,
         new: bool,
         without: Collection[str],
+        storage: str | None,
         fidelity: str | None,
         watch: Collection[str],
     ) -> None:
@@ -110,7 +112,7 @@ class _EngineRun:
             spec = replace(spec, control=replace(spec.control, fidelity=fidelity))
             data = with_fidelity(data, fidelity)
         self.spec, self.data, self.base = spec, data, file.parent
-        self.new, self.without = new, without
+        self.new, self.without, self.storage = new, without, storage
         self.workload = plugins.workload_of(spec.work)
         self.launcher, self.strategy = plugins.launcher(spec.launcher), plugins.strategy(spec.strategy)
         self.directory, self.experience, self.name = RunDirectory(run_dir), Experience.of_user(), ""
@@ -186,27 +188,36 @@ class _EngineRun:
         return named_files + ([str((self.base / model).resolve())] if words and isinstance(model, str) else [])
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
-        """Return the baseline of the run that is resumed, or else of the spec."""
+        """Return the baseline of the run that is resumed, or else of the spec.
+
+        Raises RunError if the storage differs.
+        """
         identity = None if self.new else self.directory.identity()
         if identity is None:
             return self.spec.baseline
+        fixed_fields = identity["fixed"]
+        if fixed_fields.get("storage") != self.storage:
+            storage = redact_text(fixed_fields.get("storage") or "its own journal")
+            text = N_("{folder} has its trials in {storage}: use the same --storage, or --new")
+            raise RunError(_(text, folder=self.directory.path, storage=storage))
         same_spec = identity["task"].get("spec") == redact_data(with_fidelity(self.data))
-        baseline: Mapping[str, KnobValue] | None = identity["fixed"].get("baseline")
+        baseline: Mapping[str, KnobValue] | None = fixed_fields.get("baseline")
         return baseline if same_spec else self.spec.baseline
 
     def _open_store(self, problem: Problem) -> OptunaStore:
         from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
 
-        directory = self.directory
+        directory, storage = self.directory, self.storage
         directory.open(new=self.new)
         warn_about_problem(problem)
         warn(filter(None, [problem.platform.precision_reason]))
         if self.spec.control.fidelity == RUN:
             warn(self.workload.command_changes(problem.platform, problem.baseline))
         warn(self.workload.installation_notes(problem.platform))
-        self.name = directory.claim(fixed_task(self.data, problem), {"baseline": problem.baseline.as_dict()})
+        fixed_fields = {"baseline": problem.baseline.as_dict(), "storage": storage}
+        self.name = directory.claim(fixed_task(self.data, problem), fixed_fields)
         choices, objective = problem.space.choices, self.spec.objective
-        store = OptunaStore(directory.path, choices, run=self.name, objective=objective)
+        store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage)
         _require_no_higher_fidelity(store, self.spec.control, directory.path)
         if trials := store.trials():
             finished_count = sum(trial.state is not TrialState.INTERRUPTED for trial in trials)

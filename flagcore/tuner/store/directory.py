@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from flagcore.domain.files import read_regular, replace
-from flagcore.domain.secrets import redact_data
+from flagcore.domain.secrets import redact_data, secrets_in_data
 from flagcore.errors import RunError
 from flagcore.i18n import _
 
@@ -74,7 +74,7 @@ class RunDirectory:
         if identity is None:
             identity = {"run": f"{self.path.resolve().name}-{uuid4().hex[:12]}", **requested}
             text = json.dumps(identity, indent=2, sort_keys=True, ensure_ascii=False)
-            write(self.path / IDENTITY, text)
+            write(self.path / IDENTITY, text, private=bool(secrets_in_data(identity["fixed"])))
         changes = list(differences(identity["task"], requested["task"]))
         if changes:
             omitted = [_("and {count} more", count=len(changes) - 8)] if len(changes) > 8 else []

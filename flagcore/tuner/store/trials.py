@@ -45,14 +45,20 @@ class OptunaStore:
         *,
         run: str,
         objective: str = "tokens_per_second_per_device",
+        url: str | None = None,
     ) -> None:
-        """Open or create the study `run` in the journal of the folder `path`. `choices`: all values of each knob."""
+        """Open or create the study `run`. `choices` contains all values of each knob.
+
+        The study is stored in a journal in the folder `path`, or in the Optuna storage at `url`.
+        """
         optuna.logging.set_verbosity(logging.ERROR)
         self._path, self._objective = path, objective
         self._distributions = {knob: CategoricalDistribution(tuple(values)) for knob, values in choices.items()}
+        self._where = url or str(path / JOURNAL)
         with self._errors_as_run_error():
-            _drop_incomplete_line(path / JOURNAL)
-            self._storage = open_journal(path / JOURNAL)
+            if url is None:
+                _drop_incomplete_line(path / JOURNAL)
+            self._storage = optuna.storages.get_storage(url or open_journal(path / JOURNAL))
             self._study = optuna.create_study(
                 storage=self._storage,
                 study_name=run,
@@ -114,9 +120,9 @@ class OptunaStore:
             except (OSError, RunError):
                 raise
             except Exception as error:
-                journal, reason = self._path / JOURNAL, _line(error)
+                location, reason = self._where, _line(error)
                 text = _(
-                    "{file} cannot be used ({why}); repair it, or use --new to start over", file=journal, why=reason
+                    "{file} cannot be used ({why}); repair it, or use --new to start over", file=location, why=reason
                 )
                 raise RunError(text) from None
 
@@ -141,22 +147,30 @@ class OptunaStore:
                 self.finish(dataclasses.replace(trial, state=TrialState.INTERRUPTED, reason=reason))
 
 
-def stored_trials(path: Path, run: str) -> tuple[Trial, ...]:
-    """Return the finished trials of the study `run` in the folder `path`.
+def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ...]:
+    """Return the finished trials of the study `run` in the folder `path`, or in the Optuna storage at `url`.
 
     The study is only read, so the run may still be active. Returns no trials if there is no journal. Raises RunError.
     """
     optuna.logging.set_verbosity(logging.ERROR)
     file = path / JOURNAL
-    if not file.exists():
+    if url is None and not file.exists():
         return ()
     try:
-        open_regular(file).close()
-        return _finished(optuna.load_study(study_name=run, storage=open_journal(file)))
+        if url is None:
+            open_regular(file).close()
+        storage = optuna.storages.get_storage(url or open_journal(file))
+        return _finished(optuna.load_study(study_name=run, storage=storage))
     except KeyError:
-        return ()
+        if url is None:
+            return ()
+        message = _(
+            "{url} has no trials of this run; a relative path in it starts at the working folder of the tuning",
+            url=url,
+        )
+        raise RunError(message) from None
     except Exception as error:
-        raise RunError(_("{file} cannot be read ({why})", file=file, why=_line(error))) from None
+        raise RunError(_("{file} cannot be read ({why})", file=url or file, why=_line(error))) from None
 
 
 def _finished(study: optuna.Study) -> tuple[Trial, ...]:
