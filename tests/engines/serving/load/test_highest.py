@@ -1,4 +1,4 @@
-"""The search for the highest load that meets_limit latency limits."""
+"""The search for the highest load that meets latency limits."""
 
 import dataclasses
 import math
