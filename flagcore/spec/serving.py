@@ -19,7 +19,6 @@ from flagcore.domain.serving import DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUEST
 from flagcore.domain.spec import AUTO, COST, SERVING, Precision
 from flagcore.errors import SpecError
 from flagcore.i18n import _
-from flagcore.spec.huggingface import format_of_weights
 from flagcore.spec.knobs import Engines, section_of, serving_types, serving_values
 from flagcore.spec.models import model_of
 from flagcore.spec.plain_data import spec_error
@@ -211,6 +210,8 @@ def _check_answers(profile: ProfileSection, figures: Iterable[str]) -> None:
 
 
 def _stored_format(weights: Path) -> str | None:
+    from flagcore.spec.huggingface import format_of_weights  # reads tables that only models in files need
+
     path = weights / "config.json" if weights.is_dir() else weights
     with suppress(OSError, ValueError):
         config = json.loads(path.read_text("utf-8")) if path.suffix == ".json" else None

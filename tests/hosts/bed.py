@@ -203,6 +203,12 @@ class Bed:
         self.cut(name)
         self.kill(name)
 
+    def boot_all(self) -> None:
+        """Start the hosts that are off."""
+        for name in self.names:
+            if self._started[name].poll() is not None:
+                self.boot(name)
+
     def fill(self, name: str) -> None:
         """Leave no space on the disk of a host."""
         self.run(name, "sh", "-c", "head -c 1T /dev/zero > /tmp/filled 2> /dev/null || true")

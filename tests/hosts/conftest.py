@@ -96,7 +96,9 @@ class Tune:
         if number is None:
             number = 1 + max((int(each.name) for each in self.project.run_dir.glob("trials/*")), default=-1)
         record = self.project.run_dir / "trials" / str(number) / "launch.json"
+        deadline = time.monotonic() + 180
         while not record.exists():
+            assert time.monotonic() < deadline, self.output()
             if self.process.poll() is not None:
                 self.resume()
             time.sleep(0.02)
@@ -128,5 +130,6 @@ class Tune:
 
 
 @pytest.fixture
-def project(bed: Bed, tmp_path: Path) -> Project:
-    return Project(bed, tmp_path)
+def project(bed: Bed, tmp_path: Path) -> Iterator[Project]:
+    yield Project(bed, tmp_path)
+    bed.boot_all()
