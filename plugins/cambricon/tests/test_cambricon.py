@@ -1,5 +1,10 @@
+"""Costs and knobs of Cambricon's chips, and the output of cnmon on real machines (tests/smi)."""
+
+from pathlib import Path
+
 import numpy as np
 import pytest
+from flagcore_cambricon import smi
 from flagcore_cambricon.hooks import plugin
 
 from flagcore.contracts import AttentionShape
@@ -53,3 +58,106 @@ def test_knobs_of_the_vendors_software_set_variables(engine: str, knobs: int) ->
     found = plugin.flagcore_knobs(plugin.flagcore_chips()[0], engine, None) or ()
     assert len(found) == knobs
     assert all(effect.environment for knob in found for effect in knob.effects.values())
+
+
+SMI = Path(__file__).parent / "smi"
+
+
+def text(name: str) -> str:
+    return (SMI / name).read_text("utf-8")
+
+
+def test_readings_have_power_memory_temperature_and_load() -> None:
+    assert smi.read(text("cnmon-1.txt")).rows[1].reading == {
+        "memory_used_bytes": 0,
+        "power_watts": 106,
+        "power_limit_watts": 250,
+        "temperature_celsius": 39,
+        "utilization_share": 0,
+    }
+
+
+def test_a_version_without_a_letter_and_power_with_cents_are_read() -> None:
+    (row,) = smi.read(text("cnmon-6.txt")).rows
+    assert (row.device.chip, row.device.driver) == ("MLU220-M2", "4.6.9")
+    assert (row.reading["power_watts"], row.reading["power_limit_watts"]) == (3.7, 8.25)
+
+
+def test_without_a_table_the_details_of_a_card_are_read() -> None:
+    # the shape that a public scheduler's unit test of CNMON v4.20.18 has
+    details = """\
+================CNMON v4.20.18================
+Card 0
+    Product Name                   : MLU370-S4
+    Driver                         : v4.20.18
+    Utilization                    :
+        MLU Average                : 66 %
+    Temperature                    :
+        Board                      : 49 C
+    Physical Memory Usage          :
+        Total                      : 23308 MiB
+        Used                       : 4096 MiB
+    Virtual Memory Usage           :
+        Total                      : 1048576 MiB
+    Power                          :
+        Usage                      : 38 W
+Card 1
+    Product Name                   : N/A
+"""
+    listing = smi.read(details)
+    (row,) = listing.rows
+    assert ["card 1" in line for line in listing.left_out] == [True]
+    assert (row.device.chip, row.device.driver, row.device.memory_bytes) == ("MLU370-S4", "4.20.18", 23308 * 2**20)
+    assert row.reading == {
+        "memory_used_bytes": 4 << 30,
+        "power_watts": 38,
+        "temperature_celsius": 49,
+        "utilization_share": pytest.approx(0.66),
+    }
+    assert smi.read(details.replace("23308 MiB", "N/A")).rows == ()
+
+
+TABLE = """\
+Mon Sep 22 10:11:12 2026
++------------------------------------------------------------------------------+
+| CNMON v6.2.29                                                 Driver v6.2.29 |
++-------------------------------+----------------------+-----------------------+
+| Card  VF  Name       Firmware |               Bus-Id | Util        Ecc-Error |
+| Fan   Temp      Pwr:Usage/Cap |         Memory-Usage | Mode     Compute-Mode |
+|===============================+======================+=======================|
+| 0     /   MLU590-M9    v1.5.0 |         0000:0F:00.0 | 0%                  0 |
+| N/A   35C        105 W/ 550 W | 33654 MiB/ 98304 MiB | FULL          Default |
++-------------------------------+----------------------+-----------------------+
+| 1     /   MLU590-M9DG  v1.1.1 |         0000:13:00.0 | N/A               N/A |
+| N/A   N/A            N/A/ N/A |     0 MiB/ 81920 MiB | FULL          Default |
++-------------------------------+----------------------+-----------------------+
+| 2     0   MLU590-M9    v1.5.0 |         0000:14:00.0 | 0%                  0 |
+| N/A   34C        100 W/ 550 W |     0 MiB/ 12288 MiB | MIM           Default |
++-------------------------------+----------------------+-----------------------+
+"""
+
+
+def test_the_table_of_version_6_is_read_completely() -> None:
+    listing = smi.read(TABLE)
+    assert [(row.device.chip, row.device.memory_bytes) for row in listing.rows] == [
+        ("MLU590-M9", 98304 << 20),
+        ("MLU590-M9DG", 81920 << 20),
+    ]
+    assert listing.rows[0].reading["power_limit_watts"] == 550
+    assert listing.rows[1].reading == {"memory_used_bytes": 0}
+    assert listing.left_out == ("card 2 (MLU590-M9) is virtual function 0 of another",)
+
+
+def test_a_card_with_unreadable_memory_is_reported() -> None:
+    listing = smi.read(TABLE.replace("98304 MiB", "xxxxx MiB"))
+    assert [row.device.index for row in listing.rows] == [1]
+    assert any("xxxxx MiB" in line for line in listing.left_out)
+    assert smi.read(TABLE.replace("33654 MiB/ 98304 MiB", "N/A")).rows == listing.rows, "power is not memory"
+
+
+def test_information_as_json_is_read() -> None:
+    card = '{"CardNum": 0, "ProductName": "MLU590-M9", "PhysicalMemUsage": {"Total": "98304", "Used": "0"}}'
+    listing = smi.read(f'{{"CnmonInfo": [{card}, {{"CardNum": 1}}]}}')
+    assert [(row.device.chip, row.device.memory_bytes) for row in listing.rows] == [("MLU590-M9", 98304 << 20)]
+    assert len(listing.left_out) == 1
+    assert smi.read('{"CnmonInfo": 3}') == smi.read("{") == smi.read("")
