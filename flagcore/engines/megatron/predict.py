@@ -198,8 +198,8 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
     row, group_costs, rank = on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
     train, layout = inputs(task, row, group_costs)
     stage_ends, placement = np.cumsum(stage_devices(task, row)), Placement.from_layout(layout, group_costs)
-    index = np.searchsorted(stage_ends, [rank], side="right")
-    index = np.minimum(index, stage_ends.size - 1).astype(np.float64)
+    stage = np.searchsorted(stage_ends, [rank], side="right")
+    index = np.minimum(stage, stage_ends.size - 1).astype(np.float64)
     group = int(placement.group(index)[0])
     layout, costs = placement.layouts[group], group_costs.groups[group]
     first_rank = index * layout.tensor * layout.context * layout.data
