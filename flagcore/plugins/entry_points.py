@@ -4,9 +4,9 @@ from collections import UserDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import requires
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from flagcore.contracts import Importer, Launcher, Strategy, Watcher, Workload
 from flagcore.domain.serving import ServeSpec
@@ -142,12 +142,6 @@ def watcher(name: str) -> Callable[[RunEvent], object]:
 
 def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
     """Return the object `name` in `group` if it implements `protocol`. Raises SpecError or NoDevice like `workload`."""
-    found: T = _checked(group, name, partial(check_protocol, protocol), key)
-    return found
-
-
-def _checked(group: str, name: str, check: Callable[[object], T], key: str) -> T:
-    """Return the result of `check` for the object `name` in `group`. Raises SpecError or NoDevice like `workload`."""
     points, kind = installed(group), KINDS[group]
     if name not in points:
         similar = get_close_matches(name, points, n=3)
@@ -156,7 +150,7 @@ def _checked(group: str, name: str, check: Callable[[object], T], key: str) -> T
         fix = missing_extra(group, name) or fix
         raise SpecError(key=key, value=name, problem=f"is not an installed {kind}", fix=fix)
     try:
-        return check(load_only(points[name]))
+        return cast(T, check_protocol(protocol, load_only(points[name])))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
