@@ -194,7 +194,7 @@ def export_command(
 ) -> None:
     """Write files that start a candidate of RUN, or of SPEC as a plan.
 
-    CANDIDATE is as for `flag explain` [default: best]. The paths of the files are printed.
+    CANDIDATE has the same form as for `flag explain` [default: best]. The paths of the files are printed.
     """
     from flagcore import api
 

@@ -210,10 +210,10 @@ class Connection:
         """
         if os.path.isabs(name) or ".." in Path(name).parts or not 0 <= at <= agent.MAX_FILE_BYTES:
             raise ValueError(name)
-        data, known = base64.b64decode(text, validate=True), self.sizes.get(name, 0)
-        grown = known + len(data) if name in LOGS else at + len(data)  # a log that starts anew is appended
-        self.sizes[name] = max(known, grown, SMALLEST_FILE_BYTES)
-        self.total_bytes += self.sizes[name] - known
+        data, old_size = base64.b64decode(text, validate=True), self.sizes.get(name, 0)
+        new_size = old_size + len(data) if name in LOGS else at + len(data)  # a log that starts anew is appended
+        self.sizes[name] = max(old_size, new_size, SMALLEST_FILE_BYTES)
+        self.total_bytes += self.sizes[name] - old_size
         self.news.append((name, at, data))
         if self.total_bytes > self.most_bytes:
             self.problem = f"sent more than {self.most_bytes >> 20} MiB of files"

@@ -158,7 +158,10 @@ class Grid:
         return cls(len(rows) - 1.0, base.ravel(), slope.ravel())
 
     def at(self, payload_bytes: FloatArray, ranks: FloatArray) -> FloatArray:
-        """Return the times in seconds. They are 0 for one rank. Payloads are clipped to the range of the grid."""
+        """Return the seconds of a collective for each payload and number of ranks. They are 0 for one rank.
+
+        Payloads are clipped to the range of the grid.
+        """
         mantissa, exponent = np.frexp(np.clip(payload_bytes, 1.0, MAX_PAYLOAD))
         index = (np.minimum(ranks, self.max_ranks) * OCTAVES + exponent).astype(np.intp)
         base: FloatArray = self.base.take(index)

@@ -96,7 +96,8 @@ def kind_of(engine: str) -> str:
 
 @cache
 def _kind(engine: str) -> str:
-    """Return the kind of an engine. Cached, because hooks need it often and reading entry points is slow."""
+    """Return the kind of an engine, train or serve. Cached, because hooks need it often and entry points are slow to
+    read."""
     return workload(engine).kind
 
 

@@ -180,8 +180,8 @@ def _predicted(report: CandidateReport) -> Iterator[str]:
     if report.believed is not None:
         seconds, chance = report.believed["step_time_s"]["value"], report.believed["chance_to_fit"]
         value = seconds_text(report.objective, seconds)
-        text = _("Predicted after trials: ~{value}, probability to fit {chance:.0%}", value=value, chance=chance)
-        yield text + _gain(seconds, step_s)
+        text = N_("Predicted after trials: ~{value}, probability of fitting in memory {chance:.0%}")
+        yield _(text, value=value, chance=chance) + _gain(seconds, step_s)
 
 
 def _gain(seconds: float | None, other: float | None) -> str:

@@ -61,7 +61,7 @@ class Mixing:
 
     @property
     def best_alone(self) -> ChipPlan | None:
-        """The plan of the fastest kind alone."""
+        """The plan of the fastest single kind of chip, or None if no kind can run the job alone."""
         return max(self.alone, key=lambda each: each.tokens_per_second, default=None)
 
 

@@ -289,8 +289,11 @@ def notes(plan: Plan) -> list[str]:
     weak = [name for name, minimum in MIN_REQUESTS.items() if answered_counts and min(answered_counts) < minimum]
     if not weak:
         return noted
-    percentiles, needed = " and ".join(weak), max(MIN_REQUESTS[name] for name in weak)
-    return [*noted, f"{percentiles} of {min(answered_counts):g} requests are unreliable: use num_prompts >= {needed}"]
+    percentiles, min_requests = " and ".join(weak), max(MIN_REQUESTS[name] for name in weak)
+    return [
+        *noted,
+        f"{percentiles} of {min(answered_counts):g} requests are unreliable: use num_prompts >= {min_requests}",
+    ]
 
 
 def _slow_trials(plan: Plan) -> list[str]:

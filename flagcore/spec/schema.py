@@ -71,7 +71,7 @@ class TrainSection(TrainJob):
 
 
 class BudgetSection(Section):
-    """Budgets of any search."""
+    """Limits of a search and of its trials, for training and serving."""
 
     max_time_per_task: Seconds | None = _CONTROL.max_time_per_task
     """Wall-clock limit of one trial, in seconds; null: derived from its prediction, 1200 s for servers."""

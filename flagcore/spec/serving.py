@@ -152,7 +152,7 @@ class ServeSection(Section):
     engine_args: dict[str, Scalar] = Field(default={})
     """Flags of the engine for all candidates, without leading dashes; true is a bare flag."""
     profile: ProfileSection = ProfileSection()
-    """The load."""
+    """The load: the requests that each trial sends to its servers."""
     slo: SloSection = SloSection()
     """Latency limits."""
     repeats: Devices = 1

@@ -117,7 +117,7 @@ def model_of_shape(shape: Shape) -> Model:
 def check_model(model: Model, names: Mapping[str, str]) -> None:
     """Raise SpecError if sizes of `model` contradict each other.
 
-    `names`: the keys of the file by field of `Model`, where they differ.
+    `names`: for fields of `Model` that have another key in the file, that key. Messages use it.
     """
     if found := _contradictions(model, names):
         raise join_errors(list(found.values()))

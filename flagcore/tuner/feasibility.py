@@ -66,7 +66,7 @@ def only_baseline_text(problem: Problem) -> str:
     if not rows.size:
         return ""
     return _(
-        "only the baseline fits, and none of {count:,} other candidates: {smallest}",
+        "only the baseline fits in memory, and none of the {count:,} other candidates: {smallest}",
         count=rows.size,
         smallest=_smallest_text(problem, rows),
     )

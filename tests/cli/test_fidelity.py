@@ -103,7 +103,7 @@ def test_two_nodes_are_tuned_by_probes_on_one_core(
     completed = flag("tune", world(project, max_trials=1), "--run-dir", str(project.run_dir), "--fidelity", "probe")
     assert completed.code == 0, completed.err
     assert "Best probed configuration on 8 x cpu: " in completed.out
-    assert "modelled communication and waiting" in completed.out
+    assert "predicted communication and waiting" in completed.out
     assert "probe 0 (baseline) starts: " in completed.err
     result = project.result()
     assert result["fidelity"] == "probe"

@@ -51,7 +51,7 @@ def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]
     if predicted is None:
         return ILLEGAL, [*map(_broken_rule, subject.broken), *_values_outside_space(subject)], subject.broken
     if subject.row is None:
-        not_listed = [_("not in the space: no combination of the values of the spec gives it")]
+        not_listed = [_("not in the space: the values in auto_tuner.space cannot be combined to this candidate")]
         lines = [*(list(_values_outside_space(subject)) or not_listed), _(LEGAL[predicted["memory"].get("fits")])]
         pruned_by = snapshot.pruned_by(subject.columns)
         lines += [needs_text(predicted["memory"]), *(_("it would be removed: {rule}", rule=each) for each in pruned_by)]

@@ -139,7 +139,8 @@ def _save_launch(plan: Plan, problem: Problem, run_dir: Path) -> str:
 def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -> str:
     """Return a shell script that starts a launch. Secrets of the launch that this shell lacks are written to SECRETS.
 
-    If a launch lacks arguments, the script starts it on generated data on several nodes, and prints it otherwise.
+    If arguments of the launch are missing, the script starts it with generated data if the job has several nodes, and
+    otherwise only prints its command.
     """
     assert plan.best is not None
     groups = problem.platform.task.cluster.groups

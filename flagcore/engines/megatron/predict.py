@@ -81,10 +81,10 @@ def _predicted(task: Task, columns: Columns, costs: Costs) -> Predictions:
     blocks = Blocks.from_layout(train, layout, run_costs)
     train, layout = split_layers(train, layout, is_derived, run_costs, blocks)
     predictions = _predictions(train, layout, costs, blocks)
-    train, layout, changed = fit_splits(train, layout, is_derived, predictions.share_in_use, run_costs, blocks)
-    if not changed.any():
+    train, layout, has_new_split = fit_splits(train, layout, is_derived, predictions.share_in_use, run_costs, blocks)
+    if not has_new_split.any():
         return predictions
-    rows, others = np.flatnonzero(changed), np.flatnonzero(~changed)
+    rows, others = np.flatnonzero(has_new_split), np.flatnonzero(~has_new_split)
     order = np.argsort(np.concatenate((others, rows)), kind="stable")
     parts = [predictions.take(others), _predictions(train, layout[rows], costs, blocks[rows])]
     return Predictions.join(parts).take(order)
@@ -197,8 +197,9 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
     """
     row, group_costs, rank = on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
     train, layout = inputs(task, row, group_costs)
-    ends, placement = np.cumsum(stage_devices(task, row)), Placement.from_layout(layout, group_costs)
-    index = np.minimum(np.searchsorted(ends, [rank], side="right"), ends.size - 1).astype(np.float64)
+    stage_ends, placement = np.cumsum(stage_devices(task, row)), Placement.from_layout(layout, group_costs)
+    stage = np.searchsorted(stage_ends, [rank], side="right")
+    index = np.minimum(stage, stage_ends.size - 1).astype(np.float64)
     group = int(placement.group(index)[0])
     layout, costs = placement.layouts[group], group_costs.groups[group]
     first_rank = index * layout.tensor * layout.context * layout.data

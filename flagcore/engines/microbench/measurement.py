@@ -134,7 +134,10 @@ def collective_items(bench: Bench, devices: int, ranks: int, max_bytes: float) -
 
 
 def between_kernels(items: list[Item]) -> list[Item]:
-    """Return `items` with `compute_call` before each call: ranks start late if compute and communication alternate."""
+    """Return `items` with a `compute_call` before each collective.
+
+    In a training step, compute precedes each collective, so that ranks do not enter it at the same time.
+    """
 
     def make_both(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
         compute, communicate = compute_call(), make()

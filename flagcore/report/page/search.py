@@ -95,7 +95,7 @@ def funnel(run: RunData) -> Section:
         [name, cell(number if rule is None else -number), messages.get(rule, "")]
         for rule, name, number in funnel_stages(counts, run.fidelity)
     ]
-    caption = _("{title}; removed counts are negative", title=_("Search space"))
+    caption = _("{title}; a negative number is the number of removed candidates", title=_("Search space"))
     stages = table(caption, [_("stage"), _("number"), _("why")], rows)
     counted = _("{combinations:,} combinations, {candidates:,} candidates, {untried:,} untried", **asdict(counts))
     notes = (Text(line) for line in repeats_text(failed_repeats(run.repeats)))

@@ -222,7 +222,9 @@ def _step(run: RunData, best: Trial) -> Cell:
         nodes = (best.shortened.nodes, best.shortened.of_nodes) if best.shortened else ()
         text += ", " + scaled_text(step.scaled_from, *nodes)
     elif step and step.modelled_s is not None:
-        text += ", " + _("~{seconds} s of it modelled communication and waiting", seconds=shown(step.modelled_s))
+        text += ", " + _(
+            "of which ~{seconds} s are predicted communication and waiting", seconds=shown(step.modelled_s)
+        )
     elif step:
         steps = N_("(spread {spread} s over {count} steps)")
         text += " " + _(steps, spread=shown(step.spread_s), count=len(step.step_times_s))
@@ -292,7 +294,7 @@ def _commands(run: RunData, best: Trial) -> Iterator[Block]:
     script, launch = run.text_of(run.folder / "best.sh"), run.folder / "best" / "launch.json"
     is_complete = launch.exists() and not json_file(launch).get("missing")
     if is_complete:
-        caption = _("Start command, in the folder of the run") if run.called == "." else _("Start command")
+        caption = _("Start command, to be run in the folder of the run") if run.called == "." else _("Start command")
         yield Code(caption, f"flag run {shlex.quote(run.called)}", copied=True)
     elif launch.exists():
         yield Code(_("Command of the best configuration, for you to complete (best.sh)"), script, copied=True)

@@ -63,8 +63,8 @@ def with_target(limit: TimeLimit, task: Task, trial: Trial, share_s: float, earl
     """Return `limit` with a target, the time after which a training trial ends with fewer steps.
 
     The target is `share_s`, the trial's share of the remaining time of the search. It is at least the time that the
-    trial is predicted to take, and leaves RESERVE of the limit for the end of the trial. `earlier` trials give the time
-    to start.
+    trial is predicted to take, and leaves RESERVE of the limit for the end of the trial. The time that a
+    trial takes to start is the median of the `earlier` trials.
     """
     if not isinstance(task.spec.work, TrainSpec):
         return limit

@@ -281,8 +281,8 @@ def _splits_with_mtp(
 ) -> LayerSplit:
     """Return the best splits with multi-token prediction on the last stage or, with `early`, on the stage before it.
 
-    With `is_empty`, the last virtual stage of that stage has no layer. Without `costs`, the stages that change have no
-    memory limits.
+    With `is_empty`, the last virtual stage of the stage with multi-token prediction has no layer. Without `costs`, the
+    memory of the stages that multi-token prediction changes is not limited.
     """
     mtp, empty = layout.pipeline - 1.0 - early, _layers_beside_empty_stage(train, layout, early=early)
     at_least: FloatArray | float = empty[:, 0] + 1.0

@@ -269,11 +269,11 @@ def _attention_rates(serving: Serving, split: Split, kernels: KernelCosts) -> tu
     )
     cached, pair = read_layers(model, serving.tokens) * cached, paired_layers(model, serving.prompt) * pair
     if layer := model.linear_attention:  # each new token reads and writes the states of its sequence
-        states = kernels.memory_seconds(64.0 * 2.0 * layer.state_bytes / split.tensor) / 64.0
-        cached = cached + layer.num_layers * states / serving.tokens
-    if index := model.indexer:  # it computes scores only, and in 8 bits: a quarter of the time
-        keys = kernels.memory_seconds(64.0 * REFERENCE_TOKENS * index.token_bytes * np.ones_like(heads))
-        cached = cached + model.num_layers * keys / (64.0 * REFERENCE_TOKENS)
+        states_s = kernels.memory_seconds(64.0 * 2.0 * layer.state_bytes / split.tensor) / 64.0
+        cached = cached + layer.num_layers * states_s / serving.tokens
+    if index := model.indexer:  # the indexer computes only scores, in 8 bits: a quarter of the time
+        keys_s = kernels.memory_seconds(64.0 * REFERENCE_TOKENS * index.token_bytes * np.ones_like(heads))
+        cached = cached + model.num_layers * keys_s / (64.0 * REFERENCE_TOKENS)
         count = np.full_like(heads, index.heads)
         scores = seconds(1.0, REFERENCE_TOKENS, REFERENCE_TOKENS, np.ones_like(heads), index.head_dim, count)
         pair = pair + model.num_layers * 0.25 * scores / (0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS)

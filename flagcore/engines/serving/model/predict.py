@@ -153,10 +153,10 @@ def _selected(rows: BoolArray, chosen: T, others: T) -> T:
 
 
 def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Serving:
-    """Return the inputs that all candidates share. A format in which the chip cannot compute serves only for storage.
+    """Return the inputs of the formulas that all candidates of a task share.
 
-    For weights in a file (GGUF), the bytes per weight follow from its size, and the spec's precision is the format in
-    which they are multiplied.
+    A number format in which the chip cannot compute is used for storage only. For a weights file (GGUF), the bytes per
+    weight follow from the size of the file, and the spec's precision is the format of the matrix products.
     """
     model, precision = task.spec.model, task.spec.serve.precision
     ones, file_bytes = np.ones(1), _file_weight_bytes(task)

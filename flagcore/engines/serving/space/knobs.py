@@ -134,10 +134,10 @@ def exchange_settings(task: Task, columns: Columns, knobs: Sequence[Knob]) -> di
     words = next(knob.words for knob in knobs if knob.name == EXCHANGE)
     gathering = [words.index(word) + 1 for word in GATHERING if word in words]
     several_hosts = columns[TP] * columns[DP] > hardware.per_host
-    chosen = np.where(columns[EXCHANGE] == 0, several_hosts, ~np.isin(columns[EXCHANGE], gathering))
+    uses_library = np.where(columns[EXCHANGE] == 0, several_hosts, ~np.isin(columns[EXCHANGE], gathering))
     return {
-        "exchanges": chosen & (columns[DP] > 1) & (columns[EP] > 1),
-        "overlaps": chosen & (columns[OVERLAP] == 1),
+        "exchanges": uses_library & (columns[DP] > 1) & (columns[EP] > 1),
+        "overlaps": uses_library & (columns[OVERLAP] == 1),
         "copies": columns[REDUNDANT],
         "balanced": (columns[BALANCING] == 1) | (columns[REDUNDANT] > 0),
     }

@@ -320,9 +320,9 @@ def usual_space(
     if Hardware.of(task).on_cores:
         return usual
     for knob in (knob for knob in program.knobs if knob.name in LAYOUT and knob.name not in fixed):
-        named = knob.value_in(space)
-        if named is not None:
-            usual[knob.name] = named
+        searched = knob.value_in(space)
+        if searched is not None:
+            usual[knob.name] = searched
         elif task.spec.serve.default_space:
             usual[knob.name] = tuple(size for size in tensor_sizes(task) if size <= node) if knob.name == TP else AUTO
     return usual

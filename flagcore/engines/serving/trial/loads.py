@@ -73,7 +73,7 @@ class LoadRunner:
     ) -> None:
         self.job, self.reports, self.servers, self.deadline = job, reports, servers, deadline
         self.model = _model(servers[0])
-        self.completions_per_s = math.inf  # of the last load; infinity if unknown
+        self.completions_per_s = math.inf  # the rate of the last load; infinity before the first load
         self.limit = Limit.of(folder, job.timeout_s, max(each.startup_s for each in servers))
         self.loads_left = 1
         self.is_cut_off = False  # whether the last load ended with requests in flight

@@ -257,7 +257,9 @@ class Messages:
     def send_delays(
         self, length: int, rows: IntArray, layout: Layout, placement: Placement
     ) -> tuple[FloatArray, FloatArray] | None:
-        """Return how many seconds longer than usual each stage's messages take, forward and backward: (stages, rows).
+        """Return the seconds by which messages of each stage exceed the pipeline's usual message time (`usual`).
+
+        The two arrays are for forward and backward messages, and have the shape (stages, rows).
 
         Returns None if there is only one node group.
         """
