@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from flagcore.cli.main import flag
 from flagcore.domain.plan import Counts
 from flagcore.domain.trial import TrialState
+from flagcore.engines.megatron.space.knobs import _knob
 from flagcore.errors import RunError
 from flagcore.report.text import funnel
 from flagcore.spec.clusters import read_hosts
@@ -103,6 +104,12 @@ def log_line(block: Block) -> None:
     assert block.text.strip("\n") in Path("runs/own/trials/0/stdout.log").read_text()
 
 
+def knob_row(block: Block) -> None:
+    """A row of Megatron's knobs."""
+    for name, row in yaml.safe_load(block.text).items():
+        assert _knob(name, row).searchable
+
+
 def left_to_readers(_block: Block) -> None:
     """A formula with its constants on its page, or commands of other tools."""
 
@@ -118,6 +125,7 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/mixed.md", "node-1 slots=8 type=A800"): hostfile,
     ("docs/hosts.md", "flag manifest"): left_to_readers,
     ("CONTRIBUTING.md", "flagcore/ "): folders,
+    ("CONTRIBUTING.md", "moe_permute_fusion:"): knob_row,
     ("docs/how-it-predicts.md", "static ="): left_to_readers,
     ("docs/how-it-predicts.md", "seconds ="): left_to_readers,
 }

@@ -38,7 +38,8 @@ mount --make-rprivate /
 mount --bind $bed/hosts /etc/hosts
 ip link set lo up
 if [ $name = h0 ]; then
-    mkdir -p ~/.ssh; mount --bind $bed/ssh ~/.ssh
+    home=$(getent passwd 0 | cut -d: -f6)  # where ssh looks, whatever HOME is
+    mkdir -p $home/.ssh; mount --bind $bed/ssh $home/.ssh
     mount -t tmpfs tmpfs /run
 else
     exec 8< "$1" 9< "$2"  # the folders that all hosts share may be in /tmp
