@@ -1,4 +1,4 @@
-"""Megatron: its knobs, their rules, its flags and its metrics.
+"""The engine Megatron: its knobs and their rules, its flags, predictions and trials.
 
 The adapter is imported only when it is used. A trial process, which only needs `trial`, starts sooner without it.
 """

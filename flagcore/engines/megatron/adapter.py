@@ -31,7 +31,7 @@ from flagcore.engines.megatron.space.rules import DIST_OPT, DP, EP, PP, RECOMPUT
 
 
 class UselessSelectiveRecompute:
-    """A rule against selective recompute of only the attention core, which flash attention always recomputes anyway."""
+    """A rule that excludes selective recompute of only the attention core, which flash attention always recomputes."""
 
     name = "selective_recompute_with_flash_attention"
     message = "flash attention stores no attention core, so recomputing it costs time and saves nothing"
@@ -114,10 +114,10 @@ class Megatron(contracts.Workload):
         return _ordered_at_least(columns, other, {}) & _recomputes_at_most(other, columns)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        """Return the values from which an expert would choose.
+        """Return the values of each knob among which an expert would choose.
 
-        These are all sizes of TP, PP, DP and EP at micro-batch size 1, with and without the distributed optimizer and
-        full recompute.
+        The values are all sizes of TP, PP, DP and EP, micro-batch size 1, and the distributed optimizer and full
+        recompute on and off.
         """
         neutral: dict[str, tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in SPACE_KNOBS}
         auto = (DP, TP, PP, EP, SP, DIST_OPT, RECOMPUTE)
@@ -127,15 +127,15 @@ class Megatron(contracts.Workload):
         return {**neutral, **dict.fromkeys(auto, AUTO), **full}
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
-        """Return the row of the candidate with the smallest TP x PP that fits.
+        """Return the row of the candidate in `columns` with the smallest TP x PP that fits in memory.
 
         If no candidate fits, return the row of the one that needs the least memory. Candidates with an even split come
         first. Ties prefer, in this order: no recompute, a smaller EP, no distributed optimizer, TP over PP, and
         sequence parallelism.
         """
-        needed = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
+        missing_bytes = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
         ties = [columns[name] for name in (RECOMPUTE, EP, DIST_OPT, PP)]
-        keys = (needed, columns[SPLIT], columns[TP] * columns[PP], *ties, -columns[SP])
+        keys = (missing_bytes, columns[SPLIT], columns[TP] * columns[PP], *ties, -columns[SP])
         return int(np.lexsort(keys[::-1])[0])
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:

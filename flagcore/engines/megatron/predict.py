@@ -180,7 +180,7 @@ def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> 
 
 
 def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
-    """Return log2 of the dimensions of a device's matrix products: tokens of a micro-batch, hidden size, TP."""
+    """Return log2 of each dimension of a device's matrix products: tokens of a micro-batch, hidden size, TP."""
     train, layout = training(task), layout_of(task, columns)
     width = np.full_like(layout.tensor, float(train.model.hidden_size))
     return {
@@ -392,7 +392,7 @@ def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue
 def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:
     """Return the passes of the first candidate's pipelines.
 
-    There is one pipeline, or one for each kind of chip that has its own replicas. The list is empty if their times are
+    There is one pipeline, or one for each kind of chip that has its own replicas. The list is empty if a time is
     unknown.
     """
     row = {knob: values[:1] for knob, values in columns.items()}

@@ -354,7 +354,7 @@ def _program_values(candidate: Candidate, effective: Mapping[str, Any]) -> Itera
 
 
 def _command_values(candidate: Candidate, log: MegatronLog) -> dict[str, KnobValue]:
-    """Return the values that Megatron printed for the candidate's knobs, in the types of the candidate's values.
+    """Return the values that Megatron printed for the candidate's knobs, with the types of the candidate's values.
 
     Megatron prints a derived split as a layout, which includes the virtual stages.
     """

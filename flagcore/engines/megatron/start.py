@@ -64,7 +64,7 @@ ACCEPTED_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
-    """Raise SpecError or NoDevice if trials of `spec` cannot run here.
+    """Raise SpecError or NoDevice if trials of `spec` cannot run on this machine.
 
     For a user's own command, only the command and the settings are checked.
     """
@@ -118,7 +118,7 @@ def _check_groups(spec: Spec) -> None:
 
 
 def ready_to_probe(spec: Spec) -> None:
-    """Raise SpecError or NoDevice if the trial program cannot run a single rank of `spec` here."""
+    """Raise SpecError or NoDevice if the trial program cannot run a single rank of `spec` on this machine."""
     if spec.train.command is not None:
         problem = "cannot be probed: a probe runs flagcore's own trial program"
         raise SpecError(key="train.command", value=" ".join(spec.train.command), problem=problem, fix="remove it")
@@ -134,7 +134,7 @@ def _require_in_megatron(key: str, value: SettingValue) -> None:
 
 
 def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-    """Return how to start `candidate`. This writes the trial program's job into `folder`.
+    """Return the launch of `candidate`, and write the trial program's job file into `folder`.
 
     With `for_real` and without a user's command, the launch runs Megatron-LM's `pretrain_gpt.py`. Raises SpecError or
     LaunchError if the launch cannot be built.
@@ -162,7 +162,7 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
 
 
 def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
-    """Return how to start a probe of one rank. Raises LaunchError if its job file cannot be written."""
+    """Return the launch of a probe of one rank. Raises LaunchError if its job file cannot be written."""
     return _program(job(platform, candidate, folder, {"rank": rank, "device": device}), folder)
 
 
@@ -248,8 +248,9 @@ MICROBATCHES_PER_STAGE = 2
 
 
 def shorter_batch(task: Task, candidate: Candidate, share: float) -> int | None:
-    """Return the smallest legal global batch that is at least `share` of the task's. Returns None if no smaller one is
-    legal.
+    """Return the smallest legal global batch size that is at least `share` of the task's.
+
+    Returns None if no smaller size than the task's is legal.
 
     The number of micro-batches is a multiple of the number of stages, which interleaved schedules require
     (megatron-core `schedules.py`).
@@ -332,7 +333,7 @@ def as_installed(platform: Platform) -> Platform:
 
 
 def installation_notes(platform: Platform) -> tuple[str, ...]:
-    """Return a note if transformer-engine cannot be imported although the device could use it."""
+    """Return a note if transformer-engine cannot be imported although the device supports it."""
     if not _chooses_layers(platform):
         return ()
     return (
@@ -366,7 +367,7 @@ def _imports(modules: tuple[str, ...]) -> bool:
 def job(
     platform: Platform, candidate: Candidate, folder: str, probe: Mapping[str, int] | None = None
 ) -> dict[str, object]:
-    """Return the job of the trial program as plain data. For a probe, `probe` contains its `rank` and `device`."""
+    """Return the trial program's job, as in its job file. For a probe, `probe` contains its `rank` and `device`."""
     task, support = platform.task, platform.support
     spec, train = task.spec, task.spec.train
     return {

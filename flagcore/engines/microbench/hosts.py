@@ -27,7 +27,10 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def main(job: dict[str, Any], rank: int, hosts: int, address: str, port: str) -> None:
-    """Measure on the host `rank` of `hosts` hosts. `address` is the address of host 0."""
+    """Measure and print the speed of the host with the index `rank` of `hosts` hosts.
+
+    `address` is the address of host 0, on which the hosts connect at `port`.
+    """
     for name in job["preload"]:
         importlib.import_module(name)
     torch.set_num_threads(1)

@@ -160,7 +160,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Item:
-    """A kernel to measure: its record without times (`row`), its amount of work, and `make`.
+    """A kernel to measure: its record without times (`row`), its amount of `work`, and the function `make`.
 
     `make` creates the tensors and returns the call to measure.
     """
@@ -201,7 +201,7 @@ def _expected_seconds(items: list[Item], timings: dict[int, Timing], index: int)
 
 
 def record(timing: Timing) -> Row:
-    """Return a timing as plain data for the output."""
+    """Return the fields of a timing as they are written to the output."""
     return {"us": round(timing.seconds * 1e6, 4), "spread": round(timing.spread, 4), "repeats": timing.repeats}
 
 
@@ -277,7 +277,7 @@ def attentions(bench: Bench, job: Job, precision: str, *, backward: bool) -> lis
 def attention(
     device: torch.device, shape: tuple[int, int, int, int, int], precision: str, backward: bool
 ) -> Callable[[], object]:
-    """Return a call of attention whose `shape` is (batch, heads, groups, length, width)."""
+    """Return a call of attention whose `shape` is (batch, query heads, key-value heads, length, head width)."""
     batch, heads, groups, length, width = shape
 
     def tensor(count: int) -> torch.Tensor:
@@ -376,7 +376,7 @@ class _Scale(torch.nn.Module):  # type: ignore[misc]
 
 
 def launches(bench: Bench) -> list[Row]:
-    """Return the host's time per kernel to launch a chain of modules, forward and backward."""
+    """Return records of the host's time per kernel launch in a chain of modules, forward and backward."""
     chain = torch.nn.Sequential(*[_Scale().to(bench.device) for _ in range(MODULES)])
     value, weights = torch.ones(1, device=bench.device), list(chain.parameters())
     forward = bench.host_time(lambda: chain(value), 1)

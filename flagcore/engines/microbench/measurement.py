@@ -170,7 +170,10 @@ def collective_call(kind: str, size: int, ranks: int, group: Any, device: torch.
 
 
 def _half_round_trip(whole: torch.Tensor, group: Any) -> Callable[[], object]:
-    """Return a call that sends a message; the direction alternates from call to call."""
+    """Return a call that sends the tensor `whole` to the other rank of the group.
+
+    The direction alternates from call to call.
+    """
     rank, first = dist.get_rank(), dist.get_global_rank(group, 0)
     peer, state = dist.get_global_rank(group, 1) if rank == first else first, {"sends": rank == first}
 

@@ -182,7 +182,7 @@ def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
-    """Return lines about how trials change the user's command: one per reason, and one for skipped commands.
+    """Return lines about the changes of the user's command in trials: one per reason, and one for skipped commands.
 
     Skipped commands are the commands of a script that trials do not run.
     """
@@ -276,9 +276,9 @@ MAX_VALUE_LENGTH = 80
 
 
 def spec_warnings(spec: Spec) -> list[str]:
-    """Return `command_warnings`, and a line for each ineffective setting and for an unknown release.
+    """Return the lines of `command_warnings`, and a line for each setting without effect and for an unknown release.
 
-    A setting is ineffective if it does not affect any candidate.
+    A setting has no effect if it changes no candidate.
     """
     known = [Version(each) for each in known_releases()]
     releases = f">={known[0].major}.{known[0].minor},<{known[-1].major}.{known[-1].minor + 1}"
@@ -300,7 +300,7 @@ def _unused_settings(spec: Spec) -> list[str]:
 def job_warnings(
     task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
 ) -> list[str]:
-    """Return a line for each key of a job record that has no effect, and for a layer split that was completed."""
+    """Return a line for each key of a job record that has no effect, and one if flagcore completed its layer split."""
     lines, recompute_is_off = [], values.get("use_recompute") is False
     if values.get("recompute_granularity") != "selective" or recompute_is_off:
         fix = "add recompute_granularity: selective"

@@ -1,6 +1,6 @@
 """Starts a candidate with a user's own command: as a trial without side effects, or as the real job.
 
-If the spec has no command, this module also writes the launch that `best.sh` runs.
+For a spec without a command, it builds the launch of Megatron-LM that `best.sh` runs.
 """
 
 import json
@@ -48,10 +48,11 @@ ARGUMENTS_FILE = "arguments.json"
 def own_launch(
     platform: Platform, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None, *, for_real: bool
 ) -> Launch:
-    """Return how to start a candidate with these `values` by the user's own command, which may be a mixed job.
+    """Return the launch of the user's own command with the knob `values` of a candidate, which may be a mixed job.
 
-    If the command does not start Megatron-LM, the flags replace `{flags}` or are appended. Raises SpecError for a
-    script that cannot be read, LaunchError if `arguments.json` cannot be written.
+    With `for_real`, the launch is the real job instead of a trial. If the command does not start Megatron-LM, the
+    candidate's flags replace the word `{flags}` or are appended. Raises SpecError for a script that cannot be read,
+    LaunchError if `arguments.json` cannot be written.
     """
     spec, train, knob_variables = platform.task.spec, platform.task.spec.train, environment(values)
     variables = {**platform.environment, **knob_variables}
@@ -79,7 +80,7 @@ def own_launch(
 def trial_command(
     task: Task, command: UserCommand, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None
 ) -> ChangedCommand:
-    """Return the user's command changed to a trial in `folder`: with a candidate's knobs and without side effects."""
+    """Return the user's command, changed to a trial in `folder` with the knob `values` and without side effects."""
     table, (words, dests) = argument_table(task.spec, command), _arguments(task.spec, command, values, mixed)
     with_knobs = set_arguments(command, table, dests, words)
     groups, run = task.cluster.groups, str(Path(folder).parent.parent)
@@ -131,8 +132,10 @@ def _launch(command: UserCommand, values: Mapping[str, KnobValue], folder: str, 
     argv = expand_command((*prefix, *command.words), values, (), folder)
     other_variables = {name: value for name, value in command.environment.items() if name not in overrides}
     launch_variables = {**environment(values), **other_variables}
-    left = command.skipped
-    return Launch(argv=argv, folder=folder, environment=launch_variables, directory=command.directory, leaves_out=left)
+    skipped = command.skipped
+    return Launch(
+        argv=argv, folder=folder, environment=launch_variables, directory=command.directory, leaves_out=skipped
+    )
 
 
 def _write_record(launch: Launch, changes: Sequence[Change], folder: str) -> None:
@@ -231,9 +234,9 @@ PRECISION_FLAGS = {
 
 
 def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None) -> Launch:
-    """Return how torchrun starts `pretrain_gpt.py` with the arguments of model, precision and candidate.
+    """Return the launch of `pretrain_gpt.py` with the arguments of the model, the precision and the candidate.
 
-    For a mixed job, it starts FlagScale's program.
+    For a mixed job, FlagScale's program is started instead.
     """
     spec, group = task.spec, task.cluster.groups[0]
     train, nodes = spec.train, sum(each.nodes for each in task.cluster.groups)

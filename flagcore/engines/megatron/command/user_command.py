@@ -43,8 +43,8 @@ def find_release(directory: str, program: str | None, python: str | None, path: 
     between two releases counts as the later release.
     """
     for folder in import_folders(directory, program, path):
-        if found := _tree_release(folder):
-            return found
+        if source_release := _tree_release(folder):
+            return source_release
     return _installed_release(directory, python, path)
 
 
@@ -165,7 +165,9 @@ def starts_megatron(command: Sequence[str], directory: str) -> bool:
 
 
 def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> UserCommand | None:
-    """Return the parts of `train.command`. Returns None if there is no command, or if it starts no Megatron-LM program.
+    """Return the parts of the command in `train.command`.
+
+    Returns None if there is no command, or if it starts no Megatron-LM program.
 
     A script is traced with `variables`, the spec's variables and a master address in its environment. Raises SpecError
     for a script that cannot be read.
@@ -176,8 +178,9 @@ def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> User
 
 
 def read_command(words: Sequence[str], directory: str | None, variables: Mapping[str, str]) -> UserCommand | None:
-    """Return the parts of a command in `directory` like `user_command`. Raises SpecError for a script that cannot be
-    read.
+    """Return the parts of the command `words` in `directory`, as `user_command` does.
+
+    Raises SpecError for a script that cannot be read.
     """
     master_variables = {name: value for name, value in MASTER_VARIABLES.items() if name not in os.environ}
     trace_variables = {**master_variables, **variables}
@@ -188,7 +191,7 @@ def read_command(words: Sequence[str], directory: str | None, variables: Mapping
 
 
 def readable_command(spec: Spec, variables: Mapping[str, str] | None = None) -> UserCommand | None:
-    """Return `user_command`, or None for a script that cannot be read."""
+    """Return the result of `user_command`, or None for a script that cannot be read."""
     try:
         return user_command(spec, variables)
     except SpecError:
@@ -208,7 +211,7 @@ def detected_release(command: UserCommand, envs: Mapping[str, str]) -> str | Non
 
 
 def argument_table(spec: Spec, command: UserCommand) -> ArgumentTable:
-    """Return the arguments of the release that a command runs, or of the newest release if that release is unknown."""
+    """Return the table of arguments of the release that a command runs, or of the newest release if it is unknown."""
     return release_table(release_of(spec, command))
 
 
@@ -324,8 +327,9 @@ def _options(words: Sequence[str]) -> Iterator[Option]:
 
 
 def _interpreter(command: UserCommand, path: str | None) -> str | None:
-    """Return the interpreter of a command, or else the one in the folder of its torchrun. Returns None for flagcore's
-    own.
+    """Return the path of a command's Python interpreter, or else of the one in the folder of its torchrun.
+
+    Returns None for flagcore's own interpreter.
     """
     interpreters = [word for word in (*command.launcher, *command.program) if PYTHON.fullmatch(Path(word).name)]
     file = shutil.which((*interpreters, *command.launcher, "")[0], path=path)
@@ -435,8 +439,9 @@ def _setting_flags(spec: Spec) -> list[str]:
 
 
 def environment(candidate: Mapping[str, KnobValue]) -> dict[str, str]:
-    """Return the knobs as environment variables (`FLAGCORE_MICRO_BATCH_SIZE=4`): 1 or 0 for switches, empty for
-    None.
+    """Return the knob values of `candidate` as environment variables (`FLAGCORE_MICRO_BATCH_SIZE=4`).
+
+    Switches are 1 or 0, and None is an empty text.
     """
     values = {knob: int(value) if isinstance(value, bool) else value for knob, value in candidate.items()}
     return {f"FLAGCORE_{knob.upper()}": "" if value is None else str(value) for knob, value in values.items()}

@@ -103,7 +103,7 @@ def _layers_of_virtual_stages(flags: Flags, stages: object) -> int:
 
 
 def _recompute(flags: Flags) -> dict[str, Any]:
-    """Return the knobs of recompute.
+    """Return the recompute knobs from Megatron's arguments.
 
     Block recompute of 0 layers is off. `recompute_activations` means selective, as in Megatron-LM core_v0.15
     `validate_args` (training/arguments.py).
@@ -215,7 +215,10 @@ _PATTERN_TERM = re.compile(r"(?:(\d{1,4}) *\* *)?\[([01, ]*)\](?: *\* *(\d{1,4})
 
 
 def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
-    """Return the section `model` of a spec. Raises SpecError for a missing size or an unsupported pattern of layers."""
+    """Return the section `model` of a spec from Megatron's arguments.
+
+    Raises SpecError for a missing size or an unsupported pattern of layers.
+    """
     section: dict[str, Any] = {key: value for key in MODEL_FLAGS if (value := flags.get(key)) is not None}
     problems = []
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
@@ -236,7 +239,7 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
 
 
 def _attention(flags: Flags) -> dict[str, Any]:
-    """Return the number of query groups, the QKV biases, and the sizes of latent attention."""
+    """Return the keys of `model` for attention: query groups, QKV bias, and the sizes of latent attention."""
     section: dict[str, Any] = {}
     groups, is_grouped = flags.get("num_query_groups"), flags.get("group_query_attention")
     is_latent = bool(flags.get("multi_latent_attention"))
@@ -256,7 +259,7 @@ def _attention(flags: Flags) -> dict[str, Any]:
     elif flags.get("add_qkv_bias"):
         flags.note("add_qkv_bias", "not in the predictions: latent attention has no such biases", "model")
     if is_latent:
-        sizes = {key: flags.get(key, own) for key, own in LATENT_SIZES.items()}
+        sizes = {key: flags.get(key, default) for key, default in LATENT_SIZES.items()}
         rank = flags.get("q_lora_rank")
         section |= {"multi_latent_attention": True, **sizes, **({} if rank is None else {"q_lora_rank": rank})}
     return section
@@ -318,7 +321,9 @@ def _pattern(frequency: object, layers: int) -> list[Any]:
         return [0 if layer % int(text) else 1 for layer in range(layers)]
     if not text or _PATTERN_TERM.sub("", text).strip("()+ "):
         return []
-    found: list[Any] = []
-    for before, digits, behind in _PATTERN_TERM.findall(text):
-        found += [int(digit) for digit in re.findall("[01]", digits)] * min(int(before or 1) * int(behind or 1), 9999)
-    return found
+    layer_kinds: list[Any] = []
+    for factor, digits, repeats in _PATTERN_TERM.findall(text):
+        layer_kinds += [int(digit) for digit in re.findall("[01]", digits)] * min(
+            int(factor or 1) * int(repeats or 1), 9999
+        )
+    return layer_kinds

@@ -27,7 +27,10 @@ SHAPE = {
 
 
 def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Return the data of a spec for a command and notes, as `Workload.read_command` requires. Raises SpecError."""
+    """Return the data of a spec for a command, and the import notes, as `Workload.read_command` requires.
+
+    Raises SpecError.
+    """
     command = start.words
     user_command = read_command(command, str(directory), start.envs)
     if user_command is None:
@@ -91,8 +94,9 @@ def _global_batch(flags: Flags, baseline: dict[str, Any], devices: int) -> Any:
 
 
 def _compare_shapes(flags: Flags, section: dict[str, Any]) -> None:
-    """Report an error for sizes in the command that differ from the given model: predictions would be of another
-    job.
+    """Report an error for each size in the command that differs from the given model.
+
+    Predictions would otherwise be for another job than the command's.
     """
     for name, key in SHAPE.items():
         value = flags.get(name)

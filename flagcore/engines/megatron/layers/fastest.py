@@ -28,7 +28,7 @@ GAIN = 0.01
 def split_layers(
     train: Training, layout: Layout, chosen: BoolArray, costs: Costs, blocks: Blocks
 ) -> tuple[Training, Layout]:
-    """Return the inputs, in which the `chosen` candidates have the splits with the fastest slowest stage.
+    """Return the inputs, in which the `chosen` candidates have the splits that minimize the time of the slowest stage.
 
     Memory is ignored. Candidates for which the even split is as fast keep it. `costs` are the costs in a run, `blocks`
     the blocks of all candidates.
@@ -40,30 +40,30 @@ def split_layers(
     layouts += [each.layout for each in layouts[0].further]
     batches = [layouts[0].microbatches * _few_microbatches(train, layouts[0])] if costs.further else []
     depends = (getattr(each, name) for each in layouts for name in DEPENDS_ON)
-    first, which = distinct([*depends, *starts, *batches])
+    first, combination = distinct([*depends, *starts, *batches])
     unique = layout[rows[first]]
     paces = Paces.from_blocks(train, unique, costs, blocks[rows[first]])
-    found = best_splits(train, unique, paces)
+    splits = best_splits(train, unique, paces)
     if train.options.early_mtp and not costs.further:
         early = best_splits(train, unique, paces, early=True)
-        found = found.or_else(early, early.seconds * EQUAL + shape_seconds(train, unique, costs) < found.seconds)
-    fill_sooner(train, unique, paces, found)
-    even = (found.seconds == np.inf) | _even(train, unique, found)
-    train, number = with_splits(train, unique, found)
+        splits = splits.or_else(early, early.seconds * EQUAL + shape_seconds(train, unique, costs) < splits.seconds)
+    fill_sooner(train, unique, paces, splits)
+    even = (splits.seconds == np.inf) | _even(train, unique, splits)
+    train, number = with_splits(train, unique, splits)
     column = np.zeros_like(layout.pipeline)
-    column[rows] = np.where(even, 0.0, number)[which]
+    column[rows] = np.where(even, 0.0, number)[combination]
     return train, replace(layout, split=column)
 
 
-def _even(train: Training, layout: Layout, found: LayerSplit) -> BoolArray:
-    """Return whether each split in `found` equals the even split."""
-    each, place = train.model.num_layers / layout.pipeline, np.arange(found.layers.shape[1])
-    alike = (found.layers == each[:, None]) | (place >= layout.pipeline[:, None])
-    even: BoolArray = alike.all(axis=1) & (each % layout.virtual == 0) & ~found.early
+def _even(train: Training, layout: Layout, splits: LayerSplit) -> BoolArray:
+    """Return for which candidates the split in `splits` equals the even split."""
+    mean_layers, place = train.model.num_layers / layout.pipeline, np.arange(splits.layers.shape[1])
+    is_mean = (splits.layers == mean_layers[:, None]) | (place >= layout.pipeline[:, None])
+    even: BoolArray = is_mean.all(axis=1) & (mean_layers % layout.virtual == 0) & ~splits.early
     if train.model.num_moe_experts is not None:
         for index in range(min(place.size, leading_layers(train) + 1)):
-            here = np.minimum(float(index), layout.pipeline - 1.0)
-            even &= stage(train.model, layout, here, train.options).dense == found.leading[:, index]
+            stage_index = np.minimum(float(index), layout.pipeline - 1.0)
+            even &= stage(train.model, layout, stage_index, train.options).dense == splits.leading[:, index]
     return even
 
 
@@ -78,8 +78,8 @@ def fill_sooner(
 ) -> None:
     """Improve splits on several kinds of chips, in place, for steps with few micro-batches.
 
-    A single layer is moved while this shortens the step: a slower stage may fill the pipeline sooner. `most` are the
-    limits of `best_splits`.
+    Single layers are moved as long as this shortens the step: with a slower stage, the pipeline may fill sooner. `most`
+    has the limits of `best_splits`.
     """
     if not paces.starts:
         return
@@ -88,7 +88,7 @@ def fill_sooner(
     for length in np.unique(layout.pipeline[rows]).astype(np.int64).tolist():
         moving = rows[layout.pipeline[rows] == length]
         place, unit, leading = np.arange(length), np.eye(length), split.leading[moving, :length]
-        moves = np.stack([unit[taker] - unit[giver] for taker, giver in permutations(range(length), 2)])
+        moves = np.stack([unit[target] - unit[source] for target, source in permutations(range(length), 2)])
         # Leading layers are the first ones of the model, so a stage before such a layer has no other layers.
         least = np.maximum(leading, place < length - 1)
         limits = np.where(np.pad(leading[:, 1:], ((0, 0), (0, 1))) > 0, leading, np.inf)
@@ -108,10 +108,10 @@ def fill_sooner(
         tried = held[None]
         while moving.size:
             legal = ((tried >= least) & (tried <= limits)).all(axis=2)
-            found = np.where(legal, _step_seconds(tried, times, layout.microbatches[moving]), np.inf)
-            chosen, row = found.argmin(axis=0), np.arange(moving.size)
-            better = found[chosen, row] < (1.0 - GAIN) * seconds
-            moving, held, seconds = moving[better], tried[chosen, row][better], found[chosen, row][better]
+            step_seconds = np.where(legal, _step_seconds(tried, times, layout.microbatches[moving]), np.inf)
+            chosen, row = step_seconds.argmin(axis=0), np.arange(moving.size)
+            better = step_seconds[chosen, row] < (1.0 - GAIN) * seconds
+            moving, held, seconds = moving[better], tried[chosen, row][better], step_seconds[chosen, row][better]
             least, limits, times = least[better], limits[better], times[better]
             split.layers[moving, :length] = held
             tried = held + moves[:, None]
@@ -132,29 +132,29 @@ def _step_seconds(layers: FloatArray, times: FloatArray, microbatches: FloatArra
 
 
 def layouts(train: Training, layout: Layout) -> list[str]:
-    """Return each candidate's layout in Megatron's grammar. It is empty for candidates without a derived split."""
-    found, splits = [], train.options.splits
+    """Return each candidate's pipeline layout in Megatron's grammar, or an empty text if its split is not derived."""
+    texts, splits = [], train.options.splits
     for row, number in enumerate(layout.split.astype(np.int64).tolist()):
         if splits is None or not number:
-            found.append("")
+            texts.append("")
             continue
-        held = splits.contents[number]
-        leading = held[:, DENSE] * (train.model.num_moe_experts is not None)
+        contents = splits.contents[number]
+        leading = contents[:, DENSE] * (train.model.num_moe_experts is not None)
         length, depths = int(layout.pipeline[row]), train.model.mtp_num_layers
-        early = bool(depths and not held[length - 1, MTP])
-        chunks = _chunks(held[:, LAYERS], leading, length, int(layout.virtual[row]), early=early)
-        found.append(layout_text(chunks, depths, early=early))
-    return found
+        early = bool(depths and not contents[length - 1, MTP])
+        chunks = _chunks(contents[:, LAYERS], leading, length, int(layout.virtual[row]), early=early)
+        texts.append(layout_text(chunks, depths, early=early))
+    return texts
 
 
 def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Training, FloatArray]:
-    """Return the inputs with `split` added to their splits, and the number of each candidate's split.
+    """Return the inputs with `split` added to `Options.splits`, and the number of each candidate's split there.
 
-    The final norm is on the stage of the last layer, or on the stage with the loss.
+    With multi-token prediction, the final norm is on the stage of the last layer, else on the stage with the loss.
     """
     before, model = train.options.splits, train.model
     columns = [layout.pipeline, layout.virtual, *split.layers.T, *split.leading.T, split.early.astype(np.float64)]
-    rows, which = distinct(columns)
+    rows, split_index = distinct(columns)
     layout, split = layout[rows], split[rows]
     place, end = np.arange(split.layers.shape[1]), layout.pipeline[:, None] - 1.0
     first, last = (place == 0) & (end >= 0), place == end
@@ -162,15 +162,15 @@ def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Tra
     if model.mtp_num_layers:
         norm = np.zeros_like(last)
         lengths = layout.pipeline.astype(int), layout.virtual.astype(int)
-        for row, (held, dense, length, virtual, early) in enumerate(
+        for row, (stage_layers, dense, length, virtual, early) in enumerate(
             zip(split.layers, split.leading, *lengths, split.early, strict=True)
         ):
-            chunks = _chunks(held, dense, length, virtual, early=early)
+            chunks = _chunks(stage_layers, dense, length, virtual, early=early)
             norm[row, np.flatnonzero(chunks)[-1] % length] = True
     dense = split.layers if model.num_moe_experts is None else split.leading
     table = np.stack((first, last, norm, split.layers, dense, mtp), axis=2).astype(np.float64)
     splits = Splits.from_contents(table, layout.pipeline, before)
-    number = (1 if before is None else len(before.stage_counts)) + which
+    number = (1 if before is None else len(before.stage_counts)) + split_index
     return replace(train, options=replace(train.options, splits=splits)), number.astype(np.float64)
 
 
@@ -194,11 +194,11 @@ def fit_splits(
     if not rows.size:
         return train, layout, changed
     subset = replace(layout[rows], split=np.ones(rows.size))
-    found = _best_fitting(train, subset, costs, Paces.from_blocks(train, subset, costs, blocks[rows]))
-    fits = np.flatnonzero(np.isfinite(found.seconds))
+    splits = _best_fitting(train, subset, costs, Paces.from_blocks(train, subset, costs, blocks[rows]))
+    fits = np.flatnonzero(np.isfinite(splits.seconds))
     if fits.size:
-        rows, subset, found = rows[fits], subset[fits], found[fits]
-        train, number = with_splits(train, subset, found)
+        rows, subset, splits = rows[fits], subset[fits], splits[fits]
+        train, number = with_splits(train, subset, splits)
         column = layout.split.copy()
         column[rows], changed[rows] = number, True
         layout = replace(layout, split=column)
@@ -209,9 +209,9 @@ def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
     """Return which candidates may have room for all layers.
 
     This is an upper bound: the stages of a node group are assumed to have the room of the group's last stage, which
-    stores the fewest micro-batches. The last stage of the pipeline is counted separately, with as little as it may
-    have. A dense layer may move up to `virtual - 1` other layers to virtual stages with fewer micro-batches in flight.
-    The result is always true for pipelines with virtual stages and leading layers on every device.
+    stores the fewest micro-batches. The last stage of the pipeline is counted separately, with the fewest layers that
+    it may have. A dense layer may move up to `virtual - 1` other layers to virtual stages with fewer micro-batches in
+    flight. The result is always true for pipelines with virtual stages and leading layers on every device.
     """
     leading, has_experts = leading_layers(train), train.model.num_moe_experts is not None
     total, last = train.model.num_layers - leading, layout.pipeline - 1.0
@@ -230,8 +230,8 @@ def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
     ends = [*(start - 1.0 for start in placement.starts), np.maximum(last - 1.0, 0.0), last]
     for place, count in zip(ends, [*counts[:-1], counts[-1] - 1.0, np.ones_like(last)], strict=True):
         stage = place[rows].astype(np.int64)
-        at = _Room(train, layout[rows], costs, np.zeros_like(stage), stage, norm[rows], mtp[rows])
-        room = room + count[rows] * at.limits()
+        room_at_stage = _Room(train, layout[rows], costs, np.zeros_like(stage), stage, norm[rows], mtp[rows])
+        room = room + count[rows] * room_at_stage.limits()
     may_fit[rows] = room >= total
     return may_fit
 
@@ -240,33 +240,34 @@ def _best_fitting(train: Training, layout: Layout, costs: Costs, paces: Paces) -
     """Return the best splits that fit in memory.
 
     If the last virtual stage of the stage with multi-token prediction has no layer, the final norm is on the stage
-    before it. These splits are searched separately. Their memory is computed only for candidates that they would make
-    faster if memory sufficed.
+    before it. These splits are searched separately. Their memory is computed only for the candidates that would be
+    faster with them if memory were unlimited.
     """
     most, depths = _layer_limits(train, layout, costs), train.model.mtp_num_layers
     if not depths:  # without depths, the final norm is always on the last stage
-        found = best_splits(train, layout, paces, most)
+        splits = best_splits(train, layout, paces, most)
     else:
-        found = _splits_with_mtp(train, layout, costs, paces, most)
+        splits = _splits_with_mtp(train, layout, costs, paces, most)
     # Memory is computed last, because it takes most of the time. `bound` is the time of a split without memory limits
     # on the stages that change; only few candidates would be faster with it.
     may_be_early = train.options.early_mtp and not costs.further
     for early, is_empty in list(product((False, True)[: 1 + may_be_early], (False, True)))[1:] if depths else ():
         bound = _splits_with_mtp(train, layout, None, paces, most, early=early, is_empty=is_empty)
         extra = early * shape_seconds(train, layout, costs)
-        rows = np.flatnonzero(bound.seconds + extra < found.seconds)
+        rows = np.flatnonzero(bound.seconds + extra < splits.seconds)
         if not rows.size:
             continue
         subset, longest = layout[rows], int(layout.pipeline[rows].max())
         limits = most[rows, :, :longest]
-        other = _splits_with_mtp(train, subset, costs, paces[rows], limits, early=early, is_empty=is_empty)
-        seconds = other.seconds + extra[rows]
-        faster = np.flatnonzero(seconds < found.seconds[rows])
+        other_splits = _splits_with_mtp(train, subset, costs, paces[rows], limits, early=early, is_empty=is_empty)
+        seconds = other_splits.seconds + extra[rows]
+        faster = np.flatnonzero(seconds < splits.seconds[rows])
         rows = rows[faster]
-        found.seconds[rows], found.early[rows] = seconds[faster], other.early[faster]
-        found.layers[rows, :longest], found.leading[rows, :longest] = other.layers[faster], other.leading[faster]
-    fill_sooner(train, layout, paces, found, most)
-    return found
+        splits.seconds[rows], splits.early[rows] = seconds[faster], other_splits.early[faster]
+        splits.layers[rows, :longest] = other_splits.layers[faster]
+        splits.leading[rows, :longest] = other_splits.leading[faster]
+    fill_sooner(train, layout, paces, splits, most)
+    return splits
 
 
 def _splits_with_mtp(
@@ -308,7 +309,8 @@ def _layers_beside_empty_stage(train: Training, layout: Layout, *, early: bool) 
 def _limits_with_mtp(
     train: Training, layout: Layout, costs: Costs | None, most: FloatArray, norm: FloatArray, mtp: FloatArray
 ) -> FloatArray:
-    """Return `most` with new limits for the stages that change if the final norm and multi-token prediction move.
+    """Return the limits `most` with new limits for the stages that change if final norm and multi-token prediction
+    move.
 
     They move to the stages `norm` and `mtp`. Without `costs`, the changed stages have no limits.
     """
@@ -328,23 +330,23 @@ def _limits(
     norm: FloatArray | None = None,
     mtp: FloatArray | None = None,
 ) -> FloatArray:
-    """Return the maximum numbers of layers where `wanted`, else 0: (candidates, leading layers, stages).
+    """Return the maximum number of layers that fits where `wanted`, else 0: (candidates, leading layers, stages).
 
     The final norm and multi-token prediction are on the stages `norm` and `mtp`, by default on the last one.
     """
     last, most = layout.pipeline - 1.0, np.zeros(wanted.shape)
     rows, leading, stage = np.nonzero(wanted)
-    at = [(last if each is None else each)[rows] for each in (norm, mtp)]
-    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, *at).limits()
+    end_stages = [(last if each is None else each)[rows] for each in (norm, mtp)]
+    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, *end_stages).limits()
     return most
 
 
 def _possible(train: Training, layout: Layout) -> BoolArray:
     """Return which numbers of leading layers are possible on each stage, as (candidates, leading layers, stages)."""
     first, place = leading_layers(train), np.arange(layout.pipeline.max())
-    kinds = np.arange(first + 1)[:, None]
-    found: BoolArray = np.where(kinds == 0, (place > 0) | (first == 0), kinds + place <= first)
-    return found & (place < layout.pipeline[:, None, None])
+    leading = np.arange(first + 1)[:, None]
+    possible: BoolArray = np.where(leading == 0, (place > 0) | (first == 0), leading + place <= first)
+    return possible & (place < layout.pipeline[:, None, None])
 
 
 def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
@@ -374,8 +376,8 @@ def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
 class _Room:
     """The free memory of one stage of each candidate.
 
-    It is stage `place`, on which `leading` dense layers come first. `norm` is the stage with the final norm, `mtp` the
-    stage with multi-token prediction.
+    `place` is the index of the stage, and `leading` the number of leading dense layers on it. `norm` is the stage with
+    the final norm, `mtp` the stage with multi-token prediction.
     """
 
     train: Training
@@ -394,12 +396,13 @@ class _Room:
         layout, place = self.layout[rows], self.place[rows].astype(np.float64)
         norm, mtp = self.norm[rows], self.mtp[rows]
         stages = [stage_of(self.train, layout, place, each, self.leading[rows], norm, mtp) for each in layers]
-        found = stages_in_use(self.train, layout, self.costs, stages)
-        return [np.nan_to_num(each.capacity, nan=1e30) - each.used for each in found]
+        in_use = stages_in_use(self.train, layout, self.costs, stages)
+        return [np.nan_to_num(each.capacity, nan=1e30) - each.used for each in in_use]
 
     def limits(self) -> FloatArray:
-        """Return the maximum number of layers that fits. If a stage's minimum number does not fit, return a smaller
-        number.
+        """Return the maximum number of layers that fits on each stage.
+
+        If a stage's minimum number of layers does not fit, the result is smaller than this minimum.
         """
         total, index = self.train.model.num_layers, np.arange(self.place.size)
         may_end_empty = (self.place == self.layout.pipeline - 1.0) | (self.place == self.mtp)
@@ -414,23 +417,22 @@ class _Room:
     def largest(
         self, fits: FloatArray, fails: FloatArray, guess: FloatArray | None = None, layer: FloatArray | float = np.inf
     ) -> FloatArray:
-        """Return the maximum number of layers that fits. It is at least `fits`, which fits, and less than `fails`,
-        which does not.
+        """Return the maximum number of layers that fits, where `fits` layers fit and `fails` layers do not.
 
-        The search relies on the fact that more layers never need less memory. `layer` is the approximate memory of one
-        layer.
+        The search relies on the fact that more layers never need less memory. It starts at `guess`, by default in the
+        middle. `layer` is the approximate memory of one layer in bytes.
         """
         fits, fails, steps = fits.copy(), fails.copy(), np.broadcast_to(layer, fits.shape)
         count = np.floor((fits + fails) / 2.0) if guess is None else guess
         unsettled = np.flatnonzero(fits + 1.0 < fails)
         while unsettled.size:
             low, high = fits[unsettled], fails[unsettled]
-            here = np.clip(count[unsettled], low + 1.0, high - 1.0)
-            (left,) = self.bytes(unsettled, here)
-            low, high = np.where(left >= 0, here, low), np.where(left >= 0, high, here)
+            tried = np.clip(count[unsettled], low + 1.0, high - 1.0)
+            (free,) = self.bytes(unsettled, tried)
+            low, high = np.where(free >= 0, tried, low), np.where(free >= 0, high, tried)
             fits[unsettled], fails[unsettled] = low, high
             count[unsettled] = (
-                np.floor((low + high) / 2.0) if guess is None else here + np.floor(left / steps[unsettled])
+                np.floor((low + high) / 2.0) if guess is None else tried + np.floor(free / steps[unsettled])
             )
             unsettled = unsettled[low + 1.0 < high]
         return fits

@@ -58,12 +58,13 @@ class Fronts:
 
     @classmethod
     def every(cls, leading: int, *, early: bool) -> list[Fronts]:
-        """Return all placements of `leading` layers. With `early`, also return those with early multi-token
-        prediction.
+        """Return all placements of `leading` leading layers.
+
+        With `early`, placements with early multi-token prediction are included.
         """
-        found = list(cls._late(leading))
-        between = [replace(each, early=True, between=True) for each in found if not each.last]
-        return [*found, *between, *(replace(each, early=True) for each in found)] if early else found
+        fronts = list(cls._late(leading))
+        between = [replace(front, early=True, between=True) for front in fronts if not front.last]
+        return [*fronts, *between, *(replace(front, early=True) for front in fronts)] if early else fronts
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -72,16 +73,19 @@ class Fronts:
 
     @property
     def places(self) -> list[int]:
-        """Columns of these stages in an array of the ends of splits."""
+        """Index of each of these stages in the pipeline; negative numbers count from the end."""
         return [*range(len(self.dense)), *[-2] * self.between, -1]
 
     @classmethod
     def _late(cls, leading: int) -> Iterator[Fronts]:
-        """Yield all placements of `leading` layers. The first placement has all of them on the first stage."""
+        """Yield the placements of `leading` leading layers without early multi-token prediction.
+
+        The first placement has all of them on the first stage.
+        """
         yield cls((leading,))
         if leading > MAX_LEADING:
-            for each in range(1, leading):
-                yield cls((*[each] * (leading // each), *[leading % each] * (leading % each > 0)))
+            for size in range(1, leading):
+                yield cls((*[size] * (leading // size), *[leading % size] * (leading % size > 0)))
             return
         for count in range(1, leading + 1):
             for dense in product(range(1, leading + 1), repeat=count):
@@ -89,7 +93,7 @@ class Fronts:
                     yield cls(dense, leading - sum(dense))
 
     def fit(self, pipeline: FloatArray) -> BoolArray:
-        """Return which lengths of pipelines allow this placement."""
+        """Return for which of the pipeline sizes `pipeline` this placement is possible."""
         before = pipeline - 1.0 - self.between
         return before == len(self.dense) if self.last or self.early > self.between else before >= len(self.dense)
 
@@ -100,14 +104,14 @@ class Fronts:
         prediction, the one before it. If all devices have leading layers, each may have them on several virtual stages.
         """
         rounds = np.minimum(min(self.leading), np.maximum(virtual - 1.0, 1.0))
-        found, on = [], np.ones(virtual.shape, dtype=np.bool_)
+        minima, fits_round = [], np.ones(virtual.shape, dtype=np.bool_)
         for count in self.leading:
-            on = on & (count > rounds) & (rounds < virtual - self.early)
-            chunks = rounds + on if self.last else np.full_like(virtual, float(count > 0))
-            found.append(count + virtual - chunks)
+            fits_round = fits_round & (count > rounds) & (rounds < virtual - self.early)
+            chunks = rounds + fits_round if self.last else np.full_like(virtual, float(count > 0))
+            minima.append(count + virtual - chunks)
         for place in (-1, -2)[: 1 + self.early]:
-            found[place] = np.maximum(found[place] - 1.0, float(self.leading[place]))
-        return found
+            minima[place] = np.maximum(minima[place] - 1.0, float(self.leading[place]))
+        return minima
 
     def most(self, virtual: FloatArray) -> list[FloatArray]:
         """Return the maximum number of layers of each of these stages."""
@@ -154,9 +158,9 @@ class Paces(ArrayRecord):
 class Middles(ArrayRecord):
     """The stages on one node group that are between the first stages and the last: from `low` to before `high`.
 
-    `count` is their number, `room` the maximum of their total layers. With limits, `limited` contains the limits of all
-    stages, the cumulative sums of the sorted limits, and, for each of the sorted limits, the number of stages that have
-    at least this limit.
+    `count` is the number of these stages, `room` the maximum of their total number of layers. With limits, `limited`
+    contains the limits of all stages, the cumulative sums of the sorted limits, and, for each of the sorted limits, the
+    number of stages that have at least this limit.
     """
 
     low: FloatArray
@@ -167,28 +171,30 @@ class Middles(ArrayRecord):
 
     @classmethod
     def of(cls, low: FloatArray, high: FloatArray, limits: FloatArray | None) -> Middles:
-        """Return these stages. `limits` are the maximum numbers of layers of each stage of a pipeline: (candidates,
-        stages).
+        """Return the stages from `low` to before `high`.
+
+        `limits` are the maximum numbers of layers of each stage of a pipeline: (candidates, stages).
         """
         count = high - low
         if limits is None:
             return cls(low, high, count, np.where(count > 0, np.inf, 0.0))
         place = np.arange(limits.shape[1])
-        there = (place >= low[:, None]) & (place < high[:, None])
-        ordered = np.sort(np.where(there, limits, np.inf), axis=1)
+        is_middle = (place >= low[:, None]) & (place < high[:, None])
+        ordered = np.sort(np.where(is_middle, limits, np.inf), axis=1)
         below = np.cumsum(np.where(np.isfinite(ordered), ordered, 0.0), axis=1)
         below = np.concatenate((np.zeros((len(count), 1)), below[:, :-1]), axis=1)
         limited = limits, below, count[:, None] - place
-        return cls(low, high, count, np.where(there, limits, 0.0).sum(axis=1), limited)
+        return cls(low, high, count, np.where(is_middle, limits, 0.0).sum(axis=1), limited)
 
     def level(self, layers: FloatArray) -> FloatArray:
-        """Return the number of layers of the largest of these stages if they have `layers` in total; inf if
-        impossible.
+        """Return the number of layers of the largest of these stages if all of them have `layers` in total.
+
+        It is inf if the stages cannot have that many.
         """
         if self.limited:
             _, below, others = self.limited
-            each = (layers[:, None] - below) / np.maximum(others, 1.0)
-            level = np.ceil(np.where(others > 0, each, 0.0).max(axis=1, initial=0.0))
+            mean_layers = (layers[:, None] - below) / np.maximum(others, 1.0)
+            level = np.ceil(np.where(others > 0, mean_layers, 0.0).max(axis=1, initial=0.0))
         else:
             level = np.ceil(layers / np.maximum(self.count, 1.0))
         return np.where(layers > self.room, np.inf, level)
@@ -200,12 +206,12 @@ class Middles(ArrayRecord):
         have one layer fewer, because they store the most micro-batches.
         """
         place, level = np.arange(longest), self.level(layers)[:, None]
-        there = (place >= self.low[:, None]) & (place < self.high[:, None])
+        is_middle = (place >= self.low[:, None]) & (place < self.high[:, None])
         limits = self.limited[0][:, :longest] if self.limited else np.inf
-        held: FloatArray = np.where(there, np.minimum(limits, level), 0.0)
-        full, surplus = there & (limits >= level), held.sum(axis=1) - layers
-        held -= full & (np.cumsum(full, axis=1) <= surplus[:, None])
-        return held
+        stage_layers: FloatArray = np.where(is_middle, np.minimum(limits, level), 0.0)
+        full, surplus = is_middle & (limits >= level), stage_layers.sum(axis=1) - layers
+        stage_layers -= full & (np.cumsum(full, axis=1) <= surplus[:, None])
+        return stage_layers
 
 
 def best_splits(
@@ -225,8 +231,8 @@ def best_splits(
     """
     size, leading = layout.pipeline.size, leading_layers(train)
     layers, dense = np.zeros((2, size, int(layout.pipeline.max())))
-    found = LayerSplit(np.full(size, np.inf), layers, dense, np.full(size, early))
-    possible, at_least = np.ones(size, dtype=np.bool_), np.broadcast_to(least, found.seconds.shape)
+    result = LayerSplit(np.full(size, np.inf), layers, dense, np.full(size, early))
+    possible, at_least = np.ones(size, dtype=np.bool_), np.broadcast_to(least, result.seconds.shape)
     if early:  # Megatron does not sum the gradients of two copies of the embedding on the first device
         possible &= (layout.pipeline > 2) | (layout.virtual == 1)
     if most is not None:
@@ -238,16 +244,16 @@ def best_splits(
         rows = np.flatnonzero(possible & fronts.fit(layout.pipeline))
         if number and not early and most is None:
             # Without virtual stages, a first stage that also has other layers must have all leading layers.
-            apart = (dense[rows, 0] < leading) | (layers[rows, 0] <= leading)
-            rows = rows[(layout.virtual[rows] > 1) | apart]
+            is_other_split = (dense[rows, 0] < leading) | (layers[rows, 0] <= leading)
+            rows = rows[(layout.virtual[rows] > 1) | is_other_split]
         if not rows.size:
             continue
         best = _search(train, layout[rows], paces[rows], fronts, None if most is None else most[rows], at_least[rows])
-        better = np.flatnonzero(best.seconds * EQUAL < found.seconds[rows])
+        better = np.flatnonzero(best.seconds * EQUAL < result.seconds[rows])
         rows, best = rows[better], best[better]
         wide = best.layers.shape[1]
-        found.seconds[rows], layers[rows, :wide], dense[rows, :wide] = best.seconds, best.layers, best.leading
-    return found
+        result.seconds[rows], layers[rows, :wide], dense[rows, :wide] = best.seconds, best.layers, best.leading
+    return result
 
 
 def _search(
@@ -260,7 +266,7 @@ def _search(
 ) -> LayerSplit:
     """Return the best split of each candidate in which the leading layers are placed as in `fronts`.
 
-    `most` are the limits of `best_splits`, `mtp` is the minimum number of layers of the stage with multi-token
+    `most` has the limits of `best_splits`, `mtp` is the minimum number of layers of the stage with multi-token
     prediction.
     """
     virtual, last, row = layout.virtual, layout.pipeline - 1.0, np.arange(layout.pipeline.size)
@@ -268,44 +274,44 @@ def _search(
     columns = [place.astype(np.int64) for place in places]
     edges = np.clip((0.0 * last, *paces.starts, layout.pipeline), len(fronts.dense), last - fronts.between)
     middles = [Middles.of(low, high, None if most is None else most[:, 0]) for low, high in pairwise(edges)]
-    least = np.stack([*fronts.least(virtual), *(each.count * virtual for each in middles)])
-    limits = np.stack([*fronts.most(virtual), *(each.room for each in middles)])
+    least = np.stack([*fronts.least(virtual), *(group_stages.count * virtual for group_stages in middles)])
+    limits = np.stack([*fronts.most(virtual), *(group_stages.room for group_stages in middles)])
     ends, at_mtp = slice(0, len(places)), len(places) - 1 - fronts.early
     least[at_mtp] = np.maximum(least[at_mtp], mtp)
     if most is not None:
-        held = zip(fronts.leading, columns, strict=True)
-        limits[ends] = np.minimum(limits[ends], [most[row, count, place] for count, place in held])
-    layers, possible = _start(train.model.num_layers, least, limits, [each.count for each in middles])
+        leading_and_column = zip(fronts.leading, columns, strict=True)
+        limits[ends] = np.minimum(limits[ends], [most[row, count, place] for count, place in leading_and_column])
+    layers, possible = _start(train.model.num_layers, least, limits, [group_stages.count for group_stages in middles])
     slowest = _move_layers(fronts, [*map(paces.at, places), *paces.groups], middles, layers, (least, limits), possible)
     split = np.zeros((2, last.size, int(layout.pipeline.max())))
     for column, count, number in zip(columns, fronts.leading, layers[ends], strict=True):
         split[:, row, column] = number, np.full(last.size, float(count))
-    for each, number in zip(middles, layers[len(places) :], strict=True):
-        split[0] += each.spread(number, split.shape[2])
+    for group_stages, number in zip(middles, layers[len(places) :], strict=True):
+        split[0] += group_stages.spread(number, split.shape[2])
     return LayerSplit(slowest, split[0], split[1], np.full(last.size, fronts.early))
 
 
 def _start(
     total: int, least: FloatArray, limits: FloatArray, counts: Sequence[FloatArray]
 ) -> tuple[FloatArray, BoolArray]:
-    """Return a first split within the limits, even if possible, and whether each candidate has one.
+    """Return an initial split within the limits, which is even if possible, and whether each candidate has one.
 
-    The first rows of the split are the stages at the ends; the others are the middle stages of each node group, whose
-    numbers are `counts`.
+    The first rows of the split are the first and last stages; the other rows are the middle stages of each node group,
+    of which there are `counts`.
     """
     ends = len(least) - len(counts)
     number = np.stack([*np.ones_like(least[:ends]), *counts])
     layers = np.clip(np.floor(total / number.sum(axis=0)) * number, least, limits)
-    row, rest = np.arange(least.shape[1]), np.where(counts[-1] > 0, len(least) - 1, ends - 1)
-    layers[rest, row] += total - layers.sum(axis=0)
+    row, remainder_row = np.arange(least.shape[1]), np.where(counts[-1] > 0, len(least) - 1, ends - 1)
+    layers[remainder_row, row] += total - layers.sum(axis=0)
     wrong = ((layers < least) | (layers > limits)).any(axis=0)
-    filled, left = least.copy(), total - least.sum(axis=0)
-    possible = (left >= 0) & (least <= limits).all(axis=0)
+    filled, unplaced = least.copy(), total - least.sum(axis=0)
+    possible = (unplaced >= 0) & (least <= limits).all(axis=0)
     for place in reversed(range(len(least))):
-        more = np.clip(left, 0.0, limits[place] - least[place])
-        filled[place] += more
-        left = left - more
-    return np.where(wrong, filled, layers), ~wrong | ((left <= 0) & possible)
+        added = np.clip(unplaced, 0.0, limits[place] - least[place])
+        filled[place] += added
+        unplaced = unplaced - added
+    return np.where(wrong, filled, layers), ~wrong | ((unplaced <= 0) & possible)
 
 
 def _move_layers(
@@ -319,51 +325,50 @@ def _move_layers(
     """Move single layers in place while this makes the slowest stage faster, and return the slowest stage's seconds.
 
     The seconds are inf if there is no split. The rows of `paces`, `layers` and `bounds` (minimum and maximum) are the
-    ends, then the stages between on each node group.
+    first and last stages, then the middle stages of each node group.
     """
     slowest, moving = np.full(possible.shape, np.inf), np.flatnonzero(possible)
     # If all candidates have a split, as is usual, the arrays are not indexed, because that would copy them.
-    goes, (now_held, (least, limits)) = moving, (layers, bounds)
+    moves, (counts, (least, limits)) = moving, (layers, bounds)
     if moving.size < possible.size:
-        now_held, least, limits = layers[:, moving], least[:, moving], limits[:, moving]
+        counts, least, limits = layers[:, moving], least[:, moving], limits[:, moving]
         paces, middles = _of_rows(paces, moving), [each[moving] for each in middles]
     while moving.size:
-        now, after = (_seconds(fronts, paces, middles, now_held + more) for more in (0.0, 1.0))
-        after = np.where(now_held + 1.0 > limits, np.inf, after)
-        row, giver = np.arange(moving.size), np.argmax(now, axis=0)
-        after[giver, row] = np.inf
-        taker = np.argmin(after, axis=0)
-        slowest[moving] = now[giver, row]
-        spare = (now_held - least)[giver, row] >= 1.0
-        goes = np.flatnonzero(spare & (after[taker, row] * EQUAL < now[giver, row]))
-        moving, now_held, least, limits = moving[goes], now_held[:, goes], least[:, goes], limits[:, goes]
-        now_held[giver[goes], np.arange(goes.size)] -= 1.0
-        now_held[taker[goes], np.arange(goes.size)] += 1.0
-        paces, middles = _of_rows(paces, goes), [each[goes] for each in middles]
-        layers[:, moving] = now_held
+        now, after = (_seconds(fronts, paces, middles, counts + added) for added in (0.0, 1.0))
+        after = np.where(counts + 1.0 > limits, np.inf, after)
+        row, source = np.arange(moving.size), np.argmax(now, axis=0)
+        after[source, row] = np.inf
+        target = np.argmin(after, axis=0)
+        slowest[moving] = now[source, row]
+        spare = (counts - least)[source, row] >= 1.0
+        moves = np.flatnonzero(spare & (after[target, row] * EQUAL < now[source, row]))
+        moving, counts, least, limits = moving[moves], counts[:, moves], least[:, moves], limits[:, moves]
+        counts[source[moves], np.arange(moves.size)] -= 1.0
+        counts[target[moves], np.arange(moves.size)] += 1.0
+        paces, middles = _of_rows(paces, moves), [each[moves] for each in middles]
+        layers[:, moving] = counts
     return slowest
 
 
 def _of_rows(paces: Sequence[Pace], rows: IntArray) -> list[Pace]:
-    """Return the paces of the candidates `rows`. Stages on one node group share a pace."""
-    found = {id(each): each[rows] for each in paces}
-    return [found[id(each)] for each in paces]
+    """Return the paces of the candidates `rows`. Stages on one node group share one object."""
+    by_id = {id(pace): pace[rows] for pace in paces}
+    return [by_id[id(pace)] for pace in paces]
 
 
 def _seconds(fronts: Fronts, paces: Sequence[Pace], middles: Sequence[Middles], layers: FloatArray) -> FloatArray:
-    """Return the seconds of each of the ends, and of the slowest stage between them on each node group.
+    """Return the seconds of each of the first and last stages, and of the slowest middle stage on each node group.
 
-    They are -inf if there are no such stages. If times are unknown, stages with equal numbers of layers count as
-    equally fast.
+    They are -inf for a node group without middle stages. If times are unknown, the result is the number of layers.
     """
-    last, found = len(fronts.leading) - 1, []
+    last, stage_seconds = len(fronts.leading) - 1, []
     for place, (pace, leading) in enumerate(zip(paces, fronts.leading, strict=False)):
         is_first, has_mtp, is_last = place == 0, place == last - fronts.early, place == last
-        found.append(pace.seconds(layers[place], leading, first=is_first, mtp=has_mtp, last=is_last))
-    held = layers.copy()
-    for place, (pace, each) in enumerate(zip(paces[last + 1 :], middles, strict=True), start=last + 1):
-        level = each.level(layers[place])
-        held[place] = level = np.where(np.isfinite(level), level, 1.0)
-        found.append(np.where(each.count > 0, pace.seconds(level, 0), -np.inf))
-    seconds = np.stack(found)
-    return np.where(np.isnan(seconds), held, seconds)
+        stage_seconds.append(pace.seconds(layers[place], leading, first=is_first, mtp=has_mtp, last=is_last))
+    layer_counts = layers.copy()
+    for place, (pace, stages) in enumerate(zip(paces[last + 1 :], middles, strict=True), start=last + 1):
+        level = stages.level(layers[place])
+        layer_counts[place] = level = np.where(np.isfinite(level), level, 1.0)
+        stage_seconds.append(np.where(stages.count > 0, pace.seconds(level, 0), -np.inf))
+    seconds = np.stack(stage_seconds)
+    return np.where(np.isnan(seconds), layer_counts, seconds)

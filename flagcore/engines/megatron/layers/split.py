@@ -87,7 +87,7 @@ class Split:
         return np.where(knob > 0, knob, self.expert_tensor or c[TP])
 
     def uneven(self, c: Columns) -> BoolArray:
-        """Return which candidates have no even split of layers over pipeline stages, or one with an empty stage."""
+        """Return which candidates have no even split of layers over stages, or only one with an empty stage."""
         if self.layout_layers:
             broken: BoolArray = (len(self.layout_layers) % c[PP] != 0) | (c[PP] < self.last_stages)
             return broken

@@ -66,7 +66,7 @@ def layout_text(chunks: Sequence[int], mtp_num_layers: int, *, early: bool = Fal
 
 
 def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool = False) -> list[int]:
-    """Return the number of layers of each virtual stage, in model order, from the numbers of each device.
+    """Return the number of layers of each virtual stage, in model order, from the number of layers of each device.
 
     `leading` are the numbers of dense layers that come first in the model. Each virtual stage of a device has as many
     layers as the next one, or one more. The virtual stages of the last device have as many layers as in an even split,
@@ -140,9 +140,9 @@ def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
     """Return the settings with which a published run assigned its layers to `stages` (virtual) stages.
 
     Three options of Megatron-LM are tried, and the first one that is possible is returned: an even split; embedding and
-    loss count as one layer each; only the loss counts as a layer. Otherwise every stage has the same number of layers,
-    rounded up, and the missing ones are taken from the last stage, then from the first. Published recipes use them in
-    this order: Llama 405B and Qwen3-235B use the second, DeepSeek-V3 the last. The result is empty, which Megatron
+    loss count as one layer each; only the loss counts as a layer. If none is possible, every stage has the same number
+    of layers, rounded up; the excess is taken from the last stage, then from the first. Published recipes use these
+    options: Llama 405B and Qwen3-235B use the second, DeepSeek-V3 the last. The result is empty, which Megatron
     refuses, if there are fewer layers than stages between the first and the last.
     """
     layers = model.num_layers
@@ -161,7 +161,7 @@ def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
 def even_split(layers: int, stages: int) -> list[int]:
     """Return the number of layers of each stage: equal numbers, rounded up.
 
-    The missing layers are taken from the last stage, then from the first.
+    The excess over `layers` is taken from the last stage, then from the first.
     """
     largest = -(-layers // stages)
     missing = largest * stages - layers

@@ -40,7 +40,7 @@ METHODS = {"uniform": 0, "block": 1}
 class Mesh:
     """A mesh: its node group, its TP, CP, EP, DP and PP, and the codes of its recompute knobs.
 
-    `recompute` is empty if the job's recompute applies.
+    `recompute` is empty if the mesh has the recompute of the whole job.
     """
 
     group: int
@@ -52,8 +52,8 @@ class Mesh:
 class Mixed:
     """A candidate as a mixed job of FlagScale.
 
-    `words` are the arguments that do not follow from its knobs, `stages` is the number of pipeline stages, and `groups`
-    are the node groups that it uses.
+    `words` are FlagScale's arguments for meshes and device types, `stages` is the number of pipeline stages, and
+    `groups` are the node groups that the job uses.
     """
 
     words: tuple[str, ...]

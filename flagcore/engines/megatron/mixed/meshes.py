@@ -67,7 +67,7 @@ DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The listed texts of meshes, numbered from 1 as in the column of the knob.
+    """The texts of meshes that a space lists, numbered from 1 as in the column of the knob `meshes`.
 
     `groups` are the node groups in the order of the pipeline, -1 for none: (texts + 1, meshes). `codes` are the codes
     of the knobs in `OWN`, in the same shape. `lengths` is the number of stages of each pipeline.
@@ -141,7 +141,7 @@ class Meshes:
 
 
 def recompute_codes(word: str) -> tuple[int, ...]:
-    """Return the codes of the recompute knobs for the recompute `word` of a mesh. They are empty for any other word."""
+    """Return the codes of the recompute knobs for the recompute `word` of a mesh; no codes for any other word."""
     block = _BLOCK.fullmatch(word)
     return (1, 2, 2, int(block[1])) if block else RECOMPUTE_CODES.get(word, ())
 
@@ -182,7 +182,7 @@ def _meshes(texts: tuple[str, ...], names: tuple[str, ...]) -> Meshes:
 
 
 def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, int]]:
-    """Return the node group of one mesh and the codes of its knobs. Raises SpecError for an invalid text."""
+    """Return the node group of the mesh in `part`, and the codes of its knobs. Raises SpecError for an invalid text."""
     name, *words = part.split() or [""]
     values = dict(zip(RECOMPUTE_KNOBS, RECOMPUTE_CODES[""], strict=True))
     wrong = [] if name in names else [name]
@@ -238,7 +238,7 @@ def by_kinds(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntAr
 
 
 def splits(task: Task, columns: Columns) -> dict[str, BoolArray]:
-    """Return which candidates split the layers, and which split the data over the node groups."""
+    """Return which candidates split the layers over the node groups, and which split the data."""
     code, table = columns.get(MESHES), Meshes.from_task(task)
     if code is None:
         return {}
@@ -291,8 +291,8 @@ def together(parts: Sequence[Predictions], stages: Sequence[IntArray]) -> Predic
     groups; `stages` are the numbers of stages of each group.
     """
     after = {name: np.maximum.reduce([part.time_s[name] for part in parts]) for name in AFTER_REPLICAS}
-    own = [part.step_time_s - sum(part.time_s[name] for name in AFTER_REPLICAS) for part in parts]
-    slowest = np.argmax(np.stack(own), axis=0)
+    before_reduction = [part.step_time_s - sum(part.time_s[name] for name in AFTER_REPLICAS) for part in parts]
+    slowest = np.argmax(np.stack(before_reduction), axis=0)
     time_s = {name: pick(slowest, [part.time_s[name] for part in parts]) for name in parts[0].time_s} | after
     total = sum(time_s.values(), np.zeros(slowest.size))
     low, high = (
@@ -318,13 +318,16 @@ def together(parts: Sequence[Predictions], stages: Sequence[IntArray]) -> Predic
 def with_stage(
     task: Task, columns: Columns, stages: IntArray, costs: Costs
 ) -> Iterator[tuple[IntArray, Columns, Costs]]:
-    """Group candidates by node groups. Candidates that split the data get the columns of the mesh with their given
-    stage.
+    """Group candidates by node groups, and yield each group's rows, columns and costs.
+
+    Candidates that split the data get the columns of the mesh that contains their stage in `stages`.
     """
     for rows, meshes in by_kinds(task, columns, costs):
-        for number, (own, group_costs) in enumerate(meshes):
-            here = np.flatnonzero(stages[rows] // own[PP] == number) if len(meshes) > 1 else np.arange(rows.size)
-            yield rows[here], {name: column[here] for name, column in own.items()}, group_costs
+        for number, (mesh_columns, group_costs) in enumerate(meshes):
+            in_mesh = (
+                np.flatnonzero(stages[rows] // mesh_columns[PP] == number) if len(meshes) > 1 else np.arange(rows.size)
+            )
+            yield rows[in_mesh], {name: column[in_mesh] for name, column in mesh_columns.items()}, group_costs
 
 
 def on_rank(task: Task, row: Columns, costs: Costs, rank: int) -> tuple[Columns, Costs, int]:

@@ -41,7 +41,8 @@ MAX_SAMPLES = 64
 
 @dataclass(frozen=True, slots=True)
 class MeshOptions(ArrayRecord):
-    """The options for one node group, as arrays: parallel sizes, and the time and memory of a stage with `base` layers.
+    """The options for one node group, as arrays with one element per option: parallel sizes, and the time and the
+    memory of a stage with `base` layers.
 
     Times are in seconds. `seconds` is the time of a micro-batch, `layer` the time of one more layer, `first` and `last`
     the times of the embedding and the head, `step` the time of gradients and optimizer.
@@ -72,14 +73,15 @@ class MeshOptions(ArrayRecord):
     context: IntArray
 
     def text(self, row: int, name: str, words: Sequence[str]) -> str:
-        """Return the option `row` as the text of a mesh on the node group `name`. `words` are those of
-        `recompute_words`.
+        """Return the text of the mesh with the option `row` on the node group `name`.
+
+        `words` is the result of `recompute_words`.
         """
         sizes = {"tp": self.tp, "ep": self.ep, "dp": self.dp, "pp": self.pp, "cp": self.context}
         return mesh_text(name, {key: int(each[row]) for key, each in sizes.items()}, words[int(self.recompute[row])])
 
     def room(self, in_flight: FloatArray, ends: FloatArray) -> FloatArray:
-        """Return the maximum number of layers of a stage that fits. `ends` is the memory of embedding or head."""
+        """Return the maximum number of layers that fits on a stage. `ends` is the memory of embedding or head."""
         per_layer = self.weights + self.activations * in_flight
         free = 1.0 - self.used - ends - self.base * self.activations * (in_flight - 1.0)
         return np.floor(self.base + free / np.maximum(per_layer, 1e-12))

@@ -89,8 +89,10 @@ def with_meshes(platform: Platform, *, plan: bool = True) -> Platform:
     texts = planned(engine_task(task), platform.costs, plan=any_sizes)
     if not hetero.runs_meshes(task.spec):
         texts += planned_replicas(engine_task(task), platform.costs)
-    found = _with_space(task, {MESHES: (None, *texts)})
-    return replace(platform, task=_with_space(found, values_alone(found)) if plan else found)
+    task_with_meshes = _with_space(task, {MESHES: (None, *texts)})
+    return replace(
+        platform, task=_with_space(task_with_meshes, values_alone(task_with_meshes)) if plan else task_with_meshes
+    )
 
 
 def _with_space(task: Task, values: Mapping[str, str | tuple[KnobValue, ...]]) -> Task:
@@ -123,8 +125,9 @@ def values_alone(task: Task, group: int | None = None) -> dict[str, str | tuple[
 
 
 def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
-    """Return the meshes that may be the fastest, sorted by score. Without `plan`, only return meshes that trials can
-    run.
+    """Return the texts of the meshes that may be the fastest, sorted by score.
+
+    Without `plan`, only meshes that trials can run are returned.
     """
     names, words = task.cluster.names, recompute_words(task)
     groups = [replace(each, further={}, between=None) for each in costs.groups]
@@ -148,11 +151,11 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
                     meshes = zip(order, chosen, strict=True)
                     text = PIPELINE.join(each.text(place, names[group], words) for group, each in meshes)
                     scores[order][text] = min(scores[order].get(text, np.inf), score)
-    found: list[str] = []
+    texts: list[str] = []
     every = {text: score for of_order in scores.values() for text, score in of_order.items()}
     for by_text, most in ((every, PLANNED), *((of_order, PLANNED // len(scores)) for of_order in scores.values())):
-        found += sorted(by_text, key=by_text.__getitem__)[:most]
-    return tuple(dict.fromkeys(found))
+        texts += sorted(by_text, key=by_text.__getitem__)[:most]
+    return tuple(dict.fromkeys(texts))
 
 
 def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float, int, int]]:
@@ -175,9 +178,10 @@ def _crossed(
 ) -> list[MeshOptions]:
     """Return the combinations of options whose lower bound of a step's seconds is at most `limit`.
 
-    The result has the chosen options of each group, and holds for any order of the groups. The groups are combined one
-    after the other. The bound of an incomplete combination assumes the best of each group that follows: its highest
-    rate, its smallest number of stages, and its largest room. All meshes of a combination have equal fields `alike`.
+    The result contains the options of each group, with one row per combination. It does not depend on the order of the
+    groups. The groups are combined one after the other. The bound of an incomplete combination assumes the best of each
+    group that follows: its highest rate, its smallest number of stages, and its largest room. All meshes of a
+    combination have equal values in the fields `alike`.
     """
     layers, microbatches = float(task.spec.model.num_layers), _microbatches(task, options)
     useful = [_useful(each, layers, limit / microbatches, equal=equal) for each in options]
@@ -210,7 +214,7 @@ def _microbatches(task: Task, options: Sequence[MeshOptions]) -> float:
 
 
 def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[FloatArray, list[MeshOptions]]:
-    """Return the best scores up to `limit`, and the options of each mesh, in the order of the pipeline."""
+    """Return the best scores up to `limit`, and their options of each mesh, in the order of the pipeline."""
     legal = np.flatnonzero(_legal(options, shares_weights=tied(task)))
     chosen = [each[legal] for each in options]
     if not legal.size:
@@ -247,7 +251,7 @@ def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Seque
 
 
 def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
-    """Return, for each option, whether it has one of the `MAX_SIZES` lowest values of `figure` in its group `alike`."""
+    """Return whether the `figure` of each option is one of the `MAX_SIZES` lowest among options with equal `alike`."""
     order = np.lexsort((figure, alike))
     place = np.empty_like(order)
     place[order] = np.arange(order.size) - np.searchsorted(alike[order], alike[order])
@@ -264,7 +268,7 @@ def _legal(chosen: Sequence[MeshOptions], *, shares_weights: bool) -> BoolArray:
 
 
 def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -> FloatArray:
-    """Return the estimated seconds of a step.
+    """Return the estimated seconds of a step, for each combination of options.
 
     They are the sum of the slowest stage's time for all micro-batches, the filling of the pipeline, and the longest
     step of gradients and optimizer.
@@ -331,12 +335,12 @@ Rows = Mapping[str, Any]
 
 
 def planned_replicas(task: Task, costs: Costs) -> tuple[str, ...]:
-    """Return the data splits that may be the fastest, sorted by their estimated time."""
+    """Return the texts of the data splits that may be the fastest, sorted by their estimated time."""
     if task.spec.model.mtp_num_layers or costs.between is None:
         return ()
     names, words, batch = task.cluster.names, recompute_words(task), task.spec.train.global_batch_size
     columns = [_replicas_columns(task, number) for number in range(len(names))]
-    found: dict[str, float] = {}
+    seconds_of_text: dict[str, float] = {}
     for size in range(2, len(names) + 1):
         for subset in combinations(range(len(names)), size):
             rows = _crossed_replicas(task, costs, {group: columns[group] for group in subset})
@@ -354,8 +358,8 @@ def planned_replicas(task: Task, costs: Costs) -> tuple[str, ...]:
                     parts = [
                         _replica_text(names[group], each, place, words, usual, count) for group, each, count in meshes
                     ]
-                    found[REPLICAS.join(parts)] = float(seconds[place])
-    return tuple(sorted(found, key=lambda text: found[text])[:PLANNED_REPLICAS])
+                    seconds_of_text[REPLICAS.join(parts)] = float(seconds[place])
+    return tuple(sorted(seconds_of_text, key=lambda text: seconds_of_text[text])[:PLANNED_REPLICAS])
 
 
 def _replica_text(name: str, rows: Rows, place: int, words: Sequence[str], usual: int, count: int) -> str:
@@ -368,7 +372,7 @@ def _replica_text(name: str, rows: Rows, place: int, words: Sequence[str], usual
 def _replicas_columns(task: Task, group: int) -> dict[str, IntArray]:
     """Return the columns of all legal sizes for the replicas of one node group.
 
-    The column `shape` combines the sizes that the replicas of other groups must have, too.
+    The column `shape` encodes the sizes that must be equal in the replicas of all groups.
     """
     columns = mesh_columns(task, group, has_share=True)
     columns[SPLIT] = np.zeros_like(columns[SPLIT])
@@ -382,7 +386,7 @@ SOLVE = ("samples", "start", "pace")
 
 
 def _crossed_replicas(task: Task, costs: Costs, columns: Mapping[int, Mapping[str, IntArray]]) -> list[Rows]:
-    """Return the combinations of sizes that fit: the options of each group, with the seconds of its replicas.
+    """Return the combinations of sizes that fit in memory: the options of each group, with the seconds of its replicas.
 
     For each micro-batch size of each node group, only the fastest option is used.
     """
@@ -421,7 +425,7 @@ def _replica_figures(task: Task, costs: Costs, rows: Mapping[str, IntArray]) -> 
 
 
 def _fastest_replicas(rows: Rows, places: IntArray) -> list[int]:
-    """Return the fastest option in `places` that fits, for each micro-batch size."""
+    """Return the index of the fastest option in `places` that fits in memory, for each micro-batch size."""
     best: dict[int, int] = {}
     for place in places[np.argsort(rows["pace"][places], kind="stable")].tolist():
         if np.isfinite(rows["start"][place] + rows["pace"][place]):

@@ -26,9 +26,7 @@ OF_BATCH = "global_batch_size"
 
 
 def with_meshes(task: Task, rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules of a task whose candidates may have meshes. `rules` are the rules for candidates without
-    meshes.
-    """
+    """Return the rules of a task whose candidates may have meshes, from the `rules` without meshes."""
     if len(task.cluster.groups) == 1:
         return tuple(rules)
     table = Meshes.from_task(task)
@@ -46,11 +44,11 @@ def _on_each_mesh(table: Meshes, rule: Rule) -> Rule:
         result = result.copy()
         result[rows] = False
         for mesh in range(table.groups.shape[1] if rule.name not in WHOLE_CLUSTER else 0):
-            here = rows[table.groups[code[rows], mesh] >= 0]
+            with_mesh = rows[table.groups[code[rows], mesh] >= 0]
             if rule.name == OF_BATCH:
-                here = here[~table.splits_data[code[here]]]
-            subset = {name: column[here] for name, column in columns.items()}
-            result[here] |= rule.broken(table.columns(subset, mesh))
+                with_mesh = with_mesh[~table.splits_data[code[with_mesh]]]
+            subset = {name: column[with_mesh] for name, column in columns.items()}
+            result[with_mesh] |= rule.broken(table.columns(subset, mesh))
         return np.asarray(result)
 
     return replace(rule, knobs=(*rule.knobs, MESHES), broken=broken)
@@ -163,9 +161,7 @@ def _of_knobs(task: Task, table: Meshes) -> Iterator[Rule]:
 
 
 def merges_with_meshes(task: Task, merges: Sequence[Merge]) -> tuple[Merge, ...]:
-    """Return the merges of a task whose candidates may have meshes. `merges` are the merges for candidates without
-    meshes.
-    """
+    """Return the merges of a task whose candidates may have meshes, from the `merges` without meshes."""
     if len(task.cluster.groups) == 1:
         return tuple(merges)
     table = Meshes.from_task(task)
@@ -176,7 +172,7 @@ def merges_with_meshes(task: Task, merges: Sequence[Merge]) -> tuple[Merge, ...]
     useless[MBS] = sets_samples
 
     def on_meshes(name: str, knob: str, rows: BoolArray | np.bool_, value: int) -> Merge:
-        """Return a merge that sets a knob to `value` for candidates whose meshes are among `rows` of the table."""
+        """Return a merge that sets a knob to `value` for the candidates whose meshes `rows` of the table select."""
         rows = np.broadcast_to(rows, size.shape)
         return Merge(
             name=name,

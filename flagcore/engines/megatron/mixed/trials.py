@@ -63,7 +63,7 @@ def require_runnable(task: Task) -> None:
 
 
 def data_problem() -> str:
-    """Return the problem in an error: why only flagcore's trial program can run a data split."""
+    """Return the text of an error: only flagcore's trial program can run a data split, and why."""
     return f"splits the data, which Megatron-LM and FlagScale after 0.3 cannot run ({OF_DATA})"
 
 
@@ -73,14 +73,16 @@ def shares(task: Task, candidate: Candidate) -> list[dict[str, Any]]:
     The list is empty for other candidates.
     """
     table, row = Meshes.from_task(task), row_of(task, candidate.as_dict())
-    code, found = int(row[MESHES][0]) if MESHES in row else 0, []
+    code, replicas = int(row[MESHES][0]) if MESHES in row else 0, []
     if not table.splits_data[code]:
         return []
     number = int(table.number(row[MESHES])[0])
-    for own in table.of_replicas(row, number, task.spec.train.global_batch_size):
-        values = {knob: BY_NAME[knob].axis(()).decode(int(own[knob][0])) for knob in (MBS, *RECOMPUTE_KNOBS)}
-        found.append({"replicas": int(own[DP][0]), "microbatches": int(own[MICROBATCHES][0]), "values": values})
-    return found
+    for mesh_columns in table.of_replicas(row, number, task.spec.train.global_batch_size):
+        values = {knob: BY_NAME[knob].axis(()).decode(int(mesh_columns[knob][0])) for knob in (MBS, *RECOMPUTE_KNOBS)}
+        replicas.append(
+            {"replicas": int(mesh_columns[DP][0]), "microbatches": int(mesh_columns[MICROBATCHES][0]), "values": values}
+        )
+    return replicas
 
 
 def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
@@ -129,8 +131,9 @@ def devices_of(task: Task, candidate: Candidate) -> dict[int, int]:
 
 
 def _in_order(task: Task, candidate: Candidate, counts: Sequence[int]) -> list[int]:
-    """Return the indices of all nodes or devices, sorted by the candidate's meshes. `counts` are their numbers per
-    group.
+    """Return the indices of all nodes or devices, sorted by the candidate's meshes.
+
+    `counts` are the numbers of nodes or devices of each group.
     """
     ends = list(accumulate(counts))
     order = groups_of_row(task, {MESHES: encoded(task, candidate.as_dict().get(MESHES))})

@@ -97,7 +97,10 @@ def candidate_columns(values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
 
 
 def columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Encode one candidate as one-row columns. A missing data-parallel size is derived from the number of devices."""
+    """Encode one candidate of `task` as one-row columns.
+
+    A missing data-parallel size is derived from the number of devices.
+    """
     row = candidate_columns(values)
     if len(task.cluster.groups) > 1:
         row[meshes.MESHES] = meshes.encoded(task, values.get(meshes.MESHES))

@@ -29,7 +29,7 @@ DEFAULTS: Mapping[str, Settings] = {
 
 
 def runs(train: TrainSpec) -> str:
-    """Return the program that a job is predicted for: `trial` (flagcore's own) or `command` (Megatron-LM)."""
+    """Return the program for which a job is predicted: `trial` (flagcore's own) or `command` (Megatron-LM)."""
     return TRIAL if train.command is None and train.implementation in (None, "local") else COMMAND
 
 
@@ -70,7 +70,7 @@ WIDTHS = {
 
 
 def options(task: Task) -> Options:
-    """Return the options of a task.
+    """Return the options of the memory and time formulas for a task.
 
     Raises SpecError for settings that exclude each other, NotModelled for a schedule that cannot be predicted.
     """
@@ -214,7 +214,7 @@ def _grad_bytes(precision: str, settings: Settings) -> int:
 
 
 def _imbalance(settings: Settings) -> float:
-    """Return the load of the busiest expert rank, relative to the mean.
+    """Return the number of tokens of the busiest expert rank, relative to the mean.
 
     A capacity factor limits the load. With padding to the capacity, the load equals the factor.
     """

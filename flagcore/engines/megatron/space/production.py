@@ -40,7 +40,7 @@ IMPLEMENTATION = "transformer_engine"
 def overlaps(
     task: Task, kind: str, settings: Mapping[str, SettingValue], *, sharded: bool, sequence_parallel: bool
 ) -> dict[str, SettingValue]:
-    """Return the settings that overlap communication with compute, and those of the experts' matrix products.
+    """Return the settings for overlapping communication with compute, and those for the experts' matrix products.
 
     `sharded` is whether the distributed optimizer is used.
     """
@@ -96,9 +96,7 @@ def assumed(task: Task, candidate: Candidate) -> dict[str, SettingValue]:
 
 
 def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
-    """Return the settings of published recipes. Mixtures of experts recompute the modules that are cheap but store
-    much.
-    """
+    """Return the settings of published recipes. MoE models recompute cheap modules that store many bytes."""
     model, settings = task.spec.model, task.spec.train.settings
     recipe = overlaps(task, kind, settings, sharded=True, sequence_parallel=True)
     recipe["cross_entropy_loss_fusion"] = True
@@ -118,7 +116,7 @@ def _refuses(rules: Sequence[ValueRule], knob: str, value: SettingValue) -> bool
 def published(
     task: Task, values: Mapping[str, KnobValue], notes: str
 ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
-    """Return the completed task and knobs of a job record, and the names of settings found only in its notes.
+    """Return the completed task and knobs of a job record, and the names of the settings that only its notes mention.
 
     Raises SpecError for an invalid layout of stages.
     """
@@ -169,7 +167,10 @@ _OFF_PATTERN = r"[- _]*(?:off|disabled)\b"
 
 @lru_cache(maxsize=4096)
 def read_notes(notes: str) -> Mapping[str, SettingValue]:
-    """Return the settings in `notes`. `name = value` takes precedence over phrases, and the first mention is used."""
+    """Return the settings that the text `notes` mentions.
+
+    `name = value` takes precedence over phrases. Of several mentions of a setting, the first is used.
+    """
     settings: dict[str, SettingValue] = {}
     remaining = notes[:10_000]
     for pattern in (_LAYOUT_PATTERN, _PAIR_PATTERN):

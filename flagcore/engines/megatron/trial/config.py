@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def accepted_arguments(function: Callable[..., Any], **values: Any) -> dict[str, Any]:
-    """Return the `values` that `function` accepts as arguments. The others belong to later releases."""
+    """Return the `values` that `function` accepts as arguments. Other values belong to later Megatron releases."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in values.items() if name in parameters}
 
@@ -145,9 +145,9 @@ def optimizer_config(job: Job, config: Any) -> Any:
 
 
 def _fusions(job: Job) -> dict[str, bool]:
-    """Return the enabled fusions: Megatron-LM's defaults with transformer-engine, none without it.
+    """Return the enabled kernel fusions: Megatron-LM's defaults with transformer-engine, none without it.
 
-    Without transformer-engine, the fusions need further libraries, which are not available on every device.
+    Without transformer-engine, fused kernels need further libraries, which are not available on every device.
     """
     if not job.transformer_engine:
         return dict.fromkeys(_FUSIONS, False)
@@ -236,14 +236,14 @@ def start_buffers(job: Job) -> None:
     """Allocate the buffers for collectives that overlap matrix products (Megatron-LM `training/initialize.py`)."""
     base = importlib.import_module("transformer_engine.pytorch.module").base
     candidate, is_8_bit = job.candidate, job.train.precision in _EIGHT_BITS
-    rows = job.train.seq_length * candidate.micro_batch_size // candidate.context_parallel_size
+    tokens = job.train.seq_length * candidate.micro_batch_size // candidate.context_parallel_size
     if hasattr(base, "UserBufferQuantizationMode"):  # transformer-engine 2.7 and later
         modes = base.UserBufferQuantizationMode
         products: dict[str, Any] = {"quantization_modes": [modes.FP8 if is_8_bit else modes.NONE]}
     else:
         products = {"use_fp8": is_8_bit}
     base.initialize_ub(
-        shape=[rows, job.model.hidden_size],
+        shape=[tokens, job.model.hidden_size],
         tp_size=candidate.tensor_model_parallel_size,
         ub_cfgs={},
         bootstrap_backend="nccl",

@@ -136,7 +136,7 @@ class Accelerator:
     def memory(self) -> dict[str, int | None]:
         """Return the allocator's peaks, and the memory that all processes currently use on the device, in bytes.
 
-        The latter is reported by the driver.
+        The driver reports the memory of all processes.
         """
         free, total = self._module.mem_get_info()
         peak = max(self._peak_allocated, self.peak_bytes())
@@ -147,7 +147,7 @@ RankDevice: TypeAlias = Cpu | Accelerator
 
 
 def open_device(kind: str, rank: int) -> RankDevice:
-    """Return this rank's device. `kind` is its type in torch."""
+    """Return the device of the rank with the index `rank`. `kind` is torch's name of the device type."""
     return Cpu() if kind == "cpu" else Accelerator(kind, rank)
 
 
@@ -261,7 +261,10 @@ def _cuda_type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _splits_to_numpy(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Convert the split sizes to host arrays at the right `point`. The original does this with a side stream."""
+    """Convert the dispatcher's split sizes to host arrays at the same `point` of its work as Megatron does.
+
+    Megatron uses a side stream for this.
+    """
     if point == dispatcher.cuda_dtoh_point and not dispatcher.drop_and_pad:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             value = getattr(dispatcher, name)
@@ -326,8 +329,8 @@ def _all_to_all(
         if not row_count:
             output.uniform_(-MAX_ACTIVATION, MAX_ACTIVATION)
         for start in range(0, output.size(0), row_count or output.size(0) or 1):
-            rows = output[start : start + row_count]
-            rows.copy_(input[: rows.size(0)])
+            received_rows = output[start : start + row_count]
+            received_rows.copy_(input[: received_rows.size(0)])
     return _CompletedRequest() if async_op else None
 
 

@@ -86,7 +86,7 @@ class Candidate:
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are recomputed. If `use_recompute` is not set, they are if a granularity is set."""
+        """Whether activations are recomputed; by default if a granularity is set."""
         return self.recompute_granularity is not None if self.use_recompute is None else self.use_recompute
 
 

@@ -134,7 +134,7 @@ def _embedding_ranks(job: Job, ranks: list[int]) -> list[int]:
 
 
 def _report(job: Job, built: BuiltModel, steps: list[Step], rank_device: RankDevice) -> dict[str, Any]:
-    """Gather the measurements of all ranks. Every rank returns the same report."""
+    """Return the measurements of all ranks, gathered from them. Every rank returns the same report."""
     own_report = {
         "rank": dist.get_rank(),
         "parameters": _local_parameters(built),
@@ -160,7 +160,7 @@ def _report(job: Job, built: BuiltModel, steps: list[Step], rank_device: RankDev
 
 
 def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
-    """Run the rank for `train_iters` steps and write its measurements to `metrics.json`."""
+    """Run the rank of `probe` for `train_iters` steps, and write its measurements to `metrics.json`."""
 
     def join() -> None:
         init_fake_world(job.device.type, probe.rank, job.world_size)
@@ -279,7 +279,7 @@ _SIZE_NAMES = ("tensor_model", "pipeline_model", "context", "expert_model", "exp
 
 
 def _effective(job: Job, built: BuiltModel, layers_per_stage: list[int]) -> dict[str, Any]:
-    """Return the knob values that Megatron's objects use, by the candidate's names."""
+    """Return the knob values in Megatron's model and optimizer objects, by the names of knobs in the candidate."""
     config, ddp_config = built.config, built.chunks[0].ddp_config
     replicas = parallel_state.get_data_parallel_world_size()
     samples = job.train.global_batch_size // (job.num_microbatches * replicas)

@@ -1,4 +1,4 @@
-"""The training loop on generated tokens, with times between barriers.
+"""The training loop on generated tokens. Each step is timed between two barriers of all ranks.
 
 The global batch of a step depends only on the seed and the step, so it is the same in every layout.
 """
@@ -34,8 +34,8 @@ class Step:
     """One training step on this rank. Times are wall times in seconds.
 
     `step_time_s` is the time between two barriers of all ranks, so it is the time of the slowest rank. The `own` times
-    are measured with `RankDevice.clock`, on a CPU without waits for other ranks. `loss` is the mean over the global
-    batch, or None if it is not finite. `grad_norm` is None if fp16 overflowed.
+    are measured with `RankDevice.clock`; on a CPU, they exclude waits for other ranks. `loss` is the mean over the
+    global batch, or None if it is not finite. `grad_norm` is None if fp16 overflowed.
     """
 
     step: int
@@ -156,8 +156,7 @@ def _loss(token_losses: torch.Tensor, weight: float) -> tuple[torch.Tensor, dict
 
 
 def _agree(job: Job, losses: list[dict[str, torch.Tensor]], planned: int, device: torch.device) -> tuple[float, int]:
-    """Return the mean loss of the global batch, and the number of steps that rank 0 plans. All ranks get the same
-    values.
+    """Return the mean loss of the global batch, and the number of steps that rank 0 plans, on all ranks.
 
     Only the last pipeline stage computed the loss.
     """
