@@ -31,13 +31,13 @@ class ArrayRecord:
         return type(self)(**{name: _rows(getattr(self, name), rows) for name in self.__dataclass_fields__})
 
     def or_else(self: R, other: R, rows: BoolArray) -> R:
-        """Return a copy of this record whose elements `rows` are replaced by `other`."""
+        """Return a copy of this record in which the elements selected by `rows` are those of `other`."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
         return type(self)(**{name: np.where(rows.reshape(-1, *[1] * (a.ndim - 1)), b, a) for name, a, b in pairs})
 
 
 def _rows(values: Any, rows: slice | IntArray) -> Any:
-    """Return the elements `rows` of an array, of a record, or of each record in a tuple."""
+    """Return the elements with the indices `rows` of an array, of a record, or of each record in a tuple."""
     if isinstance(values, tuple):
         return tuple(each[rows] for each in values)
     if isinstance(values, np.ndarray) and not isinstance(rows, slice):
@@ -186,9 +186,9 @@ class Layout(ArrayRecord):
     each (virtual) stage; 0 means off. `selective` is 1 with selective recompute, else 0. `first_layers` and
     `last_layers` are 0 for an even split. `split` is the number of a split in `Options.splits`, 0 for none.
 
-    `further` are the meshes after the first one, for the further node groups of the costs. They have the same
-    `pipeline`, `virtual`, `microbatches` and `split` as the first one. It is empty if all node groups have the same
-    sizes.
+    `further` are the meshes after the first one, for the node groups after the first one. They have the same
+    `pipeline`, `virtual`, `microbatches` and `split` as the first mesh. The tuple is empty if all node groups have the
+    same parallel sizes.
 
     If each node group has whole replicas, `data` is the number of replicas in all groups, and `here` is the number of
     replicas in this group.
@@ -241,7 +241,7 @@ class Layout(ArrayRecord):
         return np.where((self.expert == 1.0) | recomputes, 0.0, np.where(self.pipeline > 1.0, kinds, 1.0))
 
     def pairs(self, model: Model) -> BoolArray:
-        """Return whether `overlap_moe_expert_parallel_comm` is legal for each candidate."""
+        """Return whether `overlap_moe_expert_parallel_comm` is legal, for each candidate."""
         depths = model.mtp_num_layers
         return (self.overlap_kind > min(depths, 1)) & (depths < 2)
 
@@ -258,7 +258,7 @@ class Layout(ArrayRecord):
     def communicators(self) -> FloatArray:
         """Return the number of communicators of a rank.
 
-        There is one of all ranks, and one of each parallel group with several ranks.
+        There is one communicator of all ranks, and one of each parallel group that has several ranks.
         """
         shards = self.data * self.context
         experts = np.where(self.expert > 1.0, self.expert_replicas(), 1.0)
@@ -274,7 +274,7 @@ class Layout(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Mesh(ArrayRecord):
-    """The layout of the stages on one node group, which has sizes of its own; `start` is the first of these stages."""
+    """The layout of the stages on one node group with its own parallel sizes; `start` is the first of them."""
 
     start: FloatArray
     layout: Layout
@@ -283,7 +283,8 @@ class Mesh(ArrayRecord):
 def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
     """Return the distinct combinations of integer columns.
 
-    The first array is the first row with each combination, the second the index of each row's combination.
+    The first array contains the index of the first row with each combination, the second the index of each row's
+    combination in the first array.
     """
     key = np.zeros(columns[0].shape, dtype=np.int64)
     for column in columns:
@@ -305,7 +306,7 @@ def pick(indices: IntArray, values: Sequence[T]) -> T:
 
 
 def _picked(places: IntArray, values: Sequence[T]) -> T:
-    """Return the elements of the concatenated values at the indices `places`."""
+    """Return the elements at the indices `places` of the concatenation of `values`."""
     first: Any = values[0]
     result: Any
     if isinstance(first, ArrayRecord):

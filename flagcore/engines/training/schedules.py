@@ -7,7 +7,8 @@ and ZB-2p within 4%.
 Schedules with two parts of the model per device (the V family and DualPipe) are limited by the slowest device or, with
 little memory, by a round through all devices. The times of filling and draining are linear in the times of F, B and W,
 with coefficients from the published orders for p of 3 to 12. The symbols are those in `critical_path`. The deviations
-of these schedules are the maxima for m from 2p to 4p, for even stages / uneven ends / stages that all differ.
+of these schedules are the maxima for m from 2p to 4p, in this order: for even stages, for uneven first and last stages,
+and if all stages differ.
 """
 
 from collections.abc import Callable
@@ -100,7 +101,7 @@ def deferred(
 
 
 def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of ZB-H1, ZB-H2, ZB-1p or ZB-2p.
+    """Return the seconds of a step with ZB-H1, ZB-H2, ZB-1p or ZB-2p.
 
     ZB-H1 and ZB-1p hold p micro-batches, ZB-H2 holds 2p - 1, which is optimal for F = B = W. ZB-2p is planned for the
     middle stage: it runs forwards until the first backward arrives, and W until the other stages are done, each at most
@@ -155,7 +156,9 @@ V_MIN = (
 
 
 def zero_bubble_v(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the longest span of a device in ZB-V (arXiv 2401.10241, section 6), with memory for p micro-batches.
+    """Return the longest time from the first to the last pass of a device in ZB-V, with memory for p micro-batches.
+
+    Source: arXiv 2401.10241, section 6.
 
     A device cannot end before its last B has reached the first device. Up to 2p deferred parts of W fill that time. If
     forward and backward differ in length, there are gaps in filling and draining. Deviation: 2.5 / 4 / 5%; 10% at m =
@@ -175,7 +178,7 @@ def zero_bubble_v(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def v_half(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of V-Half (arXiv 2405.15362), which needs half of the memory.
+    """Return the seconds of a step with V-Half (arXiv 2405.15362), which needs half of the memory of 1F1B.
 
     The limited memory delays steps unless W + 2B >= 2F >= 2B - W. Deviation: 3 / 4 / 3.5%; 11% for two devices.
     """
@@ -193,7 +196,7 @@ def v_half(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def v_min(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of V-Min (arXiv 2405.15362), which needs a third of the memory.
+    """Return the seconds of a step with V-Min (arXiv 2405.15362), which needs a third of the memory of 1F1B.
 
     Its devices are busy all the time only if F = B = W. Each p / 3 micro-batches take at least the time that one
     micro-batch needs to pass forward, or backward, through all p devices. With two devices, the memory allows slightly
@@ -217,7 +220,9 @@ def v_min(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def dualpipe(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of DualPipe (arXiv 2412.19437; bubble as in its repository), for even p and m >= 2p.
+    """Return the seconds of a step with DualPipe (arXiv 2412.19437), for even p and m >= 2p.
+
+    The bubble is that in DualPipe's repository.
 
     Half of the micro-batches start at each end of the pipeline. All but p + 1 pairs of a forward and a backward
     overlap. Deviation: 2.5 / 4.5 / 4%.
@@ -233,7 +238,9 @@ def dualpipe(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def dualpipe_v(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of DualPipeV for m >= 2p. It folds DualPipe so that parameters are not replicated.
+    """Return the seconds of a step with DualPipeV for m >= 2p.
+
+    DualPipeV folds DualPipe so that parameters are not replicated.
 
     Deviation: 1.5 / 4.5 / 4%.
     """
@@ -259,7 +266,7 @@ def _with_gaps(work: FloatArray, each: FloatArray, gaps: FloatArray, covered: Fl
 
 
 def _with_sends(times: StageTimes) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Return F, B, W including sends, and the latency of messages.
+    """Return the seconds of F, B and W of each stage, including sends, and the latency of messages in seconds.
 
     Devices send each micro-batch twice; the first and last device send it once.
     """
@@ -272,7 +279,7 @@ def _with_sends(times: StageTimes) -> tuple[FloatArray, FloatArray, FloatArray, 
 
 
 def _sum_before(stages: FloatArray) -> FloatArray:
-    """Return the sum over all previous stages, for each stage."""
+    """Return the sum of `stages` over all previous stages, for each stage."""
     total: FloatArray = np.cumsum(stages, axis=0) - stages
     return total
 
@@ -284,7 +291,7 @@ def _fill_and_drain(
     weight: FloatArray,
     latency: FloatArray,
 ) -> FloatArray:
-    """Return the seconds of filling and draining: the maximum of the linear forms of the stages' mean times."""
+    """Return the seconds of filling and draining: the maximum of linear functions of the stages' mean times."""
     p = float(len(forward))
     means = [x.mean(axis=0) for x in (forward, backward, weight)]
     longest = np.zeros_like(latency)

@@ -1,6 +1,6 @@
 """The stages of a pipeline: their layers, micro-batches in flight at the memory peak, parameters per rank, and flops.
 
-Parameters are by component. A test compares their numbers with modules that megatron-core 0.16 builds.
+Numbers of parameters are given by component. A test compares them with modules that megatron-core 0.16 builds.
 """
 
 from collections.abc import Sequence
@@ -57,8 +57,9 @@ class Stage(Part):
 
 
 def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Sequence[FloatArray] = ()) -> list[Stage]:
-    """Return the stages of each candidate that can have the largest peak, in order. Short pipelines repeat the last
-    one.
+    """Return the stages of each candidate that can have the largest memory peak, in order.
+
+    For short pipelines, the last stage is repeated.
 
     These are the first, the second and the last stage, each stage whose contents differ from the previous one, and
     `starts`, the first stages on other devices. Every other stage equals the previous one and stores fewer
@@ -102,8 +103,8 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     if options.splits is None or not number.any():
         part = _even(model, layout, index, options)
     else:
-        held = options.splits.contents[number, index.astype(np.int64)]
-        part = Part(*held.T)
+        fields = options.splits.contents[number, index.astype(np.int64)]
+        part = Part(*fields.T)
         if not number.all():
             part = pick((number > 0).astype(np.int64), [_even(model, layout, index, options), part])
     return stage_with(part, model, layout, index, options)
@@ -158,7 +159,7 @@ def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, opti
 def placed(model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]) -> tuple[Layout, Options]:
     """Return the layout and the options with the explicit layers of `stages`.
 
-    Only candidates with as many (virtual) stages change.
+    Only candidates that have as many (virtual) stages as `stages` change.
     """
     table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in stages], dtype=np.float64)
     before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
@@ -204,14 +205,14 @@ def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flig
     size, virtual, layers = layout.pipeline, layout.virtual, part.layers
     rounds = np.floor(flight / size)
     remaining = (flight - rounds * size) * virtual
-    each = np.floor(layers / virtual)
-    spread = remaining * each + np.minimum(remaining, (layers - each * virtual) * size)
-    before = virtual - 1.0
+    chunk_layers = np.floor(layers / virtual)
+    layers_in_flight = remaining * chunk_layers + np.minimum(remaining, (layers - chunk_layers * virtual) * size)
+    earlier_chunks = virtual - 1.0
     alone = (part.mtp == 0) & (model.mtp_num_layers > 0)  # the stage has the loss but not the early MTP
-    left = np.where(alone, 0.0, np.clip(layers - layers_before_last(model, layout), 0.0, layers))
-    current = np.minimum(remaining, before * size)
-    filled = current * (layers - left) / before + (remaining - current) * left
-    held_layers = rounds * size * layers + np.where(part.last > 0, filled, spread)
+    last_chunk = np.where(alone, 0.0, np.clip(layers - layers_before_last(model, layout), 0.0, layers))
+    current = np.minimum(remaining, earlier_chunks * size)
+    on_last = current * (layers - last_chunk) / earlier_chunks + (remaining - current) * last_chunk
+    held_layers = rounds * size * layers + np.where(part.last > 0, on_last, layers_in_flight)
     return held_layers / layers
 
 
@@ -332,9 +333,7 @@ def edge_parameters(
 
 
 def mtp_parameters(train: Training, layout: Layout) -> Parts:
-    """Return the numbers of weights of all multi-token prediction depths. Experts are separate. Source: megatron-core
-    0.16.
-    """
+    """Return the numbers of weights of all multi-token prediction depths, by component. Source: megatron-core 0.16."""
     model, depths = train.model, train.model.mtp_num_layers
     layer = layer_parameters(train, layout, moe=model.num_moe_experts is not None)
     extra_weights = 2 * model.hidden_size**2 / layout.tensor + 3 * model.hidden_size

@@ -1,4 +1,4 @@
-"""Bytes that the modules of a model (layers, embedding, head) store for a micro-batch, and need at their peaks.
+"""Bytes of activations of a model's modules (layers, embedding, head) for one micro-batch: stored, and at their peaks.
 
 Sources: the operators of megatron-core 0.16's layers, `gpt_model.py`, `tensor_parallel/cross_entropy.py` and
 `multi_token_prediction.py`; the tensors that transformer-engine 2.9 saves (`linear.py`, `layernorm_linear.py`,
@@ -233,7 +233,7 @@ def gathered_tokens(layout: Layout, sizes: Sizes) -> FloatArray:
 def _dispatch_bytes(
     layout: Layout, traffic: FloatArray, inputs: FloatArray, has_many: BoolArray, is_split: BoolArray
 ) -> FloatArray:
-    """Return the bytes of the tensors of dispatch and return while the experts' output is sent back.
+    """Return the bytes of the tensors of token dispatch and combine while the experts' output is sent back.
 
     They are the tokens sorted by expert, the tokens received from other ranks, the experts' output, and the output
     reordered or summed over ranks, but not the experts' input. A step that a layout does not need adds nothing.
@@ -276,8 +276,8 @@ def depths(
 
     The layer stores `layer_stored` bytes and needs `layer_peak` more at its peak. A depth also stores an embedding of
     all tokens, the inputs of two norms and their concatenated outputs, its output before and after a norm, and a copy.
-    Uniform recompute stores only inputs, and holds an output only as far as the stage's other `layers` and depths save
-    its bytes.
+    Uniform recompute stores only the inputs of depths. The output of a depth counts at most as many bytes as the other
+    `layers` and depths of the stage save.
     """
     depth_count = train.model.mtp_num_layers
     if not depth_count:
@@ -298,9 +298,7 @@ def depths(
 
 @dataclass(frozen=True, slots=True)
 class _Logits:
-    """Bytes of the logits of one loss: computed, stored, and the peaks of forward and backward above the stored
-    bytes.
-    """
+    """Bytes of the logits of one loss: computed, stored, and the peaks of forward and backward above `stored`."""
 
     computed: FloatArray
     stored: FloatArray

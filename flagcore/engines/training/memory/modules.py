@@ -1,8 +1,8 @@
 """Bytes that the modules of a layer store for one micro-batch, with the effects of selective recompute and offload.
 
-Saving more never increases the predicted memory: a saving adds at most as many bytes to the peak as the other layers in
-flight save. In Megatron it may increase: with one layer in flight, recompute holds a module's output and its recomputed
-tensors.
+More recompute or offload never increases the predicted memory: what it adds to the peak is limited to the bytes that
+the other layers in flight save. In Megatron it may increase: with one layer in flight, recompute holds a module's
+output and its recomputed tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flagcore.engines.transformer import attended
 class ExtraBytes:
     """Bytes that recompute or offload adds to a module's peak.
 
-    They are limited to `saved_per_layer` for each other layer in flight.
+    They are limited to `saved_per_layer` bytes for each other layer in flight.
     """
 
     bytes: FloatArray
@@ -48,7 +48,7 @@ class Module:
         return sum(self.tensors.values(), np.zeros(()))
 
     def only(self, rows: BoolArray) -> Module:
-        """Return this module for the candidates in `rows`, and an empty module for the others."""
+        """Return this module with zero bytes for the candidates for which `rows` is false."""
         tensors = {name: value * rows for name, value in self.tensors.items()}
         return Module(self.component, tensors, self.work * rows, self.extras)
 
@@ -183,9 +183,10 @@ def saving(
 ) -> list[Module]:
     """Return a layer's modules without their recomputed tensors and, if `on_host` is 1, without the `offloaded` ones.
 
-    If several of `recomputed` contain the same tensor, the first one applies. Recomputed tensors are not offloaded.
-    During backward, the offloaded tensors of one layer are on the device, because each tensor that is no longer needed
-    is replaced by the same tensor of the previous layer (megatron-core 0.16 `fine_grained_activation_offload.py`).
+    If several groups in `recomputed` contain the same tensor, the first group applies. Recomputed tensors are not
+    offloaded. During backward, the offloaded tensors of one layer are on the device, because each tensor that is no
+    longer needed is replaced by the same tensor of the previous layer (megatron-core 0.16
+    `fine_grained_activation_offload.py`).
     """
     remaining = [dict(module.tensors) for module in row]
     work = [module.work for module in row]
@@ -223,7 +224,7 @@ def _offload(
     offloaded: Collection[str],
     on_host: FloatArray | float,
 ) -> None:
-    """Change the stored tensors and the peaks of modules in place: offloaded bytes only count at the peaks."""
+    """Remove offloaded tensors from the modules' stored tensors in place, and add their bytes to the peaks."""
     offloaded_bytes = []
     for tensors in remaining:
         names = [name for name in tensors if name in offloaded]
@@ -239,7 +240,7 @@ def _offload(
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Peaks of a layer above its stored bytes: one for each module with savings, and the maximum of the others."""
+    """Peaks of a layer above its stored bytes: one per module with recompute or offload, and one for the rest."""
 
     without_savings: FloatArray
     saving: tuple[tuple[FloatArray, tuple[ExtraBytes, ...]], ...]

@@ -22,8 +22,9 @@ PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_a
 class Kinds:
     """The kinds of layers of a model, and what they store with recompute and offload, for each candidate.
 
-    `dense` and `moe` are layers without and with experts. `rows` are the modules of both, `entry` those of the
-    embedding, `head_row` those of the head. `recomputed` is 1 where selective recompute applies to a module.
+    `dense` is a layer without experts, `moe` a layer with experts. `rows` are the modules of both kinds, `entry` is the
+    module of the embedding, and `head_row` are the modules of the head. `recomputed` is 1 where selective recompute
+    applies to a module.
     """
 
     train: Training
@@ -55,13 +56,14 @@ class Kinds:
         return cls(train, layout, sizes, tuple(rows), *ends, recomputed, offloaded, layers[0], layers[-1], last)
 
     def stored_layers(self, offloaded: Collection[str] = (), on_host: FloatArray | float = 1.0) -> tuple[Layer, Layer]:
-        """Return what a layer without and one with experts store if the modules `offloaded` are sent to the host."""
-        found = _layers(self.train, self.sizes, self.rows, self.recomputed, offloaded, on_host)
-        return found[0], found[-1]
+        """Return the bytes of a layer without and of a layer with experts, with the tensors `offloaded` on the host."""
+        layers = _layers(self.train, self.sizes, self.rows, self.recomputed, offloaded, on_host)
+        return layers[0], layers[-1]
 
     def on(self, stage: Stage) -> tuple[Layer, Layer]:
-        """Return the layer without and the layer with experts on a stage. If `offload_stages` is empty, all stages
-        offload.
+        """Return the bytes of a layer without and of a layer with experts on a stage.
+
+        If `offload_stages` is empty, all stages offload.
         """
         stages = self.train.options.offload_stages
         if not self.offloaded or not stages:
@@ -69,8 +71,9 @@ class Kinds:
         return self.stored_layers(self.offloaded, np.isin(stage.index, stages).astype(np.float64))
 
     def ends(self, stage: Stage) -> Layer:
-        """Return the modules after the layers of a stage: multi-token prediction, which offloads nothing, and the
-        head.
+        """Return the bytes of the modules after the layers of a stage: multi-token prediction and the head.
+
+        Multi-token prediction offloads nothing.
         """
         train, depth = self.train, self.train.model.mtp_num_layers
         if not depth:
@@ -96,15 +99,15 @@ class Kinds:
         The result is 0 for other stages.
         """
         chunks = self.in_flight(stage) * self.layout.virtual
-        held = np.maximum(chunks - (self.layout.virtual - 1.0) * self.layout.pipeline, 1.0)
-        return np.where(_early(stage), held, 0.0)
+        chunks_in_flight = np.maximum(chunks - (self.layout.virtual - 1.0) * self.layout.pipeline, 1.0)
+        return np.where(_early(stage), chunks_in_flight, 0.0)
 
     def crossed(self, stage: Stage) -> BoolArray:
         """Return whether a forward pass of another micro-batch overlaps the backward pass, for each candidate."""
         return (stage.in_flight < self.layout.microbatches) & self.layout.pairs(self.train.model)
 
     def waiting(self, stage: Stage) -> FloatArray:
-        """Return the bytes that are stored only until the weight gradients are computed.
+        """Return the bytes of a stage that are stored after B and until the weight gradients (W) are computed.
 
         ZB-2p limits memory to 2p micro-batches.
         """
@@ -123,12 +126,12 @@ def _layers(
     offloaded: Collection[str],
     on_host: FloatArray | float = 1.0,
 ) -> list[Layer]:
-    tensors, found = recomputed_tensors(train, sizes, recomputed), []
+    tensors, layers = recomputed_tensors(train, sizes, recomputed), []
     for row in rows:
         split = len(row) - 1 if row[-1].component == "experts" else len(row) - 2
         front = split if train.options.overlap_expert_comm else 0
-        found.append(Layer.from_modules(saving(row, tensors, offloaded, on_host if offloaded else 0.0), front))
-    return found
+        layers.append(Layer.from_modules(saving(row, tensors, offloaded, on_host if offloaded else 0.0), front))
+    return layers
 
 
 def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray:
@@ -140,7 +143,7 @@ def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray
 
 @dataclass(frozen=True, slots=True)
 class StageActivations:
-    """The activations of a stage at the peak of forward and backward.
+    """The activations of a stage at the memory peak of forward and backward.
 
     `dense` and `moe` are the numbers of layers that store all their tensors. `inputs`: bytes of the inputs of
     recomputed layers. `stored`: bytes of all micro-batches in flight. `above`: bytes at the peak beyond `stored`.
@@ -213,8 +216,9 @@ class _Work:
 
     @classmethod
     def from_stage(cls, stage: Stage, kinds: Kinds) -> _Work:
-        """Return the layers of a stage. Uniform recompute in chunks of one layer is treated as one block of all
-        layers.
+        """Return the layers of a stage with their recompute.
+
+        Uniform recompute in chunks of one layer is treated as one block of all layers.
         """
         (dense, moe), layout, hidden = kinds.on(stage), kinds.layout, kinds.sizes.hidden
         chunk = np.maximum(stage.chunk, 1.0)
@@ -225,7 +229,9 @@ class _Work:
         return cls(layout, stage, dense, moe, chunk, block, least, hidden, plain)
 
     def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return the numbers of fully stored layers, without and with experts, and the input bytes of the others."""
+        """Return the numbers of fully stored layers, without and with experts, and the bytes of the other layers'
+        inputs.
+        """
         dense, moe = _whole(self.layout, self.stage, block)
         return dense, moe, (self.stage.layers - dense - moe) * self.input
 
@@ -241,8 +247,8 @@ class _Work:
 
     def in_chunks(self, inputs: FloatArray) -> FloatArray:
         """Return the peak with uniform recompute, including stored bytes. It is at most the peak without recompute."""
-        found = self.stage.in_flight * inputs + self.again(np.minimum(np.maximum(self.layout.uniform, 1.0), self.chunk))
-        return np.minimum(found, self._without())
+        peak = self.stage.in_flight * inputs + self.again(np.minimum(np.maximum(self.layout.uniform, 1.0), self.chunk))
+        return np.minimum(peak, self._without())
 
     def in_blocks(self) -> FloatArray:
         """Return the peak with block recompute, including stored bytes.
@@ -254,43 +260,48 @@ class _Work:
         at 0, or at the block itself.
         """
         repeated, virtual = self.again(np.ones_like(self.chunk)), self.layout.virtual
-        held = self.plain + self.hidden * (self.stage.last == 0)
+        backward_peak = self.plain + self.hidden * (self.stage.last == 0)
         none = np.zeros(())
 
-        def moment(block: FloatArray) -> FloatArray:
+        def peak(block: FloatArray) -> FloatArray:
             dense, moe, inputs = self.split(block)
             later = self.bytes(dense, moe, none) / virtual
-            above = np.maximum(np.where(self.chunk > block, held, 0.0), repeated - later)
+            above = np.maximum(np.where(self.chunk > block, backward_peak, 0.0), repeated - later)
             return self.stage.in_flight * self.bytes(dense, moe, inputs) + above
 
-        leading, behind = self.stage.dense / virtual, self.stage.moe / virtual
-        meet = leading + behind - (repeated - held) / np.maximum(self.moe.stored, 1.0)
-        depths = [meet]
+        leading, moe_layers = self.stage.dense / virtual, self.stage.moe / virtual
+        equal_depth = leading + moe_layers - (repeated - backward_peak) / np.maximum(self.moe.stored, 1.0)
+        depths = [equal_depth]
         if self.dense is not self.moe:
-            short = repeated - held - behind * self.moe.stored
-            depths = [np.maximum(meet, leading), leading, leading - short / np.maximum(self.dense.stored, 1.0)]
-        found = np.minimum(moment(self.block), self._without())
+            short_bytes = repeated - backward_peak - moe_layers * self.moe.stored
+            depths = [
+                np.maximum(equal_depth, leading),
+                leading,
+                leading - short_bytes / np.maximum(self.dense.stored, 1.0),
+            ]
+        least_peak = np.minimum(peak(self.block), self._without())
         for depth in depths:
-            found = np.minimum(found, moment(np.clip(depth, 0.0, np.minimum(self.block, self.chunk - 1.0))))
-        return found
+            least_peak = np.minimum(least_peak, peak(np.clip(depth, 0.0, np.minimum(self.block, self.chunk - 1.0))))
+        return least_peak
 
     def _without(self) -> FloatArray:
         return self.stage.in_flight * self.bytes(self.stage.dense, self.stage.moe, np.zeros(())) + self.plain
 
 
 def _early(stage: Stage) -> BoolArray:
-    """Return which candidates have early multi-token prediction on this stage: without the loss."""
+    """Return which candidates have multi-token prediction, but not the loss, on this stage."""
     is_early: BoolArray = (stage.mtp > 0) & (stage.last == 0)
     return is_early
 
 
 def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the numbers of layers, without and with experts, that follow the block at the start of each virtual
-    stage.
+    """Return the numbers of layers, without and with experts, that block recompute does not recompute.
+
+    `block` is the number of recomputed layers at the start of each virtual stage.
     """
-    again = np.minimum(block * layout.virtual, stage.layers)
-    dense = np.minimum(again, stage.dense)
-    return stage.dense - dense, stage.moe - (again - dense)
+    recomputed = np.minimum(block * layout.virtual, stage.layers)
+    dense = np.minimum(recomputed, stage.dense)
+    return stage.dense - dense, stage.moe - (recomputed - dense)
 
 
 def _backward(
@@ -301,31 +312,31 @@ def _backward(
     Backward begins with the last layer. When it reaches the leading dense layers, the later layers have been freed. If
     a forward pass overlaps, it has allocated the freed bytes again by then.
     """
-    whole = _whole(layout, stage, block)
-    first = dense.above(whole[0] * stage.in_flight, crossed)
+    stored_layers = _whole(layout, stage, block)
+    first = dense.above(stored_layers[0] * stage.in_flight, crossed)
     if dense is moe:
         return first
-    behind = np.minimum(stage.moe / layout.virtual, np.maximum(stage.chunk, 1.0)) * moe.stored
+    freed_bytes = np.minimum(stage.moe / layout.virtual, np.maximum(stage.chunk, 1.0)) * moe.stored
     if dense.crossing is not None:
-        behind = np.where(crossed & (stage.dense > 0), 0.0, behind)
-    last = np.where(stage.moe > 0, moe.above(whole[1] * stage.in_flight, crossed), first)
-    return np.where(stage.dense > 0, np.maximum(last, first - behind), last)
+        freed_bytes = np.where(crossed & (stage.dense > 0), 0.0, freed_bytes)
+    last = np.where(stage.moe > 0, moe.above(stored_layers[1] * stage.in_flight, crossed), first)
+    return np.where(stage.dense > 0, np.maximum(last, first - freed_bytes), last)
 
 
-def activation_parts(stage: Stage, kinds: Kinds, found: StageActivations) -> Parts:
+def activation_parts(stage: Stage, kinds: Kinds, activations: StageActivations) -> Parts:
     """Return the stored bytes of a stage's micro-batches, by component."""
     dense, moe = kinds.on(stage)
     parts: Parts = {}
-    add_parts(parts, dense.parts, found.dense * stage.in_flight)
-    add_parts(parts, moe.parts, found.moe * stage.in_flight)
-    add_parts(parts, {"norms": found.inputs}, stage.in_flight)
+    add_parts(parts, dense.parts, activations.dense * stage.in_flight)
+    add_parts(parts, moe.parts, activations.moe * stage.in_flight)
+    add_parts(parts, {"norms": activations.inputs}, stage.in_flight)
     add_parts(parts, kinds.ends(stage).parts, stage.last + kinds.early_in_flight(stage))
     add_parts(parts, {"embedding": kinds.entry.stored}, stage.first * stage.in_flight)
     return {**parts, "deferred_weight_gradients": kinds.waiting(stage)}
 
 
 def _schedule_tensors(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:
-    """Return the number of tensors between stages that the pipeline's loop still references.
+    """Return the number of tensors sent between stages that the pipeline's loop still references.
 
     There are two numbers: during a layer's backward, and at the loss. With 1F1B the tensors are the last sent gradient
     and, until a new graph replaces the old one, the last stage's previous input. With interleaved 1F1B there are about

@@ -98,7 +98,10 @@ def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, 
 
 
 def padding(layout: Layout, count: FloatArray, *, experts: bool) -> FloatArray:
-    """Return the number of elements that pad a distributed optimizer's buffer to a multiple of 128 and of its ranks."""
+    """Return the number of padding elements in a distributed optimizer's buffer.
+
+    The size of the buffer is a multiple of 128 and of the number of its ranks.
+    """
     ranks = (layout.expert_shards() if experts else layout.shards()).astype(np.int64)
     multiple = np.lcm(ranks, BUCKET_MULTIPLE)
     padding_elements = np.ceil(count / multiple) * multiple - count
@@ -154,7 +157,7 @@ def _gather_buffer(train: Training, layout: Layout, stage: Stage, sizes: Sizes, 
 def bytes_held_after_step(
     train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at_most: bool = False
 ) -> FloatArray:
-    """Return the bytes that stay allocated after a step. The next step frees them before its own peak.
+    """Return the bytes of activations that stay allocated after a step. The next step frees them before its own peak.
 
     These are the last input of each virtual stage with its gradient and, for each layer with experts, its routing. If
     the layer or its experts are recomputed, their input with its gradient is added. `at_most` assumes that all layers
@@ -257,7 +260,7 @@ class InUse(ArrayRecord):
 
 
 def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
-    """Return the memory of the worst stage.
+    """Return the memory in use of the worst stage of each candidate.
 
     The worst stage has the largest peak or, with several chip models, uses the largest share of its device's capacity.
     A stage with unknown capacity counts as full, so that no candidate is reported to fit by mistake. The peak is the
@@ -266,15 +269,15 @@ def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
     placement = Placement.from_layout(layout, costs)
     memories = stages_in_use(train, layout, costs, stages(train.model, layout, train.options, placement.starts))
     if len(costs.groups) == 1:
-        needed = np.stack([each.memory.peak for each in memories])
+        figures = np.stack([each.memory.peak for each in memories])
     else:
         share = np.stack([each.used for each in memories]) / np.stack([each.capacity for each in memories])
-        needed = np.where(np.isnan(share), 1.0, share)
-    return pick(np.argmax(needed, axis=0), memories)
+        figures = np.where(np.isnan(share), 1.0, share)
+    return pick(np.argmax(figures, axis=0), memories)
 
 
 def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stages: Sequence[Stage]) -> list[InUse]:
-    """Return the memory of each of `requested_stages`, for all candidates."""
+    """Return the memory in use of each stage in `requested_stages`, for all candidates."""
     placement, models = Placement.from_layout(layout, costs), [each.memory for each in costs.groups]
     workspaces = [np.array(model.workspace_bytes()) for model in models]
     capacities = [np.array(np.nan if (known := model.capacity_bytes()) is None else known) for model in models]
@@ -284,7 +287,10 @@ def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stage
         group_memory = [each.memory(stage_, size) for each, size in zip(estimates, workspaces, strict=True)]
         memory = placement.pick(stage_.index, group_memory)
         reserved = [model.reserved_bytes(memory.peak) for model in models]
-        used = [used_bytes(model, held, layout) for model, held in zip(models, reserved, strict=True)]
+        used = [
+            used_bytes(model, reserved_by_group, layout)
+            for model, reserved_by_group in zip(models, reserved, strict=True)
+        ]
         stage_values = [placement.pick(stage_.index, values) for values in (reserved, used, capacities)]
         memories.append(InUse(memory=memory, reserved=stage_values[0], used=stage_values[1], capacity=stage_values[2]))
     return memories
@@ -327,8 +333,8 @@ def component_table(
     """Return the parameters and bytes of each component of stage `index` of each candidate.
 
     Activations add up to `Memory.activation`, all other bytes to `Memory.static`. Three additional components are
-    `padding` of gradient buffers, `buffers` of the engine, and `backward`, the bytes of the peak above the stored
-    tensors.
+    `padding` (of gradient buffers), `buffers` (of the engine), and `backward` (the bytes of the peak above the stored
+    tensors).
     """
     table_stage = stage(train.model, layout, index, train.options)
     estimate = _Estimate.from_layout(train, layout)
@@ -367,8 +373,9 @@ def component_table(
 class _Estimate:
     """The data that an estimate of several stages shares.
 
-    `selective` is the estimate for the candidates `uniform` if selective recompute replaces full recompute of every
-    layer: full recompute must not be predicted to need more. It is None if there are no such candidates.
+    `selective` is an upper bound for the candidates `uniform`, which recompute every layer in full: the estimate with
+    selective recompute instead, because full recompute must not be predicted to need more memory. It is None if there
+    are no such candidates.
     """
 
     kinds: Kinds
@@ -409,9 +416,7 @@ class _Estimate:
         return total
 
     def parts(self, stage_: Stage) -> Parts:
-        """Return the activations by component. The bytes of the peak above the stored ones are the component
-        `backward`.
-        """
+        """Return the bytes of activations of a stage by component. `backward` is the peak above the stored bytes."""
         train, layout, activations = self.kinds.train, self.kinds.layout, stage_activations(stage_, self.kinds)
         states = states_of(train, layout, stage_parameters(train, layout, stage_))
         backward = self.activation(stage_) + gathered_bytes(train, layout, *states) - activations.stored
@@ -454,11 +459,11 @@ class _Estimate:
 
         It is the lower of two estimates: selective recompute with and without the module `moe`.
         """
-        modules, part, peaks = self.kinds.train.options.recompute_modules, stage_[rows], []
+        modules, stage_of_rows, peaks = self.kinds.train.options.recompute_modules, stage_[rows], []
         gathered = gathered if gathered.ndim == 0 else gathered[rows]
-        for fewer in {modules - {"moe"}, modules}:
-            other = self._with_selective(fewer, rows)
-            held = other.held_after_step(part) + step[rows]
-            peaks.append(np.maximum(held, other.activation(part) + gathered))
+        for recomputed_modules in {modules - {"moe"}, modules}:
+            other = self._with_selective(recomputed_modules, rows)
+            optimizer_peak = other.held_after_step(stage_of_rows) + step[rows]
+            peaks.append(np.maximum(optimizer_peak, other.activation(stage_of_rows) + gathered))
         least: FloatArray = np.minimum.reduce(peaks)
         return least

@@ -147,7 +147,7 @@ def _norm_and_residual(train: Training, layout: Layout, costs: Costs) -> tuple[F
 
 
 def _ffn_products(train: Training, costs: Costs, tokens: FloatArray, width: FloatArray) -> tuple[Linear, Linear]:
-    """Return the two linear layers of an FFN whose inner width on each rank is `width`."""
+    """Return the times of the two linear layers of an FFN whose inner width on each rank is `width`."""
     h, gate_factor = train.model.hidden_size, 2.0 if train.model.gated_linear_unit else 1.0
     return (
         linear(costs.kernels, tokens, h, gate_factor * width, train.precision),
@@ -195,9 +195,9 @@ def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[Floa
         )
         return _fused_core(train, layout, costs, shape, precision)
     scores = train.value_bytes * layout.micro_batch * heads * length**2 / layout.context
-    rows = layout.micro_batch * heads * length / layout.context
-    product = costs.kernels.gemm_seconds(rows, lengths, width, precision)
-    product = product + costs.kernels.gemm_seconds(rows, width, lengths, precision)
+    score_rows = layout.micro_batch * heads * length / layout.context
+    product = costs.kernels.gemm_seconds(score_rows, lengths, width, precision)
+    product = product + costs.kernels.gemm_seconds(score_rows, width, lengths, precision)
     traffic_s, traffic_back_s = costs.kernels.memory_seconds(7.0 * scores), costs.kernels.memory_seconds(9.5 * scores)
     return product + traffic_s, 2.0 * product + traffic_back_s
 

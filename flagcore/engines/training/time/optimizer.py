@@ -38,11 +38,11 @@ estimate: 200 GB/s of a socket, shared by 8 ranks."""
 
 @dataclass(frozen=True, slots=True)
 class AcrossGroups:
-    """Costs of hierarchical collectives among replicas on several node groups.
+    """Costs of hierarchical collectives over replicas on several node groups.
 
-    `here` replicas are in this group, whose costs are `inside`. Values are reduced inside each group, then `between`
-    the groups, where each rank sends its part over its own port, and gathered inside (FlagCX 0c72129,
-    `runner/c2c_algo.cc`). The group with the fewest replicas has the largest parts.
+    `here` is the number of replicas in this group, whose costs are `inside`. Values are reduced inside each group, then
+    `between` the groups, where each rank sends its shard over its own port, and then gathered inside each group (FlagCX
+    0c72129, `runner/c2c_algo.cc`). The group with the fewest replicas has the largest shards.
     """
 
     inside: CollectiveCosts
@@ -52,8 +52,8 @@ class AcrossGroups:
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
         here = as_integers(self.here)
         groups, distance = -(-ranks // here), here * stride
-        part = self.between.seconds(kind, payload_bytes / self.here, groups, distance)
-        return self.inside.seconds(kind, payload_bytes, here, stride) + part
+        between_seconds = self.between.seconds(kind, payload_bytes / self.here, groups, distance)
+        return self.inside.seconds(kind, payload_bytes, here, stride) + between_seconds
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
         return self.inside.compute_share(ranks, stride)
@@ -75,7 +75,8 @@ def reduction(layout: Layout, costs: Costs) -> tuple[Layout, CollectiveCosts]:
 def optimizer_time(
     train: Training, layout: Layout, costs: Costs, stage: Stage, params: tuple[FloatArray, FloatArray]
 ) -> FloatArray:
-    """Return the seconds of the optimizer step of a stage. `params` are its numbers of dense and of expert parameters.
+    """Return the seconds of the optimizer step of a stage. `params` are the stage's numbers of dense and of expert
+    parameters.
 
     Norms, Adam and copies cost memory traffic, and each tensor costs kernel launches.
     """

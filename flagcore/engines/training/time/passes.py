@@ -183,11 +183,11 @@ def context_collective(train: Training, layout: Layout, costs: Costs) -> FloatAr
     (DeepSpeed Ulysses, arXiv 2309.14509). Source of ring attention: arXiv 2310.01889.
     """
     query, key, value = widths(train.model)
-    rows = layout.micro_batch * train.sequence / layout.tensor
+    tokens = layout.micro_batch * train.sequence / layout.tensor
     if train.options.cp_comm == "a2a":
-        payload = train.value_bytes * (2.0 * query + key + value) * rows / layout.context
+        payload = train.value_bytes * (2.0 * query + key + value) * tokens / layout.context
         return collective(costs, "all_to_all", payload, layout.context, layout.tensor)
-    payload = train.value_bytes * (key + value) * rows
+    payload = train.value_bytes * (key + value) * tokens
     return collective(costs, "all_gather", payload, layout.context, layout.tensor)
 
 
@@ -216,8 +216,8 @@ def expert_dispatch(train: Training, layout: Layout, costs: Costs) -> FloatArray
 class Messages:
     """Seconds of point-to-point messages between neighbouring stages.
 
-    `inside` is the mean inside each node group, `between` the seconds across each border between two groups, and
-    `usual` the longest mean.
+    `inside` is the mean time of a message inside each node group, `between` the time of a message across each border
+    between two groups, and `usual` the longest mean.
     """
 
     usual: FloatArray

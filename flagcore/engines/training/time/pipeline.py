@@ -20,38 +20,46 @@ Source of the synchronisation: megatron-core 0.16 `p2p_communication.py`. Fitted
 
 
 def pipeline_time(
-    train: Training, layout: Layout, costs: Costs, placement: Placement, found: Sequence[Stage], times: list[StageTime]
+    train: Training,
+    layout: Layout,
+    costs: Costs,
+    placement: Placement,
+    representatives: Sequence[Stage],
+    times: list[StageTime],
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds until all stages have finished a step's micro-batches, and the seconds of one message.
 
-    `found` are representative stages in order, ending with the last stage. A stage that is not among them equals the
-    previous one.
+    `representatives` are stages of each candidate in order, ending with the last stage, and `times` their times. A
+    stage that is not among them equals the previous one.
     """
-    messages, blocking, send, mean_message = sends(train, layout, costs, placement, found[-1])
+    messages, blocking, send, mean_message = sends(train, layout, costs, placement, representatives[-1])
     total = layout.microbatches * times[-1].busy
     overlapped = overlapped_passes(train, times)
-    for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
-        rows = np.flatnonzero(layout.pipeline == length)
+    for pipeline_size in np.unique(layout.pipeline[layout.pipeline > 1.0]):
+        rows = np.flatnonzero(layout.pipeline == pipeline_size)
         layout_of_length = layout[rows]
-        places = _representatives(int(length), [stage.index[rows] for stage in found]) * rows.size
+        places = _representatives(int(pipeline_size), [stage.index[rows] for stage in representatives]) * rows.size
         places += np.arange(rows.size)
 
-        def of(values: list[FloatArray], rows: IntArray = rows, places: IntArray = places) -> FloatArray:
+        def of_stages(values: list[FloatArray], rows: IntArray = rows, places: IntArray = places) -> FloatArray:
             return np.concatenate([value.take(rows) for value in values]).take(places)
 
         name = train.options.schedule or "interleaved"
-        forward, backward = of([time.forward.total for time in times]), of([time.backward.total for time in times])
-        send_delays = messages.send_delays(int(length), rows, layout, placement)
+        forward, backward = (
+            of_stages([time.forward.total for time in times]),
+            of_stages([time.backward.total for time in times]),
+        )
+        send_delays = messages.send_delays(int(pipeline_size), rows, layout, placement)
         if send_delays is not None:
             forward, backward = forward + send_delays[0] * blocking[rows], backward + send_delays[1] * blocking[rows]
         stage_times = StageTimes(
             forward=forward,
             backward_input=backward,
-            backward_weight=of([time.weight for time in times]),
+            backward_weight=of_stages([time.weight for time in times]),
             send=send[rows],
             blocking=blocking[rows],
             weight_share=train.weight_share,
-            paired=of(overlapped) if overlapped else None,
+            paired=of_stages(overlapped) if overlapped else None,
         )
         total[rows] = makespan(name, stage_times, layout_of_length.microbatches, layout_of_length.virtual)
     return total, np.where(layout.pipeline > 1.0, mean_message, 0.0)
@@ -109,7 +117,7 @@ def overlapped_passes(train: Training, times: Sequence[StageTime]) -> list[Float
 
 
 def _representatives(length: int, indices: list[FloatArray]) -> IntArray:
-    """Return the index of the representative of each stage of a pipeline: (stages, candidates)."""
+    """Return the representative's index of each of the `length` stages of a pipeline, as (stages, candidates)."""
     numbers = np.full((length, indices[0].size), -1)
     for index in indices[:-1]:
         for stage in range(int(index.min()), length - 1):

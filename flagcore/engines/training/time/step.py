@@ -1,6 +1,6 @@
 """Time of a training step from the times of layers, stages, the pipeline, gradients and the optimizer.
 
-`Pace` returns the same seconds faster, for the search for splits.
+`Pace` computes the same seconds of a stage faster, for the search for splits of layers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Blocks:
     """The times of the model's parts for all candidates on each node group.
 
     They are computed once for each distinct combination of `LAYER_COUNTS`: `combinations` has one candidate per
-    combination, `parts` the parts of these candidates. `index` is the index of each candidate's combination.
+    combination, `parts` the times of the parts for these candidates. `index` is the index of each candidate's
+    combination.
     """
 
     combinations: tuple[Layout, ...]
@@ -91,16 +92,16 @@ class Blocks:
     @classmethod
     def from_layout(cls, train: Training, layout: Layout, costs: Costs) -> Blocks:
         layouts = Placement.from_layout(layout, costs).layouts
-        found = [distinct([getattr(each, name) for name in LAYER_COUNTS]) for each in layouts]
-        combinations = tuple(each[rows] for each, (rows, _) in zip(layouts, found, strict=True))
+        distinct_rows = [distinct([getattr(each, name) for name in LAYER_COUNTS]) for each in layouts]
+        combinations = tuple(each[rows] for each, (rows, _) in zip(layouts, distinct_rows, strict=True))
         parts = tuple(_parts(train, each, group) for each, group in zip(combinations, costs.groups, strict=True))
-        return cls(combinations, tuple(index for _, index in found), parts)
+        return cls(combinations, tuple(index for _, index in distinct_rows), parts)
 
     def __getitem__(self, rows: slice | IntArray) -> Blocks:
         return replace(self, index=tuple(each[rows] for each in self.index))
 
     def on(self, group: int) -> Parts:
-        """Return the parts of each candidate on the devices of node group `group`."""
+        """Return the times of the model's parts for each candidate on the devices of node group `group`."""
         return self.parts[group][self.index[group]]
 
 
@@ -240,17 +241,18 @@ def _timed(
 ) -> list[_Timed]:
     """Return the times of each stage, with the layout and the costs of the stage's node group."""
     meshes = [
-        (mesh, on, blocks.on(number)) for number, (mesh, on) in enumerate(zip(placement.layouts, groups, strict=True))
+        (mesh, costs, blocks.on(number))
+        for number, (mesh, costs) in enumerate(zip(placement.layouts, groups, strict=True))
     ]
-    found = []
-    for each in all_stages:
-        of_groups = []
-        for mesh, on, parts in meshes:
-            params = split_parameters(stage_parameters(train, mesh, each))
-            time = _stage_time(train, mesh, on, parts, each, params)
-            of_groups.append(_Timed(time, optimizer_time(train, mesh, on, each, params), *params))
-        found.append(placement.pick(each.index, of_groups))
-    return found
+    stage_times = []
+    for stage_ in all_stages:
+        times_by_group = []
+        for mesh, costs, parts in meshes:
+            params = split_parameters(stage_parameters(train, mesh, stage_))
+            time = _stage_time(train, mesh, costs, parts, stage_, params)
+            times_by_group.append(_Timed(time, optimizer_time(train, mesh, costs, stage_, params), *params))
+        stage_times.append(placement.pick(stage_.index, times_by_group))
+    return stage_times
 
 
 def _stage_time(
@@ -315,7 +317,10 @@ def launch_wait(
 
 
 def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, window: FloatArray) -> FloatArray:
-    """Return the seconds that a pass of one micro-batch waits for copies of activations to or from the host."""
+    """Return the seconds that a pass of one micro-batch waits for copies of activations to or from the host.
+
+    `window` is the time of the pass, which the copies overlap.
+    """
     if not train.options.offload_modules:
         return np.zeros_like(window)
     return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, stage)) - window, 0.0)
@@ -337,7 +342,7 @@ class _Passes(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class _Blocks(ArrayRecord):
-    """Passes through the parts of a model.
+    """Seconds and kernel launches of the passes through each part of a model.
 
     `layer` is an MoE layer if the model has any, `leading_layer` a leading dense layer, and `mtp` multi-token
     prediction without its layers. `once_s` is added once per stage, in seconds. `recomputed_layers` is the number of
