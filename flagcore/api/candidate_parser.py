@@ -32,7 +32,7 @@ def parse_candidate(text: str, problem: Problem) -> tuple[dict[str, IntArray], f
         value, listed = given_values.get(axis.knob), (*axis.values, axis.neutral, *axis.extra_values)
         if isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed:
             raise UsageError(
-                _("{knob} = {value} is not a size; {values}", knob=axis.knob, value=value, values=values_of(axis))
+                _("{knob} = {value} is not a valid size; {values}", knob=axis.knob, value=value, values=values_of(axis))
             )
     fixed_values = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
     try:

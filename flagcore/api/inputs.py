@@ -278,8 +278,8 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
     if not needs_launcher or (isinstance(work, TrainSpec) and work.command is not None):
         return spec
     launchers = ((name, launcher(name)) for name in names(LAUNCHERS))
-    found = (name for name, each in launchers if each.has_allocation())
-    return replace(spec, launcher=next(found, spec.launcher))
+    allocated = (name for name, each in launchers if each.has_allocation())
+    return replace(spec, launcher=next(allocated, spec.launcher))
 
 
 def _with_hosts(spec: Spec) -> Spec:

@@ -174,7 +174,7 @@ def no_best_error(run: Run) -> FlagError:
         return RunError(text)
     shown = RunData.from_json(run.data, run.folder, called=str(run.folder), knobs=run.knobs)
     errors = {INTERRUPTED: RunError, UNMEASURED: EveryTrialFailed, FINISHED: NothingFits}
-    text = _("{where} has no best: {reason}", where=run.folder, reason=no_best(shown))
+    text = _("{where} has no best configuration: {reason}", where=run.folder, reason=no_best(shown))
     return errors[state_of_ended(shown)](text)
 
 

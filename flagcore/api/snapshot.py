@@ -232,8 +232,8 @@ def _observations(
     group_costs = costs(task.cluster, plugins, task.spec.work.engine)
     platform = Platform(task=task, workload=workload, costs=group_costs)
     legal = legality(platform)
-    each = [candidate_columns(platform, candidate) for _, candidate, _ in members]
-    columns = {knob: np.concatenate([one_row[knob] for one_row in each]) for knob in each[0]}
+    encoded = [candidate_columns(platform, candidate) for _, candidate, _ in members]
+    columns = {knob: np.concatenate([one_row[knob] for one_row in encoded]) for knob in encoded[0]}
     columns = canonical(columns, legal.merges)
     predictions = predict_columns(platform, columns)
     known_features = features(legal.axes, columns, predictions, workload.sizes(engine_task(task), columns))

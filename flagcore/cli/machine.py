@@ -162,7 +162,7 @@ def plugins_check(targets: tuple[str, ...], everything: bool, form: str) -> None
     Each plugin runs in its own process. Exit status: 0 if all checks passed, 4 otherwise.
     """
     if everything and targets:
-        raise click.UsageError(_("--all and names are mutually exclusive"))
+        raise click.UsageError(_("--all and names of plugins are mutually exclusive"))
     from flagcore.errors import NoDevice
 
     with _extra_testing():

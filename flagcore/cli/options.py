@@ -107,7 +107,7 @@ def settings(argument: str = "spec") -> Callable[[F], F]:
 
 
 objective = click.option(
-    "--objective", metavar="NAME", help=N_("Optimize this instead of the objective in the spec, such as cost.")
+    "--objective", metavar="NAME", help=N_("Optimize this figure, such as cost, instead of the objective in the spec.")
 )
 
 
@@ -153,7 +153,7 @@ def _with_tree(
     if config_path is None or config_name is None:
         raise click.UsageError(_("--config-path and --config-name must be used together"))
     if spec and "=" not in spec and not spec.startswith("~"):
-        raise click.UsageError(_("{name!r} is not an override (a.b=c); --config-path replaces SPEC", name=spec))
+        raise click.UsageError(_("{name!r} is not an override such as a.b=c; --config-path replaces SPEC", name=spec))
     config = api.read_tree(Path(config_path), config_name, [*filter(None, [spec]), *overrides])
     print_notes(config.notes)
     try:

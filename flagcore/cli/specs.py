@@ -158,7 +158,7 @@ def config_command(context: click.Context, /, directory: Path, config_name: str,
 @click.command()
 @click.argument("recipe", metavar="RECIPE", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@options.chip(N_("Chip of the cluster [default: that in the name of the recipe, or detected]."))
+@options.chip(N_("Chip of the cluster [default: the chip in the name of the recipe, or the detected one]."))
 @options.new_file
 @click.pass_context
 def recipe_command(context: click.Context, /, recipe: Path, **given: Any) -> None:

@@ -39,10 +39,11 @@ class ImportNote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A program that is started: its words, literal variables, devices per host (None: unknown), hosts and copies.
+    """A program that a command or file starts: its words, its environment variables with known values, the devices per
+    host (None if unknown), the number of hosts, and the number of copies.
 
-    `version` is that of the image's tag. `script` is the script that contains the command, and `job` are the variables
-    that the batch system sets for it.
+    `version`: the engine release in the tag of the container image. `script`: the script that contains the command.
+    `job`: the environment variables that the batch system sets for the script.
     """
 
     words: tuple[str, ...] = ()
@@ -67,7 +68,9 @@ class ImportedSpec:
     file: str = ""
 
     def translate_error(self, error: SpecError) -> SpecError:
-        """Return an error about the spec as an error about the imported file. By default, it is unchanged."""
+        """Return an error about a key of the spec as an error about the key of the imported file. By default, it is
+        unchanged.
+        """
         return error
 
 
@@ -230,7 +233,7 @@ def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
     """
     groups, support = platform.task.cluster.groups, platform.support
     if len(groups) > 1:
-        raise UsageError(_("a job for several kinds of chips is not supported: all pods are equal"))
+        raise UsageError(_("a job for several kinds of chips is not supported: all its pods request the same devices"))
     group: NodeGroup = groups[0]
     if support.shared_devices:
         return {"cpu": devices}

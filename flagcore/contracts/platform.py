@@ -32,7 +32,7 @@ class MemoryModel(Protocol):
     """
 
     def capacity_bytes(self) -> float | None:
-        """Return the memory that a trial may use on one device, or None if unknown."""
+        """Return the bytes that a trial may use on one device, or None if unknown."""
 
     def workspace_bytes(self) -> float:
         """Return the size of the matrix library's workspace for one host thread."""
@@ -109,7 +109,8 @@ class CollectiveCosts(Protocol):
     """The times of collectives between devices in seconds."""
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return the time of one collective in a group of `ranks` devices that are `stride` devices apart.
+        """Return the time of one collective in a group of `ranks` devices that are `stride` devices apart. The arrays
+        broadcast.
 
         `kind`: all_reduce, all_gather, reduce_scatter, all_to_all or send.
         `payload_bytes`: for a send, the size of the message. For an all-to-all, the size of a rank's tensor before it.
@@ -152,7 +153,7 @@ class PruningRule(Protocol):
     message: str
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
-        """Return True for each candidate to remove.
+        """Return a boolean array: True for each candidate to remove.
 
         Called with blocks of candidates. The answer for a candidate must not depend on the others in its block.
         """
@@ -309,7 +310,7 @@ class Platform:
         return replace(self, task=replace(self.task, spec=spec), devices=())
 
     def prepared(self, planned: Launch) -> Launch:
-        """Return `planned` with the environment variables of plugins and of the spec.
+        """Return the launch `planned` with the environment variables of plugins and of the spec.
 
         With several node groups, each host gets the variables of its own chip, and SLOTS and KIND are replaced in the
         command. A host also gets the variables that the spec sets for it.
@@ -339,7 +340,7 @@ class Platform:
         return replace(planned, argv=argv, environment=environment)
 
     def limited(self, planned: Launch, limit: TimeLimit) -> Launch:
-        """Return `planned` with the time, memory and disk limits of a trial."""
+        """Return the launch `planned` with the time, memory and disk limits of a trial."""
         return replace(
             planned,
             timeout_seconds=limit.seconds,

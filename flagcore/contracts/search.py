@@ -21,7 +21,7 @@ from flagcore.domain.trial import RunEvent, Trial
 class Problem:
     """The search problem of a spec.
 
-    `predictions`: predictions of all candidates of `space`.
+    `predictions`: the predictions of all candidates, in the order of the rows of `space`.
     `rules`: the pruning rules of the engine and of plugins.
     `pruned`: the candidates that are removed, by `rules` and by what the search has learned from trials so far.
     `knobs`: the knobs of the engine and of plugins, by name.

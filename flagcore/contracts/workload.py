@@ -96,14 +96,15 @@ class Workload(ABC):
         return ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return which candidates certainly need at least as much memory as `candidate`, for any model.
+        """Return a boolean array: which candidates in `columns` certainly need at least as much memory as `candidate`,
+        for any model.
 
         By default none.
         """
         return _no_row(columns)
 
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return which candidates certainly take at least as long as `candidate`, for any model. By default none."""
+        """Return a boolean array: which candidates certainly take at least as long as `candidate`. By default none."""
         return _no_row(columns)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
@@ -125,7 +126,7 @@ class Workload(ABC):
         return {}
 
     def device_counts(self, task: Task, columns: Columns) -> IntArray:
-        """Return the number of devices that each candidate uses. By default all devices of the cluster."""
+        """Return the number of devices of each candidate, as an array. By default all devices of the cluster."""
         return np.full(_rows(columns), task.cluster.devices, dtype=np.int64)
 
     # Completing a spec
@@ -151,7 +152,7 @@ class Workload(ABC):
         return platform
 
     def assumed(self, task: Task, candidate: Candidate) -> Mapping[str, SettingValue]:
-        """Return the settings that `as_in_production` assumed and that are legal with `candidate`. By default none."""
+        """Return those settings that `as_in_production` set and that are legal with `candidate`. By default none."""
         return {}
 
     def as_installed(self, platform: Platform) -> Platform:
@@ -179,7 +180,7 @@ class Workload(ABC):
         return platform
 
     def values_alone(self, task: Task, group: int) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        """Return the knob values with which the node group with index `group` may be the fastest without the others.
+        """Return the values to search, by knob, if the job runs only on the node group with index `group`.
 
         `task`: a task with derived values in its space.
 
@@ -188,9 +189,10 @@ class Workload(ABC):
         return {}
 
     def splits(self, task: Task, columns: Columns) -> Mapping[str, BoolArray]:
-        """Return which candidates divide the work over node groups in which way, by the engine's name of the way.
+        """Return the candidates that divide the work over several node groups, by the way in which they divide it. A
+        key is the engine's name of the way. Its value is a boolean array with one element per candidate.
 
-        Candidates on one node group are in no way. By default the result is empty.
+        Candidates on one node group are False in all arrays. By default the result is empty.
         """
         return {}
 
@@ -223,9 +225,9 @@ class Workload(ABC):
     """The names that reports show for model components and measured step parts."""
 
     def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
-        """Return parameters and bytes by model component. By default none.
+        """Return the parameters and bytes of each model component, with one element per candidate. By default none.
 
-        `stages`: the pipeline stage to describe, one for each candidate.
+        `stages`: the index of the pipeline stage to describe, one element per candidate.
         """
         return {}
 

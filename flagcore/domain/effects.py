@@ -94,7 +94,7 @@ def environment_of(effects: Sequence[Effect]) -> dict[str, str]:
 def rows_by_effects(task: Task, columns: Columns) -> Iterator[tuple[list[Effect], Columns, IntArray]]:
     """Group candidates by their values of the knobs with effects.
 
-    Yields the effects, the columns and the row numbers of each group.
+    Yields for each group: the effects of its values, the columns of its candidates, and their row numbers in `columns`.
     """
     axes = plugin_axes(task)
     if not axes:
@@ -106,7 +106,7 @@ def rows_by_effects(task: Task, columns: Columns) -> Iterator[tuple[list[Effect]
 
 
 def plugin_columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Encode one candidate's `values` of the knobs with effects as one-row columns."""
+    """Return one-row columns of the knobs with effects, encoded from one candidate's `values`."""
     axes = plugin_axes(task)
     return {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))], dtype=np.int64) for axis in axes}
 
@@ -167,7 +167,9 @@ def _scale_time(predictions: Predictions, part: str, factor: Factor) -> Predicti
 
 
 def _scale_figure(name: str, values: FloatArray, factor: Factor) -> FloatArray:
-    """Return a server's figure for iterations that take `factor` times as long: rates fall, latencies rise."""
+    """Return a server's figure `name` if iterations take `factor` times as long: rates are divided by it, latencies
+    multiplied.
+    """
     if name in RATES:
         return values / factor.value
     return values * factor.value if name.partition(".")[0] in LATENCIES else values
@@ -304,7 +306,7 @@ def _merge(axes: Sequence[Axis], cases: _Cases[Merge]) -> Merge:
 
 
 def _by_codes(axes: Sequence[Axis], cases: _Cases[T]) -> tuple[tuple[str, ...], dict[tuple[int, ...], T]]:
-    """Return the knobs on which a rule or merge depends, and which one applies to each combination of their codes."""
+    """Return the knobs that select a rule or merge, and the selected one for each combination of the knobs' codes."""
     relevant = _relevant_axes(axes, cases)
     codes = {values: tuple(axes[index].encode(values[index]) for index in relevant) for values in cases}
     by_codes = {codes[values]: each for values, each in cases.items() if each}
@@ -314,7 +316,7 @@ def _by_codes(axes: Sequence[Axis], cases: _Cases[T]) -> tuple[tuple[str, ...], 
 def _cases_of(
     columns: Columns, names: Sequence[str], by_codes: Mapping[tuple[int, ...], T]
 ) -> Iterator[tuple[T, IntArray, Columns]]:
-    """Yield each rule or merge with the numbers of the rows to which it applies, and the columns of these rows."""
+    """Yield each rule or merge, the row numbers of the candidates to which it applies, and their columns."""
     for codes, rows in rows_by_codes(columns, names):
         if codes in by_codes:
             yield by_codes[codes], rows, {name: column[rows] for name, column in columns.items()}

@@ -93,7 +93,7 @@ class EngineSupport:
     """Whether and how an engine runs on a chip.
 
     `device_type`: the name of the device in torch. Without it, candidates can be predicted but not run.
-    `distributed_backend`: the name of its backend in torch.distributed, with the same effect.
+    `distributed_backend`: the name of the device's backend in torch.distributed. It is also needed to run candidates.
     `preload`: modules to import before the first tensor is created.
     `shared_devices`: whether several processes may use one device, and devices use the memory of the machine, as on a
     CPU.
@@ -143,7 +143,7 @@ def without_devices(support: EngineSupport, variables: Mapping[str, str]) -> dic
 
 
 def has_common_library(groups: Sequence[NodeGroup], supports: Sequence[EngineSupport]) -> bool:
-    """Return whether one collective library connects the devices of all node groups.
+    """Return whether at least one collective library supports the devices of all node groups.
 
     `supports`: the engine support on each group's chip, in the order of `groups`.
     """

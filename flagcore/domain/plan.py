@@ -101,11 +101,11 @@ def price_per_device_hour(task: Task) -> float | None:
     """
     cluster = task.spec.cluster
     prices = [group.price_per_device_hour for group in cluster.groups or (cluster,)]
-    known = [price for price in prices if price is not None]
-    if len(known) < len(prices):
+    known_prices = [price for price in prices if price is not None]
+    if len(known_prices) < len(prices):
         return None
     counts = [group.devices for group in task.cluster.groups]
-    return sum(price * count for price, count in zip(known, counts, strict=True)) / sum(counts)
+    return sum(price * count for price, count in zip(known_prices, counts, strict=True)) / sum(counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

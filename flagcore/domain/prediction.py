@@ -102,20 +102,20 @@ class Predictions:
 
     @property
     def share_in_use(self) -> FloatArray:
-        """The memory in use as a share of the capacity. NaN if the capacity is unknown."""
+        """The memory in use of each candidate as a share of the capacity. NaN if the capacity is unknown."""
         capacity = np.nan if self.capacity_bytes is None else self.capacity_bytes
         share: FloatArray = self.device_used_bytes / capacity
         return share
 
     @property
     def fits(self) -> BoolArray:
-        """Whether each candidate fits into the memory. True if the capacity is unknown."""
+        """A boolean array: whether each candidate fits into device memory. True if the capacity is unknown."""
         if self.capacity_bytes is None:
             return np.ones(self.device_used_bytes.shape, dtype=np.bool_)
         return (self.device_used_bytes <= self.capacity_bytes) | np.isnan(self.capacity_bytes)
 
     def keeps_limits(self, limits: Mapping[str, float]) -> BoolArray:
-        """Return whether each candidate meets the limits. Unknown figures are assumed to meet them.
+        """Return a boolean array: whether each candidate meets the limits. Unknown figures are assumed to meet them.
 
         `limits`: upper bounds by the names of figures.
         """
@@ -158,7 +158,7 @@ class Predictions:
         return self._changed(lambda array: array[rows])
 
     def _changed(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Predictions:
-        """Return predictions in which `change` is applied to each array."""
+        """Return the predictions after applying the function `change` to each array."""
         fields: dict[str, Any] = {name: change(getattr(self, name)) for name in self._array_fields()}
         for mapping in _BY_NAME:
             fields[mapping] = {name: change(part) for name, part in getattr(self, mapping).items()}
@@ -168,8 +168,8 @@ class Predictions:
     def join(cls, parts: Iterable[Predictions], rows: int | None = None) -> Predictions:
         """Concatenate the predictions of consecutive chunks of candidates.
 
-        `rows`: the total number of candidates. If it is given, `parts` may be a generator, and only one chunk is held
-        in memory at a time.
+        `parts`: the predictions of each chunk. `rows`: the total number of candidates. If it is given, `parts` may be a
+        generator, and only one chunk is held in memory at a time.
         """
         if rows is None:
             parts = list(parts)
@@ -282,7 +282,7 @@ class Passes:
 
 
 def longest(pipelines: Sequence[Passes]) -> float | None:
-    """Return the predicted seconds of the slowest pipeline, or None if the time of a pipeline is unknown."""
+    """Return the predicted seconds of the slowest pipeline, or None if the time of any pipeline is unknown."""
     seconds = [each.predicted_s for each in pipelines if each.predicted_s]
     return max(seconds) if seconds and len(seconds) == len(pipelines) else None
 
@@ -363,7 +363,7 @@ class Observations:
 
     @classmethod
     def join(cls, parts: Sequence[Observations]) -> Observations:
-        """Concatenate observations."""
+        """Concatenate the observations of several sets of trials."""
         nonempty = [each for each in parts if len(each)]
         if not nonempty:
             return cls.empty()
@@ -380,7 +380,7 @@ class PastMeasurements:
 
     @classmethod
     def empty(cls) -> PastMeasurements:
-        """Return the measurements for a chip and engine without other tasks."""
+        """Return empty measurements, for a chip and engine that no other task has used."""
         return cls(time=Observations.empty(), memory=Observations.empty())
 
 

@@ -61,7 +61,7 @@ class Pruned:
 class SearchState:
     """The trials of a search so far.
 
-    `by_candidate`: the last trial of each candidate, not counting repeats.
+    `by_candidate`: the trial that counts as the result of each candidate; see `flagcore.tuner.stages.rank.learn`.
     `best`: the trial of the candidate with the highest median speed among those that meet the limits.
     `fastest`: the trial of the candidate with the highest median speed, whether it meets the limits or not.
     `probes`: trials of a lower fidelity.
@@ -135,7 +135,7 @@ class SearchState:
 
     @property
     def finalists(self) -> tuple[Trial, ...]:
-        """The trials to repeat: the measured baseline, the best and the fastest rivals, in this order.
+        """One trial of each candidate to repeat: the measured baseline, the best and the fastest rivals, in this order.
 
         There are no duplicates. Empty if there is no best.
         """
@@ -167,8 +167,8 @@ def overheads(control: Control, trials: Iterable[Trial]) -> list[float]:
 
     Trials for which this is unknown are skipped.
     """
-    found = (trial.overhead_s(control.train_iters, control.warmup_iters) for trial in trials)
-    return [seconds for seconds in found if seconds is not None]
+    overheads_s = (trial.overhead_s(control.train_iters, control.warmup_iters) for trial in trials)
+    return [seconds for seconds in overheads_s if seconds is not None]
 
 
 def speed(trial: Trial) -> float:
@@ -205,7 +205,8 @@ def noise(runs: Sequence[Trial]) -> float:
 def significant(slowdown: float, first_runs: Sequence[Trial], second_runs: Sequence[Trial]) -> bool:
     """Return whether the difference between two candidates exceeds their noise.
 
-    `slowdown`: the relative difference of their step times, such as 2.0 if the slower one takes three times as long.
+    `slowdown`: the step time of the slower candidate over that of the faster one, minus one. `first_runs` and
+    `second_runs`: the measured runs of each candidate.
 
     The slowdown is compared with the larger noise of the two candidates, divided by the square root of the smaller
     number of runs.
@@ -255,7 +256,8 @@ FAILED_STATES = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
 
 
 def stop_reason(control: Control, search_state: SearchState, elapsed: float, pending: int = 0) -> str | None:
-    """Return why the search stops, or None if it continues. Time is reserved for one more trial and for repeats.
+    """Return the reason why the search stops, or None if it continues. Time is reserved for one more trial and for
+    repeats.
 
     `elapsed`: seconds since the start of the search.
     `pending`: the number of trials that are running.
@@ -268,8 +270,8 @@ def stop_reason(control: Control, search_state: SearchState, elapsed: float, pen
     if control.max_time is None:
         return None
     measured = [(trial.duration_s, trial.measurement) for trial in trials if trial.state is TrialState.MEASURED]
-    needed = [seconds * (SHORTEST if each and each.few_steps else 1.0) for seconds, each in measured]
-    reserved = max(needed, default=0.0) + repeats_seconds(control, search_state)
+    trial_seconds = [seconds * (SHORTEST if each and each.few_steps else 1.0) for seconds, each in measured]
+    reserved = max(trial_seconds, default=0.0) + repeats_seconds(control, search_state)
     left = control.max_time - elapsed
     return Message("max_time = {seconds:g} s reached", seconds=control.max_time) if left <= reserved else None
 

@@ -82,7 +82,7 @@ class Rule:
 
     `knobs`: the names of the knobs that the rule depends on.
     `message`: the rule in one line, with the names of its knobs.
-    `broken`: a function of columns that returns True for each candidate that breaks the rule.
+    `broken`: a function that takes columns and returns a boolean array: True for each candidate that breaks the rule.
     """
 
     name: str
@@ -96,8 +96,8 @@ class Merge:
     """A merge of equivalent candidates into one.
 
     `knobs`: the names of the knobs that the merge depends on.
-    `canonical`: a function of columns that returns the values that the engine actually uses, for some of `knobs`.
-    Candidates that become equal are counted as merged.
+    `canonical`: a function that takes columns and returns new columns for some of `knobs`: the values that the engine
+    actually uses. Candidates that become equal are counted as merged.
     """
 
     name: str
@@ -194,7 +194,7 @@ def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
 def decode(
     rows: IntArray, codes: Sequence[IntArray], knobs: Sequence[str], wanted: Collection[str] | None = None
 ) -> dict[str, IntArray]:
-    """Convert mixed-radix numbers (see `Space`), in which the first knob varies fastest, to columns.
+    """Convert `rows`, which are mixed-radix numbers (see `Space`), to columns. The first knob varies fastest.
 
     `wanted`: the knobs whose columns are returned. None means all.
     """

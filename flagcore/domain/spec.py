@@ -42,8 +42,8 @@ class ClusterSpec:
 
     `groups`: node groups with different chips or speeds, in the order of their ranks. If there are any, all other
     fields are unused except `hosts` (in the same order), `host_envs`, and `nodes`, which is the number of hosts.
-    `envs`, `name`, `speed`: of a group: its environment variables, its name (empty means the name of its chip), and its
-    speed relative to the chip.
+    `envs`, `name`, `speed`: only for an item of `groups`: the group's environment variables, its name (empty means the
+    name of its chip), and the speed of its devices relative to the chip.
     `host_envs`: environment variables of single hosts, by host.
     `spares`: the number of spare hosts, which are the last ones of `hosts`. They replace hosts that fail.
     `min_nodes`: if no spare is left, trials run on at least this number of nodes. None means on all nodes.
@@ -173,7 +173,7 @@ class Spec:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of nodes on which trials may run if hosts are lost, in ascending order.
+        """The allowed node counts of trials after hosts are lost, in ascending order.
 
         The global batch shrinks in proportion. Numbers for which it would not be an integer are skipped.
         """
@@ -314,7 +314,8 @@ def objective_value(objective: str, seconds: float, measured: Measurement | None
 
 
 def pareto(first: FloatArray, second: FloatArray) -> IntArray:
-    """Return the indices of the Pareto-optimal points, sorted by descending `first`.
+    """Return the indices of the Pareto-optimal points, sorted by descending `first`. Both arrays have one element per
+    point.
 
     For these points, no other point has a higher `first` and a higher `second`. Points with NaN are skipped.
     """

@@ -73,7 +73,7 @@ class Measurement:
 
     Probes and shortened trials:
 
-    - `modelled_s`: the part of the step time that was not measured.
+    - `modelled_s`: the seconds of the step time that were predicted instead of measured.
     - `low_s`, `high_s`: the bounds of the 80% interval of the step time.
     - `scaled_from`: the measured time of a shortened step, from which all other times are scaled to whole steps. None
       if the steps were whole.
@@ -149,8 +149,7 @@ class Shortened:
     `low`, `high`: the bounds of the 80% interval of `scale`.
     `nodes`, `of_nodes`: the number of nodes of the trial, and of the whole job. 0 if the trial uses all nodes.
     `more_bytes`: the additional memory in use of a device on fewer nodes.
-    `own`: on fewer nodes, half the width of the interval relative to the time, without the part that all candidates
-    share.
+    `own`: on fewer nodes, half the width of the relative interval, without the error that all candidates share.
     """
 
     global_batch_size: int
@@ -207,7 +206,7 @@ class Trial:
     - `finished_steps_s`: if the trial ended before its last step, the times of its finished steps, scaled to whole
       steps. On an accelerator, the first step is excluded, because it compiles kernels.
     - `silent_s`: if the trial hung, the seconds between its last finished step and its end.
-    - `telemetry`: the telemetry of a trial without a measurement.
+    - `telemetry`: the mean device figures of a trial without a measurement, by name.
     """
 
     number: int
@@ -279,7 +278,7 @@ class Trial:
 
     @property
     def interval(self) -> float:
-        """Half the width of the relative 80% interval of the step time, without the part that all candidates share.
+        """Half the width of the relative 80% interval of the step time, without the error that all candidates share.
 
         0 if the steps were whole and not too few.
         """
@@ -289,7 +288,7 @@ class Trial:
 
     @property
     def step_seen_s(self) -> float | None:
-        """The measured seconds of a whole step, or the median of the finished steps. None if no step finished."""
+        """The measured seconds of a step, or else the median of the finished steps. None if no step finished."""
         if self.measurement:
             return self.measurement.step_time_s
         return median(self.finished_steps_s) if self.finished_steps_s else None

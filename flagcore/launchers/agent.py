@@ -57,15 +57,15 @@ class Mirror:
 
     def pieces(self, most: int) -> list[dict[str, Any]]:
         """Return messages with the new content, at most about `most` bytes of it."""
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         for folder, _, names in os.walk(self.folder):
             for name in sorted(names):
                 path = os.path.join(folder, name)
                 with contextlib.suppress(OSError):
                     while most > 0 and (piece := self._next(path)):
-                        found.append(piece)
+                        messages.append(piece)
                         most -= PIECE_BYTES
-        return found
+        return messages
 
     def skip(self, path: str) -> None:
         """Do not send an existing file until its content changes."""

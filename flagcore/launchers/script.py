@@ -50,7 +50,7 @@ def start_script(job: ExportJob) -> str:
 def batch_script(job: ExportJob) -> str:
     """Return a bash script that starts a job on all nodes of a Slurm job, with one task per node.
 
-    Outside Slurm, it starts a single node, and NODE_RANK and MASTER_ADDR say which.
+    Outside Slurm, it starts one node, whose rank is in NODE_RANK.
     """
     environment = without_devices(job.platform.support, job.launch.environment)  # Slurm assigns the devices
     job = replace(job, launch=replace(job.launch, environment=environment))

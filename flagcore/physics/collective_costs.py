@@ -128,7 +128,9 @@ class Collectives:
         object.__setattr__(self, "measured", {kind: index for kind, (index, _) in grids.items()})
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return the time of one collective. It is 0 for one rank, and NaN if a level that it uses is unknown."""
+        """Return the seconds of one collective, as `CollectiveCosts.seconds`. NaN if the rate of a level that it uses
+        is unknown.
+        """
         count = np.asarray(ranks, dtype=np.float64)
         if not self.topology.levels:
             return np.where(count * np.ones_like(payload_bytes) > 1.0, np.nan, 0.0)
@@ -162,7 +164,9 @@ class Collectives:
         return share
 
     def _members(self, count: FloatArray, stride: IntArray) -> list[FloatArray]:
-        """Return, for each level, how many ranks of a group are in one of its blocks. The last level has all ranks."""
+        """Return, for each level, the number of a group's ranks in one block of the level. On the last level, it is all
+        ranks.
+        """
         sizes = [level.devices for level in self.topology.levels[:-1]]
         total = count if count.shape == np.shape(stride) else count * np.ones(np.shape(stride))
         return [np.minimum(np.maximum(np.floor(size / stride), 1.0), total) for size in sizes] + [total]
@@ -186,7 +190,7 @@ class Collectives:
         return np.where(outer > inner, sent * payload_bytes / rate, 0.0)
 
     def _crossing_startup(self, kind: str, index: int, members: list[FloatArray]) -> FloatArray:
-        """Return the start-up time of the level `index`: a tree's for an all-reduce, else a ring's."""
+        """Return the start-up time of the level `index`: that of a tree for an all-reduce, else that of a ring."""
         level, innermost = self.topology.levels[index], self.topology.levels[0]
         outer, inner = members[index], members[index - 1]
         blocks = np.maximum(np.ceil(outer / inner), 1.0)

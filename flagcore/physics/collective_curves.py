@@ -36,7 +36,7 @@ PEER_SECONDS = 1e-6
 
 
 def smooth(startup: FloatArray, transfer: FloatArray) -> FloatArray:
-    """Return the time of a collective from its start-up time and its transfer time."""
+    """Return the seconds of a collective, given its start-up time and its transfer time in seconds."""
     return startup + transfer + SMOOTHING * np.sqrt(startup * transfer)
 
 

@@ -82,7 +82,7 @@ def with_slowdown(kernels: KernelCosts, slowdown: float, *, launches: float = 1.
 
 
 def _first_known(sources: Sequence[C], seconds_of: Callable[[C], FloatArray]) -> FloatArray:
-    """Return each time from the first source that knows it. NaN remains where no source does."""
+    """Return an array of times. Each is taken from the first source that knows it, and is NaN if no source does."""
     seconds = seconds_of(sources[0])
     for costs in sources[1:]:
         missing = np.isnan(seconds)

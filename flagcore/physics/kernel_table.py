@@ -231,7 +231,7 @@ class Correction:
     factors: FloatArray
 
     def __call__(self, *sizes: FloatArray) -> FloatArray:
-        """Return the factors at some sizes, given as one array per axis. The arrays broadcast."""
+        """Return the correction factors at the given sizes: one array per axis. The arrays broadcast."""
         strides = [prod(self.factors.shape[index + 1 :]) for index in range(len(self.axes))]
         table, shares = self.factors.ravel(), []
         start: IntArray | int = 0
@@ -255,7 +255,7 @@ class Correction:
 def learn_grid(axes: tuple[Axis, Axis, Axis], sizes: FloatArray, residuals: FloatArray) -> Correction:
     """Learn correction factors over three sizes from measured kernels.
 
-    `sizes`: one row of three sizes per kernel.
+    `sizes`: an array of shape (kernels, 3).
     `residuals`: the logarithm of measured over modelled time of each kernel.
 
     The method is simple kriging: a Gaussian process with mean 0 and a covariance that decays exponentially along each
@@ -287,7 +287,7 @@ def learn_line(axis: Axis, sizes: FloatArray, residuals: FloatArray) -> Correcti
 
 
 def octaves(sizes: FloatArray) -> FloatArray:
-    """Return log2 of `sizes`, but linear between powers of two."""
+    """Return the positions of `sizes` on a logarithmic axis: log2 at powers of two, and linear between them."""
     bits = np.asarray(sizes, dtype=np.float64).view(np.int64)
     power: FloatArray = bits.astype(np.float64) * (1.0 / (1 << MANTISSA)) - 1023.0
     return power

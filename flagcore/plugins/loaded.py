@@ -99,8 +99,8 @@ class LoadedPlugins:
         key = tuple(sorted((variables or {}).items()))
         if key not in self._devices:
             environment = {**os.environ, **dict(key)}
-            found = (device for plugin in self.plugins for device in self._devices_of(plugin, environment))
-            self._devices[key] = tuple(found)
+            detected = (device for plugin in self.plugins for device in self._devices_of(plugin, environment))
+            self._devices[key] = tuple(detected)
         return self._devices[key]
 
     def finder(self, device: Device) -> str | None:
@@ -186,13 +186,13 @@ class LoadedPlugins:
     def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]:
         """Return the knobs of all plugins. If several knobs have the same name, the first is used."""
         about = {"chip": chip, "engine": engine, "engine_version": engine_version}
-        found = [knob for knobs in self._all([chip], "flagcore_knobs", validation.knobs, **about) for knob in knobs]
-        return tuple({knob.name: knob for knob in reversed(found)}.values())[::-1]
+        all_knobs = [knob for knobs in self._all([chip], "flagcore_knobs", validation.knobs, **about) for knob in knobs]
+        return tuple({knob.name: knob for knob in reversed(all_knobs)}.values())[::-1]
 
     def knobs_on_any_chip(self, engine: str) -> tuple[Knob, ...]:
         """Return the knobs that plugins add to `engine` on at least one chip, one per name, sorted by name."""
-        found = {knob.name: knob for chip in self.chips() for knob in self.knobs(chip, engine)}
-        return tuple(found[name] for name in sorted(found))
+        knob_by_name = {knob.name: knob for chip in self.chips() for knob in self.knobs(chip, engine)}
+        return tuple(knob_by_name[name] for name in sorted(knob_by_name))
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
         """Return the engine support of the first plugin that knows it, or one with the support UNKNOWN."""
@@ -284,8 +284,8 @@ def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
     excluded = {*disabled, *os.environ.get(DISABLE_VARIABLE, "").split(",")}
     excluded = {name.strip() for name in excluded} - {""}
     unknown = [_unknown_plugin(name, points) for name in sorted(excluded - {*points})]
-    found = [_plugin(name, partial(load_only, each), each) for name, each in points.items() if name not in excluded]
-    return LoadedPlugins([*unreadable, *unknown, *found])
+    loaded = [_plugin(name, partial(load_only, each), each) for name, each in points.items() if name not in excluded]
+    return LoadedPlugins([*unreadable, *unknown, *loaded])
 
 
 def _plugin(name: str, load: Callable[[], object], points: Sequence[EntryPoint] = ()) -> Plugin | PluginFailure:

@@ -29,13 +29,13 @@ from flagcore.errors import NoDevice
 
 
 class BadPlugin(Exception):
-    """A plugin does not implement the hooks correctly. `stage` is the stage of the `PluginFailure`."""
+    """The error of a plugin that does not implement the hooks correctly. `stage`: as in `PluginFailure`."""
 
     stage = "check"
 
 
 class Clash(BadPlugin):
-    """Several distributions contain a plugin with the same name."""
+    """The error for several distributions that contain a plugin with the same name."""
 
     stage = "discover"
 

@@ -70,8 +70,8 @@ class CandidateReport(Notebook):
     - `requested`: its knobs if another, equivalent `candidate` is reported.
     - `state`: ILLEGAL, OUTSIDE, REMOVED, RAN or OPEN.
     - `because`: the reasons for the state.
-    - `rules`: the rules behind it, each with `rule`, `message`, the `values` that it uses, and the `trial` of a learned
-      rule.
+    - `rules`: the rules that cause the state, each with `rule`, `message`, the `values` that it uses, and the `trial`
+      of a learned rule.
     - `predicted`: the prediction, or None for an illegal candidate.
     - `believed`: the prediction corrected by trials.
     - `trials`: the trials of the candidate.

@@ -239,7 +239,7 @@ def time_text(data: Mapping[str, Any]) -> str:
 
 
 def bottleneck_text(predicted: Mapping[str, Any]) -> str:
-    """Return what limits a predicted training step, with its share. Empty if this or the time is unknown."""
+    """Return the bottleneck of a predicted training step, with its share. Empty if the bottleneck is unknown."""
     name, time = predicted.get("limit"), predicted.get("time") or {}
     if name == "memory":
         memory = predicted["memory"]

@@ -184,9 +184,11 @@ IF_KNOWN = {"if_known": True}
 def as_data(value: Any) -> Any:
     """Return a dataclass as plain data, with the dataclasses in its fields. A field `knobs` is left out."""
     if is_dataclass(value):
-        known = {each.name: getattr(value, each.name) for each in fields(value) if each.name != "knobs"}
-        left_out = {each.name for each in fields(value) if each.metadata == IF_KNOWN and known[each.name] is None}
-        return {name: as_data(each) for name, each in known.items() if name not in left_out}
+        field_values = {each.name: getattr(value, each.name) for each in fields(value) if each.name != "knobs"}
+        left_out = {
+            each.name for each in fields(value) if each.metadata == IF_KNOWN and field_values[each.name] is None
+        }
+        return {name: as_data(each) for name, each in field_values.items() if name not in left_out}
     if isinstance(value, Mapping):
         return {name: as_data(each) for name, each in value.items()}
     return [as_data(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -120,8 +120,9 @@ def trial(each: Trial) -> dict[str, Any]:
     - `warm`: Whether it was forked from a process that had imported its modules.
     - `time_limit`: `seconds`, `because` (the origin of the limit), and `target_s`, after which the trial ends with
       fewer steps (null: only at its limit). Null for trials that flagcore did not run.
-    - `shortened`: `global_batch_size` of a shortened step, `whole` that of a whole step, `scale` from one time to the
-      other with its 80% interval `low` to `high`. Null if the steps were whole.
+    - `shortened`: `global_batch_size` of a shortened step, `whole` that of a whole step, and `scale`, the predicted
+      time of a whole step over that of a shortened step, with its 80% interval `low` to `high`. Null if the steps were
+      whole.
     - `predicted`: The prediction before it ran.
     - `cost`: Of `baseline` and `best`: the cost figures of `predicted`, from the measured time if there is one.
     - `measured`: The measurement, or null.
@@ -212,8 +213,8 @@ def read_trial(data: Mapping[str, Any]) -> Trial:
 
 def _read_measured(data: Mapping[str, Any]) -> Measurement:
     step = data["step_time_s"]
-    known: dict[str, Any] = {field: int(data[name] * GIB) for name, field in SIZES.items() if name in data}
-    known |= {field: step[name] for name, field in STEPS.items() if name in step}
+    optional_fields: dict[str, Any] = {field: int(data[name] * GIB) for name, field in SIZES.items() if name in data}
+    optional_fields |= {field: step[name] for name, field in STEPS.items() if name in step}
     names = ("effective", "versions", "telemetry", "few_steps", "partial")
     return Measurement(
         step_times_s=tuple(step.get("steps") or ()),
@@ -227,7 +228,7 @@ def _read_measured(data: Mapping[str, Any]) -> Measurement:
         points=tuple(_flat(point) for point in data.get("points") or ()),
         broken=tuple(data.get("broken") or ()),
         **{name: data[name] for name in names if name in data},
-        **known,
+        **optional_fields,
     )
 
 
@@ -306,11 +307,11 @@ def front(plan: Plan) -> list[Mapping[str, Any]]:
 
 def slow_devices(plan: Plan) -> dict[str, list[int]]:
     """Return the warnings about slow devices without their figures, each with the numbers of its trials."""
-    found: dict[str, list[int]] = {}
+    trials_by_device: dict[str, list[int]] = {}
     for each in (*plan.trials, *plan.repeats):
         for line in each.measurement.slow if each.measurement else ():
-            found.setdefault(re.split(" (?:takes|runs) ", line)[0], []).append(each.number)
-    return found
+            trials_by_device.setdefault(re.split(" (?:takes|runs) ", line)[0], []).append(each.number)
+    return trials_by_device
 
 
 def _medians(plan: Plan) -> Iterator[dict[str, Any]]:

@@ -176,7 +176,7 @@ def candidate_line(name: str, record: Mapping[str, Any], knobs: Knobs) -> str:
 
 
 def _excess(memory: Mapping[str, Any]) -> str:
-    """Return that a prediction exceeds the memory, and whether the excess is within the error of predictions."""
+    """Return a phrase for a prediction that does not fit in memory, or an empty string for one that fits."""
     if memory.get("fits") is not False:
         return ""
     if memory["device_used_gib"] <= memory["capacity_gib"] * (1.0 + MEMORY_ERROR):
@@ -266,7 +266,7 @@ def limits_text(limits: Mapping[str, float]) -> str:
 
 
 def slo_text(missed: Mapping[str, float]) -> str:
-    """Return as text that a prediction meets the latency limits, or the figures that exceed them."""
+    """Return the text for a prediction: that it meets the latency limits, or the figures that exceed them."""
     return ", ".join(_("{name} too high", name=latency_name(name)) for name in missed) or _("kept")
 
 
@@ -300,18 +300,18 @@ def _slow_trials(plan: Plan) -> list[str]:
     """Return a note on trials without enough time for all their steps, and one on what slowed the machine down."""
     trials = [each for each in (*plan.trials, *plan.repeats) if not each.source]
     cut = [each for each in trials if each.finished_steps_s or (each.measurement and each.measurement.few_steps)]
-    found = []
+    slow_notes = []
     if cut:
         pairs = [(each.step_seen_s, each.predicted_step_s) for each in cut]
         ratios = [seen / predicted for seen, predicted in pairs if seen and predicted]
-        found.append(f"{len(cut)} of {len(trials)} trials had no time for all their steps")
+        slow_notes.append(f"{len(cut)} of {len(trials)} trials had no time for all their steps")
         if ratios:
-            found[0] += f"; a step took {median(ratios):.2g} times as long as predicted (median)"
+            slow_notes[0] += f"; a step took {median(ratios):.2g} times as long as predicted (median)"
     readings = [each.measurement.telemetry if each.measurement else each.telemetry for each in trials]
     means = {name: fmean(each[name] for each in readings if name in each) for name in {*chain(*readings)}}
     if slow := list(disturbances(means)):
-        found.append(f"during trials, {'; '.join(slow)}: results may differ on an idle machine")
-    return found
+        slow_notes.append(f"during trials, {'; '.join(slow)}: results may differ on an idle machine")
+    return slow_notes
 
 
 def load_text(point: Mapping[str, Any]) -> str:

@@ -231,9 +231,9 @@ def _assigned(groups: Sequence[GroupSection], lines: Sequence[HostLine]) -> tupl
     to the group whose `name` (by default its chip) is the type of the host. Hosts without a type fill the groups in
     order. Raises SpecError if the numbers do not match, or if a host belongs to no group.
     """
-    left, assigned, hosts = list(lines), list[GroupSection](), list[str]()
+    unassigned, assigned, hosts = list(lines), list[GroupSection](), list[str]()
     for place, group in enumerate(groups):
-        group_lines = [line for line in left if line.kind in ("", group.name or group.chip)]
+        group_lines = [line for line in unassigned if line.kind in ("", group.name or group.chip)]
         if "nodes" in group.model_fields_set:
             group_lines = group_lines[: group.nodes]
         numbers = {"nodes": len(group_lines), **_slots(group_lines)}
@@ -243,12 +243,15 @@ def _assigned(groups: Sequence[GroupSection], lines: Sequence[HostLine]) -> tupl
                 problem = f"must be {number}, as in cluster.hostfile" if number else "has no host in cluster.hostfile"
                 fix = f"add `type={group.name or group.chip}` to its hosts, or leave {key} out"
                 raise spec_error(("groups", place, key), problem, value=value, fix=fix)
-        left = [line for line in left if line not in group_lines]
+        unassigned = [line for line in unassigned if line not in group_lines]
         assigned.append(group.model_copy(update=numbers))
         hosts += [line.host for line in group_lines]
-    if left:
-        problem, fix = f"has the host {left[0].host}, which is in no group", "remove it, or add a group for its type"
-        raise spec_error("hostfile", problem, value=left[0].kind or left[0].host, fix=fix)
+    if unassigned:
+        problem, fix = (
+            f"has the host {unassigned[0].host}, which is in no group",
+            "remove it, or add a group for its type",
+        )
+        raise spec_error("hostfile", problem, value=unassigned[0].kind or unassigned[0].host, fix=fix)
     return assigned, hosts
 
 

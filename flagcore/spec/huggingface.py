@@ -147,14 +147,16 @@ class Config(BaseModel):
             problem = f"must be num_hidden_layers = {self.num_hidden_layers} kinds"
             raise spec_error("layer_types", problem, value=len(types), fix="list the kind of each layer")
         windowed, linear = types.count(WINDOWED), types.count(LINEAR)
-        found: dict[str, Any] = {}
+        layer_fields: dict[str, Any] = {}
         if self.index_n_heads and self.index_head_dim and self.index_topk:
-            found["indexer"] = Indexer(heads=self.index_n_heads, head_dim=self.index_head_dim, top_k=self.index_topk)
+            layer_fields["indexer"] = Indexer(
+                heads=self.index_n_heads, head_dim=self.index_head_dim, top_k=self.index_topk
+            )
         if windowed and self.sliding_window:
-            found["windows"] = Windows(num_layers=windowed, tokens=self.sliding_window)
+            layer_fields["windows"] = Windows(num_layers=windowed, tokens=self.sliding_window)
         if linear:
-            found["linear_attention"] = LinearAttention(num_layers=linear, **self._linear_sizes())
-        return found
+            layer_fields["linear_attention"] = LinearAttention(num_layers=linear, **self._linear_sizes())
+        return layer_fields
 
     def _linear_sizes(self) -> dict[str, int]:
         names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")

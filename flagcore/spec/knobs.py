@@ -79,14 +79,14 @@ def settings_section(knobs: tuple[Knob, ...]) -> type[Section]:
 
 def space_of(section: Section, knobs: Sequence[Knob]) -> dict[str, str | tuple[KnobValue, ...]]:
     """Return the values of each knob in a validated space, without duplicates, or "auto"."""
-    by_name, found = {knob.name: knob for knob in knobs}, dict[str, str | tuple[KnobValue, ...]]()
+    by_name, space = {knob.name: knob for knob in knobs}, dict[str, str | tuple[KnobValue, ...]]()
     for name, value in section.model_dump().items():
         if (by_name[name].effects or by_name[name].comparable) and name not in section.model_fields_set:
             continue  # knobs with effects, and settings, are searched only if the spec's space names them
         values = value if isinstance(value, list) else [value]
         parsed = (_parsed(by_name[name], each) for each in values if each != AUTO)
-        found[name] = AUTO if value == AUTO else tuple(dict.fromkeys(parsed))
-    return found
+        space[name] = AUTO if value == AUTO else tuple(dict.fromkeys(parsed))
+    return space
 
 
 def candidate_of(section: Section, knobs: Sequence[Knob], *, settings: bool) -> dict[str, KnobValue]:
@@ -156,13 +156,13 @@ def serving_types(knobs: Iterable[Knob], *, listed: bool) -> list[tuple[Knob, An
 
     `listed`: whether the type also accepts lists of values and `auto`, as in a space.
     """
-    found: dict[str, tuple[Knob, Any]] = {}
+    types_by_name: dict[str, tuple[Knob, Any]] = {}
     for knob in knobs:
         kind = _listed(_value_type(knob) | None) if listed else _value_type(knob) | None
         for name in knob.names:
-            known = found.get(name)
-            found[name] = (replace(knob, name=name), kind if known is None else known[1] | kind)
-    return list(found.values())
+            earlier = types_by_name.get(name)
+            types_by_name[name] = (replace(knob, name=name), kind if earlier is None else earlier[1] | kind)
+    return list(types_by_name.values())
 
 
 def serving_values(
@@ -173,7 +173,7 @@ def serving_values(
     Raises SpecError with all invalid values, and all knobs that are given under two names.
     """
     by_name = {name: knob for knob in knobs for name in knob.names}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     given_names: dict[str, str] = {}
     problems: list[SpecError] = []
     for name, value in given.items():
@@ -188,10 +188,10 @@ def serving_values(
                     knob.parse(each, "")
             except SpecError as error:
                 problems.append(spec_error(path, error.problem, value=error.value, fix=error.fix))
-        found[name] = tuple(dict.fromkeys(value)) if isinstance(value, list) else value
+        values[name] = tuple(dict.fromkeys(value)) if isinstance(value, list) else value
     if problems:
         raise join_errors(problems)
-    return found
+    return values
 
 
 def section_of(name: str, doc: str, rows: Sequence[tuple[Knob, Any, Any]]) -> type[Section]:

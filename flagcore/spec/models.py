@@ -92,15 +92,15 @@ def gguf_shape(path: str) -> dict[str, Any]:
     Raises SpecError if the file is not a GGUF file or lacks a size, or NoDevice if the gguf package is not installed.
     """
     header = _header(path)
-    found: dict[str, Any] = {key: header.size(name) for key, name in _SIZES.items()}
-    found["num_query_groups"] = header.size("attention.head_count_kv", found["num_attention_heads"])
-    found["kv_channels"] = header.size("attention.key_length", found["hidden_size"] // found["num_attention_heads"])
-    found["vocab_size"] = header.vocabulary()
-    found["gated_linear_unit"] = header.has("ffn_gate") or header.has("ffn_gate_exps") or header.arch == "phi3"
-    found["untie_embeddings_and_output_weights"] = "output.weight" in header.tensors
-    found["qk_layernorm"] = header.has("attn_q_norm")
-    found["add_qkv_bias"] = header.has("attn_q", "bias") or header.has("attn_qkv", "bias")
-    return found | _experts(header, found) | _latent(header, found)
+    shape: dict[str, Any] = {key: header.size(name) for key, name in _SIZES.items()}
+    shape["num_query_groups"] = header.size("attention.head_count_kv", shape["num_attention_heads"])
+    shape["kv_channels"] = header.size("attention.key_length", shape["hidden_size"] // shape["num_attention_heads"])
+    shape["vocab_size"] = header.vocabulary()
+    shape["gated_linear_unit"] = header.has("ffn_gate") or header.has("ffn_gate_exps") or header.arch == "phi3"
+    shape["untie_embeddings_and_output_weights"] = "output.weight" in header.tensors
+    shape["qk_layernorm"] = header.has("attn_q_norm")
+    shape["add_qkv_bias"] = header.has("attn_q", "bias") or header.has("attn_qkv", "bias")
+    return shape | _experts(header, shape) | _latent(header, shape)
 
 
 def context_length(path: str) -> int:

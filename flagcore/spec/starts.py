@@ -51,11 +51,11 @@ def starts_of(
 
     `images`: the entry points of known images, by repository, or by repository and the start of a tag.
     """
-    found: Iterable[Start]
+    starts: Iterable[Start]
     if text is None:
-        found = [Start(words=tuple(words))]
+        starts = [Start(words=tuple(words))]
     elif re.search(r"^\[Service\]", text, re.MULTILINE):
-        found = _unit(text)
+        starts = _unit(text)
     elif _MANIFEST.match(text):
         if re.search(r"^services:", text, re.MULTILINE):
             text = _COMPOSE_VARIABLE.sub(lambda m: m[1] or os.environ.get(m[2] or m[4]) or m[3] or "", text)
@@ -63,11 +63,11 @@ def starts_of(
             documents = list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
         except yaml.YAMLError as error:
             raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
-        found = [start for each in documents for start in (*_services(each, images), *_pods(each, images))]
+        starts = [start for each in documents for start in (*_services(each, images), *_pods(each, images))]
     else:
         script, (job, hosts, devices) = tuple(words) or ("bash", "-c", text), _batch(text, directory)
-        found = [Start(words=script, job=job, hosts=hosts, devices=devices)]
-    for start in found:
+        starts = [Start(words=script, job=job, hosts=hosts, devices=devices)]
+    for start in starts:
         yield from _inner(start, images, directory)
 
 
@@ -119,7 +119,7 @@ def _container_run(start: Start, words: Sequence[str], images: Mapping[str, Sequ
 
 
 def _container(start: Start, image: str, entry: Any, args: Any, images: Mapping[str, Sequence[str]]) -> Start:
-    """Return `start` with the words and the version of a container: its entry point, or that of the image."""
+    """Return `start` with the command of a container, and with the engine release in the tag of its image."""
     path, _at, _digest = image.partition("@")
     repository, _colon, tag = path.rpartition(":") if ":" in path.rpartition("/")[2] else (path, "", "")
     program: Sequence[str] = _words(entry)
@@ -133,7 +133,7 @@ def _container(start: Start, image: str, entry: Any, args: Any, images: Mapping[
 
 
 def _filled(words: Iterable[str], pattern: str, values: Mapping[str, str]) -> tuple[str, ...]:
-    """Return words with known variables replaced. The group of `pattern` is the name of a variable."""
+    """Return `words` with each match of `pattern` replaced by the value of the variable that its group names."""
     return tuple(re.sub(pattern, lambda each: values.get(each[1], each[0]), word) for word in words)
 
 
@@ -153,7 +153,7 @@ def _services(document: Any, images: Mapping[str, Sequence[str]]) -> Iterator[St
 
 
 def _pods(node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, instances: int = 1) -> Iterator[Start]:
-    """Yield the containers of a manifest, with the hosts and the copies of their pods."""
+    """Yield the containers of a manifest, each with its pod's number of hosts and number of copies."""
     if isinstance(node, list):
         for each in node:
             yield from _pods(each, images, hosts=hosts, instances=instances)
@@ -194,7 +194,7 @@ def _unit(text: str) -> Iterator[Start]:
 
 
 def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
-    """Return the variables that Slurm sets for a batch script, its hosts, and its devices per host."""
+    """Return a batch script's variables that Slurm sets, its number of hosts, and its number of devices per host."""
     options = dict[str, str]()
     for line in _BATCH_LINE.findall(text):
         words = shlex.split(line, comments=True)
@@ -210,9 +210,9 @@ def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
     hosts = _number(options.get("nodes", "1").rpartition("-")[2]) or 1
     tasks = _number(options.get("ntasks-per-node")) or -(-(_number(options.get("ntasks")) or hosts) // hosts)
     per_node = options.get("gpus-per-node") or re.sub(r"^(?!gpu).*|,.*", "", options.get("gres", ""))
-    given = {name: _number(options.get(name, "").rpartition(":")[2]) for name in ("gpus", "gpus-per-task")}
+    gpu_counts = {name: _number(options.get(name, "").rpartition(":")[2]) for name in ("gpus", "gpus-per-task")}
     devices = _number(per_node.rpartition(":")[2])
-    devices = devices or (given["gpus"] or 0) // hosts or (given["gpus-per-task"] or 0) * tasks or None
+    devices = devices or (gpu_counts["gpus"] or 0) // hosts or (gpu_counts["gpus-per-task"] or 0) * tasks or None
     variables = {
         **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), hosts),
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks * hosts),
@@ -228,7 +228,7 @@ def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
 
 
 def _variables(entries: Any) -> dict[str, str]:
-    """Return the literal variables of a mapping, a list of NAME=VALUE, or a manifest's list."""
+    """Return the environment variables with literal values in a mapping, a list of NAME=VALUE, or a manifest's list."""
     if isinstance(entries, Mapping):
         pairs: Iterable[tuple[Any, Any]] = entries.items()
     else:
@@ -248,9 +248,9 @@ def split_words(text: str) -> list[str]:
     try:
         return shlex.split(text.replace("\\\n", " "))
     except ValueError as error:
-        raise UsageError(_("the command cannot be read: {reason}", reason=error)) from None
+        raise UsageError(_("the command cannot be split into words: {reason}", reason=error)) from None
 
 
 def _number(value: Any) -> int | None:
-    """Return a positive number of a file, which may be a text; None for others, such as `all`."""
+    """Return a number or text as a positive integer, or None for other values, such as `all`."""
     return int(value) if str(value).isdecimal() and int(value) > 0 else None

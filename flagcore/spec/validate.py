@@ -207,14 +207,14 @@ def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: st
     sections = {path[:size] for path in kinds for size in range(len(path))}
     paths = [path for path in kinds if path not in sections and kinds[path] != "rule"]
     paths.sort(key=lambda path: kinds[path] != "extra_forbidden")
-    found: list[SpecError] = []
+    errors: list[SpecError] = []
     suggested: set[KeyPath] = set()
     for path in paths:
         if path in suggested:
             continue
-        if len(found) == MAX_PROBLEMS:
+        if len(errors) == MAX_PROBLEMS:
             text = _("has {count} more problems", count=len(paths) - MAX_PROBLEMS)
-            found.append(spec_error((), text, file=file))
+            errors.append(spec_error((), text, file=file))
             break
         if kinds[path] == "missing":
             value, problem = None, _("is missing")
@@ -229,8 +229,8 @@ def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: st
             text = N_("is null but must be {values}") if value is None else N_("must be {values}")
             problem = _(text, values=describe(schema, root))
             fix = _hint(value, list(_alternatives(schema, root)))
-        found.append(spec_error(path, problem, value=value, fix=fix, file=file))
-    return found
+        errors.append(spec_error(path, problem, value=value, fix=fix, file=file))
+    return errors
 
 
 def _in_data(data: object, location: tuple[int | str, ...]) -> KeyPath:

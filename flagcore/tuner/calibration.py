@@ -135,8 +135,10 @@ def same_chip(name: str, aliases: Iterable[str], chip: Chip) -> bool:
 
     The names must be equal, and the aliases must be equal or share at least one.
     """
-    measured, known = ({alias.casefold() for alias in each} for each in (aliases, chip.aliases))
-    return name.casefold() == chip.name.casefold() and (measured == known or bool(measured & known))
+    measured_aliases, chip_aliases = ({alias.casefold() for alias in each} for each in (aliases, chip.aliases))
+    return name.casefold() == chip.name.casefold() and (
+        measured_aliases == chip_aliases or bool(measured_aliases & chip_aliases)
+    )
 
 
 def read(path: Path) -> Calibration:

@@ -30,7 +30,7 @@ def require_candidate(problem: Problem) -> None:
 
 
 def nothing_fits_text(problem: Problem, cheapest_change: Callable[[], str] | None = None) -> str:
-    """Explain in one line why no candidate is left.
+    """Return one line that explains why no candidate is left.
 
     The line reports how many candidates each rule removed, which one came closest to fitting, and a change with which
     one fits. `cheapest_change` returns this change; by default, the line advises other hardware.
@@ -130,7 +130,7 @@ def _budget_from(task: Task) -> str:
 def _other_hardware(task: Task) -> str:
     """Return advice on other hardware. It names the detected chip if the spec leaves the choice to this machine."""
     if task.spec.cluster.groups or task.spec.cluster.chip != AUTO:
-        return _("give cluster more devices or nodes, or a chip with more memory")
+        return _("use more devices or nodes, or a chip with more memory")
     return _(
         "cluster.chip: auto found {chip} here; `flag estimate --chip NAME` plans for other hardware",
         chip=task.cluster.chips,
@@ -185,7 +185,7 @@ NETWORK = "give cluster.nic_bytes_per_second"
 
 
 def no_time(task: Task, costs: Costs) -> str:
-    """Explain why no time can be predicted for a task: which rates are unknown, and how to provide them."""
+    """Return why no time can be predicted for a task: which rates are unknown, and how to provide them."""
     precision, unlisted, by_fix = task.spec.work.precision, list[str](), dict[str, list[str]]()
     for group, group_costs in zip(task.cluster.groups, costs.groups, strict=False):
         known = _known_precisions(group_costs)

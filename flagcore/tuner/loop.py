@@ -133,13 +133,13 @@ class _Search:
         """Consecutive trials whose devices were busy, or that lost a host which cannot be replaced."""
         self.loss: str | None = None
         """If the last trial lost a host, the host and the reason."""
-        before = self.store.trials()
-        own = [each for each in before if each.fidelity == self.fidelity and not each.source]
-        failed = {each.number for each in own if each.state is TrialState.FAILED}
-        self.retried = set() if any(each.measurement for each in own) else failed
+        stored_trials = self.store.trials()
+        own_trials = [each for each in stored_trials if each.fidelity == self.fidelity and not each.source]
+        failed = {each.number for each in own_trials if each.state is TrialState.FAILED}
+        self.retried = set() if any(each.measurement for each in own_trials) else failed
         """Failed trials of earlier calls that measured nothing. Their cause may be gone, so they are tried again."""
-        cut_off = (self.store.folder(each) for each in before if each.state is TrialState.INTERRUPTED)
-        dependencies.launcher.resume(filter(None, (each.lost_host for each in before)), cut_off)
+        cut_off = (self.store.folder(each) for each in stored_trials if each.state is TrialState.INTERRUPTED)
+        dependencies.launcher.resume(filter(None, (each.lost_host for each in stored_trials)), cut_off)
         self.can_run_on = cache(lambda nodes: SmallerTask(problem.platform, nodes).runs(problem.space.columns()))
         """For a number of nodes, which rows of the space can run on them with fewer replicas."""
         self.search_time = search_time(problem) if self.fidelity == RUN else None
@@ -247,7 +247,7 @@ class _Search:
 
     def _stop_reason(self) -> str | None:
         if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY:
-            text = N_("devices were busy or a host failed in {count} consecutive trials")
+            text = N_("in {count} consecutive trials, devices were busy or a host failed")
             return Message(text, count=self.consecutive_busy)
         no_trial = why_no_trial(self._context()) if self.fidelity == RUN else None
         return no_trial or stop_reason(self.control, self.state, self.elapsed, len(self._pending))
@@ -284,8 +284,8 @@ class _Search:
     def _context_for_probes(self, probed: frozenset[Candidate]) -> SearchContext:
         """Return the context for choosing a probe: without the trials of runs, and without the probed candidates."""
         context = self._context()
-        rows = [row for candidate in probed if (row := context.space.find(candidate)) is not None]
-        open_rows = np.setdiff1d(context.open_rows, np.array(rows, dtype=np.int64))
+        probed_rows = [row for candidate in probed if (row := context.space.find(candidate)) is not None]
+        open_rows = np.setdiff1d(context.open_rows, np.array(probed_rows, dtype=np.int64))
         interrupted = [trial for trial in self.state.probes if trial.state is TrialState.INTERRUPTED]
         return _only_with_predicted_time(replace(context, trials=interrupted, open_rows=open_rows))
 

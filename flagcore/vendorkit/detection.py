@@ -117,8 +117,12 @@ class DeviceDetector:
         if listing.rows:
             return self._selected(tuple(row.device for row in listing.rows), environment)
         if any(root.glob(self.device_file)):  # without a device file, no process here can use a device
-            own = {name: environment[name] for name in (self.outer, *self.visible) if name in environment}
-            report = machine.query_torch(self.torch_device, self.torch_attributes, environment={**os.environ, **own})
+            selecting_variables = {
+                name: environment[name] for name in (self.outer, *self.visible) if name in environment
+            }
+            report = machine.query_torch(
+                self.torch_device, self.torch_attributes, environment={**os.environ, **selecting_variables}
+            )
             if report is None:
                 message = "there is a device file, but %s is missing and torch lists no %s devices"
                 LOG.warning(message, self.tool, self.torch_device)

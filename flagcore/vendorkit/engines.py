@@ -76,14 +76,14 @@ SUPPORT = {True: Support.YES, False: Support.IMPOSSIBLE, None: Support.UNKNOWN}
 def read_engines(package: str) -> Mapping[str, EngineSupport]:
     """Return the support by kind of engine. It is empty if there is no file. Raises SpecError for an invalid file."""
     content, file = read_file(package, FILE) or {}, f"{package}/{FILE}"
-    found = {}
+    support_by_kind = {}
     for kind in KINDS:
         if kind in content:
             section = build(dict[str, object], content.pop(kind), file, kind)
             works = build(bool | None, section.pop("works", None), file, f"{kind}.works")
-            found[kind] = build(EngineSupport, {"support": SUPPORT[works].value, **section}, file, f"{kind}.")
+            support_by_kind[kind] = build(EngineSupport, {"support": SUPPORT[works].value, **section}, file, f"{kind}.")
     finish(content, file, f"the sections are {' and '.join(KINDS)}")
-    return found
+    return support_by_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,16 +167,16 @@ def knobs(package: str, chip: Chip, engine: str, engine_version: str | None = No
 def all_knobs(package: str) -> tuple[Listed, ...]:
     """Return the knobs of a plugin's file. There are none if there is no file. Raises SpecError for an invalid file."""
     content, file = read_file(package, KNOBS) or {}, f"{package}/{KNOBS}"
-    found = []
+    listed = []
     for path, entry in entries(content, "knobs", file):
         scope: Scope = build(Scope, {key: entry.pop(key) for key in SCOPE if key in entry}, file, path)
         if not scope.engines:
             raise SpecError(file=file, key=f"{path}engine", problem="is missing")
         effects = dict(_effect(choice, file, path + at) for at, choice in entries(entry, "choices", file))
         knob: Knob = build(Knob, entry, file, path, KEYS)
-        found.append(Listed(scope=scope, knob=replace(knob, effects=effects)))
+        listed.append(Listed(scope=scope, knob=replace(knob, effects=effects)))
     finish(content, file)
-    return tuple(found)
+    return tuple(listed)
 
 
 def _effect(choice: Content, file: str, path: str) -> tuple[KnobValue, Effect]:

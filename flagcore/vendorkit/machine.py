@@ -196,12 +196,14 @@ def pci_ids(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACC
 
 def narrow_links(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
     """Return a sentence about each of a vendor's PCI devices whose link has fewer lanes than the device supports."""
-    found = []
+    sentences = []
     for folder in _pci_devices(vendor_id, root, kinds):
-        lanes, most = (_text(folder / f"{name}_link_width") for name in ("current", "max"))
-        if lanes.isdigit() and most.isdigit() and 0 < int(lanes) < int(most):
-            found.append(f"the PCIe link of {folder.name} has {lanes} of {most} lanes: check its slot and its cables")
-    return tuple(found)
+        lanes, max_lanes = (_text(folder / f"{name}_link_width") for name in ("current", "max"))
+        if lanes.isdigit() and max_lanes.isdigit() and 0 < int(lanes) < int(max_lanes):
+            sentences.append(
+                f"the PCIe link of {folder.name} has {lanes} of {max_lanes} lanes: check its slot and its cables"
+            )
+    return tuple(sentences)
 
 
 def _pci_devices(vendor_id: int, root: Path, kinds: tuple[str, ...]) -> Iterator[Path]:

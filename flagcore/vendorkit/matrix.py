@@ -43,19 +43,21 @@ def read_matrix(text: str) -> Matrix | None:
     if len(prefixes) != 1 or len(set(devices)) != len(devices):
         return None
     (prefix,) = prefixes
-    rows: dict[int, dict[str, str]] = {}
+    links_by_device: dict[int, dict[str, str]] = {}
     for line in lines[start + 1 :]:
         label, *words = line.split() or [""]
         device = _DEVICE.fullmatch(label)
-        if device and len(words) >= width and int(device[1]) not in rows:
-            rows[int(device[1])] = dict(zip(columns, words, strict=False))
-    if set(rows) != set(devices):
+        if device and len(words) >= width and int(device[1]) not in links_by_device:
+            links_by_device[int(device[1])] = dict(zip(columns, words, strict=False))
+    if set(links_by_device) != set(devices):
         return None
-    links = {(a, b): rows[a][f"{prefix}{b}"] for a in devices for b in devices if a != b}
-    if any(rows[a][f"{prefix}{a}"] != "X" for a in devices) or any(links[a, b] != links[b, a] for a, b in links):
+    links = {(a, b): links_by_device[a][f"{prefix}{b}"] for a in devices for b in devices if a != b}
+    if any(links_by_device[a][f"{prefix}{a}"] != "X" for a in devices) or any(
+        links[a, b] != links[b, a] for a, b in links
+    ):
         return None
     names = [column for column in columns[:width] if not _DEVICE.fullmatch(column)]
-    adapters = {(device, name): rows[device][name] for device in devices for name in names}
+    adapters = {(device, name): links_by_device[device][name] for device in devices for name in names}
     return Matrix(devices=devices, links=links, adapters=adapters)
 
 
@@ -126,7 +128,7 @@ def with_own_adapters(group: NodeGroup, text: str | None, root: Path = Path("/")
 
 
 def group_size(group: NodeGroup, text: str | None, link: str, usual: int) -> int:
-    """Return the number of devices of a node that `link` joins, or `usual` if it is unknown.
+    """Return the number of a node's devices that links of the kind `link` connect, or `usual` if it is unknown.
 
     `text` is the output of `topo -m` on such a node. The groups must have equal sizes and consecutive devices, and the
     node must have as many devices as in `group`.

@@ -91,14 +91,14 @@ def read_table(
     """
     rows, left_out = [], []
     lines = [line.strip() for line in text.splitlines()]
-    found = [split(line) for line in lines]
+    cells_by_line = [split(line) for line in lines]
     end = 0
-    for at, parts in enumerate(found):
+    for at, parts in enumerate(cells_by_line):
         if at < end:  # a body line cannot be a head
             continue
         start = head(parts) if len(parts) > 1 else None
         if start is not None:
-            below, after = (found[at + n] if at + n < len(found) else [] for n in (1, 2))
+            below, after = (cells_by_line[at + n] if at + n < len(cells_by_line) else [] for n in (1, 2))
             row = body(start, below, after)
             end = at + lines_per_device if isinstance(row, Row) else at + 1
             if isinstance(row, Row):
@@ -117,11 +117,14 @@ def read_processes(text: str, pattern: re.Pattern[str] = _PROCESS) -> dict[int, 
 
     The groups of `pattern` are the index of the device, the process, its name and its MiB.
     """
-    found: dict[int, tuple[str, ...]] = {}
+    processes_by_device: dict[int, tuple[str, ...]] = {}
     for table in re.split(r"(?im)^.*\bprocess(?:es)?:", strip_controls(text), maxsplit=1)[1:]:
         for index, pid, name, used in pattern.findall(table):
-            found[int(index)] = (*found.get(int(index), ()), f"{pid} {name} ({int(used) / 1024:.1f} GiB)")
-    return found
+            processes_by_device[int(index)] = (
+                *processes_by_device.get(int(index), ()),
+                f"{pid} {name} ({int(used) / 1024:.1f} GiB)",
+            )
+    return processes_by_device
 
 
 def blocked_reason(mode: str, processes: Sequence[str]) -> str:

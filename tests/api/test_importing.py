@@ -154,14 +154,14 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
         "global_batch_size",
         "layers of the first and the last stage",
         "line 3",
-        "not a size",
+        "not a valid size",
         "valid value",
     ]
     assert len(reported) == len(reasons)
     for line, (note, message) in enumerate(zip(reported, reasons, strict=True), start=6):
         assert note.startswith(f"line {line} ")
         assert message in note
-    with pytest.raises(RunError, match="has the rows of"):
+    with pytest.raises(RunError, match="already contains the trials of"):
         importing(ROWS)
     distant_history = history(tmp_path / "far.csv", [{"idx": 1, **TP2, "performance": 90_000.0}])
     implausible = import_history(distant_history, tmp_path / "spec.yaml", run_dir=tmp_path / "far")

@@ -132,7 +132,7 @@ def test_if_nothing_fits_no_change_is_suggested(flag: Flag, project: Project) ->
     assert explanation.code == 0
     assert "does_not_fit: " in explanation.out
     assert explanation.out.endswith("No change is possible: no allowed candidate is left.\n")
-    assert flag("explain", spec, "best").err.endswith("has no best: no candidate is left\n")
+    assert flag("explain", spec, "best").err.endswith("has no best configuration: no candidate is left\n")
 
 
 @pytest.mark.slow

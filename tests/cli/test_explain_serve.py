@@ -47,7 +47,7 @@ def test_server_is_reported_by_its_objective_its_latencies_and_its_cache(flag: F
     assert "cache " in explanation
     account = json.loads(flag("explain", spec(), "parallel=3", "--json").out)
     assert account["state"] == "not in the space"
-    assert "it would be legal, and would fit" in account["because"]
+    assert "it would be legal, and would fit in memory" in account["because"]
     assert account["predicted"]["output_tokens_per_s"] > 0
     illegal = json.loads(flag("explain", spec(), "instances=3", "--json").out)
     assert illegal["rules"][0]["values"]["instances"] == 3

@@ -49,7 +49,7 @@ def compare(
 
 
 def _split_name(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
-    """Split the text of a candidate into its run or spec and its name. The default of the run is `of`."""
+    """Return the run or spec, and the name of the candidate, in `text`. If it names no run, the run is `of`."""
     run, colon, name = text.rpartition(":")
     if not Path(text).exists() and colon and Path(run).exists():
         return Path(run), name
@@ -137,7 +137,7 @@ def _relative(a: Subject, b: Subject, a_s: float, b_s: float) -> float:
 
 
 def _times(a: Subject, b: Subject) -> tuple[tuple[float, float] | None, str]:
-    """Return the times of two candidates that are compared, or None if one is unknown, and the certainty of the gap."""
+    """Return the step times of both candidates in seconds, or None if one is unknown, and their certainty."""
     if a.snapshot.task.spec.objective != b.snapshot.task.spec.objective and _unit(a) == _unit(b) == 1.0:
         return None, UNKNOWN
     if a.measured_s and b.measured_s:

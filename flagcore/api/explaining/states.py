@@ -38,9 +38,9 @@ RAN, OPEN = N_("ran"), N_("open")
 """States of a candidate. ILLEGAL: a rule of the engine forbids it. OUTSIDE: the spec does not list it. REMOVED: a rule
 removed it. RAN: it has a trial. OPEN: it may be tried."""
 LEGAL = {
-    True: N_("it would be legal, and would fit"),
-    False: N_("it would be legal, but would not fit"),
-    None: N_("it would be legal; whether it would fit is unknown"),
+    True: N_("it would be legal, and would fit in memory"),
+    False: N_("it would be legal, but would not fit in memory"),
+    None: N_("it would be legal; whether it would fit in memory is unknown"),
 }
 """The text for a candidate outside the space. The key is whether it is predicted to fit."""
 
@@ -116,7 +116,9 @@ def _seconds(snapshot: Snapshot, seconds: float) -> str:
 
 
 def _all_runs(subject: Subject) -> Iterator[str]:
-    """Yield the median over several runs. If the best was repeated, also yield whether the candidate may be as fast."""
+    """Yield the median time over the candidate's runs, as text. If the best was repeated, also yield whether the
+    candidate may be as fast as the best.
+    """
     state, best = subject.snapshot.search_state, subject.snapshot.search_state.best
     if len(subject.runs) > 1 and subject.measured_s:
         seconds = _seconds(subject.snapshot, subject.measured_s)

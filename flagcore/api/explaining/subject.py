@@ -222,7 +222,9 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
             return best
         if run is not None:
             raise no_best_error(run)
-        raise UsageError(_("{where} has no best: {reason}", where=where, reason=_("no candidate is left")))
+        raise UsageError(
+            _("{where} has no best configuration: {reason}", where=where, reason=_("no candidate is left"))
+        )
     digits = name.removeprefix("trial").strip()
     if not digits.isdecimal() or len(digits) > 9:
         return None

@@ -83,7 +83,7 @@ def _candidate(problem: Problem, given: Mapping[str, KnobValue]) -> Candidate:
     for knob, value in values.items():
         allowed_values = (*axes[knob].values, axes[knob].neutral, None)
         if isinstance(value, int) and value < (axes[knob].neutral is not None) and value not in allowed_values:
-            raise UsageError(_("{knob} = {value} is not a size", knob=knob, value=value))
+            raise UsageError(_("{knob} = {value} is not a valid size", knob=knob, value=value))
     try:
         candidate = legal_candidate(problem, candidate_columns(problem.platform, values))
     except SpecError as error:
@@ -121,7 +121,11 @@ def _save(
         if any(trial.source == trials[0].source for trial in store.trials()):
             source = trials[0].source
             raise RunError(
-                _("{folder} has the rows of {file}: use another --run-dir", folder=directory.path, file=source)
+                _(
+                    "{folder} already contains the trials of {file}: use another --run-dir",
+                    folder=directory.path,
+                    file=source,
+                )
             )
         write_spec(directory.path, data, base)
         saved_trials = tuple(store.add(trial) for trial in trials)
@@ -138,4 +142,9 @@ def _plausibility_warning(trials: list[Trial]) -> list[str]:
     median_ratio = float(np.median(ratios)) if ratios else 1.0
     if 1.0 / MAX_FACTOR < median_ratio < MAX_FACTOR:
         return []
-    return [_("measured steps are {ratio:.3g} times the predicted ones: check units and job", ratio=median_ratio)]
+    return [
+        _(
+            "the measured step times are {ratio:.3g} times the predicted ones: check the units and the job",
+            ratio=median_ratio,
+        )
+    ]

@@ -92,10 +92,10 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[s
         return HostReport(host=host, problem=str(error).removeprefix(f"host {host}: "))
     state = trial.connections[0].ready or {}
     ended = trial.wait(SECONDS + 30) or trial.stop()
-    found: dict[str, Any] = {name: state[name] for name in ("python", "clock_s", "free_disk_bytes")}
+    report_fields: dict[str, Any] = {name: state[name] for name in ("python", "clock_s", "free_disk_bytes")}
     with suppress(OSError, ValueError, KeyError, TypeError):  # raised if flagcore is not installed on the host
         figures = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
-        found |= {
+        report_fields |= {
             "devices": tuple(Device(**{**each, "host": host}) for each in figures["devices"]),
             "versions": dict(figures["versions"]),
             "torch": None if figures["torch"] is None else dict(figures["torch"]),
@@ -103,7 +103,7 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[s
             "busy": tuple(figures["busy"]),
         }
     problem = ended.detail.partition(": ")[2] if ended.lost_host else ""
-    return HostReport(host=host, problem=problem, **found)
+    return HostReport(host=host, problem=problem, **report_fields)
 
 
 def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
@@ -114,7 +114,7 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
     kinds = {line.host: line.kind for line in read_hosts(hostfile, file=str(hostfile))}
     host_launcher = plugins.launcher(launcher)
     if not isinstance(host_launcher, HostsLauncher):
-        text = N_("--launcher = {launcher}: starts trials on this machine; use ssh, slurm or ray")
+        text = N_("--launcher = {launcher} starts trials only on this machine; use ssh, slurm or ray")
         raise UsageError(_(text, launcher=launcher))
     reports = inspect_hosts(host_launcher, host_launcher.hold(tuple(kinds)), kinds=kinds)
     reports = _with_ports(host_launcher, reports, {})
@@ -203,7 +203,7 @@ def require_hosts(
         raise NoDevice("; ".join(unusable_hosts))
     launcher.failures = Counter({host: MAX_LOSSES for host, lines in problems.items() if lines})
     usable_reports = [report for report in reports if not problems[report.host]]
-    warn(_("{line}; it is not used", line=line) for line in unusable_hosts)
+    warn(_("{line}; the host is not used", line=line) for line in unusable_hosts)
     warn(host_warnings(usable_reports))
     if compare and 1 < len(usable_reports) <= MAX_COMPARED:
         _speeds(launcher, usable_reports)
@@ -257,10 +257,12 @@ def port_problems(launcher: HostsLauncher, hosts: Sequence[str], variables: Mapp
 
     The port is MASTER_PORT in `variables`, or else a free port. Raises LaunchError if no host can start the check.
     """
-    given = {name: variables[name] for name in RENDEZVOUS if name in variables}
+    rendezvous = {name: variables[name] for name in RENDEZVOUS if name in variables}
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
         argv = (sys.executable, "-I", "-S", shutil.copy(network.__file__, folder))
-        launch = Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=given, timeout_seconds=PORT_SECONDS)
+        launch = Launch(
+            argv=argv, folder=folder, hosts=tuple(hosts), environment=rendezvous, timeout_seconds=PORT_SECONDS
+        )
         try:
             trial = launcher.for_checks().start(launch)
         except HostLost as lost:
@@ -351,4 +353,4 @@ def slow_hosts(speeds: Sequence[HostSpeed], *, cores: bool) -> Iterator[str]:
         other_links_s = [other.link_s for other in speeds if other is not each and other.link_s is not None]
         if each.link_s is not None and other_links_s and each.link_s > SLOW_LINK_RATIO * median(other_links_s):
             ratio = f"{each.link_s / median(other_links_s):.3g}"
-            yield _("{host}: its network takes {ratio}x the median of the others", host=each.host, ratio=ratio)
+            yield _("{host}: an all-reduce takes {ratio}x the median of the other hosts", host=each.host, ratio=ratio)

@@ -41,8 +41,8 @@ def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
         if not found_devices:
             names = ", ".join(plugin.name for plugin in loaded.plugins)
             raise NoDevice(_("no device found by the installed plugins ({plugins})", plugins=names or _("none")))
-        known = {device.chip: loaded.find_chip(device.chip) for device in found_devices}
-        chips = {name: chip and loaded.measured_chip(chip) for name, chip in known.items()}
+        chip_by_name = {device.chip: loaded.find_chip(device.chip) for device in found_devices}
+        chips = {name: chip and loaded.measured_chip(chip) for name, chip in chip_by_name.items()}
         return [_device(loaded, device, chips[device.chip]) for device in found_devices]
 
 
@@ -120,8 +120,8 @@ def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
         _record("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
     ]
     with loaded_plugins(()) as loaded:
-        known = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
-        chips_by_name = {name: loaded.measured_chip(chip) if measure else chip for name, chip in known.items()}
+        chip_by_name = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
+        chips_by_name = {name: loaded.measured_chip(chip) if measure else chip for name, chip in chip_by_name.items()}
         for name in plugins.names(plugins.WORKLOADS):
             records += _engine(name, loaded, tuple(chips_by_name.values()))
         records += _support(loaded, tuple(chips_by_name.values()))

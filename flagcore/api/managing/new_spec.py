@@ -113,31 +113,33 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
 
 
 def _envs(variables: Mapping[str, str], notes: Notes) -> dict[str, str]:
-    """Return the variables without secrets and those of the container alone, with a note on each."""
-    kept = dict[str, str]()
+    """Return the variables without secrets, and without those of the machine or the container. Each gets a note."""
+    spec_variables = dict[str, str]()
     for name, value in variables.items():
         if is_secret(name) or redact_text(value) != value:
             notes.note(name, "is a secret: not copied")
         elif _OF_MACHINE.search(name) or (name.endswith(_DEVICES) and not re.match("[0-9]", value)):
             notes.note(name, "dropped: belongs to the machine or the container")
         else:
-            kept[name] = value
+            spec_variables[name] = value
             what = "restricts the devices of all trials" if name.endswith(_DEVICES) else "is set in all trials"
             notes.note(name, what, f"envs.{name}")
-    return kept
+    return spec_variables
 
 
 def _not_one(
     words: Sequence[str], text: str, programs: Sequence[Start], found: Collection[tuple[str, str]]
 ) -> SpecError:
-    """Return the error for an input that starts no engine, or several. It names a known program without an engine."""
+    """Return the error for an input that starts no engine, or several. It names a program that flagcore knows but does
+    not tune.
+    """
     commands, value = [shlex.join(each.words) for each in programs], " ".join(words[1:] if text else words) or None
     table = yaml.safe_load(files("flagcore").joinpath("engines/untuned.yaml").read_text("utf-8"))
     for name, row in table.items() if not found else ():
         in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
         if in_words or ("text" in row and re.search(row["text"], text, re.MULTILINE)):
             fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
-            problem = _("is of {name}, which flagcore does not tune", name=name)
+            problem = _("starts {name}, which flagcore does not tune", name=name)
             return SpecError(key="command", value=value, problem=problem, fix=row.get("fix") or fix)
     shown = ", ".join(redact_text(each)[:60] for each in commands[:4]) or _("nothing")
     problem = _("must start exactly one engine, but starts {n}; its commands are {shown}", n=len(found), shown=shown)

@@ -177,7 +177,7 @@ def _runs(task: Task) -> str:
 
 
 def _assumed(task: Task) -> Mapping[str, Any]:
-    """Return the implementation and the settings that a plan assumes, or an empty string if it assumes none."""
+    """Return the implementation and the settings that a plan assumes. The mapping is empty if it assumes none."""
     work = task.spec.work
     if isinstance(work, ServeSpec) or not work.assumed:
         return {}
@@ -211,7 +211,7 @@ def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
 
 
 def _roomier(problem: Problem, order: IntArray) -> dict[str, Any] | None:
-    """Return the first candidate of `order` that uses below 90% of the memory, if the first one uses more than 95%.
+    """Return the first candidate of `order` that uses less than 90% of the memory, if the fastest uses more than 95%.
 
     Returns None otherwise, and if all candidates use the same share, because a knob sets the share that the engine
     reserves.
@@ -259,10 +259,10 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
     ways = problem.workload.splits(problem.task, problem.space.columns(order))
     rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}
     plans = [(rows[:1], _plan(problem, rows, name)) for name, rows in rows_of_ways.items()]
-    found = [(plan, row) for row, plan in plans if plan]
-    if not found:
+    known_plans = [(plan, row) for row, plan in plans if plan]
+    if not known_plans:
         return None
-    (mixed, row), *others = sorted(found, key=lambda pair: pair[0].step_time_s)
+    (mixed, row), *other_plans = sorted(known_plans, key=lambda pair: pair[0].step_time_s)
     alone = [plan for group in range(len(titles)) if (plan := _alone(spec, problem, group, plugins))]
     columns = problem.space.columns(row)
     task = engine_task(problem.task, effects_of_row(problem.task, columns))
@@ -275,7 +275,7 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
     ]
     return Mixing(
         mixed=mixed,
-        others=tuple(plan for plan, _ in others),
+        others=tuple(plan for plan, _ in other_plans),
         alone=tuple(alone),
         idle={title: share for title, share in shares.items() if share is not None},
         limit=limit(problem.predictions.row(int(row[0]))),

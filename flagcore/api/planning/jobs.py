@@ -185,9 +185,11 @@ def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], colu
 
     Values that are off or 1 are left out.
     """
-    found: dict[str, KnobValue] = {}
+    knob_values: dict[str, KnobValue] = {}
     for knob in (each for rule in rules for each in (*rule.knobs, *(knob for knob in values if knob in rule.message))):
-        given = values.get(knob)
-        found[knob] = given if isinstance(given, (str, bool)) or knob not in columns else int(columns[knob][row])
-    here = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
+        record_value = values.get(knob)
+        knob_values[knob] = (
+            record_value if isinstance(record_value, (str, bool)) or knob not in columns else int(columns[knob][row])
+        )
+    here = ", ".join(f"{knob} = {value}" for knob, value in knob_values.items() if value is True or value not in OFF)
     return "; ".join(rule.message for rule in rules) + (f" (here {here})" if here else "")

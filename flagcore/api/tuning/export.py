@@ -157,29 +157,29 @@ def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -
     if launch.missing:
         return listing(job)
     launch, names = _with_secret_variables(launch)
-    kept = {name: value for name, value in launch.environment.items() if value and is_secret(name)}
-    kept = {name: value for name, value in kept.items() if os.environ.get(name) != value}
+    missing_secrets = {name: value for name, value in launch.environment.items() if value and is_secret(name)}
+    missing_secrets = {name: value for name, value in missing_secrets.items() if os.environ.get(name) != value}
     secrets_file = run_dir.resolve() / "best" / SECRETS
-    if kept:
-        lines = [f"export {name}={shlex.quote(value)}" for name, value in kept.items()]
+    if missing_secrets:
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in missing_secrets.items()]
         text = "\n".join(["# Secrets of the best configuration. Do not share this file.", *lines]) + "\n"
         write(secrets_file, text, private=True)
-    others = [OWN_SCRIPT] if launch.own_script else [FROZEN] if launch.leaves_out is not None else []
-    others += ["It also runs:"] if launch.leaves_out else []
-    others += [f"  {' '.join(redact_text(each).splitlines())}" for each in launch.leaves_out or ()]
+    script_comments = [OWN_SCRIPT] if launch.own_script else [FROZEN] if launch.leaves_out is not None else []
+    script_comments += ["It also runs:"] if launch.leaves_out else []
+    script_comments += [f"  {' '.join(redact_text(each).splitlines())}" for each in launch.leaves_out or ()]
     launch = replace(launch, directory=launch.directory or launch.folder)
-    job = replace(job, comments=(*job.comments, *others), launch=launch)
-    secrets = [f". {shlex.quote(str(secrets_file))} || exit 1"] if kept else []
+    job = replace(job, comments=(*job.comments, *script_comments), launch=launch)
+    secrets = [f". {shlex.quote(str(secrets_file))} || exit 1"] if missing_secrets else []
     return "\n".join(["#!/bin/sh", *comments(job), *secrets, *start_lines(job, secrets=names)]) + "\n"
 
 
 def _with_secret_variables(launch: Launch) -> tuple[Launch, dict[str, str]]:
     """Return a launch with a variable for each secret in its command, and the names of these variables by secret."""
     environment = dict(launch.environment)
-    known = {value: name for name, value in {**os.environ, **environment}.items() if is_secret(name) and value}
+    name_by_secret = {value: name for name, value in {**os.environ, **environment}.items() if is_secret(name) and value}
     names = dict[str, str]()
     for number, value in enumerate(secrets_in_arguments(launch.argv), start=1):
-        names[value] = known.get(value, f"FLAGCORE_{number}_SECRET")
+        names[value] = name_by_secret.get(value, f"FLAGCORE_{number}_SECRET")
         environment[names[value]] = value
     return replace(launch, environment=environment), names
 

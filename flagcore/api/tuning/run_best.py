@@ -45,7 +45,17 @@ def run_best(
     if stdout is not None:
         os.dup2(stdout, 1)
     text = _("training the best configuration of {run}; files go to {folder}", run=run_dir, folder=launch["folder"])
-    warn([_("the command of the best of {run}; add {missing}", run=run_dir, missing=missing) if missing else text])
+    warn(
+        [
+            _(
+                "the command of the best configuration of {run} is incomplete; add {missing}",
+                run=run_dir,
+                missing=missing,
+            )
+            if missing
+            else text
+        ]
+    )
     os.execvp(argv[0], argv)
 
 
@@ -59,15 +69,19 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
         launch = json.loads(file.read_text(encoding="utf-8"))
         return {name: launch[name] for name in ("ready", "missing", "sample", "folder", "directory")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        known = (IDENTITY, "result.json", "best/launch.json")
-        if not any(os.path.isfile(os.path.join(run_dir, name)) for name in known):
+        run_files = (IDENTITY, "result.json", "best/launch.json")
+        if not any(os.path.isfile(os.path.join(run_dir, name)) for name in run_files):
             problem = _("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=run_dir)
             raise RunError(problem) from None
         is_missing = isinstance(error, FileNotFoundError)
         if is_missing and ((run := read_run(Path(run_dir))).best is None or run.stopped_because is None):
             raise no_best_error(run) from None
         reason = _("missing") if is_missing else type(error).__name__
-        problem = _("{file} cannot be read ({reason}); `flag tune` writes it with the best", file=file, reason=reason)
+        problem = _(
+            "{file} cannot be read ({reason}); `flag tune` writes it with the best configuration",
+            file=file,
+            reason=reason,
+        )
         raise RunError(problem) from None
 
 

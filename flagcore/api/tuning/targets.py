@@ -81,11 +81,14 @@ def export(
 
 def _require_equal_nodes(job: ExportJob, target: str) -> None:
     """Raise UsageError if a target starts all nodes in the same way, but they need different variables and flags."""
-    others = plugins.names(plugins.IMPORTERS)
-    known = [each for each in export_targets(job.platform.task.spec.work.engine) if each in others]
-    if job.unequal_nodes and target not in known:
-        text = _("--to {target} starts all nodes equally, but this cluster has several kinds of chips", target=target)
-        fix = _("use --to {known}", known=", ".join(known)) if known else ""
+    importers = plugins.names(plugins.IMPORTERS)
+    supported_targets = [each for each in export_targets(job.platform.task.spec.work.engine) if each in importers]
+    if job.unequal_nodes and target not in supported_targets:
+        text = _(
+            "--to {target} starts all nodes with one command, but this cluster has several kinds of chips",
+            target=target,
+        )
+        fix = _("use --to {known}", known=", ".join(supported_targets)) if supported_targets else ""
         raise UsageError("; ".join(filter(None, [text, fix])))
 
 

@@ -148,17 +148,17 @@ def _components(run: RunData, title: str) -> Table:
 
 def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
     """Return the maximum of the measured figures over the ranks of each stage. Ranks are ordered by stage."""
-    found: list[dict[str, float]] = [{} for _ in range(count)]
+    figures_by_stage: list[dict[str, float]] = [{} for _ in range(count)]
     ranks = run.metrics(run.best).get("ranks") if run.best and run.best.measurement else None
     if not isinstance(ranks, list) or not ranks or len(ranks) % count:
-        return found
+        return figures_by_stage
     for place, rank in enumerate(ranks):
-        largest = found[place // (len(ranks) // count)]
+        largest = figures_by_stage[place // (len(ranks) // count)]
         for level, key in MEASURED.items():
             figure = number(lookup(rank, key))
             if figure is not None:
                 largest[level] = max(largest.get(level, 0.0), figure / GIB)
-    return found
+    return figures_by_stage
 
 
 def step_time(run: RunData) -> Section | None:
@@ -243,11 +243,11 @@ def _stages(passes: Passes, chips: Sequence[str]) -> Table:
     columns[_("~busy, s")] = busy_s
     if passes.predicted_s:
         columns[_("~idle, %")] = [percent(share) for share in passes.idle(passes.predicted_s)]
-    known = {heading: values for heading, values in columns.items() if values}
+    known_columns = {heading: values for heading, values in columns.items() if values}
     caption = _(
         "Seconds per micro-batch, and busy over {count} micro-batches, schedule {name}; a message takes {seconds} s",
         count=passes.microbatches,
         name="1f1b" if passes.schedule == "interleaved" and passes.virtual < 2 else passes.schedule,
         seconds=shown(passes.send_s),
     )
-    return table(caption, list(known), list(zip(*known.values(), strict=True)))
+    return table(caption, list(known_columns), list(zip(*known_columns.values(), strict=True)))

@@ -156,8 +156,8 @@ class RunData(Plan):
     def final_runs(self, trial: Trial) -> list[Trial]:
         """Return the measured runs of a trial's configuration. Scaled runs are returned only if there are no others."""
         runs = [each for each in self.runs(trial) if each.state is TrialState.MEASURED]
-        whole = [each for each in runs if each.measurement and each.measurement.scaled_from is None]
-        return whole or [each for each in runs if each.measurement]
+        whole_step_runs = [each for each in runs if each.measurement and each.measurement.scaled_from is None]
+        return whole_step_runs or [each for each in runs if each.measurement]
 
     def figures(self, trial: Trial) -> Figures | None:
         """Return the median over a configuration's runs with their range, or its prediction with its 80% interval."""

@@ -143,7 +143,7 @@ def _ways_on(run: RunData) -> Iterator[str]:
 
 
 def _answer(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
-    """Yield what to run, the gain with its range, the speed and the cost."""
+    """Yield the name and the cell of each main result: the best configuration, its gain, speed and cost."""
     yield _(NAMES["best"][run.fidelity], hardware=run.hardware), Cell(run.configuration(best))
     yield _("Speedup over the baseline"), _gain(run, best)
     yield _("Speed"), _speed(run, best)
@@ -245,11 +245,11 @@ def _gain(run: RunData, best: Trial) -> Cell:
         state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state.value)
         return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state_text))
     if best.candidate == baseline.candidate:
-        text = N_("this is the baseline: no trial was faster")
+        text = N_("the baseline is the best: no trial was faster")
         if run.fidelity == ESTIMATE:
-            text = N_("this is the baseline: no candidate is predicted to be faster")
+            text = N_("the baseline is the best: no candidate is predicted to be faster")
         elif not any(each.measurement and each.candidate != baseline.candidate for each in run.trials):
-            text = N_("this is the baseline: no other candidate was measured")
+            text = N_("the baseline is the best: no other candidate was measured")
         return Cell(_(text), run.gain)
     low, high = (_mark(run) + gain_text(run.objective, each).split()[0] for each in (speedup.low, speedup.high))
     note = _("({count} rounds: {low} to {high})", count=speedup.rounds, low=low, high=high)
@@ -336,14 +336,14 @@ def configurations(run: RunData) -> Chart | None:
     best = run.best
     if best is None:
         return None
-    own = {each.number: each for each in (best, run.baseline) if each}
-    candidates = [trial.candidate for trial in own.values()]
-    known = {each.number: (each, figures) for each in run.trials if (figures := run.figures(each))}
+    main_trials = {each.number: each for each in (best, run.baseline) if each}
+    candidates = [trial.candidate for trial in main_trials.values()]
+    figures_by_number = {each.number: (each, figures) for each in run.trials if (figures := run.figures(each))}
     sign = -1.0 if run.is_rate else 1.0
-    others = [each for each in known.values() if each[0].candidate not in candidates]
-    others.sort(key=lambda pair: sign * pair[1][0])
-    chosen = [(trial, figures) for trial in own.values() if (figures := run.figures(trial))]
-    chosen += others[: MAX_BARS - len(chosen)]
+    other_trials = [each for each in figures_by_number.values() if each[0].candidate not in candidates]
+    other_trials.sort(key=lambda pair: sign * pair[1][0])
+    chosen = [(trial, figures) for trial in main_trials.values() if (figures := run.figures(trial))]
+    chosen += other_trials[: MAX_BARS - len(chosen)]
     chosen.sort(key=lambda pair: (pair[0].number != best.number, sign * pair[1][0]))
     if len(chosen) < 2:
         return None
@@ -354,7 +354,7 @@ def configurations(run: RunData) -> Chart | None:
         for trial, figures in chosen
     ]
     summary = [_("{count} of {total} configurations, the best first.", count=len(chosen), total=len(run.trials))]
-    if missing := len(run.trials) - len(known):
+    if missing := len(run.trials) - len(figures_by_number):
         summary.append(ngettext("{count} has no measurement.", "{count} have no measurement.", missing))
     if run.fidelity == ESTIMATE:
         summary.append(_("Lines are 80% intervals of the predictions."))
@@ -413,10 +413,10 @@ def why(run: RunData) -> str:
     if best is None or not run.trials:
         return ""
     if other is None or other.candidate == best.candidate:
-        others = [each for each in run.trials if each.candidate != best.candidate and run.median_s(each)]
-        if not others:
+        other_trials = [each for each in run.trials if each.candidate != best.candidate and run.median_s(each)]
+        if not other_trials:
             return ""
-        other = min(others, key=lambda each: run.median_s(each) or 0.0)
+        other = min(other_trials, key=lambda each: run.median_s(each) or 0.0)
         name = _("the second, trial {number}", number=other.number)
     times = (run.median_s(other), run.median_s(best))
     if times[0] is None or times[1] is None:

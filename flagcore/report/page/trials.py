@@ -107,7 +107,7 @@ def _details(run: RunData, trial: Trial) -> Collapsed:
         (_("Reason"), cell(trial.reason)),
         (_("Chosen for"), cell(trial.chosen_because)),
         (_("Expected step before the trial, s"), cell(believed(trial, "step_time_s.value"))),
-        (_("Expected probability to fit"), percent(believed(trial, "chance_to_fit"))),
+        (_("Expected probability of fitting in memory"), percent(believed(trial, "chance_to_fit"))),
         (_("Time limit"), cell(f"{duration_text(limit.seconds)}: {limit.because}" if limit else None)),
         (_("Shortened steps"), cell(_shortened_text(trial))),
         (_("Log"), cell(trial.log if has_run else None)),

@@ -33,7 +33,7 @@ class Scales:
     - `part`, `part_of_task`: the error of a part of the step, on a chip and in one task.
     - `size`: the smooth function of kernel sizes.
     - `knob`: the smooth function of one knob.
-    - `own`: the smooth function of all knobs in a task.
+    - `own`: the smooth function of all knobs together, which is different in each task.
     - `row`: the error of a single candidate.
     - `slowdown`: replaces `task` in rare runs that are slower as a whole, as on a busy machine. 0 means that there are
       none.
@@ -143,7 +143,7 @@ def _rbf_kernel(left: FloatArray, right: FloatArray, length: float) -> FloatArra
 
 
 def _additive_rbf_kernel(left: FloatArray, right: FloatArray, length: float) -> FloatArray:
-    """Return the sum of the RBF kernels of the single columns.
+    """Return the sum over the columns of the RBF kernel of each column, with the shape (left rows, right rows).
 
     Columns contain few distinct values, so products of one-hot matrices are fast.
     """
@@ -293,11 +293,11 @@ class Ratios:
         points = Points.from_features(self._features, observed.task)
         task_rows, past_rows = np.flatnonzero(observed.task == 0), np.flatnonzero(observed.task != 0)
         self._own = points.take(task_rows)
-        own_ratio = observed.log_ratio[task_rows]
-        task_priors = _new_priors(scales, own_ratio, 1.0)
+        task_ratio = observed.log_ratio[task_rows]
+        task_priors = _new_priors(scales, task_ratio, 1.0)
         if past_rows.size:
             task_priors = _task_priors(
-                scales, own_ratio, points.take(past_rows), observed.log_ratio[past_rows], observed.noise[past_rows]
+                scales, task_ratio, points.take(past_rows), observed.log_ratio[past_rows], observed.noise[past_rows]
             )
         self._processes = _processes(task_priors, self._own, observed.log_ratio[task_rows], observed.noise[task_rows])
 
@@ -354,7 +354,7 @@ class Ratios:
 
 
 def _task_priors(
-    scales: Scales, own_ratio: FloatArray, past: Points, measured: FloatArray, noise: FloatArray
+    scales: Scales, task_ratio: FloatArray, past: Points, measured: FloatArray, noise: FloatArray
 ) -> list[_TaskPrior]:
     """Return the priors of the task: those without earlier runs, and one fitted to the earlier runs `past`."""
     shared = covariance(scales, past, past)
@@ -364,15 +364,15 @@ def _task_priors(
     best = fits[int(np.argmax(log_posterior))]
     mixed = np.logaddexp(np.log(FACTOR_PROBABILITIES), log_posterior) - np.log(2.0)
     return [
-        *_new_priors(scales, own_ratio, 1.0 - PRIOR_VALIDITY),
+        *_new_priors(scales, task_ratio, 1.0 - PRIOR_VALIDITY),
         _TaskPrior(scales, PRIOR_VALIDITY, mixed, past, best),
     ]
 
 
-def _new_priors(scales: Scales, own_ratio: FloatArray, probability: float) -> list[_TaskPrior]:
+def _new_priors(scales: Scales, task_ratio: FloatArray, probability: float) -> list[_TaskPrior]:
     """Return the priors without earlier runs: one, or two if all trials of the task share a large factor."""
     factors = np.log(FACTOR_PROBABILITIES)
-    common = max(np.min(own_ratio), np.min(-own_ratio)) if own_ratio.size else 0.0
+    common = max(np.min(task_ratio), np.min(-task_ratio)) if task_ratio.size else 0.0
     if not scales.slowdown or common < np.log(SLOWDOWN_RATIO):
         return [_TaskPrior(scales, probability, factors)]
     slow = replace(scales, task=scales.slowdown)
@@ -383,7 +383,7 @@ def _new_priors(scales: Scales, own_ratio: FloatArray, probability: float) -> li
 
 
 def _processes(
-    task_priors: list[_TaskPrior], own: Points, measured: FloatArray, noise: FloatArray
+    task_priors: list[_TaskPrior], task_points: Points, measured: FloatArray, noise: FloatArray
 ) -> tuple[_Process, ...]:
     """Return one process per task prior and error factor, each with its posterior probability.
 
@@ -393,8 +393,8 @@ def _processes(
     components, log_posterior = [], []
     for task_prior in task_priors:
         scales = task_prior.scales
-        prior = covariance(scales, own, own)
-        mean, root = task_prior.mean_and_root(own)
+        prior = covariance(scales, task_points, task_points)
+        mean, root = task_prior.mean_and_root(task_points)
         unexplained = prior - root.T @ root
         prior_scale = task_prior.fit.scale if task_prior.fit else 1.0
         for factor, log_probability in zip(ERROR_FACTORS, task_prior.factor_log_probabilities, strict=True):

@@ -58,11 +58,11 @@ def observed_times(context: SearchContext) -> Observations:
     trials are ignored, too.
     """
     probes = {probe.number for probe in context.probes}
-    found = [(trial, row, measured) for trial, row in trial_rows(context) if (measured := _timed(trial))]
-    spreads = [_spread(measured) for trial, _, measured in found if trial.state is TrialState.MEASURED]
+    timed_trials = [(trial, row, measured) for trial, row in trial_rows(context) if (measured := _timed(trial))]
+    spreads = [_spread(measured) for trial, _, measured in timed_trials if trial.state is TrialState.MEASURED]
     least = median(spreads or [0.0])
     values = []
-    for trial, row, measured in found:
+    for trial, row, measured in timed_trials:
         noise = max(PROBE_NOISE if trial.number in probes else MIN_NOISE, _noise(trial, measured, least))
         values.append((row, measured.step_time_s, noise))
     for trial, row in trial_rows(context):
@@ -70,8 +70,8 @@ def observed_times(context: SearchContext) -> Observations:
             steps = trial.finished_steps_s
             noise = UNFINISHED_NOISE if len(steps) > 1 else FIRST_STEP_NOISE
             values.append((row, median(steps[1:] or steps), noise))
-    known = _observed(context, values, predicted_times(context))
-    return Observations.join((known, _time_bounds(context, known)))
+    observations = _observed(context, values, predicted_times(context))
+    return Observations.join((observations, _time_bounds(context, observations)))
 
 
 def _time_bounds(context: SearchContext, known: Observations) -> Observations:
@@ -80,15 +80,15 @@ def _time_bounds(context: SearchContext, known: Observations) -> Observations:
     Probes are excluded, because they run only some micro-batches of a step.
     """
     control, overhead = context.task.spec.control, overhead_seconds(context)
-    found = []
+    bounds_s = []
     for trial, row in trial_rows(context):
         timed_out = trial.state is TrialState.TIMED_OUT and not trial.has_only_finished_steps
         if timed_out and trial.fidelity == RUN and trial.duration_s > overhead:
-            found.append(((trial.duration_s - overhead) * trial.scale / control.train_iters, row))
-    if not found:
+            bounds_s.append(((trial.duration_s - overhead) * trial.scale / control.train_iters, row))
+    if not bounds_s:
         return Observations.empty()
-    rows = np.array([row for _, row in found], dtype=np.int64)
-    bound = np.log([seconds for seconds, _ in found]) - np.log(predicted_times(context)[rows])
+    rows = np.array([row for _, row in bounds_s], dtype=np.int64)
+    bound = np.log([seconds for seconds, _ in bounds_s]) - np.log(predicted_times(context)[rows])
     expected = _expected_times(context, known, rows)
     is_plausible = bound < expected + MAX_EXCESS
     ratio = np.maximum(expected, bound)[is_plausible]
@@ -126,7 +126,7 @@ def expected_times(context: SearchContext, known: Observations) -> Observations:
 
 
 def overhead_seconds(context: SearchContext) -> float:
-    """Return the median seconds that measured trials spend outside their steps. It is 0 before the first trial."""
+    """Return the median seconds that measured trials spend outside their steps, or 0 before the first trial."""
     return max(median(overheads(context.task.spec.control, context.trials) or [0.0]), 0.0)
 
 
@@ -137,21 +137,21 @@ def observed_memory(context: SearchContext) -> Observations:
     expected ratio if that is larger.
     """
     predicted, share = context.predictions.device_used_bytes, context.predictions.share_in_use
-    found = [
+    figures = [
         (row, float(measured.device_used_bytes), MEMORY_NOISE)
         for trial, row in trial_rows(context)
         if trial.state is TrialState.MEASURED and (measured := trial.measurement)
         if measured.device_used_bytes and not measured.partial
     ]
-    known = _observed(context, found, predicted)
+    observations = _observed(context, figures, predicted)
     failed = [row for trial, row in trial_rows(context) if trial.state is TrialState.OUT_OF_MEMORY and share[row] > 0]
     if not failed:
-        return known
+        return observations
     rows = np.array(failed, dtype=np.int64)
-    expected = _expected_ratios(context, (context.past.memory, known), rows, MEMORY)
+    expected = _expected_ratios(context, (context.past.memory, observations), rows, MEMORY)
     bound = np.minimum(MIN_EXCESS - np.log(share[rows]), MAX_EXCESS)
     noise = np.full(len(rows), 2 * MIN_EXCESS)
-    return Observations.join((known, _observations(context, rows, np.maximum(expected, bound), noise)))
+    return Observations.join((observations, _observations(context, rows, np.maximum(expected, bound), noise)))
 
 
 def observed_figure(context: SearchContext, name: str) -> Observations:
@@ -160,23 +160,25 @@ def observed_figure(context: SearchContext, name: str) -> Observations:
     `name` is the name of the figure, such as a latency.
     """
     predicted = context.predictions.figures[name]
-    found = [
+    figures = [
         (row, figure, FIGURE_NOISE)
         for trial, row in trial_rows(context)
         if trial.state is TrialState.MEASURED and trial.measurement
         if (figure := trial.measurement.figures.get(name, 0.0)) > 0 and predicted[row] > 0
     ]
-    return _observed(context, found, predicted)
+    return _observed(context, figures, predicted)
 
 
-def _observed(context: SearchContext, found: Sequence[tuple[int, float, float]], predicted: FloatArray) -> Observations:
+def _observed(
+    context: SearchContext, figures: Sequence[tuple[int, float, float]], predicted: FloatArray
+) -> Observations:
     """Return the ratios of measured values to `predicted`.
 
-    `found` contains the row, value and relative noise of each.
+    `figures` contains the row, the measured value and the relative noise of each trial.
     """
-    rows = np.array([row for row, _, _ in found], dtype=np.int64)
-    ratio = np.log(np.array([value for _, value, _ in found], dtype=np.float64)) - np.log(predicted[rows])
-    return _observations(context, rows, ratio, np.array([noise for _, _, noise in found]))
+    rows = np.array([row for row, _, _ in figures], dtype=np.int64)
+    ratio = np.log(np.array([value for _, value, _ in figures], dtype=np.float64)) - np.log(predicted[rows])
+    return _observations(context, rows, ratio, np.array([noise for _, _, noise in figures]))
 
 
 def predicted_times(context: SearchContext) -> FloatArray:
@@ -361,7 +363,7 @@ def expected_gain(log_predicted: FloatArray, ratio: Posterior, best: float) -> F
 def improvement_probability(
     log_times: FloatArray, fits: FloatArray, success: FloatArray, best: float, min_gain: float
 ) -> tuple[float, float]:
-    """Return how likely a candidate improves on `best`, and by how much at most.
+    """Return the probability that a candidate is faster than `best`, and the largest likely gain.
 
     The first value is the probability that a candidate succeeds and is faster than `best` by more than `min_gain`. The
     second is the gain that is exceeded with a probability of 5%. The result is deterministic.

@@ -82,7 +82,7 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, workload: Workload, 
             spec.cluster.groups, groups, hardware.supports, environments, strict=False
         )
     ]
-    first, *others = (plugins.knobs(chip, engine, version) for chip in chips)
+    first_chip_knobs, *other_chips_knobs = (plugins.knobs(chip, engine, version) for chip in chips)
     return Platform(
         task=task,
         workload=workload,
@@ -92,7 +92,7 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, workload: Workload, 
         failure_patterns=advice.failures,
         telemetry={device: reader for device, reader in readers.items() if reader is not None},
         devices=own_devices,
-        knobs=tuple(knob for knob in first if all(knob in each for each in others)),
+        knobs=tuple(knob for knob in first_chip_knobs if all(knob in each for each in other_chips_knobs)),
         engine_version=version,
         conflicts=tuple(_conflicts(environment, spec)),
         setups=tuple(setups),

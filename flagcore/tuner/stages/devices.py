@@ -54,7 +54,7 @@ def _problem(platform: Platform) -> str:
     if task.cluster.groups[0].nodes > 1 or len(task.cluster.groups) > 1:
         return Message("the user's command starts on all nodes")
     if support.shared_devices and isinstance(task.spec.work, ServeSpec):
-        return Message("servers on a CPU share its cores with their load")
+        return Message("servers on a CPU share its cores with the load generator")
     if not (support.visible_devices or support.shared_devices):
         return Message("the plugin of {chip} names no variable that selects devices", chip=task.cluster.chips)
     return ""
@@ -214,8 +214,10 @@ def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: 
                 raise NoDevice(_(text, **names))
         return
     of_first_host = [each for each in devices if each.host == devices[0].host]
-    found = ((group, [each for each in of_first_host if group.chip.has_name(each.chip)]) for group in cluster.groups)
-    group, usable = max(found, key=lambda pair: bool(pair[1]))
+    devices_of_groups = (
+        (group, [each for each in of_first_host if group.chip.has_name(each.chip)]) for group in cluster.groups
+    )
+    group, usable = max(devices_of_groups, key=lambda pair: bool(pair[1]))
     if not usable:
         text = N_(
             "no {chip} on this machine, so nothing can be run; `flag estimate` and `flag tune --fidelity estimate` "

@@ -209,8 +209,8 @@ def best_chip(devices: tuple[Device, ...], plugins: LoadedPlugins, engine: str) 
 
 
 def _group(requested: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support: EngineSupport) -> NodeGroup:
-    found = [device for device in devices if chip.has_name(device.chip)]
-    local_devices = [device for device in found if device.host == found[0].host]
+    chip_devices = [device for device in devices if chip.has_name(device.chip)]
+    local_devices = [device for device in chip_devices if device.host == chip_devices[0].host]
     count = requested.devices_per_node or len(local_devices) or chip.devices_per_node
     reported = [device.memory_bytes for device in local_devices if device.memory_bytes]
     memory = min(reported) if reported else None

@@ -77,10 +77,10 @@ def host_lines(task: Task, hosts: Sequence[str]) -> list[str]:
     """
     groups, requested = task.cluster.groups, task.spec.cluster
     kinds = [f" type={each.kind}" for each in requested.groups] or [""]
-    rows = [f"slots={group.devices_per_node}{kind}" for group, kind in zip(groups, kinds, strict=True)]
-    of_hosts = rows * len(requested.hosts)
+    group_lines = [f"slots={group.devices_per_node}{kind}" for group, kind in zip(groups, kinds, strict=True)]
+    of_hosts = group_lines * len(requested.hosts)
     if len(groups) > 1:
-        of_hosts = [row for row, group in zip(rows, groups, strict=True) for _ in range(group.nodes)]
+        of_hosts = [row for row, group in zip(group_lines, groups, strict=True) for _ in range(group.nodes)]
     lines = dict(zip(requested.hosts, of_hosts, strict=False))
     return [f"{host} {lines[host]}" for host in hosts]
 

@@ -241,7 +241,7 @@ def _faster_precision(task: Task) -> tuple[Message, Message] | None:
     if (factor := slowness(chip, name)) < MUCH_SLOWER:
         return None
     slow, fast = (chip.dense_flops_per_second[each].value / 1e9 for each in (name, "fp32"))
-    text = N_("a device multiplies with {slow:.3g} GFLOP/s in {name}, with {fast:.3g} in {best}")
+    text = N_("matrix products reach {slow:.3g} GFLOP/s in {name} and {fast:.3g} in {best}")
     why = Message(text, slow=slow, name=name, fast=fast, best="fp32")
     return why, Message("train.precision: {best} ({factor:.0f} times faster here)", best="fp32", factor=factor)
 

@@ -386,7 +386,7 @@ def _of_groups(
         yield devices, groups[0].devices_per_node, hosts
         return
     for group in groups:
-        own = [each for each in devices if each["device"] < group.devices]
-        yield own, group.devices_per_node, hosts[: group.nodes]
-        devices = [{**each, "device": each["device"] - group.devices} for each in devices[len(own) :]]
+        group_devices = [each for each in devices if each["device"] < group.devices]
+        yield group_devices, group.devices_per_node, hosts[: group.nodes]
+        devices = [{**each, "device": each["device"] - group.devices} for each in devices[len(group_devices) :]]
         hosts = hosts[group.nodes :]

@@ -47,23 +47,23 @@ def predict_components(platform: Platform, columns: Columns, stages: IntArray) -
     `stages`: the pipeline stage of each row for which the figures are wanted. Factors of knobs' effects are not
     applied.
     """
-    found: dict[str, dict[str, FloatArray]] = {}
+    figures_by_component: dict[str, dict[str, FloatArray]] = {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
         task = engine_task(platform.task, effects)
         components = platform.workload.components(task, group_columns, stages[rows], platform.costs)
         for component, figures in components.items():
             for name, values in figures.items():
-                found.setdefault(component, {}).setdefault(name, np.zeros(stages.size))[rows] = values
-    return found
+                figures_by_component.setdefault(component, {}).setdefault(name, np.zeros(stages.size))[rows] = values
+    return figures_by_component
 
 
 def predict_stage_layers(platform: Platform, columns: Columns) -> dict[int, Sequence[int]]:
     """Return the numbers of layers per pipeline stage by row, for rows whose split the engine derives."""
-    found = {}
+    layers_by_row = {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
         layers = platform.workload.stage_layers(engine_task(platform.task, effects), group_columns, platform.costs)
-        found.update({int(row): each for row, each in zip(rows, layers, strict=False) if each})
-    return found
+        layers_by_row.update({int(row): each for row, each in zip(rows, layers, strict=False) if each})
+    return layers_by_row
 
 
 def limit(prediction: Prediction) -> str:

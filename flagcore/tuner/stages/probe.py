@@ -96,7 +96,7 @@ def _predict_ranks(platform: Platform, candidate: Candidate, ranks: Sequence[int
 
 
 def _engine_task(task: Task, candidate: Candidate) -> Task:
-    """Return the task for calling the engine, which includes the effects of a candidate's knobs."""
+    """Return the task as the engine sees it, with the settings that the candidate's knobs change."""
     return engine_task(task, effects_of(task, candidate.as_dict()))
 
 

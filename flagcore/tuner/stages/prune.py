@@ -18,13 +18,12 @@ CHUNK = 1 << 16
 
 
 def prune(space: Space, predictions: Predictions, rules: Sequence[PruningRule]) -> Pruned:
-    """Return the rows of `space` that are pruned: those predicted to exceed the memory, and those that `rules`
-    exclude."""
+    """Return which rows of `space` are pruned: those that do not fit in memory, and those that `rules` remove."""
     return _by_prediction(space, predictions, rules, _exceeds_memory(space, predictions, ()))
 
 
 def prune_by_trials(problem: Problem, trials: Sequence[Trial], probes: Sequence[Trial] = ()) -> Pruned:
-    """Return the rows of the problem's space that are pruned by its predictions, its rules and `trials`.
+    """Return which rows of the problem's space are pruned by its predictions, its rules and `trials`.
 
     The measured memory of trials corrects the predicted memory of all candidates. Only the memory of `probes` is used;
     a probe that ran out of memory also removes its own candidate. Only new trials are applied to `problem.pruned`,
@@ -34,9 +33,9 @@ def prune_by_trials(problem: Problem, trials: Sequence[Trial], probes: Sequence[
     pruned = problem.pruned
     if not np.array_equal(pruned.exceeds_memory, exceeds_memory):
         pruned = _by_prediction(problem.space, problem.predictions, problem.rules, exceeds_memory)
-    known = [(trial, _by_trial) for trial in trials]
-    known += [(trial, _by_memory) for trial in probes if trial.state is TrialState.OUT_OF_MEMORY]
-    for trial, remove in known:
+    pruning_trials = [(trial, _by_trial) for trial in trials]
+    pruning_trials += [(trial, _by_memory) for trial in probes if trial.state is TrialState.OUT_OF_MEMORY]
+    for trial, remove in pruning_trials:
         if trial.number not in pruned.applied_trials:
             pruned = remove(pruned, problem, trial)
             pruned = replace(pruned, applied_trials=pruned.applied_trials | {trial.number})

@@ -35,7 +35,7 @@ class Scale(NamedTuple):
     """The factor from the step time on fewer nodes to the step time on all nodes of the task.
 
     - `low`, `high`: its 80% interval.
-    - `own`: the relative half width of the part of the interval that the candidate does not share with others.
+    - `own`: half the width of the relative interval, without the error that all candidates share.
     """
 
     factor: float

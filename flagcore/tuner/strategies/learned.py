@@ -62,7 +62,7 @@ hand: with two thirds, the search finds the same candidates, but needs more tria
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
-    """The posterior of some open rows.
+    """The figures of the open candidates that were evaluated, with one element per candidate.
 
     - `log_predicted`, `log_time`: logarithms of the predicted and the expected step time in seconds.
     - `fits`: probability that a trial fits.
@@ -97,33 +97,33 @@ class Learned:
 
     def _choose(self, context: SearchContext) -> Choice:
         """Return the candidate with the highest expected gain per expected cost, or none if no gain is likely."""
-        found = _evaluate(context)
+        evaluation = _evaluate(context)
         trials = [trial for trial in context.trials if trial.state is TrialState.MEASURED]
         measurements = [trial.measurement for trial in trials if trial.measurement]
         feasible_times = [measurement.step_time_s for measurement in measurements if not measurement.broken]
         if not feasible_times:
-            likely = found.fits * found.success * found.feasible
+            likely = evaluation.fits * evaluation.success * evaluation.feasible
             if len(measurements) >= MIN_MEASURED and likely.max() < MIN_PROBABILITY:
                 message = Message(
                     "no untried candidate meets the limits with a probability above {chance:.1%}", chance=likely.max()
                 )
                 return Choice(row=None, because=message)
-            index = int(np.argmax(np.log(likely + 1e-12) - found.log_time))
+            index = int(np.argmax(np.log(likely + 1e-12) - evaluation.log_time))
             reason = "no measured candidate is within the limits" if measurements else "no candidate is measured yet"
-            return _choice(found, index, f"{reason}: the fastest predicted candidate that is likely to fit")
+            return _choice(evaluation, index, f"{reason}: the fastest predicted candidate that is likely to fit")
         best = math.log(min(feasible_times))
-        gain = found.fits * found.success * found.feasible
-        gain = gain * expected_gain(found.log_predicted, found.posterior, best)
-        is_finished, message = _is_finished(context, found, gain, best)
+        gain = evaluation.fits * evaluation.success * evaluation.feasible
+        gain = gain * expected_gain(evaluation.log_predicted, evaluation.posterior, best)
+        is_finished, message = _is_finished(context, evaluation, gain, best)
         if is_finished:
             return Choice(row=None, because=message)
         left = context.seconds_left
-        is_possible = np.ones(gain.shape) if left is None else found.full_s < left
+        is_possible = np.ones(gain.shape) if left is None else evaluation.full_s < left
         if not is_possible.any():
             text = Message("no trial fits in the remaining {left:.0f} s; {why}", left=left, why=message)
             return Choice(row=None, because=text)
-        index = int(np.argmax(is_possible * gain / found.cost_s))
-        return _choice(found, index, f"an expected gain of {gain[index]:.1%}; {message}")
+        index = int(np.argmax(is_possible * gain / evaluation.cost_s))
+        return _choice(evaluation, index, f"an expected gain of {gain[index]:.1%}; {message}")
 
 
 def _evaluate(context: SearchContext) -> _Evaluation:
@@ -158,13 +158,15 @@ def _fit_probability(context: SearchContext, rows: IntArray, features: Features)
     return probability
 
 
-def _is_finished(context: SearchContext, found: _Evaluation, gain: FloatArray, best: float) -> tuple[bool, Message]:
+def _is_finished(
+    context: SearchContext, evaluation: _Evaluation, gain: FloatArray, best: float
+) -> tuple[bool, Message]:
     """Return whether the search ends, and a message about the remaining gain.
 
     If the spec gives a number of planned steps, the search ends when no trial saves more time than it takes. Otherwise,
     it ends when a gain is improbable.
     """
-    probability, max_gain = _remaining_gain(found, gain, best)
+    probability, max_gain = _remaining_gain(evaluation, gain, best)
     message = Message(
         "the chance that an untried candidate is more than {least:.0%} faster than the best is {chance:.1%}; "
         "it could be {most:.1%} faster at most (95%)",
@@ -177,15 +179,17 @@ def _is_finished(context: SearchContext, found: _Evaluation, gain: FloatArray, b
         if probability >= MIN_PROBABILITY:
             return False, message
         successful = sum(trial.state in SUCCESS_STATES for trial in context.trials)
-        return successful >= MIN_MEASURED or (successful >= MIN_CONFIRMED and _confirms(context, found, best)), message
-    if (gain * math.exp(best) * steps > found.cost_s).any():
+        return successful >= MIN_MEASURED or (
+            successful >= MIN_CONFIRMED and _confirms(context, evaluation, best)
+        ), message
+    if (gain * math.exp(best) * steps > evaluation.cost_s).any():
         return False, message
     return True, Message(
         "no trial is expected to save more time in {steps:,} steps than it takes; {why}", steps=steps, why=message
     )
 
 
-def _confirms(context: SearchContext, found: _Evaluation, best: float) -> bool:
+def _confirms(context: SearchContext, evaluation: _Evaluation, best: float) -> bool:
     """Return whether earlier runs predicted all measurements, and no unmeasured part of a step could hide a gain."""
     observed, parts = observed_times(context), context.predictions.time_s
     if len(context.past.time) == 0 or len(observed) == 0 or len(parts) < 2:
@@ -198,22 +202,24 @@ def _confirms(context: SearchContext, found: _Evaluation, best: float) -> bool:
         return False
     measured = np.array([row for trial, row in trial_rows(context) if trial.measurement], dtype=np.int64)
     shares = np.array(list(parts.values())) / np.sum(list(parts.values()), axis=0)
-    share = shares[:, found.rows]
+    share = shares[:, evaluation.rows]
     is_unmeasured = share > MIN_SHARE_RATIO * shares[:, measured].max(axis=1, keepdims=True)
-    shortest = found.log_time + np.log1p(-MAX_PART_ERROR * np.where(is_unmeasured, share, 0.0))
+    shortest = evaluation.log_time + np.log1p(-MAX_PART_ERROR * np.where(is_unmeasured, share, 0.0))
     is_faster = shortest < best + math.log1p(-MIN_GAIN)
-    return not (is_faster & (found.fits > MIN_PROBABILITY)).any()
+    return not (is_faster & (evaluation.fits > MIN_PROBABILITY)).any()
 
 
-def _remaining_gain(found: _Evaluation, gain: FloatArray, best: float) -> tuple[float, float]:
+def _remaining_gain(evaluation: _Evaluation, gain: FloatArray, best: float) -> tuple[float, float]:
     """Return the probability that an open candidate gains more than MIN_GAIN, and the 95% bound of the gain."""
     top = np.argsort(-gain, kind="stable")[:JOINT_ROWS]
-    samples = found.log_predicted[top] + found.ratios.sample(found.features.take(top), SAMPLES)
-    return improvement_probability(samples, found.fits[top] * found.feasible[top], found.success[top], best, MIN_GAIN)
+    samples = evaluation.log_predicted[top] + evaluation.ratios.sample(evaluation.features.take(top), SAMPLES)
+    return improvement_probability(
+        samples, evaluation.fits[top] * evaluation.feasible[top], evaluation.success[top], best, MIN_GAIN
+    )
 
 
 def believed(context: SearchContext, row: int) -> Mapping[str, object]:
-    """Return what the strategy expects of any row: its step time in seconds, and its probability to fit."""
+    """Return the corrected prediction of the candidate in `row`: its step time, and its probability of fitting."""
     return _belief(_evaluate(replace(context, open_rows=np.array([row], dtype=np.int64))), 0)
 
 
