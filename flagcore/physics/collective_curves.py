@@ -255,8 +255,8 @@ def _extrapolate(kind: str, level: Level, row: FloatArray, ranks: int, new_ranks
 
     The start-up time is scaled by the start-up of the model, the rest by the bytes sent and by the crowding.
     """
-    old, new = np.array([float(ranks)]), np.array([float(new_ranks)])
-    startup = startup_seconds(level, kind, new) / startup_seconds(level, kind, old)
-    sent = sent_share(kind, new) / sent_share(kind, old) * (new_ranks / ranks) ** level.crowding
+    known_ranks, target_ranks = np.array([float(ranks)]), np.array([float(new_ranks)])
+    startup = startup_seconds(level, kind, target_ranks) / startup_seconds(level, kind, known_ranks)
+    sent = sent_share(kind, target_ranks) / sent_share(kind, known_ranks) * (new_ranks / ranks) ** level.crowding
     times: FloatArray = row[0] * startup + (row - row[0]) * sent
     return times

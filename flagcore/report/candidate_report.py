@@ -246,7 +246,7 @@ class MeasuredRuns:
     device_used_gib: float | None = field(default=None, metadata=IF_KNOWN)
 
     def share(self, seconds: float | None) -> float | None:
-        """Return a time as a fraction of the step time."""
+        """Return `seconds` as a fraction of the step time, or None."""
         return seconds / self.step_time_s if seconds is not None and self.step_time_s else None
 
 

@@ -180,7 +180,7 @@ class Config(BaseModel):
         if dense != list(range(len(dense))):
             key = "decoder_sparse_step" if self.decoder_sparse_step > 1 else "moe_layer_freq"
             key = "mlp_only_layers" if self.mlp_only_layers else key
-            problem = "puts dense layers after layers with experts, which is not supported"
+            problem = "has dense layers after layers with experts, which is not supported"
             raise spec_error(key, problem, value=getattr(self, key), fix="only leading layers can be dense")
         width = self.moe_intermediate_size or self.intermediate_size
         shared = self.shared_expert_intermediate_size or (self.n_shared_experts or 0) * width

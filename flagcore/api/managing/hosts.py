@@ -223,10 +223,10 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
     if report.devices is not None and first.devices is not None and report.chips != first.chips:
         yield _("{devices}, but {host} has {others}", devices=_names(report), host=first.host, others=_names(first))
     for name in sorted((report.versions or {}).keys() & (first.versions or {}).keys()):
-        own, other = (report.versions or {})[name], (first.versions or {})[name]
-        if own != other:
+        own_version, other_version = (report.versions or {})[name], (first.versions or {})[name]
+        if own_version != other_version:
             text = N_("{package} {version}, but {host} has {other}")
-            yield _(text, package=name, version=own, host=first.host, other=other)
+            yield _(text, package=name, version=own_version, host=first.host, other=other_version)
     for path, content in report.files.items():
         if not content:
             yield _("{path} is missing", path=path)

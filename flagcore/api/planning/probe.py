@@ -73,8 +73,8 @@ def probe(
         spec = replace(spec, control=replace(spec.control, max_time_per_task=seconds))
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem, candidate = _problem(spec, loaded, workload, candidate)
-        here, world = loaded.devices(spec.envs), problem.task.cluster.devices
-        require_devices(problem.platform, here, needed=1)
+        local_devices, world = loaded.devices(spec.envs), problem.task.cluster.devices
+        require_devices(problem.platform, local_devices, needed=1)
         if wrong := [rank for rank in ranks if not 0 <= rank < world]:
             raise UsageError(_("--rank {rank}: the last rank is {last}", rank=wrong[0], last=world - 1))
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))

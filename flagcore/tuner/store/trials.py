@@ -47,7 +47,7 @@ class OptunaStore:
         objective: str = "tokens_per_second_per_device",
         url: str | None = None,
     ) -> None:
-        """Open or create the study `run`. `choices` contains all values of each knob.
+        """Open or create the study `run`. `choices`: all values of each knob in the space, by name.
 
         The study is stored in a journal in the folder `path`, or in the Optuna storage at `url`.
         """
