@@ -77,7 +77,7 @@ class Engine(EngineProfile, Workload):
     def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:
         """Return the engine's overheads for a task.
 
-        `on_host`: the CPU that schedules also computes, so small kernels have no launch overhead.
+        `on_host`: whether the CPU that schedules also computes, so that small kernels have no launch overhead.
         """
         serve = task.spec.serve
         overheads = overheads_of(self.program.overheads, serve.engine_version)
@@ -102,9 +102,9 @@ class Engine(EngineProfile, Workload):
         )
 
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
-        """Return the base-2 logarithms of each candidate's instance count, TP size and batch limits.
+        """Return the base-2 logarithms of each candidate's instance count, TP size and limits on an iteration.
 
-        The TP size and the limits on sequences and tokens are those of its first kind of instance.
+        The TP size and the limits on sequences and tokens are those of the candidate's first kind of instance.
         """
         kinds = placement.instance_kinds(task, columns)
         settings, rows = self.settings(task, kinds.columns), kinds.first_rows
@@ -120,9 +120,9 @@ class Engine(EngineProfile, Workload):
         return (SloImpossible(task.spec.limits),) if task.spec.limits else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return which rows certainly need at least as much memory as `candidate`, judged by their knobs.
+        """Return which rows of `columns` certainly need at least as much memory as `candidate`, judged by their knobs.
 
-        A knob that `candidate` does not set, or whose effect on memory is unknown, must have the same value in both.
+        A knob that `candidate` does not set, or whose effect on memory is unknown, must have the same value in the row.
         """
         values, orders = candidate.as_dict(), {knob.name: knob.memory_order for knob in self.knobs}
         result = np.ones(next(iter(columns.values())).size, dtype=np.bool_)
@@ -187,7 +187,7 @@ class Engine(EngineProfile, Workload):
         return start.launch(platform, self, candidate, folder, predicted, for_real=for_real)
 
     def _predicted(self, platform: Platform, candidate: Candidate) -> Mapping[str, float]:
-        """Return the predicted metrics of a candidate by name, without NaN and infinite ones."""
+        """Return the predicted metrics of a candidate by name, without NaN and infinite values."""
         columns = self._columns_of(platform.task, candidate)
         figures = self.predict(platform.task, columns, platform.costs).row(0).figures
         return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
@@ -252,8 +252,8 @@ token were below 0.49 of the prediction."""
 class SloImpossible:
     """Prunes candidates whose predictions miss an SLO limit by far.
 
-    The prediction is compared at the lower end of its 80% interval, with the distance doubled on a logarithmic scale,
-    and at `CERTAIN_SHARE` of its value at most.
+    The value compared with the limit lies below the prediction, at twice the distance of the lower end of its 80%
+    interval on a logarithmic scale. It is at most `CERTAIN_SHARE` of the prediction.
     """
 
     name = "slo_impossible"
@@ -292,10 +292,10 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
         if limit >= LONG_LIMITS.get(name.partition(".")[0], math.inf):
             yield f"serve.slo.{name}: {limit:g} s is a very long limit; limits are in seconds: 200 ms is 0.2"
     fewest = min((load.num_prompts for load in serve.loads if load.num_prompts is not None), default=math.inf)
-    needed = {name: MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in serve.slo}
-    name = max(needed, key=lambda each: needed[each], default="")
-    if fewest < needed.get(name, 0):
-        yield f"serve.slo.{name}: {fewest} requests are too few, use serve.profile.num_prompts >= {needed[name]}"
+    min_requests = {name: MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in serve.slo}
+    name = max(min_requests, key=lambda each: min_requests[each], default="")
+    if fewest < min_requests.get(name, 0):
+        yield f"serve.slo.{name}: {fewest} requests are too few, use serve.profile.num_prompts >= {min_requests[name]}"
     is_open = all(in_flight(load).concurrency is None and load.request_rate != math.inf for load in serve.loads)
     if is_open and serve.highest is None and spec.objective in FIXED_RATES:
         fix = (

@@ -18,11 +18,13 @@ from flagcore.engines.training.time.pipeline import shape_seconds
 from flagcore.engines.training.time.step import DEPENDS_ON, Blocks
 
 FEW = 4.0
-"""With at least this many micro-batches per stage, filling the pipeline faster is not worth a slower stage."""
+"""With at least this many micro-batches per stage, splits are not changed so that the pipeline fills faster."""
 SHORT = 8
 """Maximum number of stages of a pipeline whose layers are moved so that it fills faster."""
 GAIN = 0.01
-"""Minimum share of a step that a move must save. Smaller gains are uncertain: a third of a pass is assumed forward."""
+"""Minimum share of a step that a move must save. Smaller gains are uncertain, because a third of the time of a
+micro-batch is assumed to be forward.
+"""
 
 
 def split_layers(

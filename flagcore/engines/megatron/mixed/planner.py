@@ -65,7 +65,7 @@ MAX_SCORED = 4096
 EQUAL = ("tp", "dp", "ep", "recompute")
 """Sizes and recompute that must be equal on all meshes of a trial."""
 LARGE = 64
-"""For node groups with more devices, candidates on this group alone only have the sizes of its meshes."""
+"""For node groups with more devices than this, candidates on such a group alone only have the sizes of its meshes."""
 STEPS = 24
 """Number of times that the interval of the slowest stage's time is halved."""
 

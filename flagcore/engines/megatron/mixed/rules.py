@@ -20,9 +20,9 @@ from flagcore.engines.megatron.space.rules import DIST_OPT
 
 DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
 WHOLE_CLUSTER = ("world_size", "stages_in_one_group", "expert_world_size", "virtual_needs_pipeline")
-"""Rules about sizes on the whole cluster, which do not apply to a single mesh."""
+"""Names of the rules about sizes on the whole cluster, which do not apply to a single mesh."""
 OF_BATCH = "global_batch_size"
-"""A rule that does not apply to replicas, because they have shares of the batch."""
+"""The rule about the global batch size, which does not apply to replicas, because they have shares of the batch."""
 
 
 def with_meshes(task: Task, rules: Sequence[Rule]) -> tuple[Rule, ...]:

@@ -52,7 +52,7 @@ def launch(
     hosts: Sequence[str] = (),
     router: Router | None = None,
 ) -> Launch:
-    """Return how to start the best configuration; write files for several instances into `folder`. Raises OSError.
+    """Return the launch of the best configuration, and write files for several instances into `folder`. Raises OSError.
 
     `health`: the path that returns 200 when a server is ready. `hosts`: the names of several hosts, on each of which
     the user starts the script. `router`: the router in front of the instances; if None, nginx divides the requests.
@@ -94,8 +94,8 @@ def start_script(
     """
     commands: list[list[str]] = [[] for _ in hosts or ("",)]
     for each in instances:
-        for part, argv in enumerate((each.argv, *each.further)):
-            commands[each.host + part].append(shlex.join(_command(replace(each, argv=argv))))
+        for host_offset, argv in enumerate((each.argv, *each.further)):
+            commands[each.host + host_offset].append(shlex.join(_command(replace(each, argv=argv))))
     front: Sequence[str] = ("nginx", "-c", str(Path(folder, NGINX)), "-g", "daemon off;")
     if router:
         front = _front(router, instances, hosts)
@@ -103,7 +103,7 @@ def start_script(
 
 
 def _front(router: Router, instances: Sequence[Instance], hosts: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the command that starts the router in front of `instances`."""
+    """Return the command that starts `router` in front of `instances`."""
     places = zip(instances, _places_of(instances, hosts), strict=True)
     return router.instance([(each.kind, *place) for each, place in places]).at_port(FRONT_PORT).argv
 
@@ -135,7 +135,7 @@ def compose_files(
     comments: Sequence[str],
     router: Router | None = None,
 ) -> dict[str, str]:
-    """Return a docker compose file for all instances and, if nginx divides the requests, its configuration.
+    """Return the files of docker compose: the compose file, and the configuration of nginx if it divides the requests.
 
     Containers use the host's network. The program comes from the image; other paths in the commands are mounted at the
     same paths. `common`: the environment variables of all instances.
@@ -241,15 +241,15 @@ class _Component:
     def of(
         cls, engine: EngineProfile, worker: Worker, job: ExportJob, instance: Instance, place: Placement
     ) -> _Component:
-        """Return the component that runs an instance.
+        """Return the Dynamo component that runs an instance.
 
-        Raises UsageError if Dynamo does not support its method of transfer, or if no plugin names the device's
-        resource.
+        Raises UsageError if Dynamo does not support the instance's method of cache transfer, or if no plugin names the
+        device's Kubernetes resource.
         """
         transfer = place.values.get(TRANSFER)
         if place.kind and transfer not in (None, *worker.transfers):
-            known = ", ".join(sorted(worker.transfers))
-            raise UsageError(f"--to dynamo: {TRANSFER} = {transfer} is not supported; use {known}")
+            supported = ", ".join(sorted(worker.transfers))
+            raise UsageError(f"--to dynamo: {TRANSFER} = {transfer} is not supported; use {supported}")
         spec, hosts = job.platform.task.spec, len(place.hosts)
         argv = instance.at_port(FRONT_PORT).argv
         if hosts > 1 and engine.on_host:
@@ -326,7 +326,7 @@ def dynamo_files(
 
 
 def _arguments(worker: Worker, words: Sequence[str], kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Convert the arguments of a server to those of a worker. Also return the flags that the worker does not have."""
+    """Return the arguments `words` of a server as arguments of `worker`, and the flags that the worker lacks."""
     arguments, left_out, keep = list[str](), list[str](), True
     if words and not words[0].startswith("-"):
         arguments.append("--model")
@@ -341,7 +341,7 @@ def _arguments(worker: Worker, words: Sequence[str], kind: str) -> tuple[tuple[s
 
 
 def _notes(job: ExportJob, components: Sequence[_Component], routing: Mapping[str, str]) -> list[str]:
-    """Return the comments that explain the choices of the manifest."""
+    """Return the manifest's comments, which explain its choices."""
     lines = [f"kubectl apply -f {job.name}.yaml: the service {job.name}-frontend takes requests at port 8000."]
     if routing:
         target = "that has its prefix" if routing is PREFIX_AWARE else "with the fewest"

@@ -27,7 +27,7 @@ LENGTHS = ("max_model_len", "context_length", "ctx_size")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HOSTS = "nnodes"
 NODE = 8
-"""Devices of a usual host, for a command whose devices do not fit on one host."""
+"""Number of devices of a usual host, assumed for a command whose devices do not fit on one host."""
 Pair: TypeAlias = tuple[str, list[str]]
 """A flag, with its dashes, and its values."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
@@ -82,7 +82,10 @@ def starts(engine: EngineProfile, command: Sequence[str], directory: str) -> boo
 
 
 def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -> dict[str, int]:
-    """Return the hosts and the devices of each. `local`: devices that the command has on one host, 0 if unknown."""
+    """Return the section `cluster`: the number of hosts, and of devices on each host.
+
+    `local`: the number of devices on one host in the command, 0 if unknown.
+    """
     key, each = "cluster.devices_per_node", local or start.devices
     hosts = max(hosts, start.hosts * start.instances if start.hosts > 1 else 1)
     if hosts > 1 and devices % hosts == 0:
@@ -104,23 +107,25 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
     """Return the indices at which an engine's program begins and ends in a command, or None if it is not there."""
     for start in range(len(words)):
         for pattern in engine.program.commands:
-            part = [os.path.basename(each) for each in words[start : start + len(pattern)]]
-            if part and _PYTHON.fullmatch(part[0]):
-                part[0] = "python"
-            if part == list(pattern):
+            program_words = [os.path.basename(each) for each in words[start : start + len(pattern)]]
+            if program_words and _PYTHON.fullmatch(program_words[0]):
+                program_words[0] = "python"
+            if program_words == list(pattern):
                 return start, start + len(pattern)
     return None
 
 
 def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, notes: Notes) -> list[Pair]:
-    """Return the flags with those of the engine's configuration file before them. Raises SpecError."""
+    """Return the flags of a command after the flags in the engine's configuration file. Raises SpecError."""
     name = engine.program.config_flag
     file = next((values[0] for flag, values in pairs if name and values and strip_dashes(flag) == name), None)
     if file is None:
         return pairs
     notes.note(f"--{name}", f"the flags of {file} are part of the command", "serve")
-    rows = {f"--{key}": value for key, value in read_mapping(directory / file, file=file).items() if value is not False}
-    lists = {key: value if isinstance(value, list) else [value] for key, value in rows.items()}
+    config_flags = {
+        f"--{key}": value for key, value in read_mapping(directory / file, file=file).items() if value is not False
+    }
+    lists = {key: value if isinstance(value, list) else [value] for key, value in config_flags.items()}
     added = [(key, [str(each) for each in value if each is not True]) for key, value in lists.items()]
     first = [pair for pair in pairs if not pair[0]]
     return [*first, *added, *(pair for pair in pairs if pair[0] and strip_dashes(pair[0]) != name)]
@@ -129,8 +134,10 @@ def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, note
 def _arguments(
     engine: EngineProfile, pairs: Sequence[Pair], notes: Notes
 ) -> tuple[str | None, dict[str, Any], int, int]:
-    """Return the model, the flags of a server with their values (True if there is none), the number of hosts, and the
-    data-parallel ranks of each host (0 if unknown).
+    """Return the parts of a server's command line.
+
+    They are the model, the flags with their values (True for a flag without a value), the number of hosts, and the
+    number of data-parallel ranks of each host (0 if unknown).
     """
     model, arguments, hosts, local = None, dict[str, Any](), 1, 0
     for flag, values in pairs:
@@ -160,21 +167,21 @@ def _arguments(
             notes.note(flag, f"dropped ({' '.join(values)}): a spec has single values", "serve.engine_args")
         else:
             arguments[name] = _value(name, values[0]) if values else True
-    known = engine.program.known_args(arguments)
-    for name in known:
+    known_arguments = engine.program.known_args(arguments)
+    for name in known_arguments:
         is_known = name == engine.program.expert_switch or name in engine.program.digit_flags
         if not is_known and engine.program.knob_of(name)[0] is None:
             notes.note(
                 as_words({name: True}, has_negation=True)[0], _unknown_flag(engine, name), f"serve.engine_args.{name}"
             )
-    added = " and ".join(name for name in known if name not in arguments)
-    for name in (name for name in arguments if name not in known):
+    added = " and ".join(name for name in known_arguments if name not in arguments)
+    for name in (name for name in arguments if name not in known_arguments):
         notes.note(f"--{name}", f"is expressed by {added}" if added else "dropped: has no effect", "serve.engine_args")
-    return model, known, hosts, local
+    return model, known_arguments, hosts, local
 
 
 def _unknown_flag(engine: EngineProfile, name: str) -> str:
-    """Return the note for a flag that sets no knob, with the similar flag that may be meant."""
+    """Return the note for an unknown flag, with a similar flag that the user may have meant."""
     flags = {strip_dashes(each) for knob in engine.knobs for flag in knob.flags for each in (flag.name, flag.off)}
     similar = get_close_matches(name, sorted({*flags, *engine.program.reserved} - {""}), n=1, cutoff=0.85)
     hint = f"did you mean --{similar[0]}?" if similar else "it is passed to the engine unchanged"
@@ -202,7 +209,7 @@ def _split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:
 def _divide(
     engine: EngineProfile, arguments: Mapping[str, Any], directory: Path, notes: Notes
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide arguments into the baseline of the knobs that are searched, and all others. Raises SpecError."""
+    """Divide arguments into the baseline of the searched knobs, and all other arguments. Raises SpecError."""
     baseline, others, problems = dict[str, Any](), dict[str, Any](), list[SpecError]()
     for name, value in arguments.items():
         knob, _ = engine.program.knob_of(name)
@@ -223,7 +230,10 @@ def _divide(
 
 
 def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
-    """Return the path of a model, which may be in Hugging Face's cache. If it is not found, return it with a note."""
+    """Return the path of a model, which may be in Hugging Face's cache.
+
+    If there is no such path, `model` is returned and a note is added.
+    """
     if model is None or (directory / model).exists():
         return model and os.path.abspath(directory / model)
     home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")

@@ -32,14 +32,17 @@ class EngineProfile:
     """Returns the engine's legality rules for candidates."""
     settings: Callable[[Task, Columns], Settings]
     server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Instance]
-    """Returns how to start one instance with these knob values, on these CPU cores if devices are cores."""
+    """Returns one instance of a task with these knob values, on these CPU cores if devices are cores."""
     on_host: Callable[[int, int], tuple[str, ...]] | None = None
-    """Returns the additional flags for one host of an instance, given the number of its hosts and the index of this
-    one. None: an instance cannot span hosts."""
+    """Returns the additional flags for one host of an instance. Arguments: the number of the instance's hosts, and the
+    index of this host. None: an instance cannot span hosts.
+    """
     of_kind: Callable[[Task, Mapping[str, KnobValue], str, Instance], Instance] | None = None
     """Returns an instance changed so that it only prefills or only decodes. None: the engine has no such servers."""
     protocol: Callable[[Task, Mapping[str, KnobValue]], str] = lambda task, values: ""
-    """Returns how servers that only prefill or only decode exchange caches, as `load.routing` names it."""
+    """Returns the protocol by which servers that only prefill or only decode exchange caches, as named in
+    `load.routing`.
+    """
     router: Callable[[Task, Mapping[str, KnobValue]], Router] = lambda task, values: Router.of_replicas(
         ("vllm-router",), prefix_aware=task.spec.serve.prefix_aware
     )

@@ -23,7 +23,7 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerReports:
-    """How to talk to an engine's server, and how to read its reports: all that the trial program knows of an engine.
+    """The API of an engine's server, and the format of its reports: all that the trial program knows about an engine.
 
     - `counters`: samples at /metrics, with their names in the metrics of a trial.
     - `shares`: metrics of a load that are the ratio of two increases: of the first counter, and of the sum of the
@@ -50,7 +50,7 @@ class ServerReports:
 
     @classmethod
     def read(cls, package: str, **fields: Any) -> ServerReports:
-        """Read the reports from `reports.yaml` in an engine's package. `fields`: fields that the file lacks."""
+        """Return the report format in `reports.yaml` of an engine's package. `fields`: fields that the file lacks."""
         data = yaml.load(files(package).joinpath("reports.yaml").read_text("utf-8"), _LOADER)
         data["failures"] = tuple(
             FailurePattern(pattern="|".join(row["lines"]), state=TrialState(row["state"]), advice=row.get("advice", ""))
@@ -59,7 +59,7 @@ class ServerReports:
         return cls(**data, **fields)
 
     def read_counters(self, fetch: Fetch) -> dict[str, float]:
-        """Return the counters at /metrics by their names in a trial. Empty if the server does not respond."""
+        """Return the counters at /metrics by their names in a trial; none if the server does not respond."""
         try:
             values = samples(fetch("/metrics"))
         except OSError:
@@ -119,7 +119,7 @@ def largest_matches(log: str, patterns: Mapping[str, str], scale: float = 1.0) -
 
 
 def settings_in(log: str, patterns: Mapping[str, Sequence[str]]) -> dict[str, KnobValue]:
-    """Return the values of knobs in a log. For each knob, the first of its patterns that matches counts."""
+    """Return the values of knobs in a log. For each knob, the first matching pattern is used."""
     result: dict[str, KnobValue] = {}
     for knob, knob_patterns in patterns.items():
         match = next((match for pattern in knob_patterns if (match := re.search(pattern, log))), None)

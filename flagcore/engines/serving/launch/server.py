@@ -44,7 +44,7 @@ LOCAL_ADDRESS = ("--host", "127.0.0.1", "--port", PORT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """How to start one server.
+    """One server: its command line, CPU cores, requested knob values and hosts.
 
     - `argv`: the command line, with the placeholder PORT.
     - `cores`: the CPU cores to which it is pinned; empty for all cores.
@@ -83,7 +83,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How to start vLLM's or SGLang's router in front of instances.
+    """The command line of vLLM's or SGLang's router in front of instances.
 
     - `argv`: the command line, with the placeholder PORT.
     - `prefill`: the words to add for each instance that only prefills, with the placeholders URL and TRANSFER_PORT.
@@ -116,7 +116,7 @@ class Router:
         return self.argv[2].partition(".")[0] if self.argv[1] == "-m" else Path(self.argv[0]).name
 
     def instance(self, places: Sequence[tuple[str, str, int]]) -> Instance:
-        """Return how to start the router. `places`: the kind, the host and the port of each instance behind it."""
+        """Return the router as an instance to start. `places`: kind, host and port of each instance behind it."""
         words = list(self.argv)
         for kind, host, port in places:
             values = {URL: f"http://{host}:{port}", TRANSFER_PORT: str(transfer_port(port))}

@@ -23,7 +23,7 @@ from flagcore.i18n import N_, _
 
 PROGRAM = "flagcore.engines.serving.trial"
 OWN_ADDRESS = "{own_address}"
-"""Placeholder for the address of a server's host in a `ServerGroup`."""
+"""Placeholder in a `ServerGroup` for the address of the host on which a server runs."""
 HOST_PROGRAM = f"{PROGRAM}.host"
 
 
@@ -36,7 +36,7 @@ def launch(
     *,
     for_real: bool,
 ) -> Launch:
-    """Write the files of `candidate` into `folder` and return how to start it. Raises LaunchError.
+    """Write the files of `candidate` into `folder`, and return its launch. Raises LaunchError.
 
     `figures`: predicted metrics; a trial's search for the highest load starts near the predicted load. `for_real`:
     whether to start the servers of the final configuration instead of a trial.
@@ -96,14 +96,16 @@ def instances_of(
     `is_public`: whether others will see the commands. Raises UsageError if a public command contains a secret.
     """
     values = candidate.as_dict()
-    found = tuple(_instance(platform, engine, values, each) for each in placements(platform.task, values))
-    if is_public and any(secrets_in_arguments(each.argv) for each in found):
+    instances = tuple(_instance(platform, engine, values, each) for each in placements(platform.task, values))
+    if is_public and any(secrets_in_arguments(each.argv) for each in instances):
         raise UsageError("the command contains a secret; pass it in a variable")
-    return found
+    return instances
 
 
 def router_of(platform: Platform, engine: EngineProfile, candidate: Candidate, count: int) -> Router | None:
-    """Return the router in front of `count` instances. None if they need none or nginx suffices. Raises UsageError."""
+    """Return the router in front of `count` instances; None if they need no router or nginx suffices. Raises
+    UsageError.
+    """
     values, is_aware = candidate.as_dict(), platform.task.spec.serve.prefix_aware
     return engine.router(platform.task, values) if values.get(PREFILL_DECODE) or (count > 1 and is_aware) else None
 

@@ -109,7 +109,7 @@ def slot_context(task: Task, context: int | None) -> int:
 
 
 def slot_share(columns: Columns, total: int) -> IntArray:
-    """Return the context of one slot if the total is fixed: an even share, or all of it if the cache is unified."""
+    """Return the context of one slot for a fixed `total`: an even share, or all of it if the cache is unified."""
     slots, on = columns[PARALLEL], PROGRAM.code(UNIFIED, "on")
     is_unified = (columns[UNIFIED] == on) | ((columns[UNIFIED] == 0) & (slots <= 0))
     return np.where(is_unified, total, total // np.maximum(slots, 1))
@@ -137,7 +137,10 @@ def _trained_context(spec: Spec) -> int | None:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return llama.cpp's effective settings. A slot counts as a sequence, a logical batch as an iteration."""
+    """Return llama.cpp's effective settings for each candidate.
+
+    A slot corresponds to a sequence, and a logical batch to an iteration.
+    """
     values = PROGRAM.columns(task, columns)
     hardware, total = Hardware.of(task), total_context(task)
     slots, batch = or_default(values[PARALLEL], AUTO_SLOTS), PROGRAM.values(values, N_BATCH)
@@ -268,12 +271,12 @@ def rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _slot_context(task: Task, total: int) -> Rule:
-    needed = longest_request(task.spec.serve.loads, task.spec.model.vision)
+    longest = longest_request(task.spec.serve.loads, task.spec.model.vision)
     return Rule(
         name="slot_context",
         knobs=(PARALLEL, UNIFIED),
-        message=f"ctx-size = {total} over {PARALLEL} slots must be at least {needed} per slot, the longest request",
-        broken=lambda c: slot_share(c, total) < needed,
+        message=f"ctx-size = {total} over {PARALLEL} slots must be at least {longest} per slot, the longest request",
+        broken=lambda c: slot_share(c, total) < longest,
     )
 
 

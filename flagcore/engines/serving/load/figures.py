@@ -24,10 +24,11 @@ T_QUANTILE = 2.776
 PRECISION = 0.05
 """A load ends when the half-widths of the 95% intervals of its means are at most this share of the means."""
 MAX_RATIO = 3
-"""A load ends without this precision after this multiple of the minimum number of requests."""
+"""A load ends without the precision `PRECISION` after this multiple of the minimum number of requests."""
 MAX_TOKENS = 20_000_000
-"""Maximum number of tokens of all prompts of a load, which are held in memory. The minimum number of requests may have
-more."""
+"""Maximum number of tokens of all prompts of a load, which are held in memory. The minimum number of requests is sent
+even if their prompts have more tokens.
+"""
 RAMP_BATCH = 5
 """Requests per batch of the method MSER-5 (see `_ramp`)."""
 CUT_ERROR = 2 * PRECISION
@@ -107,15 +108,15 @@ class SteadyState:
         return Window(counted[0].start_s, end_s, max(errors))
 
     def _fewest(self, flight: int) -> int:
-        needed = [MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in self._asked]
-        return max(MIN_COUNTED, BATCHES * flight, *needed)
+        min_requests = [MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in self._asked]
+        return max(MIN_COUNTED, BATCHES * flight, *min_requests)
 
 
 def cut(answers: Sequence[Answer], end_s: float, fewest: int) -> Window | None:
-    """Return the window from the first send to `end_s`, or None if it has fewer than `fewest` answers.
+    """Return the window from the first send to `end_s`, or None if fewer than `fewest` answers count in it.
 
-    All requests sent before `end_s` must be answered. The first wave counts, as in a load with a fixed number of
-    requests.
+    All requests sent before `end_s` must be answered. The first requests in flight count, too, as in a load with a
+    fixed number of requests.
     """
     window = Window(0.0, end_s, math.inf)
     counted = window.counted(answers)
@@ -135,16 +136,16 @@ def _ramp(values: FloatArray) -> int | None:
     if count < 4:
         return 0
     means = values[: count * RAMP_BATCH].reshape(count, RAMP_BATCH).mean(axis=1)
-    left = np.arange(count, 0, -1)
+    remaining_count = np.arange(count, 0, -1)
     sums, squares = np.cumsum(means[::-1])[::-1], np.cumsum(means[::-1] ** 2)[::-1]
-    errors = (squares - sums**2 / left) / left**2
+    errors = (squares - sums**2 / remaining_count) / remaining_count**2
     cut = int(np.argmin(errors[: count // 2 + 1]))
     return cut * RAMP_BATCH if cut < count // 2 else None
 
 
 def _error(values: FloatArray) -> float:
     """Return the half-width of the 95% interval of the mean, relative to the mean, computed from batch means."""
-    means = np.array([part.mean() for part in np.array_split(values, BATCHES)])
+    means = np.array([batch.mean() for batch in np.array_split(values, BATCHES)])
     return float(T_QUANTILE * means.std(ddof=1) / math.sqrt(BATCHES) / means.mean()) if means.mean() > 0 else 0.0
 
 
@@ -178,9 +179,9 @@ def figures_of(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def steady_figures(answers: Sequence[Answer], window: Window) -> dict[str, float]:
-    """Return the metrics of a steady state: latencies of the requests that count, and rates in the window.
+    """Return the metrics of a steady state by name: latencies of the requests that count, and rates in the window.
 
-    In rates, a request has the weight of the share of its pieces that arrived in the window.
+    In rates, a request counts by the share of its pieces of text that arrived in the window.
     """
     shares = np.array([_share(answer, window) for answer in answers]) / (window.end_s - window.begin_s)
     outputs = np.array([answer.output_tokens for answer in answers])
@@ -203,7 +204,7 @@ def _latencies(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def _share(answer: Answer, window: Window) -> float:
-    """Return the share of an answer's pieces that arrived in the window."""
+    """Return the share of an answer's pieces of text that arrived in the window."""
     times = answer.start_s + answer.ttft_s + np.concatenate([[0.0], np.cumsum(answer.gaps_s)])
     return float(np.mean((times > window.begin_s) & (times <= window.end_s)))
 
@@ -233,7 +234,7 @@ def widest_limits(slo: Mapping[str, float]) -> dict[str, float]:
 
 
 def statistics_of(values: FloatArray) -> dict[str, float]:
-    """Return the mean and percentiles of a latency."""
+    """Return the mean and the percentiles of a latency by name."""
     p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
     return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
 

@@ -40,7 +40,7 @@ RequestImages: TypeAlias = Sequence[Sequence[Image]]
 
 
 def draw_images(images: Images, count: int, rng: np.random.Generator) -> RequestImages:
-    """Draw the number and the sizes of the images of `count` requests."""
+    """Draw the number and the sizes of the images of each of `count` requests."""
     low, high = images.counts
     counts = rng.integers(low, high, size=count, endpoint=True)
     shares = np.array([share for _, _, share in images.buckets])
@@ -112,13 +112,13 @@ def _png(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
     """Encode an RGB image as PNG (W3C PNG specification, third edition). Rows store differences to the row above."""
     height, width, _ = pixels.shape
     flat = pixels.reshape(height, -1)
-    rows = np.full((height, 1 + flat.shape[1]), 2, dtype=np.uint8)  # PNG filter type 2: up
-    rows[0, 1:] = flat[0]
-    rows[1:, 1:] = flat[1:] - flat[:-1]
+    scanlines = np.full((height, 1 + flat.shape[1]), 2, dtype=np.uint8)  # PNG filter type 2: up
+    scanlines[0, 1:] = flat[0]
+    scanlines[1:, 1:] = flat[1:] - flat[:-1]
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
-    content = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows.tobytes(), 1)) + chunk(b"IEND", b"")
+    content = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(scanlines.tobytes(), 1)) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + content

@@ -19,7 +19,7 @@ GROWTH = RESOLUTION**4
 until one load is within the limits and one is not."""
 MAX_GROWTH = RESOLUTION**32
 MAX_HEADROOM = 3.0
-"""The highest factor between two loads that the headroom of the first one can cause."""
+"""Maximum factor between two loads if the factor follows from the headroom of the first load."""
 MIN_RATE = 0.01
 """The lowest request rate of a search, in requests per second."""
 
@@ -87,7 +87,7 @@ class LimitCheck:
         self._slower: Counter[tuple[str, str]] = Counter()
 
     def exceeded(self, answer: Answer) -> bool:
-        """Add an answer, and return whether some limit is now certain to be exceeded."""
+        """Add an answer, and return whether the load is now certain to exceed one of the limits."""
         for name in {name for name, _ in self._limits}:
             self._sums[name] += getattr(answer, name) or 0.0
         for figure, limit in self._limits.items():
@@ -95,7 +95,7 @@ class LimitCheck:
         return any(self._is_exceeded(*figure, limit) for figure, limit in self._limits.items())
 
     def _is_exceeded(self, name: str, statistic: str, limit: float) -> bool:
-        """Return whether a statistic is above `limit` even if all remaining values are 0.
+        """Return whether a statistic of the metric `name` exceeds `limit` even if all remaining values are 0.
 
         A percentile lies between two values; the lower one must exceed the limit.
         """
@@ -106,7 +106,7 @@ class LimitCheck:
 
 
 SURE = 2.0
-"""A load is given up if it is estimated to take more than this multiple of its time."""
+"""A load is stopped if it is estimated to take more than this multiple of its time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Watch:
         self.has_ended = self.is_stopped or self.window is not None
 
     def is_hopeless(self, timeout_s: float) -> bool:
-        """Return whether the fewest requests that give metrics are certain to take longer than `timeout_s`.
+        """Return whether the minimum number of requests for metrics is certain to take longer than `timeout_s` seconds.
 
         In a closed loop, this is unknown before the first answer.
         """
@@ -181,7 +181,7 @@ class Watch:
         return bool(self.answers) and self._estimated_s(self._fewest) > SURE * timeout_s
 
     def is_cut(self) -> bool:
-        """End a load that is not complete, and return whether it has enough answers for metrics."""
+        """End a load before all its requests are answered, and return whether it has enough answers for metrics."""
         if not self.ends_steadily() and self._fewest is not None:
             self.window = cut(self.answers, self._answered_until_s, self._fewest)
             self.progress = self._progress() if self.window else None

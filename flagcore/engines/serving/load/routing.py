@@ -35,8 +35,9 @@ _REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **dict.f
 PIECE_TOKENS, PIECE_CHARACTERS = 16, 64
 """Size of a piece of a prompt, in tokens or, for texts, in characters. Pieces are remembered as a whole."""
 MIN_MATCH = 0.3
-"""Minimum share of a prompt that an instance must know to be chosen by prefix, as in vllm-router 0.1.17 and
-sglang-router 0.3.2."""
+"""Minimum share of a prompt that matches the earlier prompts of an instance if the instance is chosen by prefix, as in
+vllm-router 0.1.17 and sglang-router 0.3.2.
+"""
 MAX_RATIO, MAX_MORE = 1.5, 4
 """An instance is not chosen by prefix if it has more than `MAX_RATIO` x the requests of the least busy instance +
 `MAX_MORE`. A choice: the routers' own limit of 64 more requests would leave small instances idle."""
@@ -45,7 +46,7 @@ MAX_PIECES = 1 << 18
 
 
 class Prefixes:
-    """Chooses one of `count` instances for each prompt, by the prefixes of the prompts that each got before.
+    """Chooses one of `count` instances for each prompt, by the prefixes of the prompts that each instance got before.
 
     A prompt is a sequence of pieces; the identity of a piece includes all pieces before it.
     """
@@ -60,18 +61,20 @@ class Prefixes:
         """
         most = MAX_RATIO * min(busy) + MAX_MORE
         matches = [0] * len(busy)  # the number of pieces at the start of the prompt that each instance knows
-        for index, seen in enumerate(self._seen):
+        for index, seen_pieces in enumerate(self._seen):
             if busy[index] <= most:
-                matches[index] = next((place for place, each in enumerate(pieces) if each not in seen), len(pieces))
-        needed = max(matches) if max(matches) >= MIN_MATCH * len(pieces) else 0
-        suitable = [index for index, match in enumerate(matches) if match >= needed]
+                matches[index] = next(
+                    (place for place, each in enumerate(pieces) if each not in seen_pieces), len(pieces)
+                )
+        min_matches = max(matches) if max(matches) >= MIN_MATCH * len(pieces) else 0
+        suitable = [index for index, match in enumerate(matches) if match >= min_matches]
         chosen = min(suitable, key=lambda index: (busy[index], len(self._seen[index])))
-        seen = self._seen[chosen]
+        seen_pieces = self._seen[chosen]
         for piece in pieces:
-            seen.pop(piece, None)
-            seen[piece] = None
-        while len(seen) > MAX_PIECES:
-            del seen[next(iter(seen))]
+            seen_pieces.pop(piece, None)
+            seen_pieces[piece] = None
+        while len(seen_pieces) > MAX_PIECES:
+            del seen_pieces[next(iter(seen_pieces))]
         return chosen
 
 
@@ -80,14 +83,14 @@ def pieces_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
     size = PIECE_CHARACTERS if isinstance(prompt, str) else PIECE_TOKENS
     pieces, last = list[int](), 0
     for end in range(size, len(prompt) + 1, size):
-        part = prompt[end - size : end]
-        last = hash((last, part if isinstance(part, str) else tuple(part)))
+        piece = prompt[end - size : end]
+        last = hash((last, piece if isinstance(piece, str) else tuple(piece)))
         pieces.append(last)
     return tuple(pieces)
 
 
 class Pairs:
-    """Sends each request to the least busy of the servers `prefill`, and to the server that decodes it."""
+    """Sends each request to the least busy of the servers `prefill`, and to the server that decodes its answer."""
 
     def __init__(self, protocol: str, prefill: Sequence[Target]) -> None:
         self._protocol, self._prefill = protocol, prefill
@@ -108,9 +111,9 @@ class Pairs:
             if self._protocol == BOOTSTRAP:
                 host = urlsplit(prefill.url).hostname
                 room = {"bootstrap_host": host, "bootstrap_port": prefill.transfer_port}
-                both = _encoded({**request, **room, "bootstrap_room": random.getrandbits(62)})
-                first = asyncio.ensure_future(post(http, prefill.address, both))
-                second = asyncio.ensure_future(send_request(http, decode.address, both, stream))
+                body_for_both = _encoded({**request, **room, "bootstrap_room": random.getrandbits(62)})
+                first = asyncio.ensure_future(post(http, prefill.address, body_for_both))
+                second = asyncio.ensure_future(send_request(http, decode.address, body_for_both, stream))
                 try:  # cancel both if one fails, because the other one would wait for it
                     return (await asyncio.gather(first, second))[1]
                 finally:

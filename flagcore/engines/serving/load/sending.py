@@ -141,8 +141,8 @@ class _LoadSender:
     async def send(self, concurrency: int | None, deadline: float, share_s: float = math.inf) -> None:
         """Send all requests.
 
-        Returns when all are answered, one fails, `deadline` passes, or they cannot be answered until then. After
-        `share_s` seconds, returns as soon as enough of them are answered.
+        Returns when all requests are answered, one fails, `deadline` passes, or they cannot be answered before
+        `deadline`. After `share_s` seconds, returns as soon as enough requests are answered.
         """
         watch, start = self._watch, time.perf_counter()
         watch.start = start
@@ -275,7 +275,7 @@ class _LoadSender:
 
 
 class _Ended(Exception):
-    """Ends a load that exceeds a limit or has precise metrics. It does not leave this module."""
+    """An exception that ends a load that exceeds a limit or has precise metrics. It does not leave this module."""
 
 
 def _requests(

@@ -169,7 +169,7 @@ class Stream:
             raise RequestFailed(ProblemKind.BROKEN, f"an event has neither choices nor usage: {payload[:80]!r}")
 
     def _raise_unstreamed(self, body: bytes) -> None:
-        """Raise RequestFailed for a JSON body without a stream, with the error in it if there is one."""
+        """Raise RequestFailed for a JSON body instead of a stream, with the body's error message if it has one."""
         data = None
         with suppress(ValueError, RecursionError):
             data = json.loads(body)
@@ -203,7 +203,7 @@ class Stream:
 
 
 def _prompt_tokens(usage: dict[str, Any]) -> int:
-    """Return the number of prompt tokens that the server counted. Raises RequestFailed if there is no valid one."""
+    """Return the number of prompt tokens that the server counted. Raises RequestFailed if it is missing or invalid."""
     count = usage.get("prompt_tokens")
     if type(count) is not int or not 0 < count < 1 << 31:
         raise RequestFailed(ProblemKind.NO_USAGE, f"prompt_tokens is {count!r}")

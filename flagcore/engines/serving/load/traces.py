@@ -144,23 +144,26 @@ def _json(text: str, turns: int, output_len: int, folder: Path) -> Traffic:
 
 def _rows(text: str) -> list[dict[str, Any]]:
     """Return the objects in JSON or JSON lines. Only a line feed ends a line, because texts may contain U+2028."""
-    rows: list[Any] = []
+    parsed_rows: list[Any] = []
     for number, part in enumerate([text] if text.lstrip().startswith("[") else text.split("\n"), 1):
         try:
             parsed = json.loads(part) if part.strip() else []
         except (ValueError, RecursionError) as error:
             raise _InvalidRow(f"it is neither JSON nor JSON lines (line {number}): {error}") from None
-        rows += parsed if isinstance(parsed, list) else [parsed]
-    for number, row in enumerate(rows, 1):
+        parsed_rows += parsed if isinstance(parsed, list) else [parsed]
+    for number, row in enumerate(parsed_rows, 1):
         if not isinstance(row, dict):
             raise _InvalidRow(f"row {number} is not an object")
-    return rows
+    return parsed_rows
 
 
 def _images(row: Mapping[str, Any], number: int, folder: Path) -> tuple[Image, ...]:
-    """Return the images of a row: one, or a list. Each is the path of a file, or WIDTHxHEIGHT for a random image."""
-    found: Any = next((row[name] for name in _IMAGES if row.get(name)), [])
-    entries = found if isinstance(found, list) else [found]
+    """Return the images of a row, which has one image or a list.
+
+    Each image is the path of a file, or WIDTHxHEIGHT for a random image.
+    """
+    value: Any = next((row[name] for name in _IMAGES if row.get(name)), [])
+    entries = value if isinstance(value, list) else [value]
     try:
         return tuple(read_image(entry, folder) for entry in entries)
     except (TypeError, ValueError, OSError) as error:
@@ -169,9 +172,9 @@ def _images(row: Mapping[str, Any], number: int, folder: Path) -> tuple[Image, .
 
 
 def _lengths(rows: Sequence[Mapping[str, Any]], folder: Path) -> Traffic:
-    """Read rows that contain lengths, from Mooncake or with another common key. Either all rows have blocks, or none.
+    """Return the requests of rows with lengths, under the keys of Mooncake or other common keys.
 
-    The same holds for timestamps.
+    Either all rows have blocks, or none. The same holds for timestamps.
     """
     inputs = [_count(row, _INPUT, number) for number, row in enumerate(rows, 1)]
     outputs = [_count(row, _OUTPUT, number) for number, row in enumerate(rows, 1)]
@@ -209,7 +212,10 @@ class _Turn:
 
 
 def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folder: Path) -> Traffic:
-    """Read prompts and conversations. A turn that lacks a question or an answer ends its conversation."""
+    """Return the requests of rows with prompts or conversations.
+
+    A turn that lacks a question or an answer ends its conversation.
+    """
     unknown = 0
     times = _times(rows)
     order = range(len(rows)) if times is None else np.argsort(times, kind="stable").tolist()
@@ -252,13 +258,13 @@ def estimated_tokens(text: str) -> int:
 
 def _turns(row: Mapping[str, Any], number: int, count: int, folder: Path) -> list[_Turn]:
     """Return the first `count` turns of a row. Each prompt contains all turns and answers before it."""
-    known = _count(row, _INPUT, number) if any(name in row for name in _INPUT) else None
+    input_tokens = _count(row, _INPUT, number) if any(name in row for name in _INPUT) else None
     output = _count(row, _OUTPUT, number) if any(row.get(name) is not None for name in _OUTPUT) else None
     name = next((name for name in _TEXT[:2] if row.get(name) is not None), "")
     if name:
         if not isinstance(row[name], str):
             raise _InvalidRow(f"row {number}: {name} is {row[name]!r:.60}, not a string")
-        return [_Turn(row[name], known, output, images=_images(row, number, folder))]
+        return [_Turn(row[name], input_tokens, output, images=_images(row, number, folder))]
     messages = row.get("conversations", row.get("messages"))
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise _InvalidRow(f"row {number} has no list of turns")
@@ -271,7 +277,7 @@ def _turns(row: Mapping[str, Any], number: int, count: int, folder: Path) -> lis
     ends = [place for place, role in enumerate(roles) if role in _ANSWERS] or [1]
     ends = [end for end in ends if end < len(texts)] or [len(texts)]
     return [
-        _Turn("\n".join(texts[:end]), known, output, texts[end] if end < len(texts) else "")
+        _Turn("\n".join(texts[:end]), input_tokens, output, texts[end] if end < len(texts) else "")
         if place == 0
         else _Turn("\n".join(texts[:end]), None, None, texts[end])
         for place, end in enumerate(ends[:count])

@@ -20,7 +20,7 @@ from flagcore.errors import SpecError
 
 
 def traffic(load: Load) -> Traffic:
-    """Return the requests of a load point. Their `input_len` includes the shared prefix.
+    """Return the requests of a load point. `input_len` includes the shared prefix.
 
     Raises SpecError for an invalid load or an unreadable trace.
     """
@@ -111,7 +111,8 @@ def _arrivals(rng: np.random.Generator, load: Load, requests: Traffic) -> FloatA
     loop.
 
     Drawn gaps are scaled to the exact mean, so that the offered load equals the specified one. All requests of a
-    conversation have the arrival time of the first one; the client sends the others after it.
+    conversation have the arrival time of the first one; the client sends each later turn after the answer to the
+    previous one.
     """
     if load.request_rate is None:
         if load.concurrency is not None:
@@ -194,7 +195,7 @@ def image_uris(traffic: Traffic, seed: Sequence[int], *, warm_up: bool = False) 
 
 
 def salted(texts: Sequence[str], seed: Sequence[int]) -> list[str]:
-    """Return texts with the seed as their first line.
+    """Return the prompts `texts` with `seed` as their first line.
 
     Prompts of one repeat still share their prefixes with each other, but not with prompts of other repeats.
     """

@@ -53,7 +53,7 @@ Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """All inputs of the metrics: the candidates' kinds of instances, with settings, split, memory and iteration costs.
+    """All inputs of the candidates' metrics: kinds of instances, with settings, split, memory and iteration costs.
 
     `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode. `encoder`:
     the costs of the vision tower; None if there is none.
@@ -144,7 +144,7 @@ def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tupl
 
 
 def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> list[Mapping[str, float]]:
-    """Return the metrics at each load that the search for the highest load tries."""
+    """Return the metrics at each load that a search for the highest load tries."""
     points, slo, is_concurrency = list[Mapping[str, float]](), context.serve.slo, context.serve.highest == "concurrency"
 
     def meets_limits(value: float) -> bool:
@@ -214,7 +214,7 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     """Return the mean seconds of a request by part (see PARTS), averaged over all instances of a candidate.
 
     If a candidate has prefill and decode instances, a request visits one of each. `figures`: the metrics of the
-    candidates. The parts add up to the mean time of a request; what the other parts do not explain is the queue.
+    candidates. The parts add up to the mean time of a request; the queue is the remainder.
     """
     kinds = context.kinds
     load = context.draw(context.serve.loads[0])
@@ -224,14 +224,16 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     visits = np.where(kinds.role > 0, 1.0 / kinds.count, 1.0)
     count = kinds.total(np.where(visits < 1.0, 0.0, 1.0))
     raw = parts(loop, running)
-    found = {name: kinds.total(visits * seconds) / np.maximum(count, 1.0) for name, seconds in raw.items()}
+    mean_parts = {name: kinds.total(visits * seconds) / np.maximum(count, 1.0) for name, seconds in raw.items()}
     if kinds.role.any():
         caches = np.where(kinds.role == 2, context.transfer * load.means[0], 0.0)
-        found["transfer_s"] = kinds.total(visits * caches)
-    total = sum(found.values(), np.zeros(kinds.size))
-    whole = figures["e2e_s.mean"]
-    share = np.minimum(1.0, whole / total)
-    return {"queue_s": np.maximum(whole - total, 0.0)} | {name: each * share for name, each in found.items()}
+        mean_parts["transfer_s"] = kinds.total(visits * caches)
+    total = sum(mean_parts.values(), np.zeros(kinds.size))
+    request_seconds = figures["e2e_s.mean"]
+    share = np.minimum(1.0, request_seconds / total)
+    return {"queue_s": np.maximum(request_seconds - total, 0.0)} | {
+        name: each * share for name, each in mean_parts.items()
+    }
 
 
 def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
@@ -282,7 +284,7 @@ def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, Float
 
 
 def _best_rows(context: Candidates, figures: Mapping[str, FloatArray], rows: IntArray, limit: int) -> IntArray:
-    """Return the `limit` rows whose objective is best in closed form, first of those whose cache holds a request."""
+    """Return the `limit` rows with the best objective in closed form. Rows whose cache holds a request come first."""
     name = figure_name(context.task.spec.objective)
     base = figures.get(name, figures["output_tokens_per_s"])[rows]
     if name.endswith("per_device"):
@@ -398,7 +400,7 @@ def _with_prompts_only(loop: ClosedLoop, state: SteadyState) -> SteadyState:
 
 
 def _iterations(loop: ClosedLoop, decoding: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the seconds of an iteration without prompts, those of one with prompts, and the prompt tokens of that."""
+    """Return the seconds of an iteration without prompts, and the seconds and prompt tokens of one with prompts."""
     costs, overheads, ranks, batch = loop.costs, loop.overheads, loop.ranks * loop.stages, decoding / loop.stages
     plain, reads = loop.device(decoding), loop.reads(decoding)
     plain = np.where(batch / loop.ranks > costs.captured, np.maximum(plain, costs.floor), plain)

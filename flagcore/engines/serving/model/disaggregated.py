@@ -34,7 +34,7 @@ class Prefill:
 
 @dataclass(slots=True)
 class _Batch:
-    """Prompts that a prefill instance computes together. At the time `done`, the decode instance has their caches."""
+    """Prompts that a prefill instance computes together. The decode instance has their caches at the time `done`."""
 
     start: float
     link_free: float
@@ -107,20 +107,23 @@ class Disaggregated(Simulation):
         heappush(self.ready, (batch.done, self.batches, batch))
 
     def _prompt_seconds(self, batch: _Batch) -> float:
-        """Return the seconds of a batch. A prompt beyond the limit of tokens takes several iterations."""
+        """Return the seconds of a batch on a prefill instance.
+
+        A prompt beyond the limit of tokens takes several iterations.
+        """
         price, budget = self.prefill.price, self.prefill.price.lane.budget
         if batch.tokens <= budget:
             return price.mixed(0, batch.tokens, batch.longest, batch.pairs, len(batch.members))
         count = int(batch.tokens // budget)
-        rest, first = batch.tokens - count * budget, batch.pairs - 0.5 * batch.tokens**2
+        last_tokens, first = batch.tokens - count * budget, batch.pairs - 0.5 * batch.tokens**2
         seconds = price.pieces(0, budget, 0.5 * budget**2 + first * budget / batch.tokens, count)
-        if rest < 1.0:
+        if last_tokens < 1.0:
             return seconds
-        pairs = rest * (count * budget + 0.5 * rest) + first * rest / batch.tokens
-        return seconds + price.mixed(0, rest, rest, pairs, 1)
+        pairs = last_tokens * (count * budget + 0.5 * last_tokens) + first * last_tokens / batch.tokens
+        return seconds + price.mixed(0, last_tokens, last_tokens, pairs, 1)
 
     def _next_done(self) -> float:
-        """Return the time at which the next caches arrive, infinity if none are on their way."""
+        """Return the time at which the next caches arrive, or infinity if no cache is being sent."""
         while self.ready and (self.ready[0][0] != self.ready[0][2].done or not self.ready[0][2].members):
             heappop(self.ready)  # outdated: a later prompt has delayed this batch
         return self.ready[0][0] if self.ready else inf
@@ -136,7 +139,7 @@ class Disaggregated(Simulation):
             batch.members = []
 
     def _prompts(self) -> bool:
-        """Give slots to requests whose caches have arrived. Return False: here no iteration computes prompts."""
+        """Give slots to requests whose caches have arrived. Return False, because no prompts are computed here."""
         while self._admit(0):
             request = self.partial.popleft()
             if request.made:  # it lost its cache, so this instance computes its prompt again

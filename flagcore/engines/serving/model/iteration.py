@@ -62,11 +62,11 @@ class IterationCosts:
 
 
 def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:
-    """Interpolate each candidate's row of a table at its number of tokens. 0 tokens take 0 s."""
+    """Return each candidate's row of `table`, interpolated at its number of tokens. 0 tokens take 0 s."""
     tokens = np.minimum(tokens, NODES[-1])
     index = np.clip(np.searchsorted(NODES, tokens, side="right") - 1, 0, NODES.size - 2)
-    rows = np.arange(table.shape[0])
-    low, high = table[rows, index], table[rows, index + 1]
+    row_indices = np.arange(table.shape[0])
+    low, high = table[row_indices, index], table[row_indices, index + 1]
     share = (np.maximum(tokens, NODES[0]) - NODES[index]) / (NODES[index + 1] - NODES[index])
     return np.where(tokens > 0, low + share * (high - low), 0.0)
 
@@ -139,9 +139,9 @@ that LMSYS published, about a third. Chosen with points on H100 and H800 (benchm
 def _overlapped(
     serving: Serving, shared: FloatArray, exchanged: FloatArray, local: FloatArray, cached: FloatArray, split: Split
 ) -> FloatArray:
-    """Return `shared` for batches of which one half computes while the other half exchanges tokens.
+    """Return the table `shared` for batches in two halves: one half computes while the other exchanges tokens.
 
-    Two times overlap: to compute, including attention to the cache, and to exchange. An iteration takes the longer one
+    Two times overlap: to compute, including attention to the cache, and to exchange. An iteration takes the longer time
     and a share of the shorter one. `local` and `cached` contain a part of it, which is subtracted.
     """
 
@@ -157,7 +157,7 @@ def _overlapped(
 
 
 def _at(table: FloatArray, tokens: FloatArray) -> FloatArray:
-    """Interpolate each candidate's row of a table at several numbers of tokens."""
+    """Return each candidate's row of `table`, interpolated at several numbers of tokens."""
     tokens = np.broadcast_to(tokens, table.shape)
     return np.array([np.interp(counts, NODES, row) for counts, row in zip(tokens, table, strict=True)])
 
@@ -194,7 +194,7 @@ CHUNK_TOKENS = 64.0
 def _linear_attention(
     layer: LinearAttention, serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatArray
 ) -> FloatArray:
-    """Estimate the seconds of a layer with linear attention: matrix products, and memory traffic of other kernels.
+    """Return the seconds of a layer with linear attention: matrix products, and memory traffic of other kernels.
 
     The convolution reads and writes its channels, the recurrence reads them and writes values, the gated norm reads
     values and gates and writes values. States are written and read once per chunk of a prompt.
@@ -305,7 +305,7 @@ def linear(
     if wide:
         return kernels.gemm_seconds(tokens, outer * ones, inner * ones, serving.precision)
     all_rows, single_row = (
-        kernels.gemm_seconds(rows, outer * ones, inner * ones, precision) for rows in (tokens, ones)
+        kernels.gemm_seconds(row_count, outer * ones, inner * ones, precision) for row_count in (tokens, ones)
     )
     read = kernels.gemm_seconds(ones, outer * ones * (0.5 * serving.weight_bytes), inner * ones, precision)
     return np.maximum(all_rows - single_row, 0.0) + read
@@ -333,10 +333,10 @@ def experts(serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatA
     stored = 1.0 + split.copies / count
     local_experts = distinct_experts(count, chosen, tokens * overheads.spread) * stored / split.expert
     routed = tokens * chosen / split.expert
-    rows, one = np.maximum(routed, local_experts * TILE_ROWS), np.ones_like(tokens)
+    padded_tokens, one = np.maximum(routed, local_experts * TILE_ROWS), np.ones_like(tokens)
     time = np.zeros_like(tokens)
     for inner, outer in ((h, gates * width), (width, h)):
-        work = linear(kernels, rows, inner, outer, serving) / overheads.grouped_work
+        work = linear(kernels, padded_tokens, inner, outer, serving) / overheads.grouped_work
         read = linear(kernels, one, inner, local_experts * outer, serving) / overheads.grouped_share
         time = time + (work**3 + read**3) ** (1 / 3)
     time = time / np.where((split.data > 1.0) & ~split.exchanges, overheads.exchanged_share, 1.0)
@@ -361,7 +361,7 @@ times as much, which gives the gains of 1.49 and 2.54 that they measured with 8 
 
 
 def imbalance(serving: Serving, split: Split) -> FloatArray:
-    """Return the work of the rank with the most work for experts, relative to the mean.
+    """Return the work for experts of the busiest rank, relative to the mean over ranks.
 
     It is 1 if all ranks gather all tokens: the fitted rates of experts already include it there.
     """
@@ -412,6 +412,6 @@ def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, own: Flo
 def _seconds_per_byte(costs: Costs, stride: int) -> float:
     """Return the seconds per byte of a large message between two devices that are `stride` devices apart."""
     size = 1e9
-    pair, apart = np.array([2]), np.array([stride])
-    first, second = costs.collectives.seconds("send", np.array([size, 2.0 * size]), pair, apart).tolist()
+    pair, distance = np.array([2]), np.array([stride])
+    first, second = costs.collectives.seconds("send", np.array([size, 2.0 * size]), pair, distance).tolist()
     return float(second - first) / size

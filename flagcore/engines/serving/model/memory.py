@@ -104,8 +104,8 @@ def weight_bytes(serving: Serving, split: Split) -> FloatArray:
 def table_bytes(model: Model, split: Split) -> FloatArray:
     """Return the bytes of embedding and output head on the fullest device, in 16 bits."""
     tables = np.where(split.pipeline > 1, 1.0, 1.0 + model.untie_embeddings_and_output_weights)
-    whole: FloatArray = tables * 2.0 * model.vocab_size * float(model.hidden_size) / split.tensor
-    return whole / split.cores
+    rank_bytes: FloatArray = tables * 2.0 * model.vocab_size * float(model.hidden_size) / split.tensor
+    return rank_bytes / split.cores
 
 
 def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
@@ -137,11 +137,11 @@ def token_bytes(
     if model.multi_latent_attention:
         latent = layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
         return latent + stage_layers * model.indexer.token_bytes / split.cores if model.indexer else latent
-    found: FloatArray = layers * 2.0 * np.maximum(model.num_query_groups / split.tensor, 1.0) * model.kv_channels
+    per_token: FloatArray = layers * 2.0 * np.maximum(model.num_query_groups / split.tensor, 1.0) * model.kv_channels
     if linear := model.linear_attention:
         states = stage_layers * (linear.num_layers / model.num_layers) * linear.state_bytes
-        found = found + states / split.tensor / split.cores / np.maximum(tokens, 1.0)
-    return found
+        per_token = per_token + states / split.tensor / split.cores / np.maximum(tokens, 1.0)
+    return per_token
 
 
 def activation_bytes(model: Model, split: Split, batched_tokens: FloatArray, running: FloatArray) -> FloatArray:

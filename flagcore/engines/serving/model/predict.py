@@ -22,8 +22,9 @@ from flagcore.engines.serving.space.weights import STORED_BYTES, cache_bytes_per
 
 T = TypeVar("T", IterationCosts, ServingMemory)
 COMPUTE_FORMATS = ("bf16", "fp16", "fp32")
-"""Compute formats for weights whose own format serves only for storage, or is not supported by the chip. The first one
-that the chip supports is used."""
+"""Compute formats for weights whose own format serves only for storage, or is not supported by the chip. The first
+format that the chip supports is used.
+"""
 
 BOUNDS = {
     "rate": (0.85, 1.39, 2.45),
@@ -37,7 +38,7 @@ CPUs of a host is unknown. They are quantiles over three sources of published po
 (benchmarks/README.md). The interval of ITL is an estimate."""
 
 NO_GOOD_SHARE = 1e-3
-"""Share of good requests that stands for none, so that candidates without good requests can still be ordered."""
+"""Assumed share of requests within the SLO if no request is, so that such candidates can still be ordered."""
 
 NARROW_BYTES = 1.9
 """A file with fewer bytes per weight than this stores weights in fewer than 16 bits."""
@@ -47,7 +48,7 @@ WIDTH_FACTOR = 2.0
 sparse) was not fitted."""
 
 NETWORK_FACTOR = 1.2
-"""An additional factor if the rate of the network between hosts is assumed. Chosen."""
+"""An additional factor on both ends if the rate of the network between hosts is assumed. A choice."""
 
 
 def predict(
@@ -145,7 +146,7 @@ def _memory_and_times(
 
 
 def _selected(rows: BoolArray, chosen: T, others: T) -> T:
-    """Merge two dataclasses of arrays: `rows` are taken from `chosen`, all other rows from `others`."""
+    """Return a dataclass of arrays with the elements of `chosen` where `rows` is true, and of `others` elsewhere."""
     arrays = {field.name: (getattr(chosen, field.name), getattr(others, field.name)) for field in fields(others)}
     return replace(
         others, **{name: np.where(rows.reshape(-1, *[1] * (each[1].ndim - 1)), *each) for name, each in arrays.items()}

@@ -49,7 +49,7 @@ def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
 
 
 def _text_parts(texts: Sequence[str], lengths: Sequence[int]) -> list[list[Part]]:
-    """Divide texts into parts at the places where texts with the same beginning diverge."""
+    """Return the parts of each text, which is divided where texts with the same beginning diverge."""
     cuts: list[set[int]] = [{len(text)} for text in texts]
     order = sorted(range(len(texts)), key=texts.__getitem__)
     for direction in (order, order[::-1]):
@@ -59,8 +59,8 @@ def _text_parts(texts: Sequence[str], lengths: Sequence[int]) -> list[list[Part]
             shared = [*(each for each in shared if each < common), common]
             cuts[index].update(shared)
     parts = list[list[Part]]()
-    for text, length, found in zip(texts, lengths, cuts, strict=True):
-        ends = sorted(found - {0})
+    for text, length, cut_lengths in zip(texts, lengths, cuts, strict=True):
+        ends = sorted(cut_lengths - {0})
         tokens = [round(length * end / len(text)) for end in ends]
         sizes = np.diff([0, *tokens]).tolist()
         parts.append([(hash(text[:end]), size) for end, size in zip(ends, sizes, strict=True)])
@@ -77,8 +77,8 @@ def _common(left: str, right: str) -> int:
 
 
 def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatArray:
-    """Return how many tokens of each prompt a cache of `capacity` tokens has from the prompts before it."""
-    cache, used, found = OrderedDict[Hashable, int](), 0, list[float]()
+    """Return the number of tokens of each prompt that a cache of `capacity` tokens has from earlier prompts."""
+    cache, used, hits = OrderedDict[Hashable, int](), 0, list[float]()
     for parts in prompts:
         hit, matches = 0, True
         for name, size in parts:
@@ -88,8 +88,8 @@ def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatAr
             cache[name] = size
         while used > capacity and cache:
             used -= cache.popitem(last=False)[1]
-        found.append(float(hit))
-    return np.array(found)
+        hits.append(float(hit))
+    return np.array(hits)
 
 
 def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
@@ -180,9 +180,9 @@ class RequestTimes:
     ) -> RequestTimes:
         """Return the times of all requests with these lengths, of which only the first ones were simulated.
 
-        The others repeat the simulated ones, without those at both ends. In a closed loop with `flight` requests in
-        flight, the requests beyond `simulated` wait, and the first wave starts `delay` seconds later. If `simulated` is
-        None, the loop is open; if it is overloaded, each request waits longer than the one before.
+        The other requests repeat the simulated ones, without those at both ends. In a closed loop with `flight`
+        requests in flight, the requests beyond `simulated` wait, and the first wave starts `delay` seconds later. If
+        `simulated` is None, the loop is open; if it is overloaded, each request waits longer than the one before.
         """
         count, sample, ends = input_len.size, self.count, simulated or 0
         low, high = max(sample // 4, ends), sample - max(sample // 4, ends)

@@ -79,7 +79,7 @@ class Price:
         return self._cached / (min(self._parts, max(sequences, 1)) * self.lane.gain)
 
     def decode(self, sequences: int) -> float:
-        """Return the seconds per token of iterations that decode `sequences` sequences, without their context."""
+        """Return the seconds per token to decode `sequences` sequences, without the time to read their context."""
         seconds = self._decode.get(sequences)
         if seconds is None:
             batch = sequences * (1.0 + self.lane.drafted) / self.lane.stages
@@ -253,7 +253,7 @@ class Simulation:
     def _enter(self, index: int) -> None:
         """Pass a request through the front end.
 
-        It parses simultaneous requests together: all are ready when the last one is.
+        The front end parses simultaneous requests together: all are ready when the last one is.
         """
         arrival = self.requests[index].arrival
         if not self.parse_ends or arrival != self.group_arrival:
@@ -287,15 +287,15 @@ class Simulation:
     def _admit(self, ended: int) -> bool:
         """Admit the first request of the queue if a slot and enough cache are free; return whether it was admitted.
 
-        If nothing else runs, the cache does not matter.
+        If no other sequence runs, the request is admitted even if the cache is too small.
         """
         if not self.queue or self.running + len(self.partial) + ended >= self.lane.running:
             return False
         request = self.queue[0]
         cached = self._cached_tokens(request)
         future = request.output - request.made + self.promised + self.finish - self.running * self.step
-        needed = cached + self.overheads.reserve * future
-        if self.used + needed > self.lane.cache_tokens and (self.running or ended):
+        required_tokens = cached + self.overheads.reserve * future
+        if self.used + required_tokens > self.lane.cache_tokens and (self.running or ended):
             return False
         self.queue.popleft()
         self.partial.append(request)
@@ -454,7 +454,7 @@ class Simulation:
 def _steps_within(base: float, growth: float, wait: float, limit: int) -> int:
     """Return the number of iterations until `wait` seconds have passed, at most `limit`.
 
-    The first one takes `base` seconds, and each takes `growth` seconds more than the one before.
+    The first iteration takes `base` seconds, and each further one `growth` seconds more than the one before.
     """
     if base * limit <= wait:
         return limit

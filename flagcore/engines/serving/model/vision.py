@@ -39,23 +39,23 @@ class ImageWork(NamedTuple):
 
 def image_work(images: RequestImages, vision: Vision) -> list[ImageWork]:
     """Return the work for the images of each request. In most layers a patch attends only to its window."""
-    found = list[ImageWork]()
+    work = list[ImageWork]()
     windowed = vision.num_layers - vision.full_layers
     for request in images:
         patches = np.array([vision.tokens(*image[:2]) * vision.merge_size**2 for image in request], dtype=np.float64)
         window = np.minimum(patches, (vision.window_size / vision.patch_size) ** 2)
         pairs = float((patches * (vision.full_layers * patches + windowed * window)).sum())
         pixels = sum(image.width * image.height for image in request)
-        found.append(ImageWork(float(patches.sum()), pairs, len(request), pixels))
-    return found
+        work.append(ImageWork(float(patches.sum()), pairs, len(request), pixels))
+    return work
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderCosts:
-    """The seconds that a vision tower takes, for each candidate.
+    """The costs of a vision tower in seconds, for each candidate.
 
-    `patch`, `pair`: seconds per patch and per query-key pair. `floor`: the minimum for a request. `ranks`: the number
-    of ranks that work on different images at the same time.
+    `patch`, `pair`: seconds per patch and per query-key pair. `floor`: the minimum time for the images of a request.
+    `ranks`: the number of ranks that work on different images at the same time.
     """
 
     patch: FloatArray

@@ -192,9 +192,9 @@ def overheads_of(releases: Mapping[str, Mapping[str, Any]], version: str | None)
     `releases`: fields of `Overheads` by the first release to which they apply, the newest first.
     """
     newest = (sys.maxsize,)
-    number, found = release(version or "") or newest, None
+    number, fields_of_release = release(version or "") or newest, None
     for since, fields_ in releases.items():
-        found = fields_
+        fields_of_release = fields_
         if number >= (release(since) or newest):
             break
-    return UNFITTED if found is None else Overheads(**found)
+    return UNFITTED if fields_of_release is None else Overheads(**fields_of_release)

@@ -66,7 +66,7 @@ _CACHE_LINE = re.compile(r"KV Cache is allocated\..*?(?:K size: ([\d.]+) GB, V s
 
 
 def _pools(log: str) -> dict[str, float]:
-    """Return the size of the KV cache on the fullest rank in GiB. What SGLang calls GB are GiB."""
+    """Return the size of the KV cache on the fullest rank in GiB. SGLang's log prints GiB as GB."""
     pools = [sum(float(part) for part in line if part) for line in _CACHE_LINE.findall(log)]
     return {"kv_cache_gib": max(pools)} if pools else {}
 

@@ -75,27 +75,27 @@ class SglangProgram(Program):
 
         SGLang's tp-size is the product of TP and attention DP. A chain of drafts has one draft in each step.
         """
-        found = dict(args)
+        result = dict(args)
 
         def take(*names: str) -> EngineArg:
-            keys = [key for key in found if key.lstrip("-") in names or strip_dashes(key) in names[:1]]
-            return next((found.pop(key) for key in keys), None)
+            keys = [key for key in result if key.lstrip("-") in names or strip_dashes(key) in names[:1]]
+            return next((result.pop(key) for key in keys), None)
 
         if isinstance(servers := take(*DP_FLAGS), int):
             divides_attention = take("enable-dp-attention")
             if servers > 1:
-                found["attn-dp-size" if divides_attention else INSTANCES] = servers
+                result["attn-dp-size" if divides_attention else INSTANCES] = servers
         elif servers is not None:
-            found[DP_FLAGS[0]] = servers
-        names = {strip_dashes(key): key for key in found}
+            result[DP_FLAGS[0]] = servers
+        names = {strip_dashes(key): key for key in result}
         tensor_key = next((names[name] for name in TP_FLAGS if name in names), "")
-        tensor = found.get(tensor_key)
-        data = found.get(names.get("attn-dp-size") or names.get(strip_dashes(DP)) or "")
+        tensor = result.get(tensor_key)
+        data = result.get(names.get("attn-dp-size") or names.get(strip_dashes(DP)) or "")
         if isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
-            found[tensor_key] = tensor // data
+            result[tensor_key] = tensor // data
         if draft := take("speculative-draft-model"):
-            found[DRAFT_FLAG] = draft
-        return found | _chain(found)
+            result[DRAFT_FLAG] = draft
+        return result | _chain(result)
 
 
 def _chain(args: dict[str, EngineArg]) -> dict[str, EngineArg]:
@@ -120,7 +120,7 @@ CHUNKS, WIDE_CHUNKS = (2048, 4096, 8192, 16384), (131072, 524288)
 
 
 def _chunks(task: Task) -> tuple[int, ...]:
-    """Return the values of `auto` for the tokens of a chunk, which SGLang divides among attention groups."""
+    """Return the values of `auto` for the tokens of a prefill chunk, which SGLang divides among attention DP groups."""
     is_wide = task.spec.model.num_moe_experts is not None and Hardware.of(task).hosts > 1
     return (*CHUNKS, *WIDE_CHUNKS) if is_wide else CHUNKS
 
@@ -178,7 +178,10 @@ def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return SGLang's effective settings. Its limits on chunks and requests are divided among attention DP groups."""
+    """Return SGLang's effective settings for each candidate.
+
+    Its limits on chunks and requests are divided among attention DP groups.
+    """
     values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
     chunk = chunk_sizes(task, values)
@@ -281,7 +284,7 @@ TRANSFER_FLAG = "disaggregation-transfer-backend"
 
 
 def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
-    """Return an instance with the flags of its kind. `values`: the knob values of the whole candidate."""
+    """Return `instance` with the flags of prefill or decode. `values`: the knob values of the whole candidate."""
     flags = ["--disaggregation-mode", kind]
     if TRANSFER_FLAG not in PROGRAM.parse(task.spec).others:
         flags += [f"--{TRANSFER_FLAG}", str(values.get(TRANSFER) or "mooncake")]
@@ -311,7 +314,7 @@ def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
 def _rules(task: Task) -> tuple[Rule, ...]:
     """Return SGLang's legality rules for candidates."""
     experts = task.spec.model.num_moe_experts or 1
-    needed = longest_request(task.spec.serve.loads, task.spec.model.vision)
+    longest = longest_request(task.spec.serve.loads, task.spec.model.vision)
     layouts = rules.split_rules(task, attention_and_experts=True, span=True)
     expert_parallel = Rule(
         name="expert_parallel",
@@ -335,9 +338,9 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="whole_prompts",
             knobs=(CHUNK, PREFILL),
-            message=f"without chunks {PREFILL} (default {PROGRAM.defaults[PREFILL]}) must be at least {needed}, the "
+            message=f"without chunks {PREFILL} (default {PROGRAM.defaults[PREFILL]}) must be at least {longest}, the "
             "tokens of the longest request",
-            broken=lambda c: (c[CHUNK] == -1) & (PROGRAM.values(c, PREFILL) < needed),
+            broken=lambda c: (c[CHUNK] == -1) & (PROGRAM.values(c, PREFILL) < longest),
         ),
         *rules.speculation_rules(
             task,
@@ -359,15 +362,15 @@ def _value_release(task: Task) -> Rule:
     """Return the rule for values that the task's release does not support. An unknown release supports all."""
     version = PROGRAM.version(task.spec)
     missing = {
-        name: [word for releases, words in rows.items() if not in_versions(releases, version) for word in words]
-        for name, rows in PROGRAM.word_releases.items()
+        name: [word for releases, words in specifiers.items() if not in_versions(releases, version) for word in words]
+        for name, specifiers in PROGRAM.word_releases.items()
     }
     codes = {name: [PROGRAM.code(name, word) for word in words] for name, words in missing.items()}
-    listed = "; ".join(f"{name} = {', '.join(words)}" for name, words in missing.items() if words)
+    missing_words = "; ".join(f"{name} = {', '.join(words)}" for name, words in missing.items() if words)
     return Rule(
         name="value_release",
         knobs=tuple(codes),
-        message=f"sglang {version} does not have {listed}",
+        message=f"sglang {version} does not have {missing_words}",
         broken=lambda c: np.any([np.isin(c[name], missing_codes) for name, missing_codes in codes.items()], axis=0),
     )
 

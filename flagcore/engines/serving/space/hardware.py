@@ -67,11 +67,11 @@ class Hardware:
             return ()
         if self.hosts > 1:
             return tuple(range(first, first + count))
-        own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        return tuple(own[first : first + count]) or tuple(own[-count:])
+        allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        return tuple(allowed[first : first + count]) or tuple(allowed[-count:])
 
     def share(self, instances: IntArray) -> IntArray:
-        """Return the number of cores of each instance: an even share of its host's cores."""
+        """Return the number of CPU cores of each instance: an even share of its host's cores."""
         instances = np.maximum(instances, 1)
         on_host = self.per_host // -(-instances // self.hosts)
         return np.maximum(np.minimum(self.cards // instances, on_host), 1)

@@ -83,7 +83,7 @@ def interpreter(program: str) -> str | None:
 
 @lru_cache(maxsize=64)
 def package_version(program: str, *names: str) -> str:
-    """Return the version of the first package in `names` that is installed for `program`'s Python. Empty if none is."""
+    """Return the version of the first of the packages `names` that `program`'s Python has; empty if it has none."""
     folders = package_folders(program)
     for name in names:
         for distribution in metadata.distributions(name=name, path=list(folders)) if folders else ():

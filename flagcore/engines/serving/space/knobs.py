@@ -113,7 +113,7 @@ def arguments(knobs: Sequence[Knob], values: Mapping[str, KnobValue], version: s
 
 
 def code(knob: Knob, value: KnobValue) -> int:
-    """Return the integer that represents a value in the column of a knob."""
+    """Return the integer that represents `value` in the column of `knob`."""
     words = SHARES if knob.kind == "share" else knob.words
     return words.index(value) + 1 if isinstance(value, str) else value or 0
 
@@ -177,7 +177,7 @@ def powers_in_flight(task: Task, count: int, maximum: int = 1 << 30) -> tuple[in
 
 
 class Auto(NamedTuple):
-    """The meaning of `auto` for a knob: a function that returns the values for a task, and a description."""
+    """The meaning of `auto` for a knob: a function that returns the values for a task, and a description of them."""
 
     values: Callable[[Task], Sequence[KnobValue]]
     help: str

@@ -33,7 +33,7 @@ MAX_COUNTS = 12
 """Maximum number of divisions of the devices between two layouts that `auto` tries. A choice: with as many, neighboring
 divisions differ by less than a tenth of the devices."""
 MAX_WIDE_PREFILL = 64
-"""Maximum number of devices of a prefill instance in wide expert parallelism. Published ones have 32."""
+"""Maximum number of devices of a prefill instance in wide expert parallelism. Published instances have 32."""
 _KIND = re.compile(r"(\d{1,6})x(?=[tpde])(?:tp(\d{1,6}))?(?:pp(\d{1,6}))?(?:dp(\d{1,6}))?(?:ep(\d{1,6}))?")
 
 
@@ -68,11 +68,11 @@ Check: TypeAlias = Callable[[Pair], bool]
 
 @lru_cache(maxsize=1 << 16)
 def roles(word: str) -> Pair:
-    """Parse a value of PREFILL_DECODE. Raises ValueError if it is invalid."""
-    found = [_KIND.fullmatch(part) for part in word.lower().replace(" ", "").split("+")]
-    if len(found) != 2 or not (found[0] and found[1]):
+    """Return the two kinds of instances in `word`, a value of PREFILL_DECODE. Raises ValueError if it is invalid."""
+    matches = [_KIND.fullmatch(part) for part in word.lower().replace(" ", "").split("+")]
+    if len(matches) != 2 or not (matches[0] and matches[1]):
         raise ValueError(word)
-    prefill, decode = (Role(*(int(size or 1) for size in each.groups())) for each in found if each)
+    prefill, decode = (Role(*(int(size or 1) for size in each.groups())) for each in matches if each)
     if min(*(getattr(each, name) for each in (prefill, decode) for name in ("count", *SPLITS))) < 1:
         raise ValueError(word)
     return prefill, decode
@@ -92,13 +92,13 @@ def known_roles(task: Task) -> tuple[str, ...]:
 
     The values of `auto` come first, then the values in the spec.
     """
-    listed = list[str]()
+    spec_values = list[str]()
     for section, values in (("space", task.spec.space), ("baseline", task.spec.baseline or {})):
         value = values.get(PREFILL_DECODE)
         texts = value if isinstance(value, tuple) else (value,)
         key = f"auto_tuner.{section}.{PREFILL_DECODE}"
-        listed += [parse_roles(each, key) for each in texts if each not in (None, "auto")]
-    return tuple(dict.fromkeys((*_divisions(task), *listed)))
+        spec_values += [parse_roles(each, key) for each in texts if each not in (None, "auto")]
+    return tuple(dict.fromkeys((*_divisions(task), *spec_values)))
 
 
 def auto_roles(task: Task) -> tuple[KnobValue, ...]:
@@ -120,7 +120,7 @@ def _all_divisions(cards: int, per_host: int, on_cores: bool, has_experts: bool,
     """Return the divisions of `cards` devices into instances of two layouts that leave no room for another instance.
 
     The size of an instance is a power of two and at least half of `smallest`. It spans hosts only if it needs to. If
-    the model has experts, an instance may also split them, with tensor parallelism or with one attention group per
+    the model has experts, an instance may also split them, with tensor parallelism or with one attention DP group per
     device.
     """
     widths = [1 << step for step in range(cards.bit_length()) if 1 << step < cards]
@@ -129,34 +129,38 @@ def _all_divisions(cards: int, per_host: int, on_cores: bool, has_experts: bool,
     if has_experts and not on_cores:
         layouts += [Role(1, width, ep=width) for width in usual if width > 1]
         layouts += [Role(1, dp=width, ep=width) for width in usual if width > 1]
-    found = list[str]()
+    divisions = list[str]()
     for first in layouts:
         for second in layouts:
             counts = range(1, (cards - second.devices) // first.devices + 1)
             for number in counts if len(counts) <= MAX_COUNTS else _spread(counts):
-                others = (cards - number * first.devices) // second.devices
-                rest = cards - number * first.devices - others * second.devices
-                if others and rest < min(first.devices, second.devices):
-                    found.append(f"{number}x{str(first)[2:]}+{others}x{str(second)[2:]}")
-    return tuple(dict.fromkeys([*found, *(_wide_divisions(cards, per_host) if has_experts and not on_cores else ())]))
+                second_count = (cards - number * first.devices) // second.devices
+                unused_devices = cards - number * first.devices - second_count * second.devices
+                if second_count and unused_devices < min(first.devices, second.devices):
+                    divisions.append(f"{number}x{str(first)[2:]}+{second_count}x{str(second)[2:]}")
+    return tuple(
+        dict.fromkeys([*divisions, *(_wide_divisions(cards, per_host) if has_experts and not on_cores else ())])
+    )
 
 
 def _wide_divisions(cards: int, per_host: int) -> list[str]:
-    """Return divisions for wide expert parallelism: prefill instances on several hosts, and one decode instance on all
-    other hosts. All instances have one attention group per device.
+    """Return divisions of `cards` devices for wide expert parallelism.
+
+    Prefill instances span several hosts, and one decode instance spans all other hosts. All instances have one
+    attention DP group per device.
     """
     widths = [per_host << step for step in range(1, cards.bit_length()) if per_host << step <= MAX_WIDE_PREFILL]
     pairs = [(width, number) for width in widths for number in range(1, cards // width + 1)]
-    found = list[str]()
+    divisions = list[str]()
     for width, number in pairs:
-        rest = (cards - number * width) // per_host * per_host
-        if rest > per_host:
-            found.append(f"{number}xtp1dp{width}ep{width}+1xtp1dp{rest}ep{rest}")
-    return found
+        decode_devices = (cards - number * width) // per_host * per_host
+        if decode_devices > per_host:
+            divisions.append(f"{number}xtp1dp{width}ep{width}+1xtp1dp{decode_devices}ep{decode_devices}")
+    return divisions
 
 
 def _spread(counts: range) -> list[int]:
-    """Return at most `MAX_COUNTS` of the counts, evenly spaced."""
+    """Return at most `MAX_COUNTS` evenly spaced numbers in the range `counts`."""
     return sorted({int(each) for each in np.linspace(counts[0], counts[-1], MAX_COUNTS).round()})
 
 
@@ -189,7 +193,7 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def of_each_kind(task: Task, rule: Rule) -> Rule:
-    """Return a rule for layouts that, for values of PREFILL_DECODE, applies to both kinds of instances."""
+    """Return a rule that applies `rule`, which is about layouts, to both kinds of instances of PREFILL_DECODE."""
     pairs = [None, *map(roles, known_roles(task))]
     tables = [
         {knob: np.array([pair[kind].layout[knob] if pair else 1 for pair in pairs]) for knob in SPLITS.values()}
@@ -206,12 +210,12 @@ def of_each_kind(task: Task, rule: Rule) -> Rule:
 
 
 def broken_by_code(task: Task, check: Check) -> BoolArray:
-    """Return the result of `check` for each value of PREFILL_DECODE, by its code. Code 0, not set, gives False."""
+    """Return the result of `check` for each value of PREFILL_DECODE, by code. It is false for code 0 (not set)."""
     return np.array([False, *(check(roles(word)) for word in known_roles(task))])
 
 
 def merges(transfer: str) -> tuple[Merge, ...]:
-    """Return merges that ignore the knobs that PREFILL_DECODE replaces, or `transfer` if PREFILL_DECODE is not set."""
+    """Return merges that ignore the knobs that PREFILL_DECODE replaces or, if it is not set, the knob `transfer`."""
 
     def merge(knob: str, neutral: int) -> Merge:
         return Merge(
@@ -238,20 +242,20 @@ def _places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int, 
         parts = [int(hardware.share(np.array([len(parts)]))[0])] * len(parts)
     order = sorted(range(len(parts)), key=lambda index: -parts[index])
     per_host = hardware.per_host if hardware.hosts > 1 else sum(parts)
-    used, found = [0] * hardware.hosts, dict[int, tuple[range, int, int]]()
+    used, place_of = [0] * hardware.hosts, dict[int, tuple[range, int, int]]()
     for index in order:
-        span, each = max(1, parts[index] // per_host), min(parts[index], per_host)
+        span, on_host = max(1, parts[index] // per_host), min(parts[index], per_host)
         starts = range(hardware.hosts - span + 1)
-        at = next((at for at in starts if max(used[at : at + span]) + each <= per_host), None)
-        if at is None or each * span != parts[index]:
+        first = next((first for first in starts if max(used[first : first + span]) + on_host <= per_host), None)
+        if first is None or on_host * span != parts[index]:
             return None
-        found[index] = (range(at, at + span), used[at], parts[index])
-        used[at : at + span] = [used[at] + each] * span
-    return [found[index] for index in range(len(parts))]
+        place_of[index] = (range(first, first + span), used[first], parts[index])
+        used[first : first + span] = [used[first] + on_host] * span
+    return [place_of[index] for index in range(len(parts))]
 
 
 def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
-    """Return the knob values of the instances of one kind: its layout, without the limits of the other kind."""
+    """Return the knob values of the instances of one kind: the layout of this kind, without the limits of the other."""
     pair = roles(str(values[PREFILL_DECODE]))
     other_limits = DECODE_LIMITS if kind == PREFILL else PREFILL_LIMITS
     kind_values = {name: value for name, value in values.items() if name not in other_limits}

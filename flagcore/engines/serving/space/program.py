@@ -125,14 +125,14 @@ class Program:
         of `auto` that only this engine has, by the names with which its knobs refer to them.
         """
         data = yaml.load(files(package).joinpath("engine.yaml").read_text("utf-8"), knobs.LOADER)
-        rows = {name: row or {} for name, row in data.pop("knobs").items()}
-        rows[knobs.KV]["words"] = list(data["cache_types"])
-        releases = {name: row.pop("word_releases") for name, row in rows.items() if "word_releases" in row}
-        defaults = {name: row.pop("default") for name, row in rows.items() if "default" in row}
+        knob_rows = {name: row or {} for name, row in data.pop("knobs").items()}
+        knob_rows[knobs.KV]["words"] = list(data["cache_types"])
+        releases = {name: row.pop("word_releases") for name, row in knob_rows.items() if "word_releases" in row}
+        defaults = {name: row.pop("default") for name, row in knob_rows.items() if "default" in row}
         reserved = RESERVED_FLAGS | data.pop("reserved")
         if "dynamo" in data:
             data["dynamo"] = Worker(**data["dynamo"])
-        table = knobs.read(rows, {**knobs.AUTOS, **(autos or {})})
+        table = knobs.read(knob_rows, {**knobs.AUTOS, **(autos or {})})
         return cls(knobs=table, word_releases=releases, defaults=defaults, reserved=reserved, **data)
 
     def code(self, name: str, value: KnobValue) -> int:
@@ -159,7 +159,7 @@ class Program:
         return engine_args
 
     def split(self, spec: Spec) -> EngineArgs:
-        """Like `parse`, but without a check of the other flags. A key may be the name or a flag of a knob."""
+        """Return the same as `parse`, without a check of the other flags. A key may be the name or a flag of a knob."""
         engine_args, problems = EngineArgs({}, {}), list[SpecError]()
         for key, value in self.known_args(spec.serve.engine_args).items():
             name = strip_dashes(key)
@@ -183,7 +183,7 @@ class Program:
         return engine_args
 
     def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
-        """Return `args` with knobs in place of flags that express the knob only in combination; here there are none."""
+        """Return `args` with knobs in place of flags that set a knob only in combination; by default unchanged."""
         return dict(args)
 
     def knob_of(self, name: str) -> tuple[Knob | None, Flag | None]:
@@ -195,8 +195,8 @@ class Program:
             if knob.name == name.replace("-", "_"):
                 return knob, None
         matches = ((knob, flag) for knob in self.knobs for flag in knob.flags)
-        found = (pair for pair in matches if name in (strip_dashes(pair[1].name), strip_dashes(pair[1].off)))
-        return next(found, (None, None))
+        same_name = (pair for pair in matches if name in (strip_dashes(pair[1].name), strip_dashes(pair[1].off)))
+        return next(same_name, (None, None))
 
     def check(self, names: Iterable[str], known_flags: Collection[str]) -> None:
         """Raise SpecError for reserved flags and, if `known_flags` is not empty, for flags that are not in it."""
@@ -235,14 +235,14 @@ class Program:
         return installed.find_command(spec, tuple(self.program), *self.packages[:1])
 
     def start_command(self, spec: Spec) -> tuple[str, ...]:
-        """Like `command`, but without an absolute path if the command does not exist on this machine."""
+        """Return the same as `command`, without an absolute path if the command does not exist on this machine."""
         try:
             return self.command(spec)
         except NoDevice:
             return tuple(spec.serve.command or self.program)
 
     def version(self, spec: Spec) -> str:
-        """Return the engine version in the spec, or else that of the installed package. Empty if it is unknown."""
+        """Return the engine version in the spec, or else that of the installed package; empty if it is unknown."""
         if spec.serve.engine_version:
             return spec.serve.engine_version
         try:

@@ -73,8 +73,8 @@ def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule
 
     if hardware.hosts == 1 or hardware.on_cores:
         return ()
-    whole = ", or have all devices of several hosts" if span else ""
-    limit = f"an instance must fit on a host of {hardware.per_host} devices{whole}"
+    or_hosts = ", or have all devices of several hosts" if span else ""
+    limit = f"an instance must fit on a host of {hardware.per_host} devices{or_hosts}"
     return (Rule(name="hosts", knobs=knobs, message=limit, broken=misplaced),)
 
 
@@ -207,19 +207,19 @@ def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
     check_images(task)
     loads, limit = task.spec.serve.loads, context_limit(task.spec)
     vision = task.spec.model.vision
-    needed, known = longest_request(loads, vision), longest_request(loads, vision, estimated=False)
+    longest, longest_counted = longest_request(loads, vision), longest_request(loads, vision, estimated=False)
     fits = Rule(
         name="context_length",
         knobs=(knob,),
-        message=f"{knob} must be at least the tokens of the longest request, {needed}",
-        broken=lambda c: (c[knob] > 0) & (c[knob] < needed),
+        message=f"{knob} must be at least the tokens of the longest request, {longest}",
+        broken=lambda c: (c[knob] > 0) & (c[knob] < longest),
     )
     if limit is None:
         return (fits,)
     text = f"the model's context of {limit} tokens ({task.spec.serve.weights})"
-    if known > limit:
+    if longest_counted > limit:
         key = "trace" if any(load.trace for load in loads) else "input_len"
-        problem = f"leads to a request of {known} tokens, prompt and answer, which exceed {text}"
+        problem = f"leads to a request of {longest_counted} tokens, prompt and answer, which exceed {text}"
         fix = "shorten the requests, or extend the context with the engine's flags for rope scaling"
         raise SpecError(key=f"serve.profile.{key}", value=getattr(loads[0], key), problem=problem, fix=fix)
     exceeds = Rule(
@@ -329,7 +329,7 @@ def usual_space(
 
 
 def rule_of_thumb(columns: Columns, predictions: Predictions, split_by: str) -> int:
-    """Return the row that an expert would choose.
+    """Return the row of the candidate that an expert would choose.
 
     The criteria are, in this order: the most devices in use, enough memory for the cache (CACHE_SHARE), the fewest
     attention DP groups, the fewest expert groups, no split other than by the knob `split_by`, and the smallest such

@@ -38,7 +38,7 @@ from flagcore.engines.serving.trial.servers import (
 from flagcore.engines.serving.trial.time_left import MARGIN_SECONDS
 
 MAX_AGE_SECONDS = 120.0
-"""Maximum age of this process that is believed. Some containers report a wrong boot time, and thus a higher age."""
+"""Maximum plausible age of this process in seconds. Some containers report a wrong boot time, and thus a higher age."""
 STOP_SECONDS = 3.0
 """Seconds of MARGIN_SECONDS after which servers that have not stopped are killed, so that the report is in time."""
 
@@ -119,7 +119,7 @@ def running_servers(job: Job, reports: ServerReports, folder: Path, deadline: fl
 
 
 def _read_back(job: Job, reports: ServerReports, servers: Sequence[Served]) -> dict[str, KnobValue]:
-    """Return the knob values in use that are equal on all servers.
+    """Return the knob values that the servers report and that are equal on all of them.
 
     Raises TrialFailure if a server uses another value than requested.
     """

@@ -50,7 +50,7 @@ def one_line(text: str) -> str:
 
 
 def log_text(file: Path, begin: int = 0) -> str:
-    """Read a log from byte `begin` on; of a long log, only its start and its end. Empty if there is no file."""
+    """Return a log from byte `begin` on, or only its start and end if it is long. Empty if there is no file."""
     try:
         with open_regular(file) as log:
             log.seek(begin)

@@ -50,17 +50,17 @@ def main(folder: Path, number: int, ports: Sequence[str]) -> int:
 
 def servers_of(job: Job, reports: ServerReports, folder: Path, number: int, ports: Sequence[str]) -> dict[int, Server]:
     """Return the servers that run on the host with the index `number`, by the index of their instance."""
-    patterns, found = (*reports.failures, *job.patterns), dict[int, Server]()
+    patterns, servers = (*reports.failures, *job.patterns), dict[int, Server]()
     cores_by_number = dict(enumerate(sorted(os.sched_getaffinity(0))))
     for place, each in enumerate(job.instances):
         filled = each.at_head(job.hosts[each.host], ports[each.host])
-        for part, argv in enumerate((filled.argv, *filled.further)):
-            if each.host + part == number:
-                name, log = f"instance {place} on {job.hosts[number]}", folder / log_name(place, part)
+        for host_offset, argv in enumerate((filled.argv, *filled.further)):
+            if each.host + host_offset == number:
+                name, log = f"instance {place} on {job.hosts[number]}", folder / log_name(place, host_offset)
                 cores = tuple(cores_by_number[core] for core in filled.cores if core in cores_by_number)
-                own = replace(filled, argv=argv, further=(), cores=cores)
-                found[place] = Server(name, own, log, patterns, serves=part == 0)
-    return found
+                instance_on_host = replace(filled, argv=argv, further=(), cores=cores)
+                servers[place] = Server(name, instance_on_host, log, patterns, serves=host_offset == 0)
+    return servers
 
 
 def _report(folder: Path, servers: Mapping[int, Server], failure: TrialFailure | None = None) -> None:

@@ -196,7 +196,9 @@ class LoadRunner:
     def _measure(
         self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
     ) -> dict[str, Any] | None:
-        """Send a load and return its metrics. None if it was stopped because it will exceed one of `limits`."""
+        """Send a load and return its metrics, or None if it was stopped because it is certain to exceed one of
+        `limits`.
+        """
         if self.is_cut_off:
             self._warm_up(1)  # returns when the servers have dropped the requests of the last load
         local = [server for server in self.servers if isinstance(server, Server)]
@@ -287,7 +289,7 @@ def shares(reports: ServerReports, start: Mapping[str, float], end: Mapping[str,
 
 
 def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> bool:
-    """Return whether the median of each limited metric over the repeats is within its limit. A missing one is not."""
+    """Return whether the median of each limited metric over the repeats meets its limit; a missing one does not."""
     return all(
         statistics.median(figures.get(name, math.inf) for figures in repeats) <= limit for name, limit in limits.items()
     )
@@ -333,8 +335,8 @@ def _model(server: Served) -> str:
 
 
 def counters(reports: ServerReports, servers: Sequence[Served]) -> dict[str, float]:
-    """Return the counters of all servers, combined over the servers."""
-    found = [reports.read_counters(server.fetch) for server in servers]
-    names = dict.fromkeys(name for each in found for name in each)
-    combined = {name: combine(name, [each[name] for each in found if name in each]) for name in names}
+    """Return the counters by name, combined over all servers."""
+    counters_of_servers = [reports.read_counters(server.fetch) for server in servers]
+    names = dict.fromkeys(name for each in counters_of_servers for name in each)
+    combined = {name: combine(name, [each[name] for each in counters_of_servers if name in each]) for name in names}
     return {name: value for name, value in combined.items() if math.isfinite(value)}

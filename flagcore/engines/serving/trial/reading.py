@@ -102,7 +102,7 @@ class _Point:
 
 
 def _minimal_goodput(name: str, figures: Mapping[str, float], answer_count: object) -> float:
-    """Return the goodput of half a good request for a load that has none, so that such loads can be compared.
+    """Return the goodput of half a request within the SLO, so that loads with no such request can be compared.
 
     Returns 0 for other metrics than goodput.
     """
@@ -117,7 +117,7 @@ def _broken_limit(name: str, figures: Mapping[str, float], limit: float) -> str:
 
 
 def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, object]:
-    """Return the knob values in use. If the engine chose a value, the name of the knob says so."""
+    """Return the knob values that the servers used. If the engine chose a value, the name of the knob says so."""
     unset = {knob for knob, value in candidate.items if value is None}
     return {
         (f"{knob} (the engine's own choice)" if knob in unset else knob): value
@@ -147,16 +147,16 @@ ROUNDING = 0.01
 
 def with_measured_acceptance(task: Task, trials: Sequence[Trial]) -> Task:
     """Return the task with the median acceptance of its trials, or the unchanged task if no trial reports one."""
-    found = [
+    acceptances = [
         acceptance(tokens, drafted)
         for trial in trials
         if trial.state is TrialState.MEASURED and trial.measurement
         if (tokens := _tokens_per_iteration(trial.measurement.figures)) is not None
         if isinstance(drafted := trial.candidate.as_dict().get(DRAFTED), int) and drafted > 0
     ]
-    if not found:
+    if not acceptances:
         return task
-    value, serve = round(statistics.median(found) / ROUNDING) * ROUNDING, task.spec.serve
+    value, serve = round(statistics.median(acceptances) / ROUNDING) * ROUNDING, task.spec.serve
     loads = tuple(replace(load, acceptance=value) for load in serve.loads)
     return replace(task, spec=replace(task.spec, work=replace(serve, loads=loads)))
 

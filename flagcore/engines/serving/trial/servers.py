@@ -63,7 +63,7 @@ class Served(ABC):
 
     @abstractmethod
     def resident_bytes(self) -> int:
-        """Return the peak resident memory of its processes in bytes, summed over all of them (proc(5): VmHWM)."""
+        """Return the sum of the peak resident memory of the server's processes in bytes (proc(5): VmHWM)."""
 
     def fetch(self, path: str) -> str:
         """Return the server's response to a path. Raises OSError, also for a status other than 200."""
@@ -247,12 +247,12 @@ class Remote(Served):
 
     def wait_until_healthy(self, health: str, deadline: float) -> None:
         """Wait until the host reports the server as healthy, and connect to it. Raises TrialFailure."""
-        while not (found := self._read("servers").get(self._number)):
+        while not (server_report := self._read("servers").get(self._number)):
             self.check_alive("while it started")
             if time.monotonic() > deadline:
                 raise TrialFailure(TrialState.TIMED_OUT, f"{self.name} was not healthy in time")
             time.sleep(REPORT_SECONDS)
-        self.url, self.startup_s = f"http://{self.host}:{found['port']}", float(found["startup_s"])
+        self.url, self.startup_s = f"http://{self.host}:{server_report['port']}", float(server_report["startup_s"])
         try:
             self.fetch(health)
         except OSError as error:
@@ -269,7 +269,7 @@ class Remote(Served):
         return int(self._read("servers")[self._number]["resident_bytes"])
 
     def _read(self, key: str) -> dict[str, Any]:
-        """Return a part of the host's report, or an empty one if there is no report.
+        """Return the part `key` of the host's report, or an empty mapping if there is no report.
 
         Tries again while the report is being written.
         """

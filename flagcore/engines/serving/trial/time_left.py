@@ -30,8 +30,8 @@ class Limit:
 
     - `seconds`: the time that the trial had.
     - `start_s`: the seconds that its servers took to start.
-    - `key`, `value_s`: the setting that limits the time, and its value in seconds. `seconds` may be only what was left
-      of it.
+    - `key`, `value_s`: the setting that limits the time, and its value in seconds. `seconds` may be only the rest of
+      this time.
     """
 
     seconds: float
@@ -46,10 +46,10 @@ class Limit:
             because = str(json.loads((folder / "launch.json").read_text("utf-8"))["timeout_because"])
         except (OSError, ValueError, LookupError, TypeError):
             because = ""
-        found = LIMIT.search(because)
-        if found is None:
+        limit_match = LIMIT.search(because)
+        if limit_match is None:
             return cls(seconds=seconds, start_s=start_s, value_s=seconds)
-        return cls(seconds=seconds, start_s=start_s, key=found[1], value_s=float(found[2]))
+        return cls(seconds=seconds, start_s=start_s, key=limit_match[1], value_s=float(limit_match[2]))
 
     def no_time(self, name: str) -> str:
         """Return the message that no time is left for the load `name`."""
@@ -85,7 +85,7 @@ class Limit:
         return text + (f" or serve.profile.num_prompts: {count}" if FEWEST_ADVISED <= count < progress.requests else "")
 
     def _raised_by(self, seconds: float) -> str:
-        """Return the setting with which a trial has this many more seconds, rounded up to two digits."""
+        """Return the setting that gives a trial `seconds` more, with its value rounded up to two digits."""
         value = self.value_s + max(seconds, 1.0)
         unit = 10.0 ** max(0, math.floor(math.log10(value)) - 1)
         return f"{self.key}: {math.ceil(value / unit) * unit:.0f}"

@@ -44,9 +44,9 @@ the memory for weights and cache."""
 def _contexts(task: Task) -> tuple[int | None, ...]:
     """Return the values of `auto` for the context.
 
-    It is not set, which means the model's context. If the cache for that exceeds the memory, it is the longest request,
-    rounded up: vLLM does not start without memory for one sequence of the whole context (0.32:
-    `v1/core/kv_cache_utils.py`).
+    The only value is None (not set), which means the model's context. If the cache of one sequence of this length
+    exceeds the memory, it is the longest request instead, rounded up: vLLM does not start without memory for one
+    sequence of the whole context (0.32: `v1/core/kv_cache_utils.py`).
     """
     hardware, limit = Hardware.of(task), context_limit(task.spec)
     devices = min_devices(task)
@@ -58,8 +58,8 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
     if limit is None or limit <= longest:
         return (None,)
     computed = float(batch_defaults(task, np.ones(1, dtype=np.int64))[0][0])
-    needed = limit * cache_bytes_per_token(task.spec.model, 2.0, limit, computed)
-    return (longest,) if needed > room else (None,)
+    cache_bytes = limit * cache_bytes_per_token(task.spec.model, 2.0, limit, computed)
+    return (longest,) if cache_bytes > room else (None,)
 
 
 class VllmProgram(Program):
@@ -127,9 +127,9 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
     instances, ranks = np.maximum(instances, 1), np.maximum(ranks, 1)
     longest = longest_request(serve.loads, task.spec.model.vision)
     token = cache_bytes_per_token(task.spec.model, 2.0, longest, longest) / ranks
-    wanted = 2 * max_in_flight(serve.loads) / instances * longest * token
+    requested_bytes = 2 * max_in_flight(serve.loads) / instances * longest * token
     room = (hardware.memory_bytes * hardware.cards / instances - weight_bytes(task)) / ranks / 2
-    return np.maximum(np.fmin(np.ceil(wanted / 2**30), np.floor(room / 2**30)), 1.0)
+    return np.maximum(np.fmin(np.ceil(requested_bytes / 2**30), np.floor(room / 2**30)), 1.0)
 
 
 def settings(task: Task, columns: Columns) -> Settings:

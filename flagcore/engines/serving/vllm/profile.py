@@ -113,7 +113,7 @@ CONFIG = "kv-transfer-config"
 
 
 def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
-    """Return an instance with the flags and environment variables of its kind."""
+    """Return `instance` with the flags and environment variables of the kind prefill or decode."""
     connector, prefills = values.get(TRANSFER) or NIXL, kind == routing.PREFILL
     environment = dict(instance.environment)
     config: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
