@@ -73,6 +73,7 @@ class Mirror:
         self.sent[path] = (status.st_ino, status.st_mtime_ns, status.st_size)
 
     def _next(self, path: str) -> dict[str, Any] | None:
+        """Return a message with the next piece of a file that has changed, or None if nothing is to be sent."""
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
             return None

@@ -196,6 +196,7 @@ def measured_grids(table: CollectiveTable, level: Level) -> Mapping[str, Grid]:
 
 
 def _grid(kind: str, table: CollectiveTable, level: Level) -> Grid | None:
+    """Return the grid of one kind of collective from its measured curves, or None if there are none for `level`."""
     max_ranks = _rows(kind, level) - 1
     measured = {curve.ranks: curve for curve in table.curves if curve.kind == kind and curve.ranks <= max_ranks}
     if not measured or max_ranks < 2:

@@ -133,6 +133,7 @@ def read_hosts(path: Path, *, file: str) -> tuple[HostLine, ...]:
 
 
 def _problem(host: str, pairs: Sequence[str], options: dict[str, str], before: Sequence[HostLine]) -> str:
+    """Return why a line of a host file is invalid, or an empty string. `before`: the hosts of the lines above it."""
     if not _HOST.fullmatch(host):
         return "does not start with the name of a host"
     if any(host == line.host for line in before):

@@ -174,6 +174,7 @@ class Config(BaseModel):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def _experts(self) -> dict[str, Any]:
+        """Return the fields of `Model` for mixture-of-experts layers. Empty for a dense model."""
         dense = [layer for layer in range(self.num_hidden_layers) if self._is_dense(layer)]
         if not self.num_experts or len(dense) == self.num_hidden_layers:
             return {}

@@ -254,6 +254,7 @@ def _not_with(other: str, key: str, value: object = None, fix: str = "remove one
 
 
 def _loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tuple[Load, ...]:
+    """Return the load points of a profile: one for each value of `concurrency` or `request_rate`."""
     has_ratio, has_spread = profile.range_ratio != 1.0, profile.range_spread is not None
     if profile.concurrency is not None and profile.request_rate is not None:
         raise _not_with("serve.profile.request_rate", "profile.concurrency", profile.concurrency)

@@ -167,6 +167,7 @@ def _join_with_or(words: list[str]) -> str:
 
 
 def _words_of(part: Schema) -> list[str]:
+    """Return descriptions of the values that a schema without alternatives accepts."""
     kind = part.get("type")
     if "const" in part or "enum" in part:
         return [str(word) for word in part.get("enum", [part.get("const")])]

@@ -369,6 +369,7 @@ class _Search:
         self.problem = replace(problem, pruned=prune_by_trials(problem, self.state.trials, self.state.probes))
 
     def _emit(self, kind: str, trial: Trial) -> None:
+        """Send an event of a trial to the listener. The search time and the note are sent only once."""
         candidates = self._candidates
         self.dependencies.on_event(
             Event(

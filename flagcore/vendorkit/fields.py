@@ -150,6 +150,8 @@ def _plain(content: Any, file: str, path: str) -> Any:
 
 
 def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:
+    """Return the fields of a Source from a mapping under `source` or `effect`. Raises SpecError."""
+
     def wrong(key: str, problem: str, fix: str) -> SpecError:
         return SpecError(file=file, key=f"{path}{key}", value=content.get(key), problem=problem, fix=fix)
 

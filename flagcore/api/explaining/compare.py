@@ -87,6 +87,7 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
 
 
 def _side(subject: Subject) -> Side:
+    """Return the state and the figures of one compared candidate."""
     state, because, _rules = state_of(subject)
     cluster = subject.snapshot.task.cluster
     return Side(
@@ -104,6 +105,7 @@ def _side(subject: Subject) -> Side:
 
 
 def _measured(side: Subject) -> MeasuredRuns | None:
+    """Return the medians over a candidate's measured runs, or None if there are none."""
     figures = [run.measurement for run in side.runs if run.measurement]
     if not figures:
         return None

@@ -140,6 +140,7 @@ def _pruning_rules(snapshot: Snapshot, row: int) -> list[PruningRule]:
 
 
 def _removal(subject: Subject, rule: PruningRule) -> str:
+    """Return why `rule` removed a candidate: the memory that it needs, or the trial from which the rule was learned."""
     snapshot, state, predictions = subject.snapshot, subject.snapshot.search_state, subject.snapshot.problem.predictions
     if rule.rule == DOES_NOT_FIT:
         assert subject.predicted is not None

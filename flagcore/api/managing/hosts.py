@@ -84,6 +84,7 @@ def inspect_hosts(
 
 
 def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[str]) -> HostReport:
+    """Return the report of one host. The files of the check are in `folder` on this machine."""
     argv = (sys.executable, "-m", PROGRAM, *files)
     launch = Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS)
     try:
@@ -154,6 +155,7 @@ def _speeds(launcher: HostsLauncher, reports: Sequence[HostReport]) -> list[Host
 
 
 def _record(report: HostReport, reports: Sequence[HostReport], speed: HostSpeed | None) -> dict[str, Any]:
+    """Return a host's report and speed as plain data, with times in milliseconds."""
     link_s, products = (speed.link_s, speed.products_s) if speed else (None, ())
     problems = list(host_problems(report, reports))
     return {

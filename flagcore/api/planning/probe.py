@@ -111,6 +111,7 @@ def _probe(
     devices: int,
     on_rank: Callable[[str], object],
 ) -> Probe:
+    """Probe ranks of a candidate on this machine, and report each rank to `on_rank`. Raises Interrupted."""
     world, text = problem.task.cluster.devices, candidate_text(candidate, problem.knobs)
 
     def report(rank: int) -> None:
@@ -125,6 +126,7 @@ def _probe(
 
 
 def _choose_candidates(problem: Problem, candidate: str | None, top: int) -> list[Candidate]:
+    """Return the candidate with the given position or `baseline`, or else the `top` fastest predicted ones."""
     if candidate == "baseline":
         return [problem.baseline]
     require_candidate(problem)
@@ -138,6 +140,7 @@ def _choose_candidates(problem: Problem, candidate: str | None, top: int) -> lis
 
 
 def _probed_record(problem: Problem, probed: Probe) -> Probed:
+    """Return a probed candidate as plain data."""
     task = problem.task
     row = problem.space.find(probed.candidate)
     assert row is not None, "every candidate that is probed is in the space"

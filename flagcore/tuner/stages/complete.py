@@ -254,6 +254,7 @@ def _compared_setting(task: Task, knob: Knob) -> Knob:
 
 
 def _check_knob(spec: Spec, knob: Knob) -> None:
+    """Raise SpecError if a value of a plugin's knob is invalid, or if the spec also sets what the knob changes."""
     listed, baseline = spec.space.get(knob.name, ()), spec.baseline or {}
     for value in () if isinstance(listed, str) else listed:
         knob.parse(value, f"auto_tuner.space.{knob.name}")

@@ -85,6 +85,7 @@ def cap_limit(limit: TimeLimit, seconds_left: float, key: str) -> TimeLimit:
 
 
 def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
+    """Return the largest likely seconds of a trial's step, or None if its time is not predicted."""
     step: Any = trial.predicted.get("step_time_s")
     if not isinstance(step, Mapping) or not math.isfinite(step["high"]):
         return None

@@ -73,6 +73,7 @@ class OptunaStore:
         return _finished(self._study)
 
     def begin(self, planned: Trial) -> Trial:
+        """Store the start of a planned trial, create its folder, and return it with its number and log."""
         values = planned.candidate.as_dict()
         attributes = {
             "candidate": values,
