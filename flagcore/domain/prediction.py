@@ -119,11 +119,11 @@ class Predictions:
 
         `limits`: upper bounds by the names of figures.
         """
-        is_kept = np.ones(self.step_time_s.shape, dtype=np.bool_)
+        is_met = np.ones(self.step_time_s.shape, dtype=np.bool_)
         for name, limit in limits.items():
             if name in self.figures:
-                is_kept &= ~(self.figures[name] > limit)
-        return is_kept
+                is_met &= ~(self.figures[name] > limit)
+        return is_met
 
     def row(self, row: int) -> Prediction:
         """Return the prediction of one candidate, given its row number."""

@@ -267,7 +267,7 @@ def limits_text(limits: Mapping[str, float]) -> str:
 
 def slo_text(missed: Mapping[str, float]) -> str:
     """Return the text for a prediction: that it meets the latency limits, or the figures that exceed them."""
-    return ", ".join(_("{name} too high", name=latency_name(name)) for name in missed) or _("kept")
+    return ", ".join(_("{name} too high", name=latency_name(name)) for name in missed) or _("met")
 
 
 def latency_name(figure: str) -> str:
