@@ -33,11 +33,11 @@ def build_config(kind: type[T], values: Mapping[str, Any]) -> T:
 
     An unsupported field is ignored if its value is off.
     """
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    field_names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name, value in values.items():
-        if name not in known and value:
+        if name not in field_names and value:
             raise JobError(f"megatron-core {megatron.core.__version__} does not support {name} = {value}")
-    return kind(**{name: value for name, value in values.items() if name in known})
+    return kind(**{name: value for name, value in values.items() if name in field_names})
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -321,8 +321,8 @@ class Meter:
         """
         wall = max(time.perf_counter() - self._start, 1e-9)
         own_cpu = time.process_time() - self._own_cpu
-        others = (_busy_s() - self._busy) - (_process_tree_s() - self._tree)
-        return {"client_cpu_s": own_cpu, "client_cpu_share": own_cpu / wall, "others_cores": max(0.0, others / wall)}
+        other_s = (_busy_s() - self._busy) - (_process_tree_s() - self._tree)
+        return {"client_cpu_s": own_cpu, "client_cpu_share": own_cpu / wall, "others_cores": max(0.0, other_s / wall)}
 
 
 def _busy_s() -> float:

@@ -373,8 +373,8 @@ def imbalance(serving: Serving, split: Split) -> FloatArray:
 def exchange(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) -> FloatArray:
     """Return the seconds that one layer takes to send tokens of attention ranks to experts, and their results back.
 
-    `tokens`: tokens of all attention ranks together. Without a library for it, all ranks gather all tokens and
-    reduce-scatter the results.
+    `tokens`: tokens of all attention ranks together. Without a library for such an exchange, all ranks gather all
+    tokens and reduce-scatter the results.
     """
     ranks = (split.tensor * split.data).astype(np.int64)
     stride = np.ones(ranks.shape, dtype=np.int64)
