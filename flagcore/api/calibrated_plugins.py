@@ -66,23 +66,23 @@ class CalibratedPlugins(LoadedPlugins):
 
     def kernel_costs(self, chip: Chip, engine: str) -> KernelCostStack | None:
         """Return costs from the calibration, with the plugins' costs and the roofline as fallbacks. Raises RunError."""
-        known, calibration = super().kernel_costs(chip, engine), self._calibration(chip)
+        plugin_costs, calibration = super().kernel_costs(chip, engine), self._calibration(chip)
         if calibration is None:
-            return known
-        fallbacks = known.sources if known else (Roofline(chip=chip),)
-        return KernelCostStack((kernel_table(calibration, chip, _curve(known)), *fallbacks))
+            return plugin_costs
+        fallbacks = plugin_costs.sources if plugin_costs else (Roofline(chip=chip),)
+        return KernelCostStack((kernel_table(calibration, chip, _curve(plugin_costs)), *fallbacks))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return measured times within a node, and times from the topology for larger groups. Raises RunError."""
-        known, calibration = super().collective_costs(group, engine), self._calibration(group.chip)
+        plugin_costs, calibration = super().collective_costs(group, engine), self._calibration(group.chip)
         if calibration is not None:
             self._warn_about_few(group, calibration)
         table = collective_table(calibration) if calibration else None
         if table is None:
-            return known
+            return plugin_costs
         levels = self.topology(group) or topology_of(group)
         collectives = Collectives(topology=levels, table=table)
-        return CollectiveCostStack((collectives, known or Collectives(topology=levels)))
+        return CollectiveCostStack((collectives, plugin_costs or Collectives(topology=levels)))
 
     def _calibration(self, chip: Chip) -> Calibration | None:
         if chip.name not in self._found:

@@ -72,6 +72,7 @@ def legal_candidate(problem: Problem, columns: Columns) -> Candidate:
 
 
 def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, KnobValue]:
+    """Return the value of each knob that `text` names. Raises UsageError."""
     by_name = {axis.knob.casefold(): axis for axis in axes}
     by_name |= {knob_of(axis.knob, knobs).title.casefold(): axis for axis in axes}
     knob_values: dict[str, KnobValue] = {}

@@ -228,6 +228,7 @@ def _observations(
     plugins: LoadedPlugins,
     workload: Workload,
 ) -> tuple[Observations, Observations]:
+    """Return the observed step times and memory of the records `members`, which are runs of task `number`."""
     task = members[0][0]
     group_costs = costs(task.cluster, plugins, task.spec.work.engine)
     platform = Platform(task=task, workload=workload, costs=group_costs)

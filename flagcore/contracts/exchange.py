@@ -26,7 +26,7 @@ from flagcore.i18n import _
 class ImportNote:
     """A note on how a key of the other tuner was converted.
 
-    `at`: the related key of the spec. Empty if there is none.
+    `at`: the key path of the spec that the note is about. Empty if there is none.
     """
 
     key: str
@@ -111,9 +111,9 @@ class HistoryReader(Protocol):
 
         `task`: the job that was tuned.
         `axes`: the knobs of its space.
-        `find`: finds the candidate of a trial.
-        The trials have no predictions, and their numbers are not used. Raises UsageError if the file does not contain
-        trials of this kind of job.
+        `find`: a function that takes knob values and returns the candidate with these values. The trials have no
+        predictions, and their numbers are not used. Raises UsageError if the file does not contain trials of this kind
+        of job.
         """
 
 
@@ -239,8 +239,8 @@ def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
         return {"cpu": devices}
     if support.kubernetes is None:
         raise UsageError(_("no installed plugin defines the Kubernetes resource of {chip}", chip=group.chip.name))
-    each = group.chip.devices_per_card if support.kubernetes.counts == "cards" else 1
-    return {support.kubernetes.name: -(-devices // each)}
+    devices_per_unit = group.chip.devices_per_card if support.kubernetes.counts == "cards" else 1
+    return {support.kubernetes.name: -(-devices // devices_per_unit)}
 
 
 def comments(job: ExportJob) -> list[str]:

@@ -222,11 +222,11 @@ def similar_chips(word: str, chips: Iterable[Chip]) -> tuple[str, ...]:
     containing, similar = [], []
     for chip in chips:
         vendor = normalize_name(chip.vendor)
-        given, *names = (normalize_name(name).removeprefix(vendor) for name in (word, chip.name, *chip.aliases))
+        searched, *names = (normalize_name(name).removeprefix(vendor) for name in (word, chip.name, *chip.aliases))
         family = normalize_name(chip.name.split("-")[0])
-        similarity = max(SequenceMatcher(None, given, name).ratio() for name in (*names, family))
-        if len(given) > 1 and any(given in name or name in given for name in names if name):
-            containing.append((-SequenceMatcher(None, given, names[0]).ratio(), chip.name))
+        similarity = max(SequenceMatcher(None, searched, name).ratio() for name in (*names, family))
+        if len(searched) > 1 and any(searched in name or name in searched for name in names if name):
+            containing.append((-SequenceMatcher(None, searched, names[0]).ratio(), chip.name))
         elif similarity >= MIN_SIMILARITY:
             similar.append((-similarity, chip.name))
     return tuple(name for _, name in sorted(containing or similar)[:4])
@@ -238,12 +238,15 @@ MAX_LISTED = 20
 
 def unknown_chip_hint(word: str, chips: Iterable[Chip]) -> str:
     """Return a hint for an unknown chip name: similar names, or all chips if there are at most MAX_LISTED."""
-    known = tuple(chips)
-    similar, listed = " or ".join(similar_chips(word, known)), ", ".join(sorted(chip.name for chip in known)) or "none"
-    if not similar and len(known) > MAX_LISTED:
-        return f"`flag plugins chips` lists all {len(known)} chips, with aliases"
+    known_chips = tuple(chips)
+    similar, listed = (
+        " or ".join(similar_chips(word, known_chips)),
+        ", ".join(sorted(chip.name for chip in known_chips)) or "none",
+    )
+    if not similar and len(known_chips) > MAX_LISTED:
+        return f"`flag plugins chips` lists all {len(known_chips)} chips and their aliases"
     hint = f"did you mean {similar}?" if similar else f"known chips: {listed};"
-    return f"{hint} `flag plugins chips` lists all, with aliases"
+    return f"{hint} `flag plugins chips` lists all chips and their aliases"
 
 
 def normalize_name(name: str) -> str:
@@ -296,9 +299,9 @@ def disturbances(telemetry: Mapping[str, float]) -> Iterator[Message]:
 
     `telemetry`: the means of the host's figures by name.
     """
-    others, cores = telemetry.get(OTHERS_CORES, 0.0), telemetry.get(CORES, 0.0)
-    if others > BUSY_SHARE * cores > 0.0:
-        yield Message("other programs used {others:.1f} of {cores:.0f} cores", others=others, cores=cores)
+    others_cores, cores = telemetry.get(OTHERS_CORES, 0.0), telemetry.get(CORES, 0.0)
+    if others_cores > BUSY_SHARE * cores > 0.0:
+        yield Message("other programs used {others:.1f} of {cores:.0f} cores", others=others_cores, cores=cores)
     if (share := telemetry.get(DISK_WAIT, 0.0)) > WAIT_SHARE:
         yield Message("the cores waited for a disk {share:.0%} of the time", share=share)
     if (rate := telemetry.get(SWAPPED, 0.0)) > SWAP_BYTES:

@@ -137,6 +137,7 @@ def scaled(predictions: Predictions, effects: Sequence[Effect]) -> Predictions:
 
 
 def _scale_time(predictions: Predictions, part: str, factor: Factor) -> Predictions:
+    """Scale the seconds of the step's part `part`, or of the whole step, by `factor`, and widen the 80% intervals."""
     if factor == Factor():
         return predictions
     old_time = predictions.step_time_s

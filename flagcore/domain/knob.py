@@ -363,8 +363,8 @@ def _suggestion(knob: Knob, value: object) -> str:
     high = "" if knob.maximum is None else f" to {knob.maximum:g}"
     kinds = {"flag": "true or false", "share": "a number above 0, at most 1"}
     null = ", or null" if knob.neutral is None and knob.kind == "int" else ""
-    others = "".join(f", or {word}" for word in knob.spellings)
-    return f"use {kinds.get(knob.kind, f'a whole number{low}{high}')}{null}{others}"
+    spellings_text = "".join(f", or {word}" for word in knob.spellings)
+    return f"use {kinds.get(knob.kind, f'a whole number{low}{high}')}{null}{spellings_text}"
 
 
 def _as_yaml(value: KnobValue) -> str:

@@ -17,9 +17,9 @@ DOES_NOT_FIT = "does_not_fit"
 NEEDS_AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
 DOES_AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
 LEARNED_MESSAGES = {
-    DOES_NOT_FIT: "its predicted memory is more than a device has",
-    NEEDS_AS_MUCH_MEMORY: "a trial ran out of memory, and this one needs at least as much on every knob",
-    DOES_AS_MUCH_WORK: "a trial was measured, and this one does at least the same work",
+    DOES_NOT_FIT: "the candidate's predicted memory is more than a device has",
+    NEEDS_AS_MUCH_MEMORY: "a trial ran out of memory, and no knob of this candidate needs less",
+    DOES_AS_MUCH_WORK: "a trial was measured, and this candidate does at least as much work",
 }
 """The messages of the pruning rules that are derived from predictions and from trials, by name."""
 
@@ -272,8 +272,8 @@ def stop_reason(control: Control, search_state: SearchState, elapsed: float, pen
     measured = [(trial.duration_s, trial.measurement) for trial in trials if trial.state is TrialState.MEASURED]
     trial_seconds = [seconds * (SHORTEST if each and each.few_steps else 1.0) for seconds, each in measured]
     reserved = max(trial_seconds, default=0.0) + repeats_seconds(control, search_state)
-    left = control.max_time - elapsed
-    return Message("max_time = {seconds:g} s reached", seconds=control.max_time) if left <= reserved else None
+    remaining_s = control.max_time - elapsed
+    return Message("max_time = {seconds:g} s reached", seconds=control.max_time) if remaining_s <= reserved else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,8 +307,8 @@ def seconds_left(
     repeats_s = repeats_seconds(control, search_state, at_most=True)
     if trials_left:
         repeats_s = max(repeats_s, 2 * control.repeats * duration_s)
-    left = duration_s / parallel_trials * trials_left + repeats_s
-    return left if control.max_time is None else min(left, max(0.0, control.max_time - elapsed))
+    remaining_s = duration_s / parallel_trials * trials_left + repeats_s
+    return remaining_s if control.max_time is None else min(remaining_s, max(0.0, control.max_time - elapsed))
 
 
 def repeats_seconds(control: Control, search_state: SearchState, *, at_most: bool = False) -> float:

@@ -112,6 +112,7 @@ def secrets_in_arguments(words: Sequence[str]) -> list[str]:
 
 
 def _walk(data: Any) -> Iterator[str]:
+    """Yield the secrets in plain data: values of keys with secret names, and secrets in command lines."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             if is_secret(str(key)) and _is_value(value):

@@ -177,9 +177,9 @@ class Spec:
 
         The global batch shrinks in proportion. Numbers for which it would not be an integer are skipped.
         """
-        whole = self.cluster.nodes
-        fewest = self.cluster.min_nodes or whole
-        return tuple(n for n in range(fewest, whole + 1) if self.train.global_batch_size * n % whole == 0)
+        all_nodes = self.cluster.nodes
+        fewest = self.cluster.min_nodes or all_nodes
+        return tuple(n for n in range(fewest, all_nodes + 1) if self.train.global_batch_size * n % all_nodes == 0)
 
     def on_nodes(self, nodes: int) -> Spec:
         """Return the spec of a trial on fewer nodes, with a global batch that is smaller by the same factor."""

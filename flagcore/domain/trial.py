@@ -317,8 +317,8 @@ class Trial:
 def step_value(record: Mapping[str, object] | None) -> float | None:
     """Return the step time in seconds from a prediction in the format of job records, or None if it is unknown."""
     step: Any = (record or {}).get("step_time_s")
-    known = isinstance(step, Mapping) and math.isfinite(step["value"])
-    return float(step["value"]) if known else None
+    is_known = isinstance(step, Mapping) and math.isfinite(step["value"])
+    return float(step["value"]) if is_known else None
 
 
 SEARCH_FIELDS: Mapping[str, Callable[[Any], Any]] = {
@@ -370,8 +370,8 @@ def steps_in_time(step_times_s: Sequence[float], planned: int, seconds: float, n
     if not step_times_s:
         return planned
     expected = median(step_times_s[1:] or step_times_s) if next_s is None else next_s
-    left = planned - len(step_times_s)
-    return planned if left * expected <= seconds else len(step_times_s) + max(0, int(seconds / expected))
+    steps_left = planned - len(step_times_s)
+    return planned if steps_left * expected <= seconds else len(step_times_s) + max(0, int(seconds / expected))
 
 
 RUN_STARTED, TRIAL_STARTED, TRIAL_FINISHED, RUN_FINISHED = KINDS = (

@@ -56,7 +56,7 @@ class Mirror:
         """By file: its inode, the time of its last change, and the number of bytes that were sent."""
 
     def pieces(self, most: int) -> list[dict[str, Any]]:
-        """Return messages with the new content, at most about `most` bytes of it."""
+        """Return messages with the new content of the folder's files, about `most` bytes at most."""
         messages: list[dict[str, Any]] = []
         for folder, _, names in os.walk(self.folder):
             for name in sorted(names):
@@ -73,6 +73,7 @@ class Mirror:
         self.sent[path] = (status.st_ino, status.st_mtime_ns, status.st_size)
 
     def _next(self, path: str) -> dict[str, Any] | None:
+        """Return a message with the next piece of a file that has changed, or None if nothing is to be sent."""
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
             return None
@@ -198,14 +199,18 @@ class Agent:
 
     def prepare(self, marker: str) -> None:
         """Create a folder for the next trial, end the processes of a lost trial, and report the state of the host."""
-        left = guarded.sweep(marker) if marker else 0
+        remaining_processes = guarded.sweep(marker) if marker else 0
         if self.folder:
             threading.Thread(target=shutil.rmtree, args=(self.folder, True), daemon=True).start()
         self.count += 1
         self.folder = os.path.join(self.home, f"trial-{self.count}")
         os.mkdir(self.folder)
         self.mirror = Mirror(self.folder)
-        state = {"port": network.free_port(), "free_disk_bytes": guard.free_disk_bytes(self.home), "left": left}
+        state = {
+            "port": network.free_port(),
+            "free_disk_bytes": guard.free_disk_bytes(self.home),
+            "left": remaining_processes,
+        }
         self.wire.send(ready={**state, "time": time.time(), "python": platform.python_version()})
 
     def report(self) -> None:

@@ -163,8 +163,8 @@ class Connection:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1)
             lines = self.read_log()[-4096:].decode("utf-8", "replace").split("\n")
-            said = next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
-            self.problem = said or f"the connection closed (exit status {self.process.poll()})"
+            last_line = next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+            self.problem = last_line or f"the connection closed (exit status {self.process.poll()})"
 
     def _handle_line(self, line: bytes) -> None:
         """Act on one message. The output of a login shell before the first message is skipped."""
@@ -357,8 +357,8 @@ def allow_files(more: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed_files = len(os.listdir("/proc/self/fd")) + more + OTHER_FILES
     if resource.RLIM_INFINITY != soft < needed_files:
-        most = needed_files if hard == resource.RLIM_INFINITY else min(needed_files, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        new_limit = needed_files if hard == resource.RLIM_INFINITY else min(needed_files, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
 
 
 def trial_files(folder: str) -> dict[str, str]:

@@ -96,7 +96,7 @@ class Throttle:
         return time.monotonic() >= self.due_at
 
     def rest(self, started: float) -> None:
-        """Schedule the next check. `started` is the value of `time.process_time()` at the start of this check."""
+        """Schedule the next check. `started`: the CPU time (`time.process_time()`) at the start of this check."""
         pause = (time.process_time() - started) * PAUSE_PER_COST
         self.due_at = time.monotonic() + min(pause, self.longest)
 
@@ -220,7 +220,7 @@ class DiskMeter:
         return False
 
     def _used(self) -> int:
-        """Return the bytes of the folder and its content. Links are not followed."""
+        """Return the size of the folder and its content in bytes. Links are not followed."""
         total, folders = 0, [] if os.path.islink(self.folder) else [self.folder]
         while folders:
             with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:

@@ -260,7 +260,7 @@ class HostsRunning:
         for each in self.connections:
             # No stop was requested here. Something else ended the trial, as Slurm does at the end of a step.
             if each.exit and each.exit.ended_by == "request":
-                each.problem = each.problem or "the trial was ended from outside, for example by the scheduler"
+                each.problem = each.problem or "another program ended the trial, for example the scheduler"
         lost = next((each for each in self.connections if each.problem), None)
         failed = next((each for each in self.connections if _has_failed(each.exit)), None)
         client = Exit(**self._client.stop()) if self._client else None

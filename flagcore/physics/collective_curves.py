@@ -196,6 +196,7 @@ def measured_grids(table: CollectiveTable, level: Level) -> Mapping[str, Grid]:
 
 
 def _grid(kind: str, table: CollectiveTable, level: Level) -> Grid | None:
+    """Return the grid of one kind of collective from its measured curves, or None if there are none for `level`."""
     max_ranks = _rows(kind, level) - 1
     measured = {curve.ranks: curve for curve in table.curves if curve.kind == kind and curve.ranks <= max_ranks}
     if not measured or max_ranks < 2:
@@ -255,8 +256,8 @@ def _extrapolate(kind: str, level: Level, row: FloatArray, ranks: int, new_ranks
 
     The start-up time is scaled by the start-up of the model, the rest by the bytes sent and by the crowding.
     """
-    old, new = np.array([float(ranks)]), np.array([float(new_ranks)])
-    startup = startup_seconds(level, kind, new) / startup_seconds(level, kind, old)
-    sent = sent_share(kind, new) / sent_share(kind, old) * (new_ranks / ranks) ** level.crowding
+    known_ranks, target_ranks = np.array([float(ranks)]), np.array([float(new_ranks)])
+    startup = startup_seconds(level, kind, target_ranks) / startup_seconds(level, kind, known_ranks)
+    sent = sent_share(kind, target_ranks) / sent_share(kind, known_ranks) * (new_ranks / ranks) ** level.crowding
     times: FloatArray = row[0] * startup + (row - row[0]) * sent
     return times

@@ -104,6 +104,7 @@ def fit(roofline: Roofline, sheet: KernelSheet) -> Roofline:
 
 
 def _with_missing_peaks(roofline: Roofline, sheet: KernelSheet) -> Chip:
+    """Return the roofline's chip, with each unknown peak rate derived from the fastest measured kernel."""
     chip, curve = roofline.chip, roofline.curve
     source = Source(kind="measured", detail="fastest kernel of a sheet over the share that such kernels reach")
     copies = sheet.rows("copy").exact
@@ -150,6 +151,7 @@ def _rate(sheet: KernelSheet, name: str, startup: float, default: float) -> floa
 
 
 def _fit_shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
+    """Return the roofline's curve with the shares of matrix products and attention fitted to the sheet."""
     curve = roofline.curve
     shares = dict(curve.gemm_shares)
     for precision in sheet.precisions("gemm"):

@@ -53,9 +53,9 @@ class LoadedPlugins:
     """
 
     def __init__(self, found: Iterable[Plugin | PluginFailure]) -> None:
-        each = sorted(found, key=lambda plugin: plugin.name)
-        self.plugins = tuple(plugin for plugin in each if isinstance(plugin, Plugin))
-        self._failures = dict.fromkeys(failure for failure in each if isinstance(failure, PluginFailure))
+        sorted_plugins = sorted(found, key=lambda plugin: plugin.name)
+        self.plugins = tuple(plugin for plugin in sorted_plugins if isinstance(plugin, Plugin))
+        self._failures = dict.fromkeys(failure for failure in sorted_plugins if isinstance(failure, PluginFailure))
         self._devices: dict[tuple[tuple[str, str], ...], tuple[Device, ...]] = {}
         self._of_hosts: tuple[Device, ...] | None = None
         self._telemetry: Callable[[Device], Telemetry | None] | None = None

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def one(kind: type[T]) -> Callable[[object], T]:
-    """Return a function that returns a hook's result if it is a valid instance of the class `kind`."""
+    """Return a function that checks a hook's result: it returns a valid instance of the class `kind` unchanged."""
     return lambda answer: cast(T, data(kind, answer, kind.__name__))
 
 

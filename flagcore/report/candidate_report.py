@@ -156,6 +156,7 @@ def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
 
 
 def _predicted(report: CandidateReport) -> Iterator[str]:
+    """Yield lines with the predicted time, its 80% interval, and the memory of a candidate."""
     if report.predicted is None:
         yield _("No prediction, because the engine would reject it.")
         return
@@ -190,6 +191,7 @@ def _gain(seconds: float | None, other: float | None) -> str:
 
 
 def _changes(report: CandidateReport) -> Iterator[str]:
+    """Yield lines with the candidates that could be tried instead."""
     expected_s, changes = report.expected_s, dict(report.changes)
     names = dict(NAMES["changes"])
     if "fastest" in changes and changes["fastest"] == changes.get("faster"):
@@ -246,7 +248,7 @@ class MeasuredRuns:
     device_used_gib: float | None = field(default=None, metadata=IF_KNOWN)
 
     def share(self, seconds: float | None) -> float | None:
-        """Return a time as a fraction of the step time."""
+        """Return `seconds` as a fraction of the step time, or None."""
         return seconds / self.step_time_s if seconds is not None and self.step_time_s else None
 
 

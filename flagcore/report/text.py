@@ -155,7 +155,7 @@ def knob_of(name: str, knobs: Knobs) -> Knob:
 
 
 def details(flag: str, knobs: Knobs) -> list[str]:
-    """Return the names of the knobs that refine a flag."""
+    """Return the names of the knobs that refine the knob `flag`."""
     return [knob.name for knob in knobs.values() if knob.part_of == flag]
 
 

@@ -133,6 +133,7 @@ def read_hosts(path: Path, *, file: str) -> tuple[HostLine, ...]:
 
 
 def _problem(host: str, pairs: Sequence[str], options: dict[str, str], before: Sequence[HostLine]) -> str:
+    """Return why a line of a host file is invalid, or an empty string. `before`: the hosts of the lines above it."""
     if not _HOST.fullmatch(host):
         return "does not start with the name of a host"
     if any(host == line.host for line in before):
@@ -188,7 +189,7 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> C
 
 
 def _slots(lines: Sequence[HostLine]) -> dict[str, int]:
-    """Return `devices_per_node` for identical hosts as a dict, or an empty dict if the host file does not state it."""
+    """Return the key `devices_per_node` and its value, or an empty dict if the host file does not state the slots."""
     return {"devices_per_node": lines[0].slots} if lines and lines[0].slots else {}
 
 
@@ -202,10 +203,10 @@ def without_spares(hosts: Sequence[object], spares: int) -> int:
 
 def _groups(cluster: ClusterSection, lines: Sequence[HostLine]) -> ClusterSpec:
     """Return a cluster of several node groups: the groups in the section, or one per type in the host file `lines`."""
-    others = cluster.model_fields_set - {"groups", "hostfile", "wait_for_hosts", "host_envs"}
-    if key := next((key for key in ClusterSection.model_fields if key in others), None):
-        what = "cluster.groups" if cluster.groups else "several types in cluster.hostfile"
-        problem, fix = f"cannot be combined with {what}", "set it for each group, or leave it out"
+    other_keys = cluster.model_fields_set - {"groups", "hostfile", "wait_for_hosts", "host_envs"}
+    if key := next((key for key in ClusterSection.model_fields if key in other_keys), None):
+        group_source = "cluster.groups" if cluster.groups else "several types in cluster.hostfile"
+        problem, fix = f"cannot be combined with {group_source}", "set it for each group, or leave it out"
         raise spec_error(key, problem, value=getattr(cluster, key), fix=fix)
     groups = cluster.groups or [GroupSection(chip=kind) for kind in dict.fromkeys(line.kind for line in lines)]
     for place, group in enumerate(groups):

@@ -106,7 +106,7 @@ def _spec_of(document: Document | ServeDocument) -> Spec:
 
 
 def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
-    """Return why trials cannot run on this number of nodes, or an empty string if they can."""
+    """Return why trials of `spec` cannot run on `nodes` nodes, or an empty string if they can."""
     total_nodes, hosts = spec.cluster.nodes, len(spec.cluster.hosts)
     if spec.cluster.groups:
         return _("needs equal nodes, but there are cluster.groups")

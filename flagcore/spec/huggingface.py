@@ -174,13 +174,14 @@ class Config(BaseModel):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def _experts(self) -> dict[str, Any]:
+        """Return the fields of `Model` for mixture-of-experts layers. Empty for a dense model."""
         dense = [layer for layer in range(self.num_hidden_layers) if self._is_dense(layer)]
         if not self.num_experts or len(dense) == self.num_hidden_layers:
             return {}
         if dense != list(range(len(dense))):
             key = "decoder_sparse_step" if self.decoder_sparse_step > 1 else "moe_layer_freq"
             key = "mlp_only_layers" if self.mlp_only_layers else key
-            problem = "puts dense layers after layers with experts, which is not supported"
+            problem = "has dense layers after layers with experts, which is not supported"
             raise spec_error(key, problem, value=getattr(self, key), fix="only leading layers can be dense")
         width = self.moe_intermediate_size or self.intermediate_size
         shared = self.shared_expert_intermediate_size or (self.n_shared_experts or 0) * width

@@ -166,6 +166,7 @@ ReadRecord = tuple[_AnyRecord, dict[str, Any]]
 def _train_job(
     line: Mapping[str, object], data: dict[str, Any], _section: Mapping[str, Any], knobs: tuple[Knob, ...]
 ) -> ReadRecord:
+    """Return the validated training record of a line, and the fields of its `Job`. Raises SpecError."""
     sections = {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")}
     _reject_misplaced_keys(line, _Record, sections)
     record = checked(_record_of(knobs), data)
@@ -187,6 +188,7 @@ def _train_job(
 def _serve_job(
     line: Mapping[str, object], data: dict[str, Any], section: Mapping[str, Any], knobs: tuple[Knob, ...]
 ) -> ReadRecord:
+    """Return the validated serving record of a line, and the fields of its `Job`. Raises SpecError."""
     sections = dict.fromkeys((name for knob in knobs for name in knob.names), "candidate")
     absent = _Serve.model_fields.keys() - {"notes", "source"} - set(section)
     _reject_misplaced_keys(line, _ServeRecord, sections | dict.fromkeys(absent, "serve"))
@@ -227,6 +229,7 @@ def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
 
 
 def _record(line: bytes, place: str) -> Line:
+    """Return the JSON object in one line of a job file, or the line's error."""
     fix = "write one JSON object per line"
     try:
         record = load_json(line.decode("utf-8-sig"))

@@ -48,6 +48,7 @@ def _held(data: dict[str, Any], context: Context) -> Model:
 
 
 def _model_at(source: str, base: Path) -> Model:
+    """Return the model at a path or with a public name. Raises SpecError."""
     from flagcore.spec.huggingface import model_of_config, vision_of
 
     fix = _("give a directory with a config.json, a GGUF file, the name of a public model, or an inline shape")
@@ -109,6 +110,7 @@ def context_length(path: str) -> int:
 
 
 def _experts(header: _Header, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of an inline shape for mixture-of-experts layers. Empty for a dense model."""
     experts = header.size("expert_count", 0)
     if not experts:
         return {}
@@ -124,6 +126,7 @@ def _experts(header: _Header, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _latent(header: _Header, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of an inline shape for multi-head latent attention. Empty for other attention."""
     rank = header.size("attention.kv_lora_rank", 0)
     if not rank:
         return {}

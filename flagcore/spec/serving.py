@@ -201,11 +201,14 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
 
 
 def _check_answers(profile: ProfileSection, figures: Iterable[str]) -> None:
-    """Raise SpecError if `figures` include times of further tokens, but answers have only one token."""
+    """Raise SpecError if `figures` include a time per token after the first, but answers have one token."""
     if profile.output_len > 1 or profile.trace is not None:
         return
     if name := next((each for each in figures if each.startswith(("tpot_s", "itl_s"))), None):
-        problem, fix = f"has no {name}: that is the time of further tokens", "use 2 or more, or another figure"
+        problem, fix = (
+            f"leaves {name} undefined, which is the time of tokens after the first",
+            "use 2 or more, or another figure",
+        )
         raise spec_error("profile.output_len", problem, value=profile.output_len, fix=fix)
 
 
@@ -239,7 +242,7 @@ def _highest(section: ServeSection, slo: Mapping[str, float]) -> str | None:
         return None
     key = f"profile.{name}"
     if not slo:
-        problem, fix = "needs limits that the highest load keeps", "set serve.slo"
+        problem, fix = "needs latency limits, which the highest load must meet", "set serve.slo"
         raise spec_error(key, problem, value=AUTO, fix=fix)
     if section.profile.trace is not None:
         raise _not_with("serve.profile.trace", key, AUTO, "give one of the two")
@@ -251,6 +254,7 @@ def _not_with(other: str, key: str, value: object = None, fix: str = "remove one
 
 
 def _loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tuple[Load, ...]:
+    """Return the load points of a profile: one for each value of `concurrency` or `request_rate`."""
     has_ratio, has_spread = profile.range_ratio != 1.0, profile.range_spread is not None
     if profile.concurrency is not None and profile.request_rate is not None:
         raise _not_with("serve.profile.request_rate", "profile.concurrency", profile.concurrency)
@@ -377,8 +381,8 @@ def serve_document_of(engines: ServedEngines) -> type[ServeDocument]:
     def values(key: str, context: Context) -> dict[str, Any]:
         # The values as the user wrote them: validation has turned a share of 1 into 1.0.
         name, knobs = engines[0]
-        given = context.given("auto_tuner", key)
-        return serving_values(knobs_of_engine(given, name), knobs) if len(engines) == 1 else {}
+        user_values = context.given("auto_tuner", key)
+        return serving_values(knobs_of_engine(user_values, name), knobs) if len(engines) == 1 else {}
 
     def listed(_section: Section, context: Context) -> dict[str, Any]:
         found = values("space", context).items()

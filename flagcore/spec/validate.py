@@ -144,8 +144,8 @@ def describe(schema: Schema, root: Schema) -> str:
         if part.get("type") == "array":
             items = [word for item in _alternatives(part["items"], root) for word in _words_of(item)]
             is_same = set(items) <= set(words)
-            each = _("a non-empty list, each item {values}", values=_join_with_or(items))
-            words.append(_("a non-empty list of these") if is_same else each)
+            list_text = _("a non-empty list, each item {values}", values=_join_with_or(items))
+            words.append(_("a non-empty list of these") if is_same else list_text)
     return _join_with_or(words)
 
 
@@ -167,6 +167,7 @@ def _join_with_or(words: list[str]) -> str:
 
 
 def _words_of(part: Schema) -> list[str]:
+    """Return descriptions of the values that a schema without alternatives accepts."""
     kind = part.get("type")
     if "const" in part or "enum" in part:
         return [str(word) for word in part.get("enum", [part.get("const")])]

@@ -115,6 +115,7 @@ class Calibrations:
         return path
 
     def _read(self) -> tuple[tuple[tuple[Path, Calibration], ...], tuple[tuple[Path, RunError], ...]]:
+        """Return the readable calibrations, newest first, and the unreadable files, each with its error."""
         try:
             files = sorted(path for path in self.folder.iterdir() if path.suffix == ".json")
         except FileNotFoundError:

@@ -188,10 +188,10 @@ def no_time(task: Task, costs: Costs) -> str:
     """Return why no time can be predicted for a task: which rates are unknown, and how to provide them."""
     precision, unlisted, by_fix = task.spec.work.precision, list[str](), dict[str, list[str]]()
     for group, group_costs in zip(task.cluster.groups, costs.groups, strict=False):
-        known = _known_precisions(group_costs)
-        if known and precision not in known:
-            unlisted.append(_other_precision(group, known, precision))
-        for rate, fix in _unknown_rates(group, group_costs, bool(known), precision):
+        known_precisions = _known_precisions(group_costs)
+        if known_precisions and precision not in known_precisions:
+            unlisted.append(_other_precision(group, known_precisions, precision))
+        for rate, fix in _unknown_rates(group, group_costs, bool(known_precisions), precision):
             by_fix.setdefault(fix, []).append(rate)
     if costs.between is not None and _is_unknown(costs.between, "send", 2, 1):
         fix = "give nic_bytes_per_second in each of cluster.groups"

@@ -275,8 +275,8 @@ class _Search:
 
     def _context(self) -> SearchContext:
         limit = self.control.max_time
-        left = None if limit is None else limit - self.elapsed
-        context = search_context(self.problem, self.state, self.past, left, self._pending)
+        seconds_left = None if limit is None else limit - self.elapsed
+        context = search_context(self.problem, self.state, self.past, seconds_left, self._pending)
         if nodes := self._nodes_left:
             context = replace(context, open_rows=context.open_rows[self.can_run_on(nodes)[context.open_rows]])
         return context if self.fidelity == RUN else _only_with_predicted_time(context)
@@ -338,14 +338,14 @@ class _Search:
     def _time_limit(self, trial: Trial) -> TimeLimit:
         """Return the time limit of a trial: at most the time that is left for the run, or for the probes before it."""
         earlier = (*self.state.trials, *self.state.repeats)
-        limit, left = plan_time_limit(self.problem, trial, earlier), None
+        limit, seconds_left = plan_time_limit(self.problem, trial, earlier), None
         if max_time := self.control.max_time:
             is_early_probe = trial.fidelity == PROBE and self.fidelity == RUN
-            left = self._seconds_for_probes() if is_early_probe else max_time - self.elapsed
-            limit = cap_limit(limit, left, f"auto_tuner.control.max_time = {max_time:g} s")
+            seconds_left = self._seconds_for_probes() if is_early_probe else max_time - self.elapsed
+            limit = cap_limit(limit, seconds_left, f"auto_tuner.control.max_time = {max_time:g} s")
         if trial.fidelity == PROBE:
             return limit
-        share = share_of_time(self.control, self.state, trial.role, self._candidates, left)
+        share = share_of_time(self.control, self.state, trial.role, self._candidates, seconds_left)
         return with_target(limit, self.problem.task, trial, share, earlier)
 
     @property
@@ -369,6 +369,7 @@ class _Search:
         self.problem = replace(problem, pruned=prune_by_trials(problem, self.state.trials, self.state.probes))
 
     def _emit(self, kind: str, trial: Trial) -> None:
+        """Send an event of a trial to the listener. The search time and the note are sent only once."""
         candidates = self._candidates
         self.dependencies.on_event(
             Event(

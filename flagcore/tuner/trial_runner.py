@@ -69,8 +69,8 @@ def plan_shortened_steps(problem: Problem, trial: Trial, most_nodes: int | None 
     spec, columns = problem.task.spec, problem.columns_of(trial.candidate)
     nodes = min(spec.trial_nodes, most_nodes or spec.cluster.nodes)
     if spec.control.trial_nodes or nodes < spec.cluster.nodes:
-        whole = problem.predictions.row(problem.row_of(trial.candidate))
-        return SmallerTask(problem.platform, nodes).shortened(columns, whole)
+        whole_prediction = problem.predictions.row(problem.row_of(trial.candidate))
+        return SmallerTask(problem.platform, nodes).shortened(columns, whole_prediction)
     if trial.role is Role.REPEAT:
         return None
     return shorten(problem.platform, trial.candidate, columns, trial.expected_step_s)
@@ -288,11 +288,11 @@ class TrialPool:
         """End all trials and yield their outcomes. Trials without an outcome are interrupted for `reason`."""
         self._stopping.set()
         while self._running:
-            each = self._running.pop(0)
-            seconds = time.monotonic() - each.start
-            interrupted = replace(each.trial, state=TrialState.INTERRUPTED, reason=reason, duration_s=seconds)
+            running = self._running.pop(0)
+            seconds = time.monotonic() - running.start
+            interrupted = replace(running.trial, state=TrialState.INTERRUPTED, reason=reason, duration_s=seconds)
             # a trial that was interrupted before its start is cancelled
-            yield interrupted if each.outcome.cancel() or each.outcome.exception() else each.outcome.result()
+            yield interrupted if running.outcome.cancel() or running.outcome.exception() else running.outcome.result()
 
     def pause(self, seconds: float) -> None:
         """Sleep in the thread of a trial. Raises KeyboardInterrupt if `stop` was called."""

@@ -40,12 +40,12 @@ class _UniqueKeys(_Loader):  # type: ignore[misc]
     """A YAML loader that refuses a duplicate key of a mapping, of which YAML would silently keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        seen_keys: set[str] = set()
         for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
+            if key.value in seen_keys and isinstance(key, yaml.ScalarNode):
                 raise yaml.YAMLError(f"line {key.start_mark.line + 1}: duplicate key {key.value}; keep one")
             if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+                seen_keys.add(key.value)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 
@@ -150,6 +150,8 @@ def _plain(content: Any, file: str, path: str) -> Any:
 
 
 def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:
+    """Return the fields of a Source from a mapping under `source` or `effect`. Raises SpecError."""
+
     def wrong(key: str, problem: str, fix: str) -> SpecError:
         return SpecError(file=file, key=f"{path}{key}", value=content.get(key), problem=problem, fix=fix)
 
@@ -159,7 +161,7 @@ def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:
     needed, others = SOURCE_KEYS[kind], {key: value for key, value in content.items() if key != "kind"}
     detail = others.pop(needed, None)
     if not isinstance(detail, str) or not detail.strip():
-        raise wrong(needed, f"must be a string: the kind {kind} needs it", f"write {needed}: TEXT")
+        raise wrong(needed, f"must be a string, which sources of the kind {kind} require", f"write {needed}: TEXT")
     for name, value in others.items():
         if value is None:
             raise wrong(repr(name), "has no value", f'put a text with a comma in quotes: {needed}: "{detail}, {name}"')

@@ -118,7 +118,7 @@ class VendorPlugin:
             preferred=of_chips(quirks.preferred),
             warmup=max((each.count for each in slow), default=0),
             failures=of_chips(quirks.failures),
-            notes=tuple(f"the first {each.count} {unit} do not count: {each.reason}" for each in slow),
+            notes=tuple(f"the first {each.count} {unit} are not measured: {each.reason}" for each in slow),
         )
 
     @hookimpl

@@ -67,8 +67,8 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
         places = {"a": a.snapshot.where, "b": b.snapshot.where}
         raise UsageError(_("{a} and {b} cannot be compared: one is a training job, the other a server", **places))
     seconds, certainty = _times(a, b)
-    both = [a.predicted, b.predicted] if a.predicted and b.predicted else [{}, {}]
-    latencies = [{f"{name}.p50": each[name]["p50"] for name in LATENCIES if name in each} for each in both]
+    predictions = [a.predicted, b.predicted] if a.predicted and b.predicted else [{}, {}]
+    latencies = [{f"{name}.p50": each[name]["p50"] for name in LATENCIES if name in each} for each in predictions]
     sides = _side(a), _side(b)
     return Comparison(
         a=sides[0],
@@ -76,8 +76,8 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
         objective=specs[0].objective,
         differs=a.differing(b.candidate),
         tasks=_task_differences(a.snapshot, b.snapshot),
-        time=figure_pairs(*(each.get("time", {}) for each in both)),
-        memory=figure_pairs(*(memory_parts(each["memory"]) if each else {} for each in both)),
+        time=figure_pairs(*(each.get("time", {}) for each in predictions)),
+        memory=figure_pairs(*(memory_parts(each["memory"]) if each else {} for each in predictions)),
         figures=figure_pairs(*latencies),
         gap=None if seconds is None else _relative(a, b, *seconds),
         certainty=certainty,
@@ -87,6 +87,7 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
 
 
 def _side(subject: Subject) -> Side:
+    """Return the state and the figures of one compared candidate."""
     state, because, _rules = state_of(subject)
     cluster = subject.snapshot.task.cluster
     return Side(
@@ -104,6 +105,7 @@ def _side(subject: Subject) -> Side:
 
 
 def _measured(side: Subject) -> MeasuredRuns | None:
+    """Return the medians over a candidate's measured runs, or None if there are none."""
     figures = [run.measurement for run in side.runs if run.measurement]
     if not figures:
         return None

@@ -90,8 +90,8 @@ def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
     if measured.scaled_from is not None and shortened:
         bounds = {"low": shown(measured.low_s), "high": shown(measured.high_s)}
         line += f", {scaled_text(measured.scaled_from, shortened.nodes, shortened.of_nodes)} "
-        part, whole = shortened.global_batch_size, shortened.whole
-        line += _("({part} of {whole} samples; 80%: {low} to {high} s)", part=part, whole=whole, **bounds)
+        samples, whole_samples = shortened.global_batch_size, shortened.whole
+        line += _("({part} of {whole} samples; 80%: {low} to {high} s)", part=samples, whole=whole_samples, **bounds)
     if trial.role is Role.IMPORTED:
         return line + ", " + _("on another machine ({source})", source=trial.source)
     if measured.broken:
@@ -140,6 +140,7 @@ def _pruning_rules(snapshot: Snapshot, row: int) -> list[PruningRule]:
 
 
 def _removal(subject: Subject, rule: PruningRule) -> str:
+    """Return why `rule` removed a candidate: the memory that it needs, or the trial from which the rule was learned."""
     snapshot, state, predictions = subject.snapshot, subject.snapshot.search_state, subject.snapshot.problem.predictions
     if rule.rule == DOES_NOT_FIT:
         assert subject.predicted is not None

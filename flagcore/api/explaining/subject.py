@@ -116,10 +116,10 @@ class Subject:
         """
         if self.row is None or self.measured_s:
             return self.measured_s or self.scaled_s
-        least = _stopped_at(self.snapshot, self.candidate)
+        lower_bound_s = _stopped_at(self.snapshot, self.candidate)
         predicted_s = self.snapshot.problem.predictions.row(self.row).step_time_s
         step = step_value(self.believed) if self.believed else predicted_s
-        return max((each for each in (step, least) if each is not None), default=None)
+        return max((each for each in (step, lower_bound_s) if each is not None), default=None)
 
     def differing(self, other: Candidate) -> dict[str, tuple[KnobValue, KnobValue]]:
         """Return the knobs in which this and another candidate differ, each with both values."""
@@ -233,8 +233,10 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
         trials = {trial.number: trial for trial in all_trials(run)}
         if number in trials:
             return trials[number].candidate
-        known = ", ".join(map(str, trials)) or _("none")
-        raise UsageError(_("{where} has no trial {number}; trials: {known}", where=where, number=number, known=known))
+        numbers_text = ", ".join(map(str, trials)) or _("none")
+        raise UsageError(
+            _("{where} has no trial {number}; trials: {known}", where=where, number=number, known=numbers_text)
+        )
     order = rows_by_time(snapshot.problem)
     if not 1 <= number <= order.size:
         numbers = {"number": number, "last": order.size}
@@ -299,9 +301,9 @@ def scaled_times(snapshot: Snapshot) -> FloatArray:
     """
     times = np.nan_to_num(snapshot.problem.predictions.step_time_s * scale(snapshot), nan=np.inf)
     for trial in snapshot.search_state.trials:
-        least, row = _stopped_at(snapshot, trial.candidate), snapshot.problem.space.find(trial.candidate)
-        if least is not None and row is not None:
-            times[row] = max(times[row], least) if np.isfinite(times[row]) else least
+        lower_bound_s, row = _stopped_at(snapshot, trial.candidate), snapshot.problem.space.find(trial.candidate)
+        if lower_bound_s is not None and row is not None:
+            times[row] = max(times[row], lower_bound_s) if np.isfinite(times[row]) else lower_bound_s
     for trial, row in _measured(snapshot):
         times[row] = 1.0 / snapshot.search_state.speed_of(trial.candidate)
     return times

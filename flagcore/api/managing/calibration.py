@@ -181,6 +181,7 @@ def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ..
 
 
 def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: int, seconds: float) -> dict[str, Any]:
+    """Return the input of the benchmark program for `count` devices as plain data."""
     memory = [device.memory_bytes for device in here if device.memory_bytes]
     memory_fact = chip.memory_bytes
     return {
@@ -197,6 +198,7 @@ def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: in
 
 
 def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], others: float) -> Calibration:
+    """Return the calibration of a chip from the results of the benchmark program on `count` devices."""
     tuner = f"flag calibrate of flagcore {version('flagcore')}"
     method = f"{tuner} in {found['seconds']:.0f} s, Python {platform.python_version()}"
     return Calibration(

@@ -84,6 +84,7 @@ def inspect_hosts(
 
 
 def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[str]) -> HostReport:
+    """Return the report of one host. The files of the check are in `folder` on this machine."""
     argv = (sys.executable, "-m", PROGRAM, *files)
     launch = Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS)
     try:
@@ -154,6 +155,7 @@ def _speeds(launcher: HostsLauncher, reports: Sequence[HostReport]) -> list[Host
 
 
 def _record(report: HostReport, reports: Sequence[HostReport], speed: HostSpeed | None) -> dict[str, Any]:
+    """Return a host's report and speed as plain data, with times in milliseconds."""
     link_s, products = (speed.link_s, speed.products_s) if speed else (None, ())
     problems = list(host_problems(report, reports))
     return {
@@ -223,10 +225,10 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
     if report.devices is not None and first.devices is not None and report.chips != first.chips:
         yield _("{devices}, but {host} has {others}", devices=_names(report), host=first.host, others=_names(first))
     for name in sorted((report.versions or {}).keys() & (first.versions or {}).keys()):
-        own, other = (report.versions or {})[name], (first.versions or {})[name]
-        if own != other:
+        own_version, other_version = (report.versions or {})[name], (first.versions or {})[name]
+        if own_version != other_version:
             text = N_("{package} {version}, but {host} has {other}")
-            yield _(text, package=name, version=own, host=first.host, other=other)
+            yield _(text, package=name, version=own_version, host=first.host, other=other_version)
     for path, content in report.files.items():
         if not content:
             yield _("{path} is missing", path=path)

@@ -177,6 +177,8 @@ def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[d
 
 
 def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
+    """Return a chip as plain data, in GiB, GB/s, TFLOP/s and watts. Unknown figures are None."""
+
     def scaled(fact: Fact | None, unit: float) -> float | None:
         return fact.value / unit if fact else None
 
@@ -234,6 +236,7 @@ def _rate_text(tflops: float) -> str:
 
 
 def _device(loaded: plugins.LoadedPlugins, device: Device, chip: Chip | None) -> dict[str, Any]:
+    """Return a detected device and its chip's peak rates as plain data. Unknown values are None."""
     flops = chip.dense_flops_per_second if chip else {}
     best = usual_precision(chip) if chip else None
     return {

@@ -122,8 +122,8 @@ def _envs(variables: Mapping[str, str], notes: Notes) -> dict[str, str]:
             notes.note(name, "dropped: belongs to the machine or the container")
         else:
             spec_variables[name] = value
-            what = "restricts the devices of all trials" if name.endswith(_DEVICES) else "is set in all trials"
-            notes.note(name, what, f"envs.{name}")
+            effect = "restricts the devices of all trials" if name.endswith(_DEVICES) else "is set in all trials"
+            notes.note(name, effect, f"envs.{name}")
     return spec_variables
 
 

@@ -172,6 +172,7 @@ def _pipelines(problem: Problem, row: int) -> list[dict[str, Any]]:
 
 
 def _chips(task: Task) -> Iterator[Mapping[str, Any]]:
+    """Yield the chip of each node group as plain data, with the source of each figure."""
     for group in task.cluster.groups:
         yield {
             "name": group.chip.name,

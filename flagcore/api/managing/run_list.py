@@ -71,6 +71,7 @@ def run_record(folder: Path) -> dict[str, Any]:
 
 
 def _facts(folder: Path, data: Mapping[str, Any], state: str) -> dict[str, Any]:
+    """Return the fields of `run_record` that are read from `data`, the content of the run's result.json."""
     try:
         knobs = knobs_of_spec(spec_as_data(folder / "spec.yaml"))
     except FlagError:

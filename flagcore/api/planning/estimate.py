@@ -117,9 +117,13 @@ def prediction_records(platform: Platform, columns: Columns) -> list[dict[str, A
     records = []
     for row in range(len(predictions.step_time_s)):
         figures = replace(predictions.row(row), components=components_of_row(components, row))
-        known = record(platform.task, figures, layers.get(row, ()))
+        prediction_record = record(platform.task, figures, layers.get(row, ()))
         has_time = figures.step_time_s is not None
-        records.append(known if has_time else {"reason": f"no time: {no_time(platform.task, platform.costs)}", **known})
+        records.append(
+            prediction_record
+            if has_time
+            else {"reason": f"no time: {no_time(platform.task, platform.costs)}", **prediction_record}
+        )
     return records
 
 
@@ -147,10 +151,10 @@ def _layouts(problem: Problem, rows: IntArray) -> IntArray:
     names = [name for name, knob in problem.knobs.items() if knob.layout]
     numbers = np.zeros(rows.size, dtype=np.int64)
     for start in range(0, rows.size, LAYOUT_ROWS):
-        part = slice(start, start + LAYOUT_ROWS)
-        columns = problem.space.columns(rows[part])
+        chunk = slice(start, start + LAYOUT_ROWS)
+        columns = problem.space.columns(rows[chunk])
         for name in names:
-            numbers[part] = numbers[part] * LARGEST_SIZE + columns[name]  # an overflow is harmless: this is a hash
+            numbers[chunk] = numbers[chunk] * LARGEST_SIZE + columns[name]  # an overflow is harmless: this is a hash
     return numbers
 
 

@@ -41,14 +41,14 @@ def estimate_jobs(lines: Iterable[Line], *, without: Collection[str] = (), at_on
     Records are predicted in batches of `at_once` lines.
     """
     with loaded_plugins(without) as loaded:
-        jobs, remaining_lines, seen = _Jobs(loaded), iter(lines), set[str]()
+        jobs, remaining_lines, seen_ids = _Jobs(loaded), iter(lines), set[str]()
         while some := list(islice(remaining_lines, at_once)):
             for line, answer in zip(some, jobs.answers(some), strict=True):
                 name = _printable_id(line)
-                if name in seen:
+                if name in seen_ids:
                     duplicate_warning = f"an earlier record has the id {name}"
                     answer = {**answer, "warnings": [*answer.get("warnings", ()), duplicate_warning]}
-                seen |= {name} if name is not None else set()
+                seen_ids |= {name} if name is not None else set()
                 yield {"id": name, **answer}
 
 
@@ -191,5 +191,7 @@ def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], colu
         knob_values[knob] = (
             record_value if isinstance(record_value, (str, bool)) or knob not in columns else int(columns[knob][row])
         )
-    here = ", ".join(f"{knob} = {value}" for knob, value in knob_values.items() if value is True or value not in OFF)
-    return "; ".join(rule.message for rule in rules) + (f" (here {here})" if here else "")
+    values_text = ", ".join(
+        f"{knob} = {value}" for knob, value in knob_values.items() if value is True or value not in OFF
+    )
+    return "; ".join(rule.message for rule in rules) + (f" (here {values_text})" if values_text else "")

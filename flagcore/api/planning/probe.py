@@ -73,8 +73,8 @@ def probe(
         spec = replace(spec, control=replace(spec.control, max_time_per_task=seconds))
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem, candidate = _problem(spec, loaded, workload, candidate)
-        here, world = loaded.devices(spec.envs), problem.task.cluster.devices
-        require_devices(problem.platform, here, needed=1)
+        local_devices, world = loaded.devices(spec.envs), problem.task.cluster.devices
+        require_devices(problem.platform, local_devices, needed=1)
         if wrong := [rank for rank in ranks if not 0 <= rank < world]:
             raise UsageError(_("--rank {rank}: the last rank is {last}", rank=wrong[0], last=world - 1))
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
@@ -111,6 +111,7 @@ def _probe(
     devices: int,
     on_rank: Callable[[str], object],
 ) -> Probe:
+    """Probe ranks of a candidate on this machine, and report each rank to `on_rank`. Raises Interrupted."""
     world, text = problem.task.cluster.devices, candidate_text(candidate, problem.knobs)
 
     def report(rank: int) -> None:
@@ -125,6 +126,7 @@ def _probe(
 
 
 def _choose_candidates(problem: Problem, candidate: str | None, top: int) -> list[Candidate]:
+    """Return the candidate with the given position or `baseline`, or else the `top` fastest predicted ones."""
     if candidate == "baseline":
         return [problem.baseline]
     require_candidate(problem)
@@ -138,6 +140,7 @@ def _choose_candidates(problem: Problem, candidate: str | None, top: int) -> lis
 
 
 def _probed_record(problem: Problem, probed: Probe) -> Probed:
+    """Return a probed candidate as plain data."""
     task = problem.task
     row = problem.space.find(probed.candidate)
     assert row is not None, "every candidate that is probed is in the space"

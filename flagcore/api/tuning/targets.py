@@ -146,15 +146,15 @@ def _job(
     platform = platform if exporter is None or exporter is engine else platform.elsewhere()
     comments = _comments(snapshot, candidate)
     make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
-    one, replicas = candidate, 1
+    single_server, replicas = candidate, 1
     if exporter is not None and exporter.per_server:
         if servers := snapshot.problem.workload.groups(platform, candidate, name):
             groups = tuple(replace(each, launch=platform.prepared(each.launch)) for each in servers.groups)
             return make(launch=groups[0].launch, devices=groups[0].devices, servers=replace(servers, groups=groups))
-        one, replicas = snapshot.problem.workload.replica(candidate)
-    launch = Launch(argv=(), folder="") if exporter is engine else _launch(platform, one, folder)
+        single_server, replicas = snapshot.problem.workload.replica(candidate)
+    launch = Launch(argv=(), folder="") if exporter is engine else _launch(platform, single_server, folder)
     per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
-    used = snapshot.problem.workload.device_counts(snapshot.task, columns_of(snapshot, one))
+    used = snapshot.problem.workload.device_counts(snapshot.task, columns_of(snapshot, single_server))
     return make(launch=launch, devices=min(per_node, int(used[0])), replicas=replicas)
 
 

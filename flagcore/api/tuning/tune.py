@@ -205,6 +205,7 @@ class _EngineRun:
         return baseline if same_spec else self.spec.baseline
 
     def _open_store(self, problem: Problem) -> OptunaStore:
+        """Lock the run's folder, claim it for this task, and return the store with the trials of earlier calls."""
         from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
 
         directory, storage = self.directory, self.storage

@@ -158,7 +158,7 @@ TEXTS = {"name": 40, "text": 60, "hovertext": 60, "x": 22, "y": 22, "categoryarr
 
 
 def points(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
-    """Return markers. `mode` may add lines between them."""
+    """Return the plotly trace of a series of markers. `mode` in `more` may add lines between them."""
     colour = COLOURS[series]
     marker = {"color": colour, "symbol": SYMBOLS[series], "size": 9, "line": {"width": 1.5}}
     trace = {"type": "scatter", "mode": "markers", "name": name, "x": list(x), "y": list(y), "marker": marker}
@@ -166,19 +166,19 @@ def points(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: A
 
 
 def line(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
-    """Return a line without markers."""
+    """Return the plotly trace of a line without markers."""
     return points(name, series, x, y, mode="lines", **more)
 
 
 def limit_line(name: str, x: float) -> dict[str, Any]:
-    """Return a vertical line at `x` for the `shapes` of a layout. It has an entry in the legend."""
+    """Return a vertical line at `x` for the `shapes` of a plotly layout. It has an entry in the legend."""
     style = {"color": COLOURS[5], "width": 2, "dash": "dash"}
     coordinates = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
     return {"type": "line", "name": name, "showlegend": True, "line": style, **coordinates}
 
 
 def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
-    """Return a layout with titles for both axes. `more` overrides the defaults, and is merged with them for axes."""
+    """Return a plotly layout with a title for each axis. `more` overrides the defaults, and merges those of axes."""
     axes = {
         "xaxis": {"title": {"text": x}, "automargin": True, "tickangle": 0, **more.pop("xaxis", {})},
         "yaxis": {"title": {"text": y}, "automargin": True, **more.pop("yaxis", {})},
@@ -194,7 +194,7 @@ def spread_axis(values: Sequence[float]) -> dict[str, Any]:
 
 
 def drawn(data: Any, width: int | None = None) -> Any:
-    """Return traces or a layout with all texts escaped and wrapped as by `label`."""
+    """Return plotly traces or a layout, with all texts escaped and wrapped as by `label`."""
     if isinstance(data, Mapping):
         return {key: drawn(value, TEXTS.get(key)) for key, value in data.items()}
     if isinstance(data, (list, tuple)):

@@ -67,7 +67,7 @@ def _inside_script(text: str) -> str:
 
 
 def plain_text(block: Block | None) -> Iterator[str]:
-    """Yield a block as paragraphs of plain text. Code and collapsed blocks yield nothing."""
+    """Yield the paragraphs of a block as plain text. Code and collapsed blocks have none."""
     if isinstance(block, Text):
         yield block.text
     elif isinstance(block, Facts):

@@ -60,10 +60,10 @@ def observed_times(context: SearchContext) -> Observations:
     probes = {probe.number for probe in context.probes}
     timed_trials = [(trial, row, measured) for trial, row in trial_rows(context) if (measured := _timed(trial))]
     spreads = [_spread(measured) for trial, _, measured in timed_trials if trial.state is TrialState.MEASURED]
-    least = median(spreads or [0.0])
+    min_spread = median(spreads or [0.0])
     values = []
     for trial, row, measured in timed_trials:
-        noise = max(PROBE_NOISE if trial.number in probes else MIN_NOISE, _noise(trial, measured, least))
+        noise = max(PROBE_NOISE if trial.number in probes else MIN_NOISE, _noise(trial, measured, min_spread))
         values.append((row, measured.step_time_s, noise))
     for trial, row in trial_rows(context):
         if trial.has_only_finished_steps:
@@ -187,8 +187,8 @@ def predicted_times(context: SearchContext) -> FloatArray:
     Unknown times are replaced by the median of the known ones, or by one second if all are unknown.
     """
     step = context.predictions.step_time_s
-    known = np.isfinite(step)
-    return np.where(known, step, np.median(step[known])) if known.any() else np.ones_like(step)
+    is_known = np.isfinite(step)
+    return np.where(is_known, step, np.median(step[is_known])) if is_known.any() else np.ones_like(step)
 
 
 def _expected_times(context: SearchContext, known: Observations, rows: IntArray) -> FloatArray:
@@ -223,15 +223,15 @@ def _observations(context: SearchContext, rows: IntArray, ratio: FloatArray, noi
 
 
 def _spread(measured: Measurement) -> float:
-    """Return the spread of a trial's step times, relative to their median."""
+    """Return the interquartile range of a trial's step times, relative to their median."""
     return measured.spread_s / measured.step_time_s
 
 
 def _noise(trial: Trial, measured: Measurement, least: float) -> float:
     """Return the relative noise of a trial's step time.
 
-    The spread is at least `least`, the median spread of the run's trials, because a few steps give a poor estimate of
-    it.
+    `least`: the median spread of the run's trials. It is the minimum of the spread, because few steps give a poor
+    estimate.
     """
     spread = max(_spread(measured), least) / math.sqrt(max(len(measured.step_times_s), 1))
     return max(PARTIAL_NOISE if measured.partial else MIN_NOISE, spread, trial.interval)

@@ -222,7 +222,7 @@ def with_plugin_knobs(platform: Platform) -> Platform:
         for name in named_knobs.keys() - engine_names - {knob.name for knob in chosen}:
             section = "space" if name in spec.space else "baseline"
             problem = f"is not a knob of {spec.work.engine} on {task.cluster.chips}"
-            fix = f"knobs of plugins there: {plugin_names or 'none'}"
+            fix = f"knobs of plugins on these chips: {plugin_names or 'none'}"
             raise SpecError(key=f"auto_tuner.{section}.{name}", value=named_knobs[name], problem=problem, fix=fix)
     for knob in chosen:
         _check_knob(spec, knob)
@@ -254,6 +254,7 @@ def _compared_setting(task: Task, knob: Knob) -> Knob:
 
 
 def _check_knob(spec: Spec, knob: Knob) -> None:
+    """Raise SpecError if a value of a plugin's knob is invalid, or if the spec also sets what the knob changes."""
     listed, baseline = spec.space.get(knob.name, ()), spec.baseline or {}
     for value in () if isinstance(listed, str) else listed:
         knob.parse(value, f"auto_tuner.space.{knob.name}")

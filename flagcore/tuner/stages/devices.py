@@ -112,13 +112,13 @@ def wait_for_devices(
     """
     deadline, has_waited = time.monotonic() + seconds, False
     while busy := "; ".join(_busy_devices(platform, need_bytes)):
-        left = deadline - time.monotonic()
-        if left <= 0:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
             return busy
         if not has_waited:
             on_wait(busy)
         has_waited = True
-        pause(min(POLL_SECONDS, left))
+        pause(min(POLL_SECONDS, seconds_left))
     return ""
 
 

@@ -101,6 +101,7 @@ def _network(group: NodeGroup, plugins: LoadedPlugins) -> Level:
 
 
 def _costs_of(group: NodeGroup, support: EngineSupport, plugins: LoadedPlugins, engine: str) -> Costs:
+    """Return the cost models of one node group. The core provides those that no plugin has."""
     kernels = plugins.kernel_costs(group.chip, engine)
     synchronous = support.shared_devices
     run_slowdown = UNMEASURED_RUN_SLOWDOWN if kernels is None else kernels.run_slowdown()
@@ -209,6 +210,7 @@ def best_chip(devices: tuple[Device, ...], plugins: LoadedPlugins, engine: str) 
 
 
 def _group(requested: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support: EngineSupport) -> NodeGroup:
+    """Return the node group that a cluster or group of the spec requests, completed from the detected devices."""
     chip_devices = [device for device in devices if chip.has_name(device.chip)]
     local_devices = [device for device in chip_devices if device.host == chip_devices[0].host]
     count = requested.devices_per_node or len(local_devices) or chip.devices_per_node

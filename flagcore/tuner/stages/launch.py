@@ -71,7 +71,7 @@ def planned_launch(platform: Platform, candidate: Candidate, folder: str, *, for
 
 
 def host_lines(task: Task, hosts: Sequence[str]) -> list[str]:
-    """Return the host file's lines for `hosts`, which are some of the task's hosts.
+    """Return the lines of a host file for `hosts`, a subset of the task's hosts.
 
     Each line contains the type of the host if the task has several node groups.
     """

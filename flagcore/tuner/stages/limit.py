@@ -85,6 +85,7 @@ def cap_limit(limit: TimeLimit, seconds_left: float, key: str) -> TimeLimit:
 
 
 def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
+    """Return the largest likely seconds of a trial's step, or None if its time is not predicted."""
     step: Any = trial.predicted.get("step_time_s")
     if not isinstance(step, Mapping) or not math.isfinite(step["high"]):
         return None
@@ -187,8 +188,8 @@ def why_no_trial(context: SearchContext) -> Message | None:
     rows = rows if found is None else np.append(rows, found)
     steps = expected_step_times(context, rows)
     row, step = int(rows[np.argmin(steps)]), float(steps.min())
-    left = math.inf if context.seconds_left is None else context.seconds_left
-    limit = min(control.max_time_per_task or math.inf, left)
+    seconds_left = math.inf if context.seconds_left is None else context.seconds_left
+    limit = min(control.max_time_per_task or math.inf, seconds_left)
     is_measured = any(trial.state is TrialState.MEASURED for trial in trials)
     if not is_measured and sum(trial.silent_s > 0 for trial in trials) >= MAX_WITHOUT_STEP:
         text = N_("trials hang after their first step; trial {number}: {reason}")

@@ -263,7 +263,7 @@ class _Monitor:
         return f"{line} within {limit.seconds:.0f} s ({limit.because})"[:LONGEST_REASON] if limit else line
 
     def _few_steps(self, count: int, step_s: float) -> str:
-        """Return a phrase with the number of the trial's steps, and their measured and predicted time."""
+        """Return a phrase with the number of finished steps `count`, and their measured and predicted time."""
         predicted = _predicted_step(self.trial)
         text = f"{count} of {self.control.train_iters} steps: {step_s:.3g} s"
         return f"{text}, predicted {predicted:.3g} s" if predicted else text

@@ -117,6 +117,7 @@ def _planned(
     place: tuple[tuple[str, ...], int],
     folder: str,
 ) -> Launch:
+    """Return the launch that probes one global rank at `place`, which is a host and the index of its device."""
     rank_folder = os.path.join(folder, f"rank-{rank}")
     try:
         os.makedirs(rank_folder, exist_ok=True)
@@ -175,6 +176,7 @@ def combine(prediction: Prediction, probe: Probe, platform: Platform) -> Predict
 
 
 def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Prediction:
+    """Return `prediction` with the memory of the probed rank that uses most."""
     capacity = prediction.capacity_bytes
     buffers = 0.0
     if communicator_bytes(memory):
@@ -207,10 +209,12 @@ def _used(rank: RankMeasurement, memory: MemoryModel, buffers: float) -> tuple[f
 
 
 def _device_used(reserved: float, memory: MemoryModel) -> float:
+    """Return the bytes in use on a device whose allocator has reserved `reserved` bytes."""
     return float(memory.device_used_bytes(np.array([reserved]))[0])
 
 
 def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> Prediction:
+    """Return `prediction` with the compute and optimizer seconds of the slowest probed ranks."""
     predicted = prediction.time_s
     total, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
     if not probe.measured or total is None or low is None or high is None:
@@ -259,6 +263,7 @@ def trial_of_probe(task: Task, trial: Trial, probe: Probe, combined: Prediction)
 
 
 def _measurement(task: Task, probe: Probe, combined: Prediction, step: float) -> Measurement:
+    """Return the measurement of a probed candidate whose combined step takes `step` seconds."""
     train, ranks = task.spec.train, probe.measured
     slowest = max(ranks, key=lambda rank: rank.compute_time_s)
     optimizer = max(ranks, key=lambda rank: rank.optimizer_time_s)

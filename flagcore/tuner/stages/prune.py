@@ -63,6 +63,7 @@ def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]
 def _by_prediction(
     space: Space, predictions: Predictions, rules: Sequence[PruningRule], exceeds_memory: BoolArray
 ) -> Pruned:
+    """Return which rows are pruned by `exceeds_memory`, a boolean array with one element per row, and by `rules`."""
     size = len(space)
     start = Pruned(
         rule=np.zeros(size, dtype=np.int16), trial=np.full(size, -1, dtype=np.int64), exceeds_memory=exceeds_memory

@@ -110,7 +110,7 @@ class SmallerTask:
     whole: Platform
     nodes: int
     name = "trial_memory"
-    message = "it is predicted not to fit on the nodes of trials, where a device may have more of the optimizer"
+    message = "it is predicted not to fit on the nodes of trials, where a device may hold more optimizer state"
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
         return ~self.predictions(columns).fits

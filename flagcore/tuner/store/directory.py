@@ -101,6 +101,7 @@ class RunDirectory:
             self.path.resolve().rename(target)
 
     def _acquire_lock(self) -> None:
+        """Create the folder and lock it. Raises RunError if another process has locked it."""
         with writable(self.path):
             self.path.resolve().mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

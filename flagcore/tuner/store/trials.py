@@ -47,7 +47,7 @@ class OptunaStore:
         objective: str = "tokens_per_second_per_device",
         url: str | None = None,
     ) -> None:
-        """Open or create the study `run`. `choices` contains all values of each knob.
+        """Open or create the study `run`. `choices`: all values of each knob in the space, by name.
 
         The study is stored in a journal in the folder `path`, or in the Optuna storage at `url`.
         """
@@ -73,6 +73,7 @@ class OptunaStore:
         return _finished(self._study)
 
     def begin(self, planned: Trial) -> Trial:
+        """Store the start of a planned trial, create its folder, and return it with its number and log."""
         values = planned.candidate.as_dict()
         attributes = {
             "candidate": values,

@@ -117,10 +117,10 @@ class Learned:
         is_finished, message = _is_finished(context, evaluation, gain, best)
         if is_finished:
             return Choice(row=None, because=message)
-        left = context.seconds_left
-        is_possible = np.ones(gain.shape) if left is None else evaluation.full_s < left
+        seconds_left = context.seconds_left
+        is_possible = np.ones(gain.shape) if seconds_left is None else evaluation.full_s < seconds_left
         if not is_possible.any():
-            text = Message("no trial fits in the remaining {left:.0f} s; {why}", left=left, why=message)
+            text = Message("no trial fits in the remaining {left:.0f} s; {why}", left=seconds_left, why=message)
             return Choice(row=None, because=text)
         index = int(np.argmax(is_possible * gain / evaluation.cost_s))
         return _choice(evaluation, index, f"an expected gain of {gain[index]:.1%}; {message}")
@@ -131,8 +131,8 @@ def _evaluate(context: SearchContext) -> _Evaluation:
     predicted, rows = predicted_times(context), fastest_open_rows(context)
     features = context.features(rows)
     observed = observed_times(context)
-    known = Observations.join((context.past.time, observed, expected_times(context, observed)))
-    ratios = Ratios(known, features, time_scales(context.predictions))
+    observations = Observations.join((context.past.time, observed, expected_times(context, observed)))
+    ratios = Ratios(observations, features, time_scales(context.predictions))
     posterior = ratios.posterior(features)
     log_predicted = np.log(predicted[rows])
     log_time = log_predicted + posterior.mean
