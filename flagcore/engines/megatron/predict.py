@@ -61,9 +61,7 @@ NETWORK_PARTS = ("cp_comm_s", "ep_comm_s", "pp_comm_s", "dp_comm_exposed_s")
 
 
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
-    """Return the predicted memory (bytes of one device) and time (seconds of one step) of every candidate in
-    `columns`.
-    """
+    """Return the predicted memory of a device (bytes) and time of a step (seconds) of each candidate in `columns`."""
     parts, order = [], []
     for rows, meshes in by_kinds(task, columns, costs):
         results = [_predicted(task, *each) for each in meshes]

@@ -329,16 +329,16 @@ def _limits(
     train: Training,
     layout: Layout,
     costs: Costs,
-    wanted: BoolArray,
+    requested: BoolArray,
     norm: FloatArray | None = None,
     mtp: FloatArray | None = None,
 ) -> FloatArray:
-    """Return the maximum number of layers that fits where `wanted`, else 0: (candidates, leading layers, stages).
+    """Return the maximum number of layers that fits where `requested`, else 0: (candidates, leading layers, stages).
 
     The final norm and multi-token prediction are on the stages `norm` and `mtp`, by default on the last one.
     """
-    last, most = layout.pipeline - 1.0, np.zeros(wanted.shape)
-    rows, leading, stage = np.nonzero(wanted)
+    last, most = layout.pipeline - 1.0, np.zeros(requested.shape)
+    rows, leading, stage = np.nonzero(requested)
     end_stages = [(last if each is None else each)[rows] for each in (norm, mtp)]
     most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, *end_stages).limits()
     return most
@@ -366,8 +366,8 @@ def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
     second, before = most[:, 0, 1], most[np.arange(last.size), 0, np.maximum(last.astype(np.int64) - 1, 1)]
     np.copyto(most, second[:, None, None], where=between)
     reach = np.where(between, before[:, None, None], most).max(axis=1).sum(axis=1)
-    wanted = (second < before) & ((reach >= train.model.num_layers) | (train.model.mtp_num_layers > 0))
-    rows, leading, stage = np.nonzero(between & wanted[:, None, None])
+    is_needed = (second < before) & ((reach >= train.model.num_layers) | (train.model.mtp_num_layers > 0))
+    rows, leading, stage = np.nonzero(between & is_needed[:, None, None])
     room = _Room(train, layout[rows], costs, leading, stage, last[rows], last[rows])
     share = (stage - 1.0) / (last[rows] - 2.0)
     guess = np.floor(1.0 / ((1.0 - share) / np.maximum(second[rows], 0.5) + share / before[rows]))

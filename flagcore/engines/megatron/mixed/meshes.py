@@ -271,9 +271,7 @@ def stage_devices(task: Task, columns: Columns) -> list[int]:
 
 
 def _ordered(cluster: Cluster, costs: Costs, groups: Sequence[int]) -> Costs:
-    """Return the costs of the node groups `groups`, in this order. If `groups` is empty, return those of all node
-    groups.
-    """
+    """Return the costs of the node groups `groups`, in this order, or of all node groups if `groups` is empty."""
     if not groups:
         return costs
     first, *others = (replace(costs.groups[group], further={}, between=None) for group in groups)

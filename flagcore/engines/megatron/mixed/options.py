@@ -131,7 +131,7 @@ def _step_seconds(train: Training, layout: Layout, costs: Costs, stage: Stage, s
 
 
 def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
-    """Return the options for one node group, with all legal sizes."""
+    """Return the options for one node group: all legal sizes, with their times and memory."""
     train, columns = training(task), mesh_columns(task, group)
     # In a pipeline of four stages, 0, 1 and 3 are a first, a middle and a last stage.
     layout = replace(layout_of(task, columns), pipeline=np.full(columns[PP].shape, 4.0))

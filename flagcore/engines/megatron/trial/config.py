@@ -68,7 +68,7 @@ _FIRST_LOSS_SCALE = 2.0**12  # with the default of 2**32, the first fp16 steps, 
 
 
 def transformer_config(job: Job) -> Any:
-    """Return Megatron's configuration of the model. Its checks raise AssertionError or ValueError."""
+    """Return Megatron's configuration of the model. Megatron's checks raise AssertionError or ValueError."""
     model, candidate = job.model, job.candidate
     dtype = _DTYPES.get(job.train.precision, torch.bfloat16)
     values: dict[str, Any] = {

@@ -172,8 +172,8 @@ class _LoadSender:
     def _tasks(self, concurrency: int | None) -> Iterator[Coroutine[Any, Any, None]]:
         """Return the tasks that run concurrently.
 
-        A task is a slot that sends one conversation after the other or, if conversations have arrival times, one
-        conversation. A single request is a conversation, too.
+        A task sends one conversation after the other or, if conversations have arrival times, a single conversation. A
+        request without further turns is a conversation, too.
         """
         starts = [index for index, request in enumerate(self._requests) if not request.follows]
         ends = (*starts[1:], len(self._requests))

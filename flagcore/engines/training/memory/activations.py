@@ -225,7 +225,7 @@ def routed(train: Training, layout: Layout, sizes: Sizes) -> Module:
 
 
 def gathered_tokens(layout: Layout, sizes: Sizes) -> FloatArray:
-    """Return the bytes of the tokens that are gathered from all ranks that share a layer's experts."""
+    """Return the bytes of the tokens gathered from all ranks that share a layer's experts."""
     ranks = layout.expert * layout.expert_tensor
     return np.where(ranks > 1, ranks * sizes.hidden, 0.0)
 

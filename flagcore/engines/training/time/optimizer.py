@@ -148,6 +148,6 @@ def gradient_time(
 
 
 def _exposed(seconds: FloatArray, window: FloatArray, share: FloatArray) -> FloatArray:
-    """Return the exposed time of a collective that overlaps `window` seconds of kernels, with the kernels' slowdown."""
+    """Return the exposed seconds of a collective over `window` seconds of kernels, plus the slowdown of the kernels."""
     overlap = np.minimum(seconds, window)
     return seconds - overlap + share * overlap
