@@ -311,7 +311,6 @@ MEASURED = (
     Fault("figures_are_plausible", CHIP, NIC, f"{NIC}\ntdp_watts: {{value: 350000, source: *made_up}}", "A1: tdp_watts"),
     printing("memory_model", "reserved_bytes"),
     printing("telemetry", "sample"),
-    Fault("hooks_have_no_side_effects", HOOKS, "        return columns[\"tensor_model", "        print('judging')\n        return columns[\"tensor_model", "judging"),
     hook("hooks_return_quickly", "memory_model", "import time\n        return own and type('Slow', (), {'__getattr__': lambda self, name: getattr(own, name), 'capacity_bytes': lambda self: time.sleep(3.5) or own.capacity_bytes()})()", "flagcore_memory_model"),
     Fault("chip_names_differ_from_other_plugins", CHIP, '["ACME A1"]', '["ACME A1", ACME cpu]', "plugin cpu"),
     Fault("transcripts_leave_nothing_out", SOURCES, "  lists:", "  left_out: 2\n  lists:", "expected 2"),

@@ -61,15 +61,13 @@ NETWORK_PARTS = ("cp_comm_s", "ep_comm_s", "pp_comm_s", "dp_comm_exposed_s")
 
 
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
-    """Return the predicted memory (bytes of one device) and time (seconds of one step) of every candidate in
-    `columns`.
-    """
+    """Return the predicted memory of a device (bytes) and time of a step (seconds) of each candidate in `columns`."""
     parts, order = [], []
     for rows, meshes in by_kinds(task, columns, costs):
-        found = [_predicted(task, *each) for each in meshes]
-        part = found[0] if len(found) == 1 else together(found, [each[PP] for each, _ in meshes])
-        capacity = np.nan if part.capacity_bytes is None else part.capacity_bytes
-        parts.append(replace(part, capacity_bytes=capacity * np.ones(rows.size)) if costs.further else part)
+        results = [_predicted(task, *each) for each in meshes]
+        result = results[0] if len(results) == 1 else together(results, [each[PP] for each, _ in meshes])
+        capacity = np.nan if result.capacity_bytes is None else result.capacity_bytes
+        parts.append(replace(result, capacity_bytes=capacity * np.ones(rows.size)) if costs.further else result)
         order.append(rows)
     return parts[0] if len(parts) == 1 else Predictions.join(parts).take(np.argsort(np.concatenate(order)))
 
@@ -137,7 +135,7 @@ def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
     """Return the number of layers of each pipeline stage for each candidate; empty if it has no derived split."""
     if not balanced(columns).any():
         return []
-    found: dict[int, list[int]] = {}
+    layers_by_row: dict[int, list[int]] = {}
     for rows, meshes in by_kinds(task, columns, costs):
         if len(meshes) > 1:
             continue
@@ -145,9 +143,9 @@ def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
         stages = [np.minimum(layout.pipeline - 1.0, float(index)) for index in range(int(layout.pipeline.max()))]
         layers = np.stack([stage(train.model, layout, index, train.options).layers for index in stages], axis=1)
         lengths = np.where(balanced(meshes[0][0]), layout.pipeline, 0.0).astype(np.int64)
-        for row, held, length in zip(rows.tolist(), layers.astype(np.int64).tolist(), lengths, strict=True):
-            found[row] = held[:length]
-    return [found.get(row, []) for row in range(columns[PP].size)]
+        for row, row_layers, length in zip(rows.tolist(), layers.astype(np.int64).tolist(), lengths, strict=True):
+            layers_by_row[row] = row_layers[:length]
+    return [layers_by_row.get(row, []) for row in range(columns[PP].size)]
 
 
 def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Predictions:
@@ -157,8 +155,8 @@ def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) 
         distinct_counts = train.options.splits.distinct_counts[split] * (split > 0)
     order = np.lexsort((np.minimum(layout.pipeline, 3.0), distinct_counts))
     parts = np.split(order, range(BATCH_ROWS, order.size, BATCH_ROWS))
-    found = [_predict(train, layout[rows], costs, blocks[rows]) for rows in parts]
-    return found[0].take(np.argsort(order)) if len(found) == 1 else Predictions.join(found).take(np.argsort(order))
+    results = [_predict(train, layout[rows], costs, blocks[rows]) for rows in parts]
+    return (results[0] if len(results) == 1 else Predictions.join(results)).take(np.argsort(order))
 
 
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
@@ -169,8 +167,8 @@ def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> 
         index, placement = stages[rows].astype(np.float64), Placement.from_layout(layout, group_costs)
         index = index % layout.pipeline
         tables = [
-            component_table(train, each, index, on.memory.workspace_bytes())
-            for each, on in zip(placement.layouts, group_costs.groups, strict=True)
+            component_table(train, each, index, device_costs.memory.workspace_bytes())
+            for each, device_costs in zip(placement.layouts, group_costs.groups, strict=True)
         ]
         for name, figures in tables[0].items():
             for key in figures:
@@ -396,11 +394,11 @@ def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:
     unknown.
     """
     row = {knob: values[:1] for knob, values in columns.items()}
-    order, found = groups_of_row(task, row), []
+    order, all_passes = groups_of_row(task, row), []
     ((_, parts),) = by_kinds(task, row, costs)
     for number, (subset, group_costs) in enumerate(parts):
-        if (made := step.passes(*inputs(task, subset, group_costs), group_costs)) is None:
+        if (pipeline_passes := step.passes(*inputs(task, subset, group_costs), group_costs)) is None:
             return []
         groups = order[number : number + 1] if len(parts) > 1 else order
-        found.append(replace(made, groups=tuple(groups[group] for group in made.groups)))
-    return found
+        all_passes.append(replace(pipeline_passes, groups=tuple(groups[group] for group in pipeline_passes.groups)))
+    return all_passes

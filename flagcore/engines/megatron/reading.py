@@ -335,8 +335,8 @@ def _loss(step: Mapping[str, Any]) -> float | None:
 
 
 def _max_over_ranks(ranks: Sequence[Mapping[str, Any]], metric: str) -> int | None:
-    known = [int(rank[metric]) for rank in ranks if rank.get(metric) is not None]
-    return max(known) if known else None
+    values = [int(rank[metric]) for rank in ranks if rank.get(metric) is not None]
+    return max(values) if values else None
 
 
 def _program_values(candidate: Candidate, effective: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -90,7 +90,7 @@ def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
         fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or set a train.command"
         raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
     check(train)
-    if missing := [needed for module, needed in modules.items() if not installed(module, needed)]:
+    if missing := [requirement for module, requirement in modules.items() if not installed(module, requirement)]:
         raise NoDevice(
             f"trials need {' and '.join(missing)}, not installed here; pip install --no-deps "
             f"{' '.join(map(repr, missing))} (torch: the build for this device), or set a train.command"
@@ -148,8 +148,8 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
     if for_real:
         for key, value in train.settings.items():
             _require_in_megatron(key, value)
-        named = {**production.assumed(platform.task, candidate), **train.settings}
-        spec = replace(platform.task.spec, work=replace(train, settings=named))
+        settings = {**production.assumed(platform.task, candidate), **train.settings}
+        spec = replace(platform.task.spec, work=replace(train, settings=settings))
         meshes = hetero.mixed(platform, candidate.as_dict()) if values.get(MESHES) else None
         task = platform.task if meshes else on_groups(platform.task, candidate)
         return reference_launch(replace(task, spec=spec), values, folder, meshes)

@@ -183,10 +183,10 @@ def measured(bench: Bench, items: list[Item], seconds: float, *, alone: bool = T
     for _ in range(ROUNDS):
         start = time.perf_counter()
         for done, index in enumerate(order):
-            left = seconds / ROUNDS - bench.agree(time.perf_counter() - start)
-            if left <= 0 or MIN_CALLS * _expected_seconds(items, timings, index) > left:
+            seconds_left = seconds / ROUNDS - bench.agree(time.perf_counter() - start)
+            if seconds_left <= 0 or MIN_CALLS * _expected_seconds(items, timings, index) > seconds_left:
                 continue
-            timing = bench.time(items[index].make(), 0.7 * left / (len(items) - done), alone=alone)
+            timing = bench.time(items[index].make(), 0.7 * seconds_left / (len(items) - done), alone=alone)
             if index not in timings or timing.seconds < timings[index].seconds:
                 timings[index] = timing
     return (items[index].row | record(timing) for index, timing in sorted(timings.items()))

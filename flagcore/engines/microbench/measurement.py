@@ -54,8 +54,8 @@ def measure(job: Job, number: int, listener: socket.socket) -> None:
     if job.devices > 1:
         rows += _collectives(bench, job, scale * SHARES["collectives"])
     if number == 0:
-        found = {"torch": torch.__version__, "seconds": time.perf_counter() - start, "rows": rows}
-        job.output.write_text(json.dumps(found), encoding="utf-8")
+        results = {"torch": torch.__version__, "seconds": time.perf_counter() - start, "rows": rows}
+        job.output.write_text(json.dumps(results), encoding="utf-8")
     if job.devices > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -156,13 +156,13 @@ def collective_call(kind: str, size: int, ranks: int, group: Any, device: torch.
     """Return a call of a collective. The whole tensor, over all ranks, has `size` bytes."""
     dtype = torch.bfloat16 if size < MIN_GRADIENT_BYTES else torch.float32
     buffer = torch.zeros(max(size // dtype.itemsize, ranks) // ranks * ranks, dtype=dtype, device=device)
-    part = torch.zeros(buffer.numel() // ranks, dtype=dtype, device=device)
+    shard = torch.zeros(buffer.numel() // ranks, dtype=dtype, device=device)
     if kind == "all_reduce":
         return lambda: dist.all_reduce(buffer, group=group)
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(buffer, part, group=group)
+        return lambda: dist.all_gather_into_tensor(buffer, shard, group=group)
     if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, buffer, group=group)
+        return lambda: dist.reduce_scatter_tensor(shard, buffer, group=group)
     if kind == "all_to_all":
         other = torch.zeros_like(buffer)
         return lambda: dist.all_to_all_single(other, buffer, group=group)

@@ -281,7 +281,7 @@ LONG_LIMITS = {"ttft_s": 100.0, "tpot_s": 5.0, "itl_s": 5.0}
 
 
 def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
-    """Yield one warning per line for doubtful settings of a spec.
+    """Yield a warning of one line for each doubtful setting of a spec.
 
     They are an unknown release, limits that look like milliseconds, too few requests, an objective that the load
     determines, speculation with unknown acceptance, and quantized weights of an unknown format.

@@ -138,8 +138,8 @@ def _running(function: np.ufunc, stages: FloatArray) -> FloatArray:
     """Return `function.accumulate(stages)`, row by row: numpy is slow along the first axis."""
     result = np.empty_like(stages)
     result[0] = stages[0]
-    for before, stage, here in zip(result, stages[1:], result[1:], strict=False):
-        function(before, stage, out=here)
+    for before, stage, accumulated in zip(result, stages[1:], result[1:], strict=False):
+        function(before, stage, out=accumulated)
     return result
 
 

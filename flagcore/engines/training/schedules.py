@@ -254,13 +254,13 @@ def dualpipe_v(times: StageTimes, m: FloatArray) -> FloatArray:
     return _with_gaps(work, serial, np.maximum(bubble, 0.0), p * (1.5 - place)) + sends
 
 
-def _with_gaps(work: FloatArray, each: FloatArray, gaps: FloatArray, covered: FloatArray) -> FloatArray:
-    """Return the longest time of a device, which is the sum of its work and its gaps.
+def _with_gaps(work: FloatArray, micro_batch: FloatArray, gaps: FloatArray, covered: FloatArray) -> FloatArray:
+    """Return the seconds of the device with the longest sum of work and gaps.
 
-    `each` is the device's time of one micro-batch. A device that is slower than the mean works during part of its gaps:
-    the difference for `covered` micro-batches.
+    `micro_batch` is the time of one micro-batch on each device. A device that is slower than the mean works during part
+    of its gaps: it makes up the difference to the mean for `covered` micro-batches.
     """
-    remaining = np.clip(gaps - covered * (each - each.mean(axis=0)), 0.0, gaps)
+    remaining = np.clip(gaps - covered * (micro_batch - micro_batch.mean(axis=0)), 0.0, gaps)
     longest: FloatArray = (work + remaining).max(axis=0)
     return longest
 
@@ -304,7 +304,7 @@ def _fill_and_drain(
 
 
 def _pairs(times: StageTimes, *, mirrored: bool) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Return five times of each device: F and B overlapped, their sum, W, B + W, and the latency of a message.
+    """Return the seconds of each device for F and B overlapped, F + B, W, and B + W, and the latency of a message.
 
     With `mirrored` a device does half of its work for stage r and half for stage p - 1 - r.
     """

@@ -66,13 +66,13 @@ def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Se
     micro-batches. If options differ by stage, all stages are returned.
     """
     end, longest = layout.pipeline - 1.0, int(layout.pipeline.max(initial=1.0))
-    wanted = _distinct_stages(model, layout, options)
+    indices = _distinct_stages(model, layout, options)
     if starts:
-        wanted = [*np.sort(np.stack([*wanted, *starts]), axis=0)]
+        indices = [*np.sort(np.stack([*indices, *starts]), axis=0)]
     by_stage = options.offload_stages or options.schedule
-    if by_stage or longest <= len(wanted) + 1:
-        wanted = [np.minimum(end, float(number)) for number in range(longest - 1)]
-    return [stage(model, layout, index, options) for index in (*wanted, end)]
+    if by_stage or longest <= len(indices) + 1:
+        indices = [np.minimum(end, float(number)) for number in range(longest - 1)]
+    return [stage(model, layout, index, options) for index in (*indices, end)]
 
 
 def _distinct_stages(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
@@ -243,10 +243,10 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
 def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:
     """Return the number of layers of one virtual stage in the middle of the pipeline."""
     fixed_first, fixed_last = layout.first_layers > 0, layout.last_layers > 0
-    others = layout.pipeline - fixed_first - fixed_last
+    unset_stages = layout.pipeline - fixed_first - fixed_last
     counted = model.num_layers + options.account_for_embedding + options.account_for_loss
     spread = counted - layout.first_layers - layout.last_layers
-    return np.ceil(spread / np.maximum(others * layout.virtual, 1.0))
+    return np.ceil(spread / np.maximum(unset_stages * layout.virtual, 1.0))
 
 
 def _leading_dense(model: Model, layout: Layout, index: FloatArray, head: FloatArray, chunk: FloatArray) -> FloatArray:

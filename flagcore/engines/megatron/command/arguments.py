@@ -239,9 +239,9 @@ def release_table(release: str | None) -> ArgumentTable:
         requested = None
     if requested is not None and requested.local == FORK:
         return _table(_data()["base"][FORK], FORK)
-    known = known_releases()
-    older = [each for each in known if requested is None or Version(each) <= requested]
-    return _table(older[-1] if older else known[0], "")
+    releases = known_releases()
+    older = [each for each in releases if requested is None or Version(each) <= requested]
+    return _table(older[-1] if older else releases[0], "")
 
 
 def known_releases() -> tuple[str, ...]:

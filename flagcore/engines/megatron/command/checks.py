@@ -235,9 +235,9 @@ def release_problems(spec: Spec, release: str | None) -> list[SpecError]:
     if release is None:
         return []
     return [
-        SpecError(key=key, value=value, problem=found[0], fix=found[1])
+        SpecError(key=key, value=value, problem=problem_and_fix[0], fix=problem_and_fix[1])
         for key, value in _set_values(spec)
-        if (found := release_problem(BY_NAME[key.rpartition(".")[2]], value, release))
+        if (problem_and_fix := release_problem(BY_NAME[key.rpartition(".")[2]], value, release))
     ]
 
 

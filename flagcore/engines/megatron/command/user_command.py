@@ -384,8 +384,8 @@ def _parse_flags(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     for index, word in enumerate(command):
         if word.startswith("--"):
             flag, _, value = word[2:].partition("=")
-            rest = takewhile(lambda each: not each.startswith("--"), command[index + 1 :])
-            yield flag.replace("_", "-"), [value] if value else list(rest)
+            following = takewhile(lambda each: not each.startswith("--"), command[index + 1 :])
+            yield flag.replace("_", "-"), [value] if value else list(following)
 
 
 def flags(candidate: Mapping[str, KnobValue], spec: Spec, train_iters: int | None) -> list[str]:

@@ -14,7 +14,7 @@ from flagcore.spec.importing import Notes
 
 
 class Flags:
-    """Arguments by name. The name is the last part of the key, with underscores; of several equal names, the last is
+    """Megatron's arguments by name. A name is the last part of a key, with underscores. Of equal names, the last is
     used.
 
     `entries` are full keys and values. Nulls and empty mappings count as missing. `usual_key` is the key to report for

@@ -70,7 +70,7 @@ def _even(train: Training, layout: Layout, splits: LayerSplit) -> BoolArray:
 
 
 def _few_microbatches(train: Training, layout: Layout) -> BoolArray:
-    """Return for which candidates the time to fill the pipeline matters: 1F1B with few stages and few micro-batches."""
+    """Return for which candidates the time to fill the pipeline matters: 1F1B with few stages and micro-batches."""
     is_short = (layout.microbatches < FEW * layout.pipeline) & (layout.pipeline <= SHORT) & (layout.pipeline > 1.0)
     return np.asarray(is_short & (layout.virtual == 1.0) & (train.options.schedule is None))
 
@@ -178,16 +178,17 @@ def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Tra
 
 def _chunks(layers: FloatArray, leading: FloatArray, length: int, virtual: int, *, early: bool) -> list[int]:
     """Return the number of layers of each virtual stage, in model order, for a split over `length` devices."""
-    held, dense = (each[:length].astype(np.int64).tolist() for each in (layers, leading))
-    return chunk_layers(held, dense, virtual, early=early)
+    layer_counts, dense = (each[:length].astype(np.int64).tolist() for each in (layers, leading))
+    return chunk_layers(layer_counts, dense, virtual, early=early)
 
 
 def fit_splits(
     train: Training, layout: Layout, chosen: BoolArray, share: FloatArray, costs: Costs, blocks: Blocks
 ) -> tuple[Training, Layout, BoolArray]:
-    """Return the inputs with new splits for the `chosen` candidates that do not fit, and which candidates were changed.
+    """Return the inputs with new splits for the `chosen` candidates that exceed memory, and which candidates changed.
 
-    A new split fits and minimizes the time of the slowest stage. `share` is the memory in use relative to the capacity.
+    A new split fits in memory and minimizes the time of the slowest stage. `share` is the memory in use relative to the
+    capacity, for each candidate.
     """
     rows = np.flatnonzero(chosen & (layout.pipeline > 1) & (share > 1.0))
     changed = np.zeros(chosen.shape, dtype=np.bool_)
@@ -320,24 +321,24 @@ def _limits_with_mtp(
     changed = (place >= np.minimum(mtp, layout.pipeline - 2.0)[:, None]) | (place == norm[:, None])
     if costs is None:
         return np.where(changed[:, None], float(train.model.num_layers), most)
-    wanted = _possible(train, layout) & changed[:, None]
-    return np.where(wanted, _limits(train, layout, costs, wanted, norm, mtp), most)
+    is_computed = _possible(train, layout) & changed[:, None]
+    return np.where(is_computed, _limits(train, layout, costs, is_computed, norm, mtp), most)
 
 
 def _limits(
     train: Training,
     layout: Layout,
     costs: Costs,
-    wanted: BoolArray,
+    requested: BoolArray,
     norm: FloatArray | None = None,
     mtp: FloatArray | None = None,
 ) -> FloatArray:
-    """Return the maximum number of layers that fits where `wanted`, else 0: (candidates, leading layers, stages).
+    """Return the maximum number of layers that fits where `requested`, else 0: (candidates, leading layers, stages).
 
     The final norm and multi-token prediction are on the stages `norm` and `mtp`, by default on the last one.
     """
-    last, most = layout.pipeline - 1.0, np.zeros(wanted.shape)
-    rows, leading, stage = np.nonzero(wanted)
+    last, most = layout.pipeline - 1.0, np.zeros(requested.shape)
+    rows, leading, stage = np.nonzero(requested)
     end_stages = [(last if each is None else each)[rows] for each in (norm, mtp)]
     most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, *end_stages).limits()
     return most
@@ -365,8 +366,8 @@ def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
     second, before = most[:, 0, 1], most[np.arange(last.size), 0, np.maximum(last.astype(np.int64) - 1, 1)]
     np.copyto(most, second[:, None, None], where=between)
     reach = np.where(between, before[:, None, None], most).max(axis=1).sum(axis=1)
-    wanted = (second < before) & ((reach >= train.model.num_layers) | (train.model.mtp_num_layers > 0))
-    rows, leading, stage = np.nonzero(between & wanted[:, None, None])
+    is_needed = (second < before) & ((reach >= train.model.num_layers) | (train.model.mtp_num_layers > 0))
+    rows, leading, stage = np.nonzero(between & is_needed[:, None, None])
     room = _Room(train, layout[rows], costs, leading, stage, last[rows], last[rows])
     share = (stage - 1.0) / (last[rows] - 2.0)
     guess = np.floor(1.0 / ((1.0 - share) / np.maximum(second[rows], 0.5) + share / before[rows]))

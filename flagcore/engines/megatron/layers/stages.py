@@ -104,9 +104,9 @@ def _wraps_around(layers: Sequence[int], leading: Sequence[int], virtual: int, *
 
 def _wrapped(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool) -> list[int]:
     """Return the number of layers of each virtual stage if leading layers are on as many of them as possible."""
-    left, order = [*leading], 0
-    while order < len(layers) * (virtual - 1) + (not early) and left[order % len(layers)]:
-        left[order % len(layers)] -= 1
+    unplaced, order = [*leading], 0
+    while order < len(layers) * (virtual - 1) + (not early) and unplaced[order % len(layers)]:
+        unplaced[order % len(layers)] -= 1
         order += 1
     chunks = []
     for device, (count, first) in enumerate(zip(layers, leading, strict=True)):

@@ -62,7 +62,7 @@ class Mixed:
 
 
 def runs_meshes(spec: Spec) -> bool:
-    """Return whether trials of a spec can run meshes, because its command starts FlagScale with meshes."""
+    """Return whether a spec's command starts FlagScale with meshes, so that trials can run meshes."""
     command = readable_command(spec)
     return command is not None and ENABLE in command.arguments
 
@@ -105,7 +105,7 @@ def _meshes(task: Task, values: Mapping[str, KnobValue]) -> list[Mesh]:
             return [Mesh(group=0, sizes=tuple(sizes.values()))]
         devices = sizes["tp"] * sizes["cp"] * sizes["dp"]
         each = [{**sizes, "pp": group.devices // devices} for group in task.cluster.groups]
-        return [Mesh(group=number, sizes=tuple(own.values())) for number, own in enumerate(each)]
+        return [Mesh(group=number, sizes=tuple(mesh_sizes.values())) for number, mesh_sizes in enumerate(each)]
     table = Meshes.from_task(task)
     row = 1 + table.texts.index(str(values[MESHES]))
     if table.splits_data[row]:
@@ -164,6 +164,6 @@ def _values(arguments: Sequence[str], flag: str) -> list[str]:
     """Return the values that follow a flag in `arguments`."""
     if flag not in arguments:
         return []
-    rest = arguments[arguments.index(flag) + 1 :]
-    end = next((place for place, word in enumerate(rest) if word.startswith("--")), len(rest))
-    return list(rest[:end])
+    words = arguments[arguments.index(flag) + 1 :]
+    end = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
+    return list(words[:end])

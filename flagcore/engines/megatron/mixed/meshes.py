@@ -101,16 +101,17 @@ class Meshes:
         Knobs without a column are omitted.
         """
         code = columns[MESHES]
-        mesh_columns, apart = {knob: values[code, mesh] for knob, values in self.codes.items()}, self.splits_data[code]
+        mesh_columns = {knob: values[code, mesh] for knob, values in self.codes.items()}
+        splits_data = self.splits_data[code]
         if MBS in columns:
             samples = columns[MBS] * self.codes[DP][code, 0]
             in_pipeline = np.maximum(samples // np.maximum(mesh_columns[DP], 1), 1)
             mesh_columns[MBS] = np.where(
-                apart, np.where(mesh_columns[MBS] > 0, mesh_columns[MBS], columns[MBS]), in_pipeline
+                splits_data, np.where(mesh_columns[MBS] > 0, mesh_columns[MBS], columns[MBS]), in_pipeline
             )
         if SP in columns:
             mesh_columns[SP] = columns[SP] * (mesh_columns[TP] > 1)
-        mesh_columns |= {PP: self.lengths[code], SPLIT: 1 - apart, MESHES: np.where(apart, 0, code)}
+        mesh_columns |= {PP: self.lengths[code], SPLIT: 1 - splits_data, MESHES: np.where(splits_data, 0, code)}
         return {name: mesh_columns.get(name, column) for name, column in columns.items()}
 
     def of_replicas(self, columns: Columns, number: int, batch: int) -> list[Columns]:
@@ -129,10 +130,10 @@ class Meshes:
         all replicas process at once, rounded down.
         """
         code = columns[MESHES]
-        there, counts = self.groups[code] >= 0, self.codes[MICROBATCHES][code]
-        samples = self.sizes(columns) * self.codes[DP][code] * there
+        has_mesh, counts = self.groups[code] >= 0, self.codes[MICROBATCHES][code]
+        samples = self.sizes(columns) * self.codes[DP][code] * has_mesh
         even = batch // np.maximum(samples.sum(axis=1, keepdims=True), 1)
-        return np.where(counts > 0, counts, even) * there
+        return np.where(counts > 0, counts, even) * has_mesh
 
     def sizes(self, columns: Columns) -> IntArray:
         """Return the micro-batch size of each mesh, for candidates that split the data: (candidates, meshes)."""
@@ -151,13 +152,13 @@ def mesh_text(name: str, sizes: Mapping[str, int], recompute: str = "", replicas
 
     The keys of `sizes` are those of `SIZES`. `replicas` is the text for the replicas' micro-batches.
     """
-    shown = (f"{key}{sizes[key]}" for key in SIZES if sizes[key] > 1)
-    return " ".join([name, *shown, *filter(None, [recompute, replicas])])
+    size_words = (f"{key}{sizes[key]}" for key in SIZES if sizes[key] > 1)
+    return " ".join([name, *size_words, *filter(None, [recompute, replicas])])
 
 
 @lru_cache(maxsize=64)
 def _meshes(texts: tuple[str, ...], names: tuple[str, ...]) -> Meshes:
-    apart = np.array([False, *(REPLICAS in text for text in texts)])
+    splits_data = np.array([False, *(REPLICAS in text for text in texts)])
     rows = [
         [_parse(part, text, names) for part in text.split(REPLICAS if REPLICAS in text else PIPELINE)] for text in texts
     ]
@@ -177,8 +178,8 @@ def _meshes(texts: tuple[str, ...], names: tuple[str, ...]) -> Meshes:
             groups[number, place] = group
             for knob, value in values.items():
                 codes[knob][number, place] = value
-    lengths = np.where(apart, codes[PP][:, 0], np.where(groups >= 0, codes[PP], 0).sum(axis=1))
-    return Meshes(texts, groups, codes, lengths, apart)
+    lengths = np.where(splits_data, codes[PP][:, 0], np.where(groups >= 0, codes[PP], 0).sum(axis=1))
+    return Meshes(texts, groups, codes, lengths, splits_data)
 
 
 def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, int]]:
@@ -225,11 +226,11 @@ def by_kinds(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntAr
         return
     table = Meshes.from_task(task)
     kinds = np.column_stack((table.splits_data[code], table.groups[code]))
-    kinds, which = np.unique(kinds, axis=0, return_inverse=True)
-    for number, (apart, *groups) in enumerate(kinds.tolist()):
-        rows, order = np.flatnonzero(which.reshape(-1) == number), [group for group in groups if group >= 0]
+    kinds, kind_index = np.unique(kinds, axis=0, return_inverse=True)
+    for number, (splits_data, *groups) in enumerate(kinds.tolist()):
+        rows, order = np.flatnonzero(kind_index.reshape(-1) == number), [group for group in groups if group >= 0]
         row_columns = {name: column[rows] for name, column in columns.items()}
-        if apart:
+        if splits_data:
             mesh_columns = table.of_replicas(row_columns, len(order), task.spec.train.global_batch_size)
             costs_here = (replace(costs.groups[group], further={}, between=costs.between) for group in order)
             yield rows, list(zip(mesh_columns, costs_here, strict=True))
@@ -243,8 +244,8 @@ def splits(task: Task, columns: Columns) -> dict[str, BoolArray]:
     if code is None:
         return {}
     has_several_meshes = (code == 0) | (table.number(code) > 1)
-    apart = table.splits_data[code]
-    return {N_("layer split"): has_several_meshes & ~apart, N_("data split"): has_several_meshes & apart}
+    splits_data = table.splits_data[code]
+    return {N_("layer split"): has_several_meshes & ~splits_data, N_("data split"): has_several_meshes & splits_data}
 
 
 def groups_of_row(task: Task, columns: Columns) -> list[int]:
@@ -263,16 +264,14 @@ def stage_devices(task: Task, columns: Columns) -> list[int]:
     if code is None or not code[0]:
         return [task.cluster.devices // stages] * stages
     table = Meshes.from_task(task)
-    there = table.groups[code[0]] >= 0
-    tensor, context, data, stages_of = (table.codes[SIZES[name]][code[0]][there] for name in ("tp", "cp", "dp", "pp"))
+    used = table.groups[code[0]] >= 0
+    tensor, context, data, stages_of = (table.codes[SIZES[name]][code[0]][used] for name in ("tp", "cp", "dp", "pp"))
     devices: list[int] = np.repeat(tensor * context * data, stages_of).tolist()
     return devices
 
 
 def _ordered(cluster: Cluster, costs: Costs, groups: Sequence[int]) -> Costs:
-    """Return the costs of the node groups `groups`, in this order. If `groups` is empty, return those of all node
-    groups.
-    """
+    """Return the costs of the node groups `groups`, in this order, or of all node groups if `groups` is empty."""
     if not groups:
         return costs
     first, *others = (replace(costs.groups[group], further={}, between=None) for group in groups)

@@ -41,11 +41,11 @@ MAX_SAMPLES = 64
 
 @dataclass(frozen=True, slots=True)
 class MeshOptions(ArrayRecord):
-    """The options for one node group, as arrays with one element per option: parallel sizes, and the time and the
-    memory of a stage with `base` layers.
+    """The options for one node group: parallel sizes, and time and memory of a stage with `base` layers.
 
-    Times are in seconds. `seconds` is the time of a micro-batch, `layer` the time of one more layer, `first` and `last`
-    the times of the embedding and the head, `step` the time of gradients and optimizer.
+    All fields are arrays with one element per option. Times are in seconds. `seconds` is the time of a micro-batch,
+    `layer` the time of one more layer, `first` and `last` the times of the embedding and the head, `step` the time of
+    gradients and optimizer.
 
     Memory is relative to the capacity. `used` is the memory of the stage with one micro-batch in flight. `weights` and
     `activations` are the memory of one more layer, `last_layer` the memory of one more layer on the last stage.
@@ -131,7 +131,7 @@ def _step_seconds(train: Training, layout: Layout, costs: Costs, stage: Stage, s
 
 
 def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
-    """Return the options for one node group, with all legal sizes."""
+    """Return the options for one node group: all legal sizes, with their times and memory."""
     train, columns = training(task), mesh_columns(task, group)
     # In a pipeline of four stages, 0, 1 and 3 are a first, a middle and a last stage.
     layout = replace(layout_of(task, columns), pipeline=np.full(columns[PP].shape, 4.0))
@@ -139,7 +139,7 @@ def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
     pace = Pace.from_blocks(train, layout, run, Blocks.from_layout(train, layout, run))
     base = np.maximum(layout.block, 1.0) + 1.0
     one, two = np.ones_like(base), np.full_like(base, 2.0)
-    # (stage, layers, micro-batches in flight) of stages between the ends, of the first and of the last stage
+    # (stage, layers, micro-batches in flight) of a middle stage, of the first stage, and of the last stage
     places = [(1, base, one), (1, base + 1.0, one), (1, base + 1.0, two), (0, base, one), (3, base, one)]
     stages = [
         replace(stage_of(train, layout, np.full_like(base, place), layers), in_flight=in_flight)

@@ -57,9 +57,8 @@ number."""
 NEAR = 1.5
 """A combination is dropped if its score, or a lower bound of the score, exceeds the best score by this factor."""
 MAX_SIZES = 16
-"""Maximum number of options of a node group with equal numbers of stages, with and without EP.
-
-As many of the fastest options and of those with the most room are kept."""
+"""Of the options of a node group with equal numbers of stages, with and without EP, this many of the fastest and this
+many of those with the most room for layers are combined."""
 MAX_SCORED = 4096
 """Maximum number of combinations that are scored, for one set of node groups and one batch."""
 EQUAL = ("tp", "dp", "ep", "recompute")
@@ -134,14 +133,14 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
     options = [mesh_options(task, each, number) for number, each in enumerate(groups)]
     subsets = [subset for size in range(1, len(names) + 1) for subset in combinations(range(len(names)), size)]
     scores: dict[tuple[int, ...], dict[str, float]] = {order: {} for each in subsets for order in permutations(each)}
-    alike = () if plan else EQUAL
-    equal = alike or (("tp", "dp") if tied(task) else ())
+    equal_fields = () if plan else EQUAL
+    equal = equal_fields or (("tp", "dp") if tied(task) else ())
     for _, context, samples in sorted(_batches(task, options)):
         parts = [each[np.flatnonzero((each.context == context) & (each.samples == samples))] for each in options]
         parts = [_useful(each, task.spec.model.num_layers, np.inf, equal=equal) for each in parts]
         for subset in subsets:
             limits = {order: NEAR * min(scores[order].values(), default=np.inf) for order in permutations(subset)}
-            of_set = _crossed(task, [parts[group] for group in subset], max(limits.values()), equal, alike)
+            of_set = _crossed(task, [parts[group] for group in subset], max(limits.values()), equal, equal_fields)
             crossed = dict(zip(subset, of_set, strict=True))
             for order, limit in limits.items():
                 if not plan and order == (*range(len(names)),):
@@ -191,19 +190,21 @@ def _crossed(
     rooms = [each.pp * np.minimum(each.room(np.ones(each.pp.size), np.zeros(1)), layers) for each in useful]
     rows, sums, step = np.zeros((0, 1), dtype=np.int64), np.zeros((3, 1)), np.zeros(1)
     for number, each in enumerate(useful):
-        columns, rest = np.stack([rates[number], rooms[number], each.pp]), range(number + 1, len(useful))
+        columns, later_groups = np.stack([rates[number], rooms[number], each.pp]), range(number + 1, len(useful))
         place, option = np.divmod(np.arange(step.size * each.pp.size), each.pp.size)
         sums, step = sums[:, place] + columns[:, option], np.maximum(step[place], each.step[option])
-        rate = sums[0] + sum(float(rates[later].max()) for later in rest)
-        room = sums[1] + sum(float(rooms[later].max()) for later in rest)
-        stages = sums[2] + sum(float(useful[later].pp.min()) for later in rest)
+        rate = sums[0] + sum(float(rates[later].max()) for later in later_groups)
+        room = sums[1] + sum(float(rooms[later].max()) for later in later_groups)
+        stages = sums[2] + sum(float(useful[later].pp.min()) for later in later_groups)
         bound = (microbatches - 1.0 + stages) * layers / rate + step
-        same = [getattr(each, name)[option] == getattr(useful[0], name)[rows[0, place]] for name in alike if number]
-        kept = np.flatnonzero(np.logical_and.reduce([bound <= limit, stages <= layers, room >= layers, *same]))
-        if kept.size > MAX_SCORED:  # limits the memory for adding the next group
-            kept = kept[np.argpartition(bound[kept], MAX_SCORED)[:MAX_SCORED]]
-        rows = np.concatenate((rows[:, place[kept]], option[None, kept]))
-        sums, step = sums[:, kept], step[kept]
+        conditions = [
+            getattr(each, name)[option] == getattr(useful[0], name)[rows[0, place]] for name in alike if number
+        ]
+        chosen = np.flatnonzero(np.logical_and.reduce([bound <= limit, stages <= layers, room >= layers, *conditions]))
+        if chosen.size > MAX_SCORED:  # limits the memory for adding the next group
+            chosen = chosen[np.argpartition(bound[chosen], MAX_SCORED)[:MAX_SCORED]]
+        rows = np.concatenate((rows[:, place[chosen]], option[None, chosen]))
+        sums, step = sums[:, chosen], step[chosen]
     return [each[row] for each, row in zip(useful, rows, strict=True)]
 
 
@@ -233,21 +234,21 @@ def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Seque
     """
     ones = np.ones(options.pp.size)
     most = np.minimum(options.fits(seconds * ones), layers)
-    same: list[IntArray | BoolArray] = [options.pp, options.ep > 1, *(getattr(options, name) for name in equal)]
+    equal_fields: list[IntArray | BoolArray] = [options.pp, options.ep > 1, *(getattr(options, name) for name in equal)]
     room = [np.minimum(options.room(flight * ones, 0.0 * ones), most) for flight in (1.0, 4.0, 16.0, 64.0)]
     room.append(np.minimum(options.room_last(), most))
     less = [options.layer, options.seconds - options.base * options.layer, options.step, *(-each for each in room)]
     beats: BoolArray = np.ones((ones.size, ones.size), dtype=np.bool_)
-    for values in same:
+    for values in equal_fields:
         beats &= values[:, None] == values
     for values in less:
         beats &= values[:, None] <= values + 1e-12
     beats &= ~(beats.T & (np.arange(ones.size)[:, None] >= np.arange(ones.size)))  # keeps the first of equal options
-    kept = np.flatnonzero(~beats.any(axis=0) & (room[0] >= 1.0))
-    useful = options[kept]
-    alike = 2 * useful.pp + (useful.ep > 1)
-    # Of the rooms, that for 16 micro-batches in flight decides: the first stages of a pipeline hold about as many.
-    return useful[np.flatnonzero(_rank(alike, useful.layer) | _rank(alike, -room[2][kept]))]
+    unbeaten = np.flatnonzero(~beats.any(axis=0) & (room[0] >= 1.0))
+    useful = options[unbeaten]
+    group = 2 * useful.pp + (useful.ep > 1)
+    # Options are ranked by their room with 16 micro-batches in flight: the first stages hold about as many.
+    return useful[np.flatnonzero(_rank(group, useful.layer) | _rank(group, -room[2][unbeaten]))]
 
 
 def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
@@ -277,24 +278,24 @@ def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -
 
     def held(seconds: FloatArray) -> list[FloatArray]:
         """Return the maximum number of layers that a stage of each kind can process within `seconds`."""
-        return [np.minimum(of.fits(seconds - extra), room) for of, _, room, extra in kinds]
+        return [np.minimum(mesh.fits(seconds - extra), room) for mesh, _, room, extra in kinds]
 
     def enough(seconds: FloatArray) -> BoolArray:
         counts = [count * most for (_, count, _, _), most in zip(kinds, held(seconds), strict=True)]
         return np.asarray(sum(counts) >= layers)
 
     zeros = np.zeros(parts[0].pp.shape)
-    high = np.maximum.reduce([of.seconds + layers * of.layer + extra for of, _, _, extra in kinds])
+    high = np.maximum.reduce([mesh.seconds + layers * mesh.layer + extra for mesh, _, _, extra in kinds])
     possible = np.logical_and.reduce([enough(high), *((room >= 0) | (count == 0) for _, count, room, _ in kinds)])
     low, filling, steps = zeros, zeros, zeros
     for _ in range(STEPS):
         middle = (low + high) / 2.0
         fits = enough(middle)
         low, high = np.where(fits, low, middle), np.where(fits, middle, high)
-    for (of, count, _, extra), most in zip(kinds, held(high), strict=True):
-        more = most - of.base
-        filling = filling + count * (of.seconds + of.layer * more + extra)
-        steps = np.maximum(steps, (count > 0) * (of.step + of.more_step * more))
+    for (mesh, count, _, extra), most in zip(kinds, held(high), strict=True):
+        more = most - mesh.base
+        filling = filling + count * (mesh.seconds + mesh.layer * more + extra)
+        steps = np.maximum(steps, (count > 0) * (mesh.step + mesh.more_step * more))
     return np.where(possible, (microbatches - 1.0) * high + filling + steps, np.inf)
 
 
@@ -394,8 +395,8 @@ def _crossed_replicas(task: Task, costs: Costs, columns: Mapping[int, Mapping[st
     devices = sum(task.cluster.groups[group].devices for group in columns)
     of_groups, chosen = [], []
     for group, each in columns.items():
-        kept = np.isin(each["shape"], shapes)
-        rows = {name: column[kept] for name, column in each.items()}
+        is_shared_shape = np.isin(each["shape"], shapes)
+        rows = {name: column[is_shared_shape] for name, column in each.items()}
         rows[ALL_REPLICAS] = devices // (rows[TP] * rows[PP] * rows[CP])
         of_groups.append(_replica_figures(task, replace(costs.groups[group], further={}, between=costs.between), rows))
     for shape in shapes.tolist():
@@ -456,13 +457,13 @@ def shares(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int)
     far = NEARBY.get(kinds, 2)
     offsets = np.array(list(product(range(-far, far + 1), repeat=kinds - 1)))
     counts = np.maximum(np.floor((level - first) / each)[:, None, :-1] + offsets, 1.0)
-    rest = batch - (counts * size[:, None, :-1]).sum(axis=2)
-    last = np.floor(rest / size[:, -1:])
+    remaining = batch - (counts * size[:, None, :-1]).sum(axis=2)
+    last = np.floor(remaining / size[:, -1:])
     counts = np.concatenate((counts, last[:, :, None]), axis=2)
     seconds = (first[:, None] + counts * each[:, None]).max(axis=2)
-    seconds = np.where((last >= 1.0) & (last * size[:, -1:] == rest), seconds, np.inf)
+    seconds = np.where((last >= 1.0) & (last * size[:, -1:] == remaining), seconds, np.inf)
     best = np.argmin(seconds, axis=1)
     row = np.arange(len(best))
-    found: IntArray = np.ones(samples.shape, dtype=np.int64)
-    np.put_along_axis(found, order, counts[row, best].astype(np.int64), axis=1)
-    return found, seconds[row, best]
+    best_counts: IntArray = np.ones(samples.shape, dtype=np.int64)
+    np.put_along_axis(best_counts, order, counts[row, best].astype(np.int64), axis=1)
+    return best_counts, seconds[row, best]

@@ -56,9 +56,9 @@ def _on_each_mesh(table: Meshes, rule: Rule) -> Rule:
 
 def _of_texts(task: Task, table: Meshes) -> Iterator[Rule]:
     """Yield the rules that depend only on the texts of the meshes."""
-    model, there, apart = task.spec.model, table.groups >= 0, table.splits_data
-    size = {knob: np.where(there, values, 1) for knob, values in table.codes.items()}
-    last = np.maximum(there.sum(axis=1) - 1, 0)
+    model, has_mesh, splits_data = task.spec.model, table.groups >= 0, table.splits_data
+    size = {knob: np.where(has_mesh, values, 1) for knob, values in table.codes.items()}
+    last = np.maximum(has_mesh.sum(axis=1) - 1, 0)
     row = np.arange(last.size)
     ends = {knob: (size[knob][:, 0], size[knob][row, last]) for knob in (TP, DP)}
     stage = size[TP] * size[CP] * size[DP]
@@ -66,8 +66,8 @@ def _of_texts(task: Task, table: Meshes) -> Iterator[Rule]:
     used = np.stack([np.where(table.groups == g, stage * size[PP], 0).sum(axis=1) for g in range(devices.size)])
     expert_ranks = size[EP] * (Split.from_task(task).expert_tensor or size[TP])
     several, multiple = last > 0, (ends[DP][0] % ends[DP][1] == 0) | (ends[DP][1] % ends[DP][0] == 0)
-    differ = {knob: (there & (size[knob] != size[knob][:, :1])).any(axis=1) for knob in (TP, PP, CP)}
-    has_experts, given = (size[EP] > 1).any(axis=1), there & (table.codes[MICROBATCHES] > 0)
+    differ = {knob: (has_mesh & (size[knob] != size[knob][:, :1])).any(axis=1) for knob in (TP, PP, CP)}
+    has_experts, has_microbatches = (size[EP] > 1).any(axis=1), has_mesh & (table.codes[MICROBATCHES] > 0)
     checks = {
         "mesh_devices": (
             f"the TP x CP x DP x PP of a chip's meshes must be its number of devices, {task.cluster.chips}",
@@ -80,33 +80,33 @@ def _of_texts(task: Task, table: Meshes) -> Iterator[Rule]:
         "mesh_context_parallel": ("all meshes need the same CP", differ[CP]),
         "mesh_experts": (
             "the EP of the meshes must be 1 on all of them, or on none",
-            several & ((size[EP] == 1) & there).any(axis=1) & has_experts,
+            several & ((size[EP] == 1) & has_mesh).any(axis=1) & has_experts,
         ),
         "mesh_expert_world_size": (
             "EP x expert tensor parallel size (default: TP) must divide TP x CP x DP of a mesh",
-            ((stage % expert_ranks != 0) & there).any(axis=1) & (model.num_moe_experts is not None),
+            ((stage % expert_ranks != 0) & has_mesh).any(axis=1) & (model.num_moe_experts is not None),
         ),
         "mesh_embedding": (
             "tied embeddings and multi-token prediction need the same TP on the first and the last mesh, and a DP of "
             "one that is a multiple of the other's",
-            several & ~apart & tied(task) & ((ends[TP][0] != ends[TP][1]) | ~multiple),
+            several & ~splits_data & tied(task) & ((ends[TP][0] != ends[TP][1]) | ~multiple),
         ),
         "replicas_shape": (
             "meshes that split the data need the same TP and PP, to reduce their gradients",
-            apart & (differ[TP] | differ[PP]),
+            splits_data & (differ[TP] | differ[PP]),
         ),
         "replicas_context": (
             "meshes that split the data have CP 1 or PP 1",
-            apart & (size[CP][:, 0] > 1) & (size[PP][:, 0] > 1),
+            splits_data & (size[CP][:, 0] > 1) & (size[PP][:, 0] > 1),
         ),
-        "replicas_experts": ("meshes that split the data need EP 1", apart & has_experts),
+        "replicas_experts": ("meshes that split the data need EP 1", splits_data & has_experts),
         "replicas_mtp": (
             "meshes that split the data exclude multi-token prediction, whose loss Megatron weights per replica",
-            apart & (model.mtp_num_layers > 0),
+            splits_data & (model.mtp_num_layers > 0),
         ),
         "replicas_microbatches": (
             "meshes that split the data have x on all of them, or on none",
-            apart & given.any(axis=1) & (there & ~given).any(axis=1),
+            splits_data & has_microbatches.any(axis=1) & (has_mesh & ~has_microbatches).any(axis=1),
         ),
     }
     for name, (message, broken) in checks.items():
@@ -124,21 +124,23 @@ def _looked_up(broken: BoolArray) -> Callable[[Columns], BoolArray]:
 
 def _of_knobs(task: Task, table: Meshes) -> Iterator[Rule]:
     """Yield the rules between meshes that also depend on other knobs."""
-    batch, there, apart = task.spec.train.global_batch_size, table.groups >= 0, table.splits_data
-    data, tensor = np.where(there, table.codes[DP], 1), np.where(there, table.codes[TP], 1)
-    needs_split = (there.sum(axis=1) > 1) & ~apart & (tensor.max(axis=1) > 1)
+    batch, has_mesh, splits_data = task.spec.train.global_batch_size, table.groups >= 0, table.splits_data
+    data, tensor = np.where(has_mesh, table.codes[DP], 1), np.where(has_mesh, table.codes[TP], 1)
+    needs_split = (has_mesh.sum(axis=1) > 1) & ~splits_data & (tensor.max(axis=1) > 1)
 
     def wrong_batch(columns: Columns) -> BoolArray:
         code, counts = columns[MESHES], table.microbatches(columns, batch)
         samples = table.sizes(columns) * table.codes[DP][code] * counts
-        wrong: BoolArray = (samples.sum(axis=1) != batch) | (there[code] & (counts < 1)).any(axis=1)
-        return wrong & apart[code]
+        wrong: BoolArray = (samples.sum(axis=1) != batch) | (has_mesh[code] & (counts < 1)).any(axis=1)
+        return wrong & splits_data[code]
 
     checks: dict[str, tuple[str, str, Callable[[Columns], BoolArray]]] = {
         "mesh_batch": (
             MBS,
             f"{MBS} x DP of the first mesh must be a multiple of the DP of each mesh",
-            lambda c: ((c[MBS] * data[c[MESHES], 0])[:, None] % data[c[MESHES]] != 0).any(axis=1) & ~apart[c[MESHES]],
+            lambda c: (
+                ((c[MBS] * data[c[MESHES], 0])[:, None] % data[c[MESHES]] != 0).any(axis=1) & ~splits_data[c[MESHES]]
+            ),
         ),
         "mesh_sequence_parallel": (
             SP,

@@ -54,8 +54,8 @@ def require_runnable(task: Task) -> None:
                 problem, fix = data_problem(), "remove it: flagcore's own trial program runs it, without train.command"
                 raise SpecError(key=f"auto_tuner.space.{MESHES}", value=text, problem=problem, fix=fix)
             continue
-        there = table.groups[number] >= 0
-        sizes = [values[number][there] for knob, values in table.codes.items() if knob != PP]
+        has_mesh = table.groups[number] >= 0
+        sizes = [values[number][has_mesh] for knob, values in table.codes.items() if knob != PP]
         if any((size != size[0]).any() for size in sizes):
             problem = "has meshes of other sizes, which megatron-core cannot run"
             fix = f"give all meshes the same sizes and recompute except pp, or plan with `flag estimate` ({EQUAL})"

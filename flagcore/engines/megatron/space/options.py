@@ -182,8 +182,8 @@ def schedule(name: SettingValue) -> str | None:
     if canonical in ("1f1b", "interleaved", "1f1b-i", "interleaved-1f1b"):
         return None
     if canonical not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise NotModelled(f"train.settings.pipeline_schedule = {name} is not modelled; use one of {known}")
+        names = ", ".join(SCHEDULES)
+        raise NotModelled(f"train.settings.pipeline_schedule = {name} is not modelled; use one of {names}")
     return canonical
 
 

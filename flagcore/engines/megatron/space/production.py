@@ -71,8 +71,8 @@ def as_in_production(platform: Platform) -> Platform:
     if not kind or not is_open or _refuses(platform.value_rules, "implementation", kind):
         return platform
     train = replace(train, implementation=kind)
-    set_keys, wanted = {*train.settings, *spec.space, *(spec.baseline or {})}, _recipe(task, kind)
-    for key, value in wanted.items():
+    set_keys, recipe = {*train.settings, *spec.space, *(spec.baseline or {})}, _recipe(task, kind)
+    for key, value in recipe.items():
         if key in set_keys or not value or _refuses(platform.value_rules, f"settings.{key}", value):
             continue
         if train.engine_version and release_problem(BY_NAME[key], value, train.engine_version):

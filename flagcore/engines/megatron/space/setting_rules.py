@@ -106,8 +106,8 @@ def _schedule_rule(setting: SettingValue, split: Split, batch: int) -> Rule:
     min_virtual = 2 if name is None and str(setting or "1f1b").lower() != "1f1b" else 1
     fixed_virtual = SCHEDULES[name].parts if name else None
     is_dual = name in ("dualpipe", "dualpipev")
-    needed = "virtual stages" if fixed_virtual is None else f"{fixed_virtual} virtual stages or none"
-    message = f"pipeline_schedule: {setting} needs {needed}"
+    virtual_stages = "virtual stages" if fixed_virtual is None else f"{fixed_virtual} virtual stages or none"
+    message = f"pipeline_schedule: {setting} needs {virtual_stages}"
     if name == "dualpipev":
         message += ", and at least two micro-batches per stage"
     if name == "dualpipe":

@@ -33,11 +33,11 @@ def build_config(kind: type[T], values: Mapping[str, Any]) -> T:
 
     An unsupported field is ignored if its value is off.
     """
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    field_names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name, value in values.items():
-        if name not in known and value:
+        if name not in field_names and value:
             raise JobError(f"megatron-core {megatron.core.__version__} does not support {name} = {value}")
-    return kind(**{name: value for name, value in values.items() if name in known})
+    return kind(**{name: value for name, value in values.items() if name in field_names})
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -68,7 +68,7 @@ _FIRST_LOSS_SCALE = 2.0**12  # with the default of 2**32, the first fp16 steps, 
 
 
 def transformer_config(job: Job) -> Any:
-    """Return Megatron's configuration of the model. Its checks raise AssertionError or ValueError."""
+    """Return Megatron's configuration of the model. Megatron's checks raise AssertionError or ValueError."""
     model, candidate = job.model, job.candidate
     dtype = _DTYPES.get(job.train.precision, torch.bfloat16)
     values: dict[str, Any] = {

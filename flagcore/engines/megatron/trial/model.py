@@ -140,7 +140,7 @@ def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
 
 
 def _global_name(name: str, layers: dict[str, str], config: Any, is_tied: bool) -> str:
-    """Return a parameter's name in the unsplit model, in which layers and experts have global numbers."""
+    """Return the name that a parameter has in the unsplit model, where layers and experts have global numbers."""
     if name == "output_layer.weight" and is_tied:
         return "embedding.word_embeddings.weight"
     for path, layer in layers.items():

@@ -225,7 +225,7 @@ def _timed_step(
 
 
 class _TimedFunction:
-    """A wrapper of a function that adds up the seconds of its calls."""
+    """A wrapper of a function that sums the seconds of all its calls."""
 
     def __init__(self, function: Any, rank_device: RankDevice) -> None:
         self._function, self._device = function, rank_device

@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _layers(text: str) -> int:
-    """Return a number of layers; -1 and -2 are llama.cpp's codes for auto and all."""
+    """Return the number of layers in `text`, where `auto` is -1 and `all` is -2, as in llama.cpp."""
     return {"auto": -1, "all": -2}.get(text) or int(text)
 
 

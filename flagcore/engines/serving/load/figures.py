@@ -72,7 +72,7 @@ class SteadyState:
 
     @property
     def enough(self) -> int:
-        """The minimum number of requests of a load with precise metrics."""
+        """The minimum number of requests from which a load can have precise metrics."""
         flight = self._concurrency or OPEN_LOOP_FLIGHT
         return self._fewest(flight) + flight
 

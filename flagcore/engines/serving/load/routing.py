@@ -33,7 +33,7 @@ common number."""
 _REMOTE_KEYS = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 _REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(_REMOTE_KEYS)}
 PIECE_TOKENS, PIECE_CHARACTERS = 16, 64
-"""Size of a piece of a prompt, in tokens or, for texts, in characters. Pieces are remembered as a whole."""
+"""Size of a piece of a prompt, in tokens or, for texts, in characters. Only whole pieces are stored."""
 MIN_MATCH = 0.3
 """Minimum share of a prompt that matches the earlier prompts of an instance if the instance is chosen by prefix, as in
 vllm-router 0.1.17 and sglang-router 0.3.2.
@@ -42,7 +42,7 @@ MAX_RATIO, MAX_MORE = 1.5, 4
 """An instance is not chosen by prefix if it has more than `MAX_RATIO` x the requests of the least busy instance +
 `MAX_MORE`. A choice: the routers' own limit of 64 more requests would leave small instances idle."""
 MAX_PIECES = 1 << 18
-"""Maximum number of pieces that are remembered per instance. The least recently used ones are forgotten."""
+"""Maximum number of stored pieces per instance. The least recently used pieces are removed."""
 
 
 class Prefixes:
@@ -60,7 +60,7 @@ class Prefixes:
         `busy`: the number of requests that each instance has.
         """
         most = MAX_RATIO * min(busy) + MAX_MORE
-        matches = [0] * len(busy)  # the number of pieces at the start of the prompt that each instance knows
+        matches = [0] * len(busy)  # the number of pieces at the start of the prompt that each instance got before
         for index, seen_pieces in enumerate(self._seen):
             if busy[index] <= most:
                 matches[index] = next(

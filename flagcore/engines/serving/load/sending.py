@@ -172,8 +172,8 @@ class _LoadSender:
     def _tasks(self, concurrency: int | None) -> Iterator[Coroutine[Any, Any, None]]:
         """Return the tasks that run concurrently.
 
-        A task is a slot that sends one conversation after the other or, if conversations have arrival times, one
-        conversation. A single request is a conversation, too.
+        A task sends one conversation after the other or, if conversations have arrival times, a single conversation. A
+        request without further turns is a conversation, too.
         """
         starts = [index for index, request in enumerate(self._requests) if not request.follows]
         ends = (*starts[1:], len(self._requests))
@@ -321,8 +321,8 @@ class Meter:
         """
         wall = max(time.perf_counter() - self._start, 1e-9)
         own_cpu = time.process_time() - self._own_cpu
-        others = (_busy_s() - self._busy) - (_process_tree_s() - self._tree)
-        return {"client_cpu_s": own_cpu, "client_cpu_share": own_cpu / wall, "others_cores": max(0.0, others / wall)}
+        other_s = (_busy_s() - self._busy) - (_process_tree_s() - self._tree)
+        return {"client_cpu_s": own_cpu, "client_cpu_share": own_cpu / wall, "others_cores": max(0.0, other_s / wall)}
 
 
 def _busy_s() -> float:

@@ -80,8 +80,8 @@ class Stream:
         """
         usage = self._usage
         if not self.done:
-            if (rest := self._rest.strip()).startswith(b"{"):
-                self._raise_unstreamed(rest)
+            if (unparsed := self._rest.strip()).startswith(b"{"):
+                self._raise_unstreamed(unparsed)
             problem = "unfinished" if usage is None else "without [DONE]"
             raise RequestFailed(ProblemKind.CONNECTION_LOST, f"the stream ended after {self.events} events, {problem}")
         if usage is None:

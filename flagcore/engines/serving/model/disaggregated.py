@@ -142,7 +142,7 @@ class Disaggregated(Simulation):
         """Give slots to requests whose caches have arrived. Return False, because no prompts are computed here."""
         while self._admit(0):
             request = self.partial.popleft()
-            if request.made:  # it lost its cache, so this instance computes its prompt again
+            if request.made:  # the request lost its cache, so this instance computes its prompt again
                 tokens = float(request.prompt + request.made)
                 time = self.price.mixed(0, tokens, tokens, 0.5 * tokens**2, 1)
                 self.now += time

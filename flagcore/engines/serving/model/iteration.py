@@ -196,8 +196,8 @@ def _linear_attention(
 ) -> FloatArray:
     """Return the seconds of a layer with linear attention: matrix products, and memory traffic of other kernels.
 
-    The convolution reads and writes its channels, the recurrence reads them and writes values, the gated norm reads
-    values and gates and writes values. States are written and read once per chunk of a prompt.
+    The convolution reads and writes its channels. The recurrence reads these channels and writes values. The gated norm
+    reads values and gates, and writes values. States are written and read once per chunk of a prompt.
     """
     h = float(serving.model.hidden_size)
     inputs = (layer.channels + layer.values + 2 * layer.value_heads) / split.tensor
@@ -373,8 +373,8 @@ def imbalance(serving: Serving, split: Split) -> FloatArray:
 def exchange(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) -> FloatArray:
     """Return the seconds that one layer takes to send tokens of attention ranks to experts, and their results back.
 
-    `tokens`: tokens of all attention ranks together. Without a library for it, all ranks gather all tokens and
-    reduce-scatter the results.
+    `tokens`: tokens of all attention ranks together. Without a library for such an exchange, all ranks gather all
+    tokens and reduce-scatter the results.
     """
     ranks = (split.tensor * split.data).astype(np.int64)
     stride = np.ones(ranks.shape, dtype=np.int64)

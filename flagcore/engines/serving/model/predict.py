@@ -226,7 +226,7 @@ def _predictions(
     objective, memory, settings = context.task.spec.objective, context.memory, context.settings
     name = figure_name(objective)
     figure = figures.get(name, figures["output_tokens_per_s"])
-    if objective == "goodput_requests_per_s":  # gives candidates without good requests an order
+    if objective == "goodput_requests_per_s":  # orders candidates whose requests all miss the SLO
         figure = np.where(figure > 0, figure, NO_GOOD_SHARE * figures["requests_per_s"])
     with np.errstate(divide="ignore"):
         time = 1.0 / figure if is_rate(objective) else figure

@@ -332,7 +332,7 @@ class SimulatedLoad:
         return self.rows[lanes]
 
     def _hit_rate(self, price: Price, lanes: int) -> float:
-        """Return the share of the prompt tokens that are in the prefix caches of `lanes` equal lanes."""
+        """Return the share of prompt tokens that the prefix caches of `lanes` equal lanes contain."""
         inputs = self.input_len[self._rows(lanes)]
         shared = np.minimum(price.lane.shared_prefix + self._hits_of(price, lanes), inputs - 1.0)
         return float(shared.sum() / inputs.sum())

@@ -345,7 +345,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         *rules.speculation_rules(
             task,
             PROGRAM,
-            # If the model has layers of its own for drafts, EAGLE uses them and needs no draft model, like NEXTN.
+            # If the model has layers for multi-token prediction, EAGLE uses them and needs no draft model, like NEXTN.
             [each for each in NEED_DRAFT_MODEL if each != "EAGLE" or task.spec.model.mtp_num_layers == 0],
             DRAFT_FLAG,
             "NEXTN",

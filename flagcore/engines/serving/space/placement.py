@@ -119,9 +119,9 @@ def _divisions(task: Task) -> tuple[str, ...]:
 def _all_divisions(cards: int, per_host: int, on_cores: bool, has_experts: bool, smallest: int) -> tuple[str, ...]:
     """Return the divisions of `cards` devices into instances of two layouts that leave no room for another instance.
 
-    The size of an instance is a power of two and at least half of `smallest`. It spans hosts only if it needs to. If
-    the model has experts, an instance may also split them, with tensor parallelism or with one attention DP group per
-    device.
+    The size of an instance is a power of two and at least half of `smallest`. An instance spans hosts only if it does
+    not fit on one. If the model has experts, an instance may also split them, with tensor parallelism or with one
+    attention DP group per device.
     """
     widths = [1 << step for step in range(cards.bit_length()) if 1 << step < cards]
     usual = [each for each in widths if smallest <= 2 * each and each <= max(per_host, smallest)]

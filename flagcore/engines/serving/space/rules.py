@@ -309,8 +309,8 @@ def usual_space(
 ) -> dict[str, str | tuple[KnobValue, ...]]:
     """Return a space of the layouts among which an expert chooses, with the engine's defaults for all other knobs.
 
-    The layouts come from the spec's space. If there is none, they are all that do not split a matrix over several
-    nodes. On CPU cores the engine's defaults are the only choice: one instance that uses all cores.
+    The layouts come from the spec's space. Without a space, they are all layouts that do not split a matrix over
+    several nodes. On CPU cores the engine's defaults are the only choice: one instance that uses all cores.
     """
     space, node = task.spec.space, max(group.devices_per_node for group in task.cluster.groups)
     fixed = program.parse(task.spec).fixed

@@ -173,7 +173,7 @@ class LoadRunner:
             headroom=lambda: headroom,
         )
         # the highest load may have met the limits once by chance, so repeats decide
-        for value in sorted((value for value, kept in tried.items() if kept), reverse=True):
+        for value in sorted((value for value, meets_limits in tried.items() if meets_limits), reverse=True):
             repeated = [run(value, stop=False) for _ in range(self.job.repeats - 1)]
             if not repeated or repeated[-1]:
                 break
@@ -281,10 +281,10 @@ def shares(reports: ServerReports, start: Mapping[str, float], end: Mapping[str,
     """
     increases = {name: value - start.get(name, 0.0) for name, value in end.items()} if start else {}
     return {
-        name: increases.get(part, 0.0) / whole_increase
-        for name, (part, *whole) in reports.shares.items()
-        if min(increases.get(each, 0.0) for each in (part, *whole)) >= 0
-        and (whole_increase := sum(increases.get(each, 0.0) for each in whole)) > 0
+        name: increases.get(counter, 0.0) / whole_increase
+        for name, (counter, *total_counters) in reports.shares.items()
+        if min(increases.get(each, 0.0) for each in (counter, *total_counters)) >= 0
+        and (whole_increase := sum(increases.get(each, 0.0) for each in total_counters)) > 0
     }
 
 

@@ -218,14 +218,14 @@ def routed(train: Training, layout: Layout, sizes: Sizes) -> Module:
         forward = _dispatch_bytes(layout, traffic, inputs, has_many, is_split)
     backward = sizes.hidden + np.maximum(dispatch, np.maximum(inputs + moments[0], expert_backward))
     held_tensors = (layout.pipeline > 1) * 1.0 + (model.moe_shared_expert_intermediate_size is not None)
-    # the pipeline still holds a gradient, and the shared experts still hold their output
+    # the pipeline still references a gradient, and the shared experts their output
     forward = forward + sizes.hidden * held_tensors
     tensors = {"expert_fc1": sizes.linear * h * copies, "moe_first": first * groups, "moe_act": last * groups}
     return Module("experts", tensors, np.maximum(forward, backward))
 
 
 def gathered_tokens(layout: Layout, sizes: Sizes) -> FloatArray:
-    """Return the bytes of the tokens that are gathered from all ranks that share a layer's experts."""
+    """Return the bytes of the tokens gathered from all ranks that share a layer's experts."""
     ranks = layout.expert * layout.expert_tensor
     return np.where(ranks > 1, ranks * sizes.hidden, 0.0)
 

@@ -160,7 +160,11 @@ def recomputed_tensors(train: Training, sizes: Sizes, modules: Mapping[str, Floa
     def of_module(name: str, mask: FloatArray) -> list[RecomputedTensors]:
         if name == "layernorm":
             pairs = (("qkv_linear", "out_proj"), ("mlp_input", block))
-            return [RecomputedTensors((tensor,), mask, at, copies=2.0) for tensor, at in pairs if stores_norm[tensor]]
+            return [
+                RecomputedTensors((tensor,), mask, component, copies=2.0)
+                for tensor, component in pairs
+                if stores_norm[tensor]
+            ]
         by_module = {
             "moe": RecomputedTensors(EXPERT_TENSORS, mask, output=hidden),
             "mlp": RecomputedTensors(("mlp_first", "mlp_act"), mask, output=hidden),
@@ -264,9 +268,9 @@ class Moments:
         return cls(without_savings, tuple(saving))
 
     def worst(self, layers: FloatArray) -> FloatArray:
-        peak, others = self.without_savings, np.maximum(layers - 1.0, 0.0)
+        peak, other_layers = self.without_savings, np.maximum(layers - 1.0, 0.0)
         for above, extras in self.saving:
-            extra_bytes = sum(np.minimum(extra.bytes, others * extra.saved_per_layer) for extra in extras)
+            extra_bytes = sum(np.minimum(extra.bytes, other_layers * extra.saved_per_layer) for extra in extras)
             peak = np.maximum(peak, above + extra_bytes)
         return peak
 

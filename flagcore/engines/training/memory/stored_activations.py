@@ -85,7 +85,7 @@ class Kinds:
         row = [*depths(train, self.layout, self.sizes, last.stored, above, layers), *self.head_row]
         if np.any((stage.mtp > 0) != (stage.last > 0)):
             is_here = [stage.mtp > 0, *[stage.last > 0] * (1 + len(self.head_row))]
-            row = [each.only(here) for each, here in zip(row, is_here, strict=True)]
+            row = [each.only(is_on_stage) for each, is_on_stage in zip(row, is_here, strict=True)]
         return Layer.from_modules(row)
 
     def in_flight(self, stage: Stage) -> FloatArray:
@@ -109,7 +109,7 @@ class Kinds:
     def waiting(self, stage: Stage) -> FloatArray:
         """Return the bytes of a stage that are stored after B and until the weight gradients (W) are computed.
 
-        ZB-2p limits memory to 2p micro-batches.
+        ZB-2p defers W for as many micro-batches as fit in the memory of 2p micro-batches.
         """
         count = stage.deferred
         if self.train.options.schedule == "zb-2p":
@@ -157,7 +157,7 @@ class StageActivations:
 
 
 def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
-    """Return the activations of a stage.
+    """Return the number of fully stored layers of a stage, and the bytes of its activations.
 
     Full recompute stores the input of each recomputed layer or chunk of layers. While one chunk is recomputed, all of
     its tensors are stored (arXiv 2205.05198, section 5). Uniform recompute applies to all layers, block recompute to
@@ -167,9 +167,9 @@ def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
     equal virtual stages. More layers on a stage never need less memory.
     """
     train, layout, sizes = kinds.train, kinds.layout, kinds.sizes
-    whole = kinds.in_flight(stage) / stage.in_flight
+    in_flight_ratio = kinds.in_flight(stage) / stage.in_flight
     if train.model.num_moe_experts is not None:
-        stage = replace(stage, dense=np.minimum(stage.dense * whole, stage.layers))
+        stage = replace(stage, dense=np.minimum(stage.dense * in_flight_ratio, stage.layers))
     work = _Work.from_stage(stage, kinds)
     full = (layout.uniform > 0) | (work.block > 0)
     dense, moe, inputs = work.split(work.block)
@@ -177,7 +177,7 @@ def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
     if np.any(full):
         several, chunks = layout.uniform > 1, np.ceil(stage.chunk / np.maximum(layout.uniform, 1.0)) * layout.virtual
         dense, moe = np.where(several, 0.0, dense), np.where(several, 0.0, moe)
-        inputs = np.where(several, chunks * whole * work.input, inputs)
+        inputs = np.where(several, chunks * in_flight_ratio * work.input, inputs)
         least = np.where(several, work.in_chunks(inputs), work.in_blocks())
         above = np.where(full, least - stage.in_flight * work.bytes(dense, moe, inputs), above)
     one = work.bytes(dense, moe, inputs)

@@ -371,7 +371,7 @@ def component_table(
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
-    """The data that an estimate of several stages shares.
+    """The data that the memory estimates of several stages share.
 
     `selective` is an upper bound for the candidates `uniform`, which recompute every layer in full: the estimate with
     selective recompute instead, because full recompute must not be predicted to need more memory. It is None if there

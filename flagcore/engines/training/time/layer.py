@@ -220,7 +220,10 @@ def _fused_core(
 
 
 def _unquantised(precision: str) -> str:
-    """Return the precision of attention, router and head, which never run in 8 or 4 bits; `precision` is the job's."""
+    """Return the precision of attention, router and head, which never run in 8 or 4 bits.
+
+    `precision` is the precision of the job.
+    """
     return precision if precision in ("fp32", "fp16", "bf16") else "bf16"
 
 

@@ -50,10 +50,10 @@ class AcrossGroups:
     here: FloatArray
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        here = as_integers(self.here)
-        groups, distance = -(-ranks // here), here * stride
+        replicas_here = as_integers(self.here)
+        groups, distance = -(-ranks // replicas_here), replicas_here * stride
         between_seconds = self.between.seconds(kind, payload_bytes / self.here, groups, distance)
-        return self.inside.seconds(kind, payload_bytes, here, stride) + between_seconds
+        return self.inside.seconds(kind, payload_bytes, replicas_here, stride) + between_seconds
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
         return self.inside.compute_share(ranks, stride)
@@ -67,9 +67,9 @@ def reduction(layout: Layout, costs: Costs) -> tuple[Layout, CollectiveCosts]:
     """
     if not layout.here or costs.between is None:
         return layout, costs.collectives
-    apart = {name: getattr(layout, name) * layout.pipeline for name in ("tensor", "expert_tensor")}
+    sizes_times_pipeline = {name: getattr(layout, name) * layout.pipeline for name in ("tensor", "expert_tensor")}
     ranks = layout.here[0] * layout.context
-    return replace(layout, **apart), AcrossGroups(costs.collectives, costs.between, ranks)
+    return replace(layout, **sizes_times_pipeline), AcrossGroups(costs.collectives, costs.between, ranks)
 
 
 def optimizer_time(
@@ -148,6 +148,6 @@ def gradient_time(
 
 
 def _exposed(seconds: FloatArray, window: FloatArray, share: FloatArray) -> FloatArray:
-    """Return the exposed time of a collective that overlaps `window` seconds of kernels, with the kernels' slowdown."""
+    """Return the exposed seconds of a collective over `window` seconds of kernels, plus the slowdown of the kernels."""
     overlap = np.minimum(seconds, window)
     return seconds - overlap + share * overlap

@@ -146,10 +146,10 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
     messages = np.minimum(2.0 * message * np.where(waits > 0, m * layout.virtual, layout.pipeline - 1.0), idle)
     gradients_s = []
     for number, (mesh, group) in enumerate(zip(placement.layouts, groups, strict=True)):
-        # Find the largest numbers of parameters of a stage on this node group.
-        here = [placement.group(each.index) == number if placement.starts else True for each in distinct_stages]
-        dense = np.maximum.reduce([each.dense * there for each, there in zip(timed, here, strict=True)])
-        experts = np.maximum.reduce([each.experts * there for each, there in zip(timed, here, strict=True)])
+        # Of the stages on this node group, use the largest numbers of parameters.
+        members = [placement.group(each.index) == number if placement.starts else True for each in distinct_stages]
+        dense = np.maximum.reduce([each.dense * member for each, member in zip(timed, members, strict=True)])
+        experts = np.maximum.reduce([each.experts * member for each, member in zip(timed, members, strict=True)])
         gradients_s.append(gradient_time(train, *reduction(mesh, group), (dense, experts), slowest))
     return {
         "compute_s": m * (forward.compute + backward.compute + slowest.weight),

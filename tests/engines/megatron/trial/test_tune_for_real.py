@@ -99,7 +99,7 @@ def test_long_steps_are_shortened_scaled_and_repeated_whole(tmp_path: Path) -> N
         assert batch == (short["global_batch_size"] if short else 16)
         launch = json.loads((folder / "launch.json").read_text())
         limit = {"seconds": launch["timeout_seconds"], "because": launch["timeout_because"]}
-        assert limit == trial["time_limit"]
+        assert limit.items() <= trial["time_limit"].items()
         assert limit["seconds"] > 300.0
     assert all(trial["shortened"] for trial in result["trials"])
     assert not any(trial["shortened"] for trial in result["repeats"])
