@@ -139,10 +139,9 @@ def test_slow_devices_and_networks_of_hosts_are_named() -> None:
     equal = [HostSpeed(host=host, products_s=(1.0, 1.0), link_s=0.01) for host in "abcd"]
     assert list(slow_hosts(equal, cores=False)) == []
     odd_speeds = [*equal[:2], HostSpeed(host="c", products_s=(1.0, 1.4), link_s=0.03), equal[3]]
-    assert [line.split(" takes ")[0] for line in slow_hosts(odd_speeds, cores=False)] == [
-        "device 1 of c",
-        "c: its network",
-    ]
+    device, network = slow_hosts(odd_speeds, cores=False)
+    assert device.startswith("device 1 of c ")
+    assert network.startswith("c: ")
     assert len(list(slow_hosts(odd_speeds, cores=True))) == 1
 
 
