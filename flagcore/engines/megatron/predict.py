@@ -45,7 +45,7 @@ from flagcore.engines.training.time import step
 from flagcore.engines.training.time.step import Blocks, costs_in_run, rank_time, step_time
 from flagcore.i18n import N_
 
-BATCH_ROWS = 1 << 12
+BATCH_ROWS = 1 << 14
 """Candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's cache."""
 
 DENSE_INTERVAL, MOE_INTERVAL = (0.87, 1.17), (0.80, 1.25)
