@@ -50,7 +50,7 @@ def one_line(text: str) -> str:
 
 
 def log_text(file: Path, begin: int = 0) -> str:
-    """Return a log from byte `begin` on, or only its start and end if it is long. Empty if there is no file."""
+    """Return the text of a log after its first `begin` bytes, empty without a file. Long texts lose their middle."""
     try:
         with open_regular(file) as log:
             log.seek(begin)
