@@ -70,6 +70,10 @@ def test_the_best_of_an_estimate_for_this_machine_can_be_started(flag: Flag, pro
     (line,) = run_output.err.splitlines()
     assert f"training the best configuration of {project.run_dir}" in line
     assert line.endswith(str(project.run_dir / "best"))
+    (project.run_dir / "best.sh").unlink()
+    lost = project.run("run", str(project.run_dir))
+    assert lost.code == 2
+    assert str(project.run_dir / "best.sh") in lost.err
 
 
 def test_a_run_may_raise_its_fidelity_but_not_lower_it(flag: Flag, project: Project) -> None:

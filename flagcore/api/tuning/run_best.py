@@ -38,6 +38,9 @@ def run_best(
     ready, missing, folder = launch["ready"], str(launch["missing"]), launch["directory"]
     # If the user has to complete the command, best.sh prints it, or starts it on generated data.
     argv = ["cat" if launch["sample"] else "sh", str(Path(run_dir).resolve() / "best.sh")]
+    for path in (argv[1], *(() if missing else (folder,))):
+        if not os.path.exists(path):
+            raise UsageError(_("{path} is missing; restore it, or tune again with --new", path=path))
     sys.stdout.flush()
     if ready:
         server = Launch(argv=tuple(argv), folder=folder, ready=tuple(map(str, ready)))
