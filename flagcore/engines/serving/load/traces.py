@@ -77,19 +77,10 @@ class Traffic:
         """Return the first `count` requests, or all if `count` is None. If there are fewer, add a note."""
         available = self.input_len.size
         notes = (f"the trace has only {available} of {count} requests",) if count and count > available else ()
-        requests = self.selected(range(available if count is None else min(count, available)))
-        return replace(requests, notes=(*self.notes, *notes))
-
-    def selected(self, indices: Sequence[int]) -> Traffic:
-        """Return the requests with these indices, in the order of the indices."""
-        places, columns = np.array(indices, dtype=np.int64), dict[str, Any]()
-        for name in ("input_len", "output_len", "arrive_s", "follows"):
-            column = getattr(self, name)
-            columns[name] = None if column is None else column[places]
-        for name in ("blocks", "texts", "images"):
-            column = getattr(self, name)
-            columns[name] = [column[index] for index in indices] if column else ()
-        return replace(self, **columns)
+        names = ("input_len", "output_len", "arrive_s", "follows", "blocks", "texts", "images")
+        columns: dict[str, Any] = {name: getattr(self, name) for name in names}
+        columns = {name: None if column is None else column[:count] for name, column in columns.items()}
+        return replace(self, **columns, notes=(*self.notes, *notes))
 
 
 @lru_cache(maxsize=4)
