@@ -99,6 +99,7 @@ RATE = "output_tokens_per_s"
         (task(), {"instances": [4, 1], "pipeline": [1, 4]}, RATE, 0.5, 1.0),  # a prompt in one stage delays the others
         (task(replace(LOAD, concurrency=1, num_prompts=2)), {"pipeline": [1, 2]}, "tpot_s.mean", 0.9999, 3.0),
         (task(), {"tensor": [1, 2]}, "tpot_s.mean", 0.0, 1.0),
+        (task(), {"tensor": [1, 2]}, "kv_cache_gib", 1.01, 2.0),
         (task(), {"tensor": [2, 4]}, "tpot_s.mean", 0.0, 1.0),
         (task(), {"max_running": [256, 4]}, RATE, 0.0, 0.5),
         (task(), {"max_batched_tokens": [8192, 256], "pass_tokens": [8192, 256]}, RATE, 0.0, 1.0),
