@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
@@ -275,6 +276,19 @@ class Platform:
             detected.get(name) or Device(index=place, chip=chip, host=host, name=name) for place, name in places
         )
 
+    @property
+    def readers(self) -> tuple[tuple[int, Device, Telemetry], ...]:
+        """The devices of a trial with telemetry: the number in the whole cluster, the device and its reader."""
+        groups = self.task.cluster.groups
+        counts = {host: groups[index].devices_per_node for host, index in self.group_of_hosts.items()}
+        starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+        return tuple(
+            (starts.get(host, 0) + place, device, self.telemetry[device])
+            for host in dict.fromkeys(device.host for device in self.devices)
+            for place, device in enumerate(self.devices_of(host))
+            if device in self.telemetry
+        )
+
     def _variables_of(self, host: str) -> tuple[EngineSupport, Mapping[str, str]]:
         """Return the engine support on a host's chip, and the environment variables that the spec sets on that host."""
         spec = self.task.spec
@@ -359,9 +373,6 @@ class Platform:
 
 class RunningLaunch(Protocol):
     """A launch that was started, and may still be running."""
-
-    def poll(self) -> Exit | None:
-        """Return the exit of the launch, or None if it is still running."""
 
     def wait(self, seconds: float) -> Exit | None:
         """Wait at most `seconds` for the launch to end. Return its exit, or None if it is still running."""

@@ -225,9 +225,6 @@ class HostsRunning:
             lost = HostLost(refused[0].host, refused[0].problem)
             raise LaunchError(str(lost)) if len(refused) == len(self.connections) else lost
 
-    def poll(self) -> Exit | None:
-        return self.wait(0)
-
     def wait(self, seconds: float) -> Exit | None:
         deadline = time.monotonic() + seconds
         while self._exit is None:

@@ -27,9 +27,6 @@ class LocalRunning:
     def __init__(self, running: Guarded, template: Template | None = None) -> None:
         self._running, self._template, self.pid = running, template, running.pid
 
-    def poll(self) -> Exit | None:
-        return self.wait(0)
-
     def wait(self, seconds: float) -> Exit | None:
         verdict = self._running.wait(seconds)
         return None if verdict is None else self._exit(verdict)

@@ -214,13 +214,10 @@ def collective_table(calibration: Calibration) -> CollectiveTable | None:
             if "collective" in row:
                 times = points.setdefault((str(row["collective"]), int(row["ranks"])), {})
                 times[float(row["bytes"])] = float(row["us"]) * 1e-6
-    except (ValueError, TypeError, KeyError) as error:
-        raise _invalid_row(calibration, error) from None
-    try:
         curves = tuple(_curve(kind, ranks, times) for (kind, ranks), times in points.items())
         return CollectiveTable(curves=curves, source=f"flag calibrate, {calibration.date}") if curves else None
-    except ValueError as error:
-        raise RunError(f"the calibration of {calibration.chip}: {error}; run `flag calibrate`") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise _invalid_row(calibration, error) from None
 
 
 def _curve(kind: str, ranks: int, times: Mapping[float, float]) -> CollectiveCurve:

@@ -46,9 +46,6 @@ class Ended:
     def __init__(self, ended: Exit) -> None:
         self.ended = ended
 
-    def poll(self) -> Exit:
-        return self.ended
-
     def wait(self, seconds: float) -> Exit:
         return self.ended
 
