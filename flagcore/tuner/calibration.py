@@ -59,10 +59,6 @@ class Calibration:
         parts = (self.chip, *self.aliases[:1], f"driver {self.driver or 'none'}", f"torch {self.torch}")
         return "--".join(map(_slug, parts)) + ".json"
 
-    def matches(self, chip: Chip) -> bool:
-        """Return whether the calibration was measured on `chip`, as `same_chip` decides."""
-        return same_chip(self.chip, self.aliases, chip)
-
 
 class Calibrations:
     """The calibrations in a folder. The folder is created on the first write."""
@@ -95,7 +91,7 @@ class Calibrations:
         for path, error in unreadable:
             if _is_file_of(path, chip):
                 raise error
-        matching = [pair for pair in readable if pair[1].matches(chip)]
+        matching = [pair for pair in readable if same_chip(pair[1].chip, pair[1].aliases, chip)]
         return next((pair for pair in matching if pair[1].torch == torch), matching[0] if matching else None)
 
     def check_writable(self) -> None:

@@ -131,7 +131,7 @@ class Bench:
             workload=self.workload,
             launcher=self.launcher,
             strategy=self.strategy,
-            probe_strategy=self.prober,
+            probe_strategy=self.prober or self.strategy,
             open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
             on_event=self.events.append,
         )

@@ -136,7 +136,7 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
         return
     readers, groups = platform.readers, platform.group_of_hosts
     readings = [_read(reader) for _, _, reader in readers]
-    for (_, device, reader), figures in zip(readers, readings, strict=True):
+    for (_number, device, reader), figures in zip(readers, readings, strict=True):
         if figures is not None:
             total = float(device.memory_bytes or nan)
             group = groups.get(device.host, 0)
