@@ -15,7 +15,7 @@ from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
-from flagcore.tuner.stages.build import build, canonical, legality
+from flagcore.tuner.stages.build import build, check, legality
 from flagcore.tuner.stages.complete import complete
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune
@@ -133,11 +133,11 @@ def _baseline(platform: Platform, legal: Legality) -> Candidate:
         fitting = np.flatnonzero(predictions.fits)
         rows = fitting if fitting.size else np.arange(len(space))
         return space.candidate(int(rows[workload.rule_of_thumb(space.columns(rows), predictions.take(rows))]))
-    columns = candidate_columns(platform, baseline)
-    if broken := [rule.message for rule in legal.rules if rule.broken(columns).any()]:
-        problem = f"is not legal: {'; '.join(broken)}"
+    columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)
+    if broken:
+        problem = f"is not legal: {'; '.join(rule.message for rule in broken)}"
         raise SpecError(key="auto_tuner.baseline", value=dict(baseline), problem=problem)
-    return as_candidate(legal.axes, canonical(columns, legal.merges))
+    return as_candidate(legal.axes, columns)
 
 
 def _nothing_legal(space: Space, legal: Legality) -> str:

@@ -183,6 +183,15 @@ def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) 
     return crossing.space()
 
 
+def check(columns: Columns, rules: Sequence[Rule], merges: Sequence[Merge]) -> tuple[dict[str, IntArray], list[Rule]]:
+    """Return the canonical form of one candidate, and the rules that its given form breaks.
+
+    `columns` has one row.
+    """
+    broken = [rule for rule in rules if bool(rule.broken(columns).any())]
+    return canonical(columns, merges), broken
+
+
 def canonical(columns: Columns, merges: Sequence[Merge]) -> dict[str, IntArray]:
     """Return the columns with each row in its canonical form."""
     result = dict(columns)

@@ -18,7 +18,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice, SpecError
 from flagcore.tuner.stages import build as build_module
-from flagcore.tuner.stages.build import build, legality, rejection_rules
+from flagcore.tuner.stages.build import build, check, legality, rejection_rules
 from tests import small
 
 MODELS = {
@@ -146,6 +146,14 @@ def test_a_plugin_may_refuse_some_values(refused: RefusedValues, values: tuple[A
     axis = next(axis for axis in axes if axis.knob == refused.knob)
     assert rule.broken({refused.knob: np.array([axis.encode(value) for value in values])}).tolist() == broken
     assert ("more than 4" in rule.message) == (refused.above == 4)
+
+
+def test_check_reports_the_broken_rules_of_one_candidate() -> None:
+    task = small.task()
+    columns = WORKLOAD.columns(task, {"tensor_model_parallel_size": 3, "micro_batch_size": 3})
+    canonical, broken = check(columns, WORKLOAD.rules(task), WORKLOAD.merges(task))
+    assert {"world_size", "attention_heads", "global_batch_size"} <= {rule.name for rule in broken}
+    assert canonical["tensor_model_parallel_size"].tolist() == [3]
 
 
 def test_a_space_without_a_legal_candidate_is_empty_and_balanced() -> None:
