@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -110,6 +111,19 @@ class Platform:
         places = enumerate(names[:count])
         return tuple(
             detected.get(name) or Device(index=place, chip=chip, host=host, name=name) for place, name in places
+        )
+
+    @property
+    def readers(self) -> tuple[tuple[int, Device, Telemetry], ...]:
+        """The devices of a trial with telemetry: the number in the whole cluster, the device and its reader."""
+        groups = self.task.cluster.groups
+        counts = {host: groups[index].devices_per_node for host, index in self.group_of_hosts.items()}
+        starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+        return tuple(
+            (starts.get(host, 0) + place, device, self.telemetry[device])
+            for host in dict.fromkeys(device.host for device in self.devices)
+            for place, device in enumerate(self.devices_of(host))
+            if device in self.telemetry
         )
 
     def _variables_of(self, host: str) -> tuple[EngineSupport, Mapping[str, str]]:
