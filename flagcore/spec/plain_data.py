@@ -237,7 +237,9 @@ class _Loader(_SafeLoader):  # type: ignore[misc]
         for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str) or key in found:
-                problem = f"the key {key} is repeated" if isinstance(key, str) else "keys must be strings: quote the key"
+                problem = "keys must be strings: quote the key"
+                if isinstance(key, str):
+                    problem = f"the key {key} is repeated"
                 raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key_node.start_mark)
             found[key] = self.construct_object(value_node, deep=deep)
         return found
