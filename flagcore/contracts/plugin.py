@@ -182,9 +182,6 @@ class Costs:
 class RunningLaunch(Protocol):
     """A launch that was started, and may still be running."""
 
-    def poll(self) -> Exit | None:
-        """Return the exit of the launch, or None if it is still running."""
-
     def wait(self, seconds: float) -> Exit | None:
         """Wait at most `seconds` for the launch to end. Return its exit, or None if it is still running."""
 

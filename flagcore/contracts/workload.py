@@ -5,21 +5,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flagcore.contracts.importing import ImportNote, Start
 from flagcore.contracts.plugin import Costs, Telemetry
 from flagcore.contracts.predictor import Predictor
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport, ValueRule, device_variables, without_devices
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern, Launch, ServerGroups
+from flagcore.domain.launch import FailurePattern, Launch, ServerGroups, Start
 from flagcore.domain.prediction import RankMeasurement
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Candidate, KnobValue
-from flagcore.domain.spec import KIND, SLOTS, SettingValue, Spec, Task
+from flagcore.domain.spec import KIND, SLOTS, ImportNote, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, TimeLimit
 
 START_SECONDS = 300.0
@@ -111,6 +111,19 @@ class Platform:
         places = enumerate(names[:count])
         return tuple(
             detected.get(name) or Device(index=place, chip=chip, host=host, name=name) for place, name in places
+        )
+
+    @property
+    def readers(self) -> tuple[tuple[int, Device, Telemetry], ...]:
+        """The devices of a trial with telemetry: the number in the whole cluster, the device and its reader."""
+        groups = self.task.cluster.groups
+        counts = {host: groups[index].devices_per_node for host, index in self.group_of_hosts.items()}
+        starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+        return tuple(
+            (starts.get(host, 0) + place, device, self.telemetry[device])
+            for host in dict.fromkeys(device.host for device in self.devices)
+            for place, device in enumerate(self.devices_of(host))
+            if device in self.telemetry
         )
 
     def _variables_of(self, host: str) -> tuple[EngineSupport, Mapping[str, str]]:
