@@ -1,4 +1,4 @@
-"""The time limits of trials and of the search, and the reasons to start no trial."""
+"""The time limits of trials, the time of a search, and the reasons to start no trial."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,19 +8,17 @@ import pytest
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.chip import Fact
-from flagcore.domain.search_state import EXTRA_ROUNDS
+from flagcore.domain.search_state import EXTRA_ROUNDS, SLACK, UNKNOWN_SECONDS
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.i18n import choose, from_record
+from flagcore.tuner.feasibility import search_time
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.limit import (
-    SLACK,
     START_SLACK,
-    UNKNOWN_SECONDS,
     cap_limit,
-    search_time,
     share_of_time,
     time_limit,
     why_no_trial,
