@@ -15,6 +15,7 @@ from flagcore.api.calibrated_plugins import CalibratedPlugins
 from flagcore.contracts import Problem
 from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness, unknown_chip_hint
 from flagcore.domain.effects import engine_task
+from flagcore.domain.files import write
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
@@ -42,7 +43,6 @@ from flagcore.spec.serving import engines_of, select_engine
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
 from flagcore.tuner.problem import rows_by_time
-from flagcore.tuner.store.directory import write
 
 
 @dataclass(frozen=True)

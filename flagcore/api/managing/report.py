@@ -17,7 +17,7 @@ from flagcore.api.snapshot import load_snapshot, run_home
 from flagcore.contracts import Problem
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
-from flagcore.domain.files import read_regular
+from flagcore.domain.files import read_regular, write
 from flagcore.domain.plan import summarize
 from flagcore.domain.prediction import MEMORY, components_of_row
 from flagcore.domain.search_state import LEARNED_MESSAGES
@@ -33,7 +33,6 @@ from flagcore.report.page.run import INSIGHT, RunData, json_file
 from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.stages.predict import in_gib, record
-from flagcore.tuner.store.directory import write
 
 REPORT = "report.html"
 
