@@ -22,8 +22,7 @@ if TYPE_CHECKING:
         read_tree,
         spec_of_model,
     )
-    from flagcore.api.managing.report import REPORT, report
-    from flagcore.api.managing.run_list import list_runs, show_run
+    from flagcore.api.managing.report import REPORT, list_runs, report, show_run
     from flagcore.api.planning.estimate import estimate
     from flagcore.api.planning.jobs import AT_ONCE, estimate_jobs
     from flagcore.api.planning.probe import Probed, probe
@@ -52,8 +51,7 @@ NAMES = {
         "read_tree",
         "spec_of_model",
     ),
-    "api.managing.report": ("REPORT", "report"),
-    "api.managing.run_list": ("list_runs", "show_run"),
+    "api.managing.report": ("REPORT", "list_runs", "report", "show_run"),
     "api.planning.estimate": ("estimate",),
     "api.planning.jobs": ("AT_ONCE", "estimate_jobs"),
     "api.planning.probe": ("Probed", "probe"),

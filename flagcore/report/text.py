@@ -16,8 +16,7 @@ from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, ServeSpec
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, step_value
-from flagcore.i18n import N_, _, ngettext
-from flagcore.i18n.width import columns, left
+from flagcore.i18n import N_, _, columns, left, ngettext
 from flagcore.report.formats import NAMES, shown
 
 Stage: TypeAlias = tuple[str | None, str, int]

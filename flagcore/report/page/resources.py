@@ -11,7 +11,7 @@ from flagcore.physics.pipelines import SCHEDULES
 from flagcore.report.explanation import bottleneck_text, by_component, memory_parts, part_name
 from flagcore.report.formats import NAMES, lookup, shown, size_text
 from flagcore.report.page.blocks import Block, Collapsed, Section, Table, Text, cell, percent, size, table
-from flagcore.report.page.run import Record, RunData, measured_s, memory_of, predicted_s, served, time_parts
+from flagcore.report.page.run import Record, RunData, measured_s, memory_of, served, time_parts
 from flagcore.report.result import number
 from flagcore.report.text import knob_of, value_text, values_text
 
@@ -21,7 +21,7 @@ def improvements(run: RunData) -> Section | None:
 
     Returns None if there is no best, or if it has no predicted time.
     """
-    if run.best is None or predicted_s(run.best) is None:
+    if run.best is None or run.best.predicted_step_s is None:
         return None
     predicted = _("Predicted: {value} {unit}.", value=shown(run.predicted(run.best)), unit=run.unit)
     blocks: list[Block] = [Text(bottleneck_text(run.best.predicted) or predicted)]

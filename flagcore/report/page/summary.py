@@ -37,7 +37,6 @@ from flagcore.report.page.run import (
     measured_s,
     memory_of,
     predicted,
-    predicted_s,
     served,
     time_parts,
 )
@@ -212,7 +211,7 @@ def _step(run: RunData, best: Trial) -> Cell:
     if len(runs) > 1 and step is not None and step.scaled_from is None and step.modelled_s is None:
         note = _("({count} runs: {low} to {high})", count=len(runs), low=shown(min(runs)), high=shown(max(runs)))
         return Cell(f"{shown(run.median_s(best))} s", run.median_s(best), note=note)
-    value = step.step_time_s if step else predicted_s(best)
+    value = step.step_time_s if step else best.predicted_step_s
     bounds = (predicted(best, f"step_time_s.{bound}") for bound in ("low", "high"))
     low, high = (step.low_s, step.high_s) if step else bounds
     text = f"{_mark(run)}{shown(value)} s"
@@ -425,7 +424,7 @@ def why(run: RunData) -> str:
         run.objective,
         name,
         (times[0], times[1]),
-        (predicted_s(other), predicted_s(best)),
+        (other.predicted_step_s, best.predicted_step_s),
         figure_pairs(time_parts(other), time_parts(best)),
         _(NAMES["trials_made"][run.fidelity]),
         has_rounds=other is run.baseline and run.speedup is not None,
