@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flagcore.api.explaining.compare import CORRECTED, PREDICTED, compare_subjects, overlap
+from flagcore.api.explaining.reports import CORRECTED, PREDICTED, compare_subjects, overlap
 from flagcore.api.explaining.subject import Subject, columns_of
 from flagcore.api.snapshot import load_snapshot
 from flagcore.domain.trial import TrialState

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flagcore.api.explaining.states import candidate_report, state_of
+from flagcore.api.explaining.reports import candidate_report, state_of
 from flagcore.api.explaining.subject import Subject, columns_of
 from flagcore.api.runs import Run, trial_fields
 from flagcore.api.snapshot import Snapshot, load_snapshot
