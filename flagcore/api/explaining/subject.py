@@ -15,7 +15,7 @@ from flagcore.domain.space import Axis, Candidate, Columns, FloatArray, IntArray
 from flagcore.domain.trial import Trial, TrialState, step_value
 from flagcore.errors import UsageError
 from flagcore.i18n import _
-from flagcore.report.candidate_report import causes_text, figure_pairs
+from flagcore.report.candidate_report import causes_text
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.strategies.learned import believed
@@ -156,8 +156,7 @@ class Subject:
             self.snapshot.task.spec.objective,
             name,
             seconds,
-            (other.predicted_s, self.predicted_s),
-            figure_pairs(*((each.predicted or {}).get("time", {}) for each in (other, self))),
+            (other.predicted, self.predicted),
             source,
             has_rounds=has_rounds,
         )

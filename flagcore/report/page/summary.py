@@ -11,7 +11,7 @@ from flagcore.domain.serving import nest_statistics
 from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
-from flagcore.report.candidate_report import causes_text, figure_pairs
+from flagcore.report.candidate_report import causes_text
 from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.page.blocks import (
     COLOURS,
@@ -38,7 +38,6 @@ from flagcore.report.page.run import (
     memory_of,
     predicted,
     served,
-    time_parts,
 )
 from flagcore.report.result import noise_warnings, number, slow_devices
 from flagcore.report.text import (
@@ -424,8 +423,7 @@ def why(run: RunData) -> str:
         run.objective,
         name,
         (times[0], times[1]),
-        (other.predicted_step_s, best.predicted_step_s),
-        figure_pairs(time_parts(other), time_parts(best)),
+        (other.predicted, best.predicted),
         _(NAMES["trials_made"][run.fidelity]),
         has_rounds=other is run.baseline and run.speedup is not None,
     )
