@@ -30,7 +30,7 @@ from flagcore.api.inputs import (
 from flagcore.api.managing.host_report import host_telemetry
 from flagcore.api.managing.hosts import require_any_host, require_hosts
 from flagcore.api.managing.report import save_report, save_report_of_engines
-from flagcore.api.snapshot import past_of_problem
+from flagcore.api.planning.jobs import past_of_problem
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.api.tuning.watch import Watchers
 from flagcore.contracts import Event, OnEvent, Problem, Telemetry, Workload
