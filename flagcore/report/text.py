@@ -190,7 +190,7 @@ def candidate_columns(records: Sequence[Mapping[str, Any]], knobs: Knobs) -> dic
     """
     names = dict.fromkeys(name for record in records for name in record["candidate"])
     values = {name: [record["candidate"].get(name) for record in records] for name in names}
-    shown_knobs = [name for name, some in values.items() if _has_column(knob_of(name, knobs), some)]
+    shown_knobs = [name for name, of_knob in values.items() if _has_column(knob_of(name, knobs), of_knob)]
     return {knob_of(name, knobs).title: f"candidate.{name}" for name in shown_knobs}
 
 

@@ -51,8 +51,8 @@ def estimate_jobs(lines: Iterable[Line], *, without: Collection[str] = (), at_on
     """
     with loaded_plugins(without) as loaded:
         jobs, remaining_lines, seen_ids = _Jobs(loaded), iter(lines), set[str]()
-        while some := list(islice(remaining_lines, at_once)):
-            for line, answer in zip(some, jobs.answers(some), strict=True):
+        while batch := list(islice(remaining_lines, at_once)):
+            for line, answer in zip(batch, jobs.answers(batch), strict=True):
                 name = _printable_id(line)
                 if name in seen_ids:
                     duplicate_warning = f"an earlier record has the id {name}"

@@ -83,8 +83,8 @@ def tune(
     data = data if fidelity is None else with_fidelity(data, fidelity)
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
 
-    def tune_one(some: Mapping[str, Any], folder: Path) -> Outcome:
-        return _EngineRun(some, file, folder, new, without, storage, watch).tune(on_event or (lambda event: None))
+    def tune_one(content: Mapping[str, Any], folder: Path) -> Outcome:
+        return _EngineRun(content, file, folder, new, without, storage, watch).tune(on_event or (lambda event: None))
 
     if len(engines) < 2:
         return tune_one(data, directory)
