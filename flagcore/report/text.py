@@ -88,13 +88,10 @@ def search_time_text(time: SearchTime) -> str:
 
 def assumed_text(assumed: Mapping[str, object]) -> str:
     """Return the assumed implementation and settings of a plan as text."""
-    implementation, *settings = assumed.items()
-    settings_texts = [name if value is True else f"{name}={value}" for name, value in settings]
-    return _(
-        "Assumed: {implementation} layers, {settings} (set train.implementation or train.settings to change).",
-        implementation=implementation[1],
-        settings=", ".join(settings_texts),
-    )
+    implementation, *items = assumed.items()
+    settings = ", ".join(name if value is True else f"{name}={value}" for name, value in items)
+    text = N_("Assumed: {implementation} layers, {settings} (set train.implementation or train.settings to change).")
+    return _(text, implementation=implementation[1], settings=settings)
 
 
 def scaled_text(seconds: float, nodes: int = 0, of_nodes: int = 0) -> str:

@@ -221,9 +221,8 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
             return best
         if run is not None:
             raise no_best_error(run)
-        raise UsageError(
-            _("{where} has no best configuration: {reason}", where=where, reason=_("no candidate is left"))
-        )
+        reason = _("no candidate is left")
+        raise UsageError(_("{where} has no best configuration: {reason}", where=where, reason=reason))
     digits = name.removeprefix("trial").strip()
     if not digits.isdecimal() or len(digits) > 9:
         return None
@@ -232,10 +231,8 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
         trials = {trial.number: trial for trial in all_trials(run)}
         if number in trials:
             return trials[number].candidate
-        numbers_text = ", ".join(map(str, trials)) or _("none")
-        raise UsageError(
-            _("{where} has no trial {number}; trials: {known}", where=where, number=number, known=numbers_text)
-        )
+        known = ", ".join(map(str, trials)) or _("none")
+        raise UsageError(_("{where} has no trial {number}; trials: {known}", where=where, number=number, known=known))
     order = rows_by_time(snapshot.problem)
     if not 1 <= number <= order.size:
         numbers = {"number": number, "last": order.size}

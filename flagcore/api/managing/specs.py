@@ -37,7 +37,7 @@ from flagcore.domain.secrets import is_secret, redact_data, redact_text
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.trial import Role, Trial
 from flagcore.errors import FlagError, RunError, SpecError, SpecErrors, UsageError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.plugins import WORKLOADS, names
 from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.importing import Notes
@@ -330,14 +330,8 @@ def _save(
         objective = problem.platform.task.spec.objective
         store = OptunaStore(directory.path, problem.space.choices, run=run, objective=objective, url=url)
         if any(trial.source == trials[0].source for trial in store.trials()):
-            source = trials[0].source
-            raise RunError(
-                _(
-                    "{folder} already contains the trials of {file}: use another --run-dir",
-                    folder=directory.path,
-                    file=source,
-                )
-            )
+            text = N_("{folder} already contains the trials of {file}: use another --run-dir")
+            raise RunError(_(text, folder=directory.path, file=trials[0].source))
         write_spec(directory.path, data, base)
         saved_trials = tuple(store.add(trial) for trial in trials)
         if experience:
@@ -353,9 +347,5 @@ def _plausibility_warning(trials: list[Trial]) -> list[str]:
     median_ratio = float(np.median(ratios)) if ratios else 1.0
     if 1.0 / MAX_FACTOR < median_ratio < MAX_FACTOR:
         return []
-    return [
-        _(
-            "the measured step times are {ratio:.3g} times the predicted ones: check the units and the job",
-            ratio=median_ratio,
-        )
-    ]
+    text = N_("the measured step times are {ratio:.3g} times the predicted ones: check the units and the job")
+    return [_(text, ratio=median_ratio)]

@@ -43,13 +43,11 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:
             row: list[Any] = [name, value_text(value["value"]), _("yes") if value["value"] == knob["best"] else ""]
             row += [percent(_seconds(value) / fastest_s - 1.0, signed=True), cell(figure), cell(value["candidates"])]
             rows.append([*row, values_text(value["fastest"]["candidate"], run.knobs)])
-    text = _(
+    text = N_(
         "{knob} has the largest influence: its worst value makes the fastest candidate {share:.1%} slower. Other "
-        "knobs are re-optimized for each value.",
-        knob=names[0],
-        share=slowdowns[0][0],
+        "knobs are re-optimized for each value."
     )
-    yield Text(text)
+    yield Text(_(text, knob=names[0], share=slowdowns[0][0]))
     figure_heading = f"~{run.unit}" if run.serves else _("~step s")
     headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure_heading, _("candidates that fit in memory")]
     caption = _("The fastest predicted candidate with each value, compared to the fastest of all")

@@ -45,12 +45,10 @@ def trials(run: RunData) -> Section:
     blocks: list[Block] = [trial_table(run, whole=True)]
     blocks.append(Collapsed("logs", _("Details and logs of each trial"), details))
     if len(listed) < count:
-        text = _(
-            "Tables list {count} of {total:,} trials: the fastest, and the first that failed. result.json has all.",
-            count=len(listed),
-            total=count,
+        text = N_(
+            "Tables list {count} of {total:,} trials: the fastest, and the first that failed. result.json has all."
         )
-        blocks.insert(0, Text(text))
+        blocks.insert(0, Text(_(text, count=len(listed), total=count)))
     return Section("trials", _("Trials"), blocks)
 
 

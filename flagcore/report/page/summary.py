@@ -220,9 +220,8 @@ def _step(run: RunData, best: Trial) -> Cell:
         nodes = (best.shortened.nodes, best.shortened.of_nodes) if best.shortened else ()
         text += ", " + scaled_text(step.scaled_from, *nodes)
     elif step and step.modelled_s is not None:
-        text += ", " + _(
-            "of which ~{seconds} s are predicted communication and waiting", seconds=shown(step.modelled_s)
-        )
+        modelled = N_("of which ~{seconds} s are predicted communication and waiting")
+        text += ", " + _(modelled, seconds=shown(step.modelled_s))
     elif step:
         steps = N_("(spread {spread} s over {count} steps)")
         text += " " + _(steps, spread=shown(step.spread_s), count=len(step.step_times_s))
@@ -236,9 +235,8 @@ def _gain(run: RunData, best: Trial) -> Cell:
     values = run.configuration(baseline)
     if speedup is None:
         if baseline.measurement and baseline.state is not TrialState.STOPPED:
-            return Cell(
-                _("unknown: the best or the baseline ({baseline}) has no measurement of whole steps", baseline=values)
-            )
+            text = N_("unknown: the best or the baseline ({baseline}) has no measurement of whole steps")
+            return Cell(_(text, baseline=values))
         does_not_fit = run.fidelity == ESTIMATE and memory_of(baseline).get("fits") is False
         state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state.value)
         return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state_text))
