@@ -4,28 +4,15 @@ Engines and launchers inherit from the base classes `Workload` and `Launcher`. T
 implementation need not inherit from them.
 """
 
-from flagcore.contracts.exchange import (
-    Exporter,
-    ExportJob,
-    FindCandidate,
-    HistoryReader,
-    ImportedSpec,
-    Importer,
-    ImportNote,
-    ManifestWriter,
-    ServerGroup,
-    ServerGroups,
-    Start,
-)
-from flagcore.contracts.platform import (
+from flagcore.contracts.exporting import Exporter, ExportJob, ManifestWriter
+from flagcore.contracts.importing import FindCandidate, HistoryReader, ImportedSpec, Importer, ImportNote, Start
+from flagcore.contracts.plugin import (
     AttentionShape,
     CollectiveCosts,
     Costs,
-    HostSetup,
     KernelCosts,
     Launcher,
     MemoryModel,
-    Platform,
     PruningRule,
     RunningLaunch,
     Telemetry,
@@ -33,7 +20,7 @@ from flagcore.contracts.platform import (
     device_use,
 )
 from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, Watcher
-from flagcore.contracts.workload import Workload
+from flagcore.contracts.workload import HostSetup, Platform, Workload
 
 __all__ = [
     "AttentionShape",
@@ -59,8 +46,6 @@ __all__ = [
     "PruningRule",
     "RunningLaunch",
     "SearchContext",
-    "ServerGroup",
-    "ServerGroups",
     "Start",
     "Strategy",
     "Telemetry",

@@ -58,6 +58,34 @@ class Launch:
     warm: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerGroup:
+    """Identical servers of a candidate that has several kinds of servers.
+
+    `launch`: starts one server. Its environment may contain the placeholder `{own_address}`.
+    `devices`: the number of devices of one server.
+    `replicas`: the number of servers.
+    """
+
+    name: str
+    launch: Launch
+    devices: int
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerGroups:
+    """All kinds of servers of a candidate.
+
+    The host name of server N of a group is JOB-GROUP-N.JOB-GROUP.
+
+    `front`: starts the router in front of the servers.
+    """
+
+    groups: tuple[ServerGroup, ...]
+    front: Launch
+
+
 HOSTS = "hosts"
 """The subfolder of a trial's folder that contains one folder per host, with the host's files and logs."""
 
