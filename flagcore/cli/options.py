@@ -16,7 +16,8 @@ import click
 from flagcore.i18n import N_, _, in_english, wrapped
 
 if TYPE_CHECKING:
-    from flagcore.contracts import ImportedSpec, ImportNote
+    from flagcore.contracts import ImportedSpec
+    from flagcore.domain.spec import ImportNote
 
 F = TypeVar("F", bound=Callable[..., Any])
 

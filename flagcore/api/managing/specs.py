@@ -30,11 +30,13 @@ from flagcore.api.inputs import (
     write_spec,
 )
 from flagcore.api.planning.estimate import build_problem_of_spec
-from flagcore.contracts import HistoryReader, ImportedSpec, ImportNote, Problem, Start
+from flagcore.contracts import HistoryReader, ImportedSpec, Problem
 from flagcore.domain.knob import Knobs
+from flagcore.domain.launch import Start
 from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.secrets import is_secret, redact_data, redact_text
 from flagcore.domain.space import Candidate, KnobValue
+from flagcore.domain.spec import ImportNote
 from flagcore.domain.trial import Role, Trial
 from flagcore.errors import FlagError, RunError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import N_, _
