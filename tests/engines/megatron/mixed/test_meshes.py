@@ -24,7 +24,7 @@ from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
 from tests import small
 from tests.engines.megatron.layers.test_mixed_split import TIMES, chip, costs, mixed
-from tests.engines.training.simulation import simulate, step_seconds
+from tests.engines.training.simulation import step_seconds
 
 MODEL = Model(
     name="llama-1b-like",
@@ -149,7 +149,7 @@ def test_the_time_of_unequal_stages_is_that_of_the_simulated_schedule(text: str)
     assert passes is not None
     assert set(passes.groups) == {0, 1}
     assert max(passes.forward_s) > 1.05 * min(passes.forward_s)
-    simulated = step_seconds(passes, simulate(passes, passes.microbatches))
+    simulated = step_seconds(passes)
     assert passes.predicted_s == pytest.approx(simulated, rel=1e-9)
     step = WORKLOAD.predict(job, row, made).time_s
     assert sum(float(each[0]) for name, each in step.items() if name not in ("dp_comm_exposed_s", "optimizer_s")) == (
