@@ -39,7 +39,8 @@ def broken(values: dict[str, KnobValue], **of_task: Any) -> set[str]:
 SHARDED = {OPTIMIZER: True, DP: 4}
 GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 AWARE, OVERLAP = "use_precision_aware_optimizer", "overlap_moe_expert_parallel_comm"
-SCHEDULE, VPP = "pipeline_schedule", "virtual_pipeline_model_parallel_size"
+SCHEDULE, LAYOUT = "pipeline_schedule", "pipeline_model_parallel_layout"
+VPP = "virtual_pipeline_model_parallel_size"
 
 
 def experts(**settings: Any) -> dict[str, Any]:
@@ -171,26 +172,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gathered weights need shards": ("overlap_param_gather", {}, SHARDED, experts(**GATHER)),
     "gathered fp8 weights need shards": ("fp8_param_gather", {}, SHARDED, experts(fp8_param_gather=True)),
     "a precision-aware optimizer needs shards": (AWARE, {}, SHARDED, experts(**{AWARE: True})),
-    "tensor messages overlap split sequences": (
-        "tp_comm_overlap",
-        {TP: 2},
-        {TP: 2, SP: True},
-        experts(tp_comm_overlap=True),
-    ),
+    "overlap needs split sequences": ("tp_comm_overlap", {TP: 2}, {TP: 2, SP: True}, experts(tp_comm_overlap=True)),
     "experts overlap between virtual stages": (OVERLAP, {EP: 2, PP: 2}, {EP: 2}, experts(**{OVERLAP: True})),
     "a stage that offloads exists": ("offload_stages", {}, {PP: 2}, experts(offload_stages="1")),
-    "a layout fits the pipeline": (
-        "pipeline_stages",
-        {PP: 4},
-        {PP: 2},
-        experts(pipeline_model_parallel_layout="Ett|ttL"),
-    ),
-    "a layout sets the virtual stages": (
-        "virtual_stages",
-        {PP: 2, VIRTUAL: 1},
-        {PP: 2},
-        experts(pipeline_model_parallel_layout="Et|t|t|tL"),
-    ),
+    "a layout fits the pipeline": ("pipeline_stages", {PP: 4}, {PP: 2}, experts(**{LAYOUT: "Ett|ttL"})),
+    "a layout sets virtual stages": ("virtual_stages", {PP: 2, VIRTUAL: 1}, {PP: 2}, experts(**{LAYOUT: "Et|t|t|tL"})),
     "interleaving needs virtual stages": (SCHEDULE, {PP: 2}, {PP: 2, VIRTUAL: 1}, scheduled("interleaved")),
     "ZB-H1 has no virtual stages": (SCHEDULE, {PP: 2, VPP: 2}, {PP: 2}, scheduled("zb-h1")),
     "GPipe has no virtual stages": (SCHEDULE, {PP: 2, VPP: 4}, {PP: 2}, scheduled("gpipe")),
@@ -198,12 +184,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "ZB-V sets its virtual stages": (SCHEDULE, {PP: 2, VPP: 4}, {PP: 2}, scheduled("zb-v")),
     "DualPipe has even micro-batches": (SCHEDULE, {PP: 4, MBS: 2}, {PP: 4, MBS: 1}, scheduled("dualpipe", 4, 18)),
     "DualPipe has even stages": (SCHEDULE, {PP: 3}, {PP: 1}, scheduled("dualpipe", 3, 12)),
-    "DualPipe has two micro-batches per stage": (
-        SCHEDULE,
-        {PP: 4, MBS: 4},
-        {PP: 4, MBS: 3},
-        scheduled("dualpipe", 4, 24),
-    ),
+    "DualPipe fills each stage twice": (SCHEDULE, {PP: 4, MBS: 4}, {PP: 4, MBS: 3}, scheduled("dualpipe", 4, 24)),
     "DualPipeV has two, even or not": (SCHEDULE, {PP: 3, MBS: 9}, {PP: 3, MBS: 1}, scheduled("dualpipev", 3, 27)),
 }
 
