@@ -1,4 +1,4 @@
-"""Run the ranks of a job as forks of this process. Linux only; imports torch only when a rank joins the others.
+"""Run the ranks of a job as forks of this process. Linux only; imports nothing but the standard library.
 
 Before the call, this process must not have run a tensor operation, started a thread or used a device, because a fork
 keeps only the thread that forks.
@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, NoReturn, TypeAlias
@@ -73,23 +72,6 @@ def run_ranks(count: int, work: Work, *, first: int = 0, address: tuple[str, int
         return 0
     _forward_output([failed])
     return _exit_code(failed, _out_of_memory_kills() > kills_before)
-
-
-def join_ranks(
-    backend: str, number: int, count: int, address: tuple[str, int], listener: socket.socket | None, timeout: timedelta
-) -> None:
-    """Join rank `number` to torch's default process group of `count` ranks.
-
-    Rank 0 serves the rendezvous at `address`, with `listener` if it is given.
-    """
-    import torch.distributed as dist
-
-    if backend == "gloo":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by default gloo resolves the host name
-    is_first = number == 0
-    descriptor = os.dup(listener.fileno()) if is_first and listener else None
-    store = dist.TCPStore(*address, count, is_master=is_first, timeout=timeout, master_listen_fd=descriptor)
-    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ Collectives run among 2, 4, 8, ... neighbouring devices. All groups run at the s
 """
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flagcore.engines.forked_ranks import join_ranks
 from flagcore.engines.microbench import Job, kernels
 from flagcore.engines.microbench.kernels import Bench, Item
 
@@ -46,7 +46,7 @@ def measure(job: Job, number: int, listener: socket.socket) -> None:
         torch.set_num_threads(job.threads)
     bench = Bench(job.kind, number, job.devices > 1)
     if job.devices > 1:
-        join_ranks(job.backend, number, job.devices, listener.getsockname(), listener, TIMEOUT)
+        _join(job, number, listener)
     scale = job.seconds - bench.agree(time.perf_counter() - start) - 1.0
     if job.devices == 1:
         scale /= 1.0 - SHARES["collectives"]
@@ -97,6 +97,21 @@ def _collectives(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]
         for row in kernels.measured(bench, items, seconds / len(groups), alone=False):
             rows.append(row | {"us": max(row["us"] - 1e6 * work, 0.1 * row["us"])})
     return rows
+
+
+def _join(job: Job, number: int, listener: socket.socket) -> None:
+    host, port = listener.getsockname()
+    if job.backend == "gloo":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo resolves the name of this host
+    store = dist.TCPStore(
+        host,
+        port,
+        job.devices,
+        is_master=number == 0,
+        timeout=TIMEOUT,
+        master_listen_fd=os.dup(listener.fileno()) if number == 0 else None,
+    )
+    dist.init_process_group(job.backend, store=store, rank=number, world_size=job.devices, timeout=TIMEOUT)
 
 
 def group_sizes(devices: int) -> list[int]:

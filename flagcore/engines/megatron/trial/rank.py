@@ -28,7 +28,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from flagcore.domain.chip import SPEED_TEST
-from flagcore.engines.forked_ranks import join_ranks
 from flagcore.engines.megatron.trial.config import check_layers
 from flagcore.engines.megatron.trial.device import RankDevice, init_fake_world, map_cuda_to_cpu, open_device, speed_test
 from flagcore.engines.megatron.trial.job import Job, Probe
@@ -90,11 +89,21 @@ def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDev
 
 def _join(job: Job, number: int, listener: socket.socket | None) -> None:
     if job.nodes > 1:
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     else:
         assert listener
-        address = listener.getsockname()
-    join_ranks(job.device.backend, number, job.world_size, address, listener, _TIMEOUT)
+        host, port = listener.getsockname()
+    if job.device.backend == "gloo":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by default gloo resolves the host name
+    store = dist.TCPStore(
+        host,
+        port,
+        job.world_size,
+        is_master=number == 0,
+        timeout=_TIMEOUT,
+        master_listen_fd=os.dup(listener.fileno()) if number == 0 and listener else None,
+    )
+    dist.init_process_group(job.device.backend, store=store, rank=number, world_size=job.world_size, timeout=_TIMEOUT)
 
 
 def _make_groups(job: Job) -> None:
