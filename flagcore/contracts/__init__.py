@@ -4,8 +4,15 @@ Engines and launchers inherit from the base classes `Workload` and `Launcher`. T
 implementation need not inherit from them.
 """
 
-from flagcore.contracts.exporting import Exporter, ExportJob, ManifestWriter
-from flagcore.contracts.importing import FindCandidate, HistoryReader, ImportedSpec, Importer, ImportNote, Start
+from flagcore.contracts.exchange import (
+    Exporter,
+    ExportJob,
+    FindCandidate,
+    HistoryReader,
+    ImportedSpec,
+    Importer,
+    ManifestWriter,
+)
 from flagcore.contracts.plugin import (
     AttentionShape,
     CollectiveCosts,
@@ -33,7 +40,6 @@ __all__ = [
     "FindCandidate",
     "HistoryReader",
     "HostSetup",
-    "ImportNote",
     "ImportedSpec",
     "Importer",
     "KernelCosts",
@@ -46,7 +52,6 @@ __all__ = [
     "PruningRule",
     "RunningLaunch",
     "SearchContext",
-    "Start",
     "Strategy",
     "Telemetry",
     "Watcher",

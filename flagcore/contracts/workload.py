@@ -10,17 +10,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flagcore.contracts.importing import ImportNote, Start
 from flagcore.contracts.plugin import Costs, Telemetry
 from flagcore.contracts.predictor import Predictor
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport, ValueRule, device_variables, without_devices
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern, Launch, ServerGroups
+from flagcore.domain.launch import FailurePattern, Launch, ServerGroups, Start
 from flagcore.domain.prediction import RankMeasurement
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Candidate, KnobValue
-from flagcore.domain.spec import KIND, SLOTS, SettingValue, Spec, Task
+from flagcore.domain.spec import KIND, SLOTS, ImportNote, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, TimeLimit
 
 START_SECONDS = 300.0

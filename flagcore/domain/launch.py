@@ -59,6 +59,25 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A program that a command or file starts: its words, its environment variables with known values, the devices per
+    host (None if unknown), the number of hosts, and the number of copies.
+
+    `version`: the engine release in the tag of the container image. `script`: the script that contains the command.
+    `job`: the environment variables that the batch system sets for the script.
+    """
+
+    words: tuple[str, ...] = ()
+    envs: Mapping[str, str] = field(default_factory=dict)
+    devices: int | None = None
+    hosts: int = 1
+    instances: int = 1
+    version: str = ""
+    script: tuple[str, ...] = ()
+    job: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerGroup:
     """Identical servers of a candidate that has several kinds of servers.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flagcore.contracts import ExportJob
-from flagcore.contracts.exporting import DEVICES_OF_HOST, comments
+from flagcore.contracts.exchange import DEVICES_OF_HOST, comments
 from flagcore.domain.engine import without_devices
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret

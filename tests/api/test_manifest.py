@@ -12,7 +12,7 @@ import pytest
 from flagcore_kubernetes.job import KINDS
 
 from flagcore import api
-from flagcore.contracts.exporting import DEVICES_OF_HOST
+from flagcore.contracts.exchange import DEVICES_OF_HOST
 from flagcore.errors import SpecError, UsageError
 from flagcore.launchers.script import shell_quoted
 from flagcore.plugins import launcher

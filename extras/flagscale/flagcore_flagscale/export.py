@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flagcore.contracts import ExportJob
-from flagcore.contracts.exporting import DEVICES_OF_HOST
+from flagcore.contracts.exchange import DEVICES_OF_HOST
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.spec import KIND

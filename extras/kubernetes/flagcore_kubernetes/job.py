@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flagcore.contracts import ExportJob, Platform
-from flagcore.contracts.exporting import DEVICES_OF_HOST, claim_and_mount, comments, device_limits
+from flagcore.contracts.exchange import DEVICES_OF_HOST, claim_and_mount, comments, device_limits
 from flagcore.domain.engine import without_devices
 from flagcore.domain.launch import ServerGroups
 from flagcore.domain.secrets import is_secret

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.contracts import ExportJob, Problem
-from flagcore.contracts.exporting import comments
+from flagcore.contracts.exchange import comments
 from flagcore.domain.files import writable, write
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import COST, Plan, cost_figures

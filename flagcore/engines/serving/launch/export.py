@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from flagcore.contracts import ExportJob
-from flagcore.contracts.exporting import claim_and_mount, comments, device_limits
+from flagcore.contracts.exchange import claim_and_mount, comments, device_limits
 from flagcore.domain.engine import without_devices
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret, secrets_in_arguments

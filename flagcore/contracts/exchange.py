@@ -1,18 +1,87 @@
-"""Exporters, which write files that start a candidate."""
+"""Importers and exporters.
+
+An importer converts files of another tuner to a spec or to trials. Importers are registered in the entry point group
+`flagcore.importers`. An exporter writes files that start a candidate.
+"""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from flagcore.contracts.workload import Platform
+from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.launch import Launch, ServerGroups
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.space import Candidate
-from flagcore.errors import UsageError
+from flagcore.domain.space import Axis, Candidate, KnobValue
+from flagcore.domain.spec import ImportNote, Task
+from flagcore.domain.trial import Trial
+from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedSpec:
+    """An imported spec as plain data with absolute paths, and notes on keys that are dropped or changed.
+
+    `file`: the file that was read. Empty if there is none.
+    """
+
+    data: dict[str, Any]
+    notes: tuple[ImportNote, ...]
+    file: str = ""
+
+    def translate_error(self, error: SpecError) -> SpecError:
+        """Return an error about a key of the spec as an error about the key of the imported file. By default, it is
+        unchanged.
+        """
+        return error
+
+
+class Importer(Protocol):
+    """Reads the configuration of another tuner."""
+
+    name: str
+    title: str
+    """The name of the other tuner in messages."""
+    has_trees: bool
+    """Whether a configuration is a directory of hydra files, which `flag tune --config-path` also reads.
+
+    Otherwise it is one file, or the name of a recipe.
+    """
+
+    def read_tree(
+        self, directory: Path, name: str, overrides: Sequence[str] = (), chips: Callable[[], Sequence[Chip]] = tuple
+    ) -> ImportedSpec:
+        """Return the configuration `name` in `directory`. Raises SpecError.
+
+        `overrides`: changes of its keys, such as `a.b=c`.
+        `chips`: a function that returns the chips of all plugins.
+        """
+
+
+FindCandidate = Callable[[Mapping[str, KnobValue]], Candidate]
+"""Returns the candidate with the given values of knobs. Raises UsageError if it is not in the space."""
+
+
+@runtime_checkable
+class HistoryReader(Protocol):
+    """An optional interface of importers that can also read the other tuner's trials."""
+
+    def read_history(
+        self, path: Path, task: Task, axes: Sequence[Axis], find: FindCandidate
+    ) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
+        """Return the trials in a file in the order in which they ran, and notes on skipped rows and columns.
+
+        `task`: the job that was tuned.
+        `axes`: the knobs of its space.
+        `find`: a function that takes knob values and returns the candidate with these values. The trials have no
+        predictions, and their numbers are not used. Raises UsageError if the file does not contain trials of this kind
+        of job.
+        """
+
 
 DEVICES_OF_HOST = {
     "{interface}": """(awk '$2 == "00000000" {print $1; exit}' /proc/net/route)""",
