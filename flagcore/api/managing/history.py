@@ -18,7 +18,7 @@ from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.trial import Role, Trial
 from flagcore.errors import RunError, SpecError, UsageError
 from flagcore.i18n import _
-from flagcore.spec.serving import engines_of
+from flagcore.spec.convert import engines_of
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.predict import record
