@@ -42,7 +42,6 @@ from flagcore.engines.serving.space.hardware import (
 from flagcore.engines.serving.space.knobs import ASYNC, BACKEND, CONTEXT, EAGER, SPECULATION, TRANSFER
 from flagcore.engines.serving.space.program import as_words
 from flagcore.engines.serving.space.settings import PublishedRuns
-from flagcore.engines.serving.vllm import REPORTS
 from flagcore.engines.serving.vllm import knobs as own
 from flagcore.engines.serving.vllm.knobs import CHUNKED, GRAPHS, PROGRAM, SEQS, THREADS, TOKENS, limits
 from flagcore.errors import UsageError
@@ -274,7 +273,6 @@ WORKLOAD = Engine(
     of_kind=_of_kind,
     protocol=lambda task, values: PROTOCOLS[str(values.get(TRANSFER) or NIXL)],
     router=_router,
-    reports=REPORTS,
     host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores: 50 million parameters, 4 to 16 clients, 5 settings
     published_runs=PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0"),
 )
