@@ -36,10 +36,9 @@ from flagcore.plugins import (
 )
 from flagcore.report.formats import as_yaml
 from flagcore.spec.clusters import without_spares
-from flagcore.spec.convert import check_engines, parse_spec
+from flagcore.spec.convert import check_engines, engines_of, parse_spec, select_engine
 from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, spec_error
 from flagcore.spec.public import absolute_model
-from flagcore.spec.serving import engines_of, select_engine
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
 from flagcore.tuner.problem import rows_by_time

@@ -46,7 +46,7 @@ from flagcore.i18n import N_, _, ngettext
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import noise_warnings
-from flagcore.spec.serving import engines_of, select_engine
+from flagcore.spec.convert import engines_of, select_engine
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.loop import Dependencies, TuneResult
 from flagcore.tuner.loop import tune as run_loop
