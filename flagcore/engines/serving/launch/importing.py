@@ -137,8 +137,8 @@ def _arguments(
 ) -> tuple[str | None, dict[str, Any], int, int]:
     """Return the parts of a server's command line.
 
-    They are the model, the flags with their values (True for a flag without a value), the number of hosts, and the
-    number of data-parallel ranks of each host (0 if unknown).
+    The result contains the model, the flags with their values (True for a flag without a value), the number of hosts,
+    and the data-parallel ranks per host (0 if unknown).
     """
     model, arguments, hosts, local = None, dict[str, Any](), 1, 0
     for flag, values in pairs:

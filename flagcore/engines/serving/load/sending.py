@@ -308,10 +308,11 @@ class Meter:
         self._tree, self._busy = _process_tree_s(), _busy_s()
 
     def figures(self) -> Mapping[str, float]:
-        """Return the metrics `client_cpu_s`, `client_cpu_share` and `others_cores`.
+        """Return the metrics of the client and the machine by name.
 
-        They are the CPU seconds of the client, its share of one core, and the mean number of cores that unrelated
-        processes use.
+        - `client_cpu_s`: the client's CPU time in seconds.
+        - `client_cpu_share`: the share of one core that the client used.
+        - `others_cores`: the mean number of cores that unrelated processes used.
         """
         wall = max(time.perf_counter() - self._start, 1e-9)
         own_cpu = time.process_time() - self._own_cpu
