@@ -244,7 +244,7 @@ class _LoadSender:
                 answers = watch.window.counted(answers)
                 error = watch.window.error if watch.window.error > PRECISION else 0.0
             if error:
-                notes = (*notes, f"the load ended with figures that are precise to {error:.0%}")
+                notes = (*notes, f"the load ended early: its metrics are precise to {error:.0%}")
             figures |= client_load
             if client_load["client_cpu_share"] > NEAR_LIMIT:
                 share = f"{client_load['client_cpu_share']:.2f}"

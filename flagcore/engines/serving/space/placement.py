@@ -184,7 +184,7 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
         return replace(of_each_kind(task, rule), name=f"{rule.name}_of_kinds", message=message)
 
     cards = f"both kinds of {PREFILL_DECODE} must not exceed the {hardware.cards} devices"
-    hosts = f"each instance of {PREFILL_DECODE} must fit on a host, or have all devices of several"
+    hosts = f"each instance of {PREFILL_DECODE} must fit on a host, or use all devices of several hosts"
     return (
         rule("cards_of_kinds", too_many, cards),
         rule("hosts_of_kinds", misplaced, hosts),

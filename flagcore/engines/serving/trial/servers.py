@@ -312,7 +312,7 @@ def _wait(server: Server, directory: str | None, health: str, deadline: float) -
             return server.wait_until_healthy(health, deadline)
         except PortTaken as error:
             if attempt == PORT_TRIES:
-                raise TrialFailure(TrialState.FAILED, f"{error}, the last of {PORT_TRIES} attempts") from None
+                raise TrialFailure(TrialState.FAILED, f"{error}; this was the last of {PORT_TRIES} attempts") from None
             log(f"{error}; restarting on another one")
             server.stop()
             server.start(directory)
