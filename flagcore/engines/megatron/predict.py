@@ -124,13 +124,6 @@ def _on_meshes(task: Task, columns: Columns) -> Layout:
     return replace(first, further=tuple(Mesh(start, each) for start, each in zip(starts, others, strict=False)))
 
 
-def layout_texts(task: Task, columns: Columns, costs: Costs) -> list[str]:
-    """Return the `pipeline_model_parallel_layout` of each candidate's derived split; empty if it has none."""
-    train, layout = inputs(task, columns, costs)
-    texts = layouts(train, layout)
-    return [text if derived else "" for text, derived in zip(texts, balanced(columns).tolist(), strict=True)]
-
-
 def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
     """Return the number of layers of each pipeline stage for each candidate; empty if it has no derived split."""
     if not balanced(columns).any():
@@ -383,7 +376,7 @@ def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue
     if values.pop(SPLIT, None) != "balanced":
         return values
     ((_, ((row, costs), *_)),) = by_kinds(task, row_of(task, candidate.as_dict()), platform.costs)
-    (text,) = layout_texts(task, row, costs)
+    (text,) = layouts(*inputs(task, row, costs))
     return values | ({LAYOUT: text, LAYERS_PER_VIRTUAL: None} if text else {})
 
 
