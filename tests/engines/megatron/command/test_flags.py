@@ -28,18 +28,6 @@ RICH = small.candidate(
 )
 
 
-def test_flags_are_flags_of_megatron() -> None:
-    arguments = flags(RICH.as_dict(), small.task().spec, 5)
-    pairs = dict(zip(arguments, [*arguments[1:], ""], strict=True))
-    assert pairs["--tensor-model-parallel-size"] == "2"
-    assert pairs["--num-layers-per-virtual-pipeline-stage"] == "1"
-    assert (pairs["--recompute-granularity"], pairs["--recompute-method"]) == ("full", "uniform")
-    assert (pairs["--seq-length"], pairs["--global-batch-size"]) == ("128", "8")
-    assert (pairs["--train-iters"], pairs["--log-interval"]) == ("5", "1")
-    assert {"--sequence-parallel", "--use-distributed-optimizer"} <= set(arguments)
-    assert "True" not in arguments
-
-
 def test_disabled_knobs_have_no_flag_and_a_real_run_is_not_shortened() -> None:
     arguments = flags(PLAIN.as_dict(), small.task().spec, None)
     assert not {"--sequence-parallel", "--recompute-granularity", "--recompute-num-layers"} & set(arguments)
