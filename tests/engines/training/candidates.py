@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from flagcore.contracts import Costs
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.engines.training.layout import Layout, Training
-from flagcore.engines.training.memory.training import Memory, memory_in_use
+from flagcore.engines.training.memory.training import Memory, memory_in_use, stages_in_use
+from flagcore.engines.training.stages import Stage, stage
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.spec.models import model_from
 from tests import small
@@ -76,10 +78,27 @@ def train(model: Model = LLAMA, **values: Any) -> Training:
     return Training(model=model, **{"sequence": 4096, "global_batch": 64, "precision": "bf16", **values})
 
 
+def plain_costs(workspace_bytes: float = 0.0) -> Costs:
+    """Return the costs of a device without a memory limit."""
+    device = PlainMemory(capacity=None, workspace=workspace_bytes)
+    return dataclasses.replace(small.costs(small.task()), memory=device)
+
+
 def training_memory(work: Training, split: Layout, workspace_bytes: float = 0.0) -> Memory:
     """Return the memory of the worst stage of each candidate."""
-    device = PlainMemory(capacity=None, workspace=workspace_bytes)
-    return memory_in_use(work, split, dataclasses.replace(small.costs(small.task()), memory=device)).memory
+    return memory_in_use(work, split, plain_costs(workspace_bytes)).memory
+
+
+def stage_of_rank(work: Training, split: Layout, rank: float) -> Stage:
+    """Return the pipeline stage of a global rank of each candidate, in Megatron's rank order tp-cp-ep-dp-pp."""
+    index = np.minimum(np.floor(rank / (split.tensor * split.context * split.data)), split.pipeline - 1.0)
+    return stage(work.model, split, index, work.options)
+
+
+def rank_memory(work: Training, split: Layout, rank: float, workspace_bytes: float = 0.0) -> Memory:
+    """Return the memory of a global rank of each candidate."""
+    (found,) = stages_in_use(work, split, plain_costs(workspace_bytes), [stage_of_rank(work, split, rank)])
+    return found.memory
 
 
 def state_bytes(component: Mapping[str, FloatArray]) -> FloatArray:

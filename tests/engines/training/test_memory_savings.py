@@ -13,7 +13,7 @@ from flagcore.domain.model import Model
 from flagcore.engines.training import stages as pipeline
 from flagcore.engines.training.layout import Layout, Options, Training
 from flagcore.engines.training.memory.stored_activations import Kinds
-from flagcore.engines.training.memory.training import component_table, rank_memory
+from flagcore.engines.training.memory.training import component_table
 from flagcore.physics.pipelines import SCHEDULES
 from tests.engines.training.candidates import (
     DEEPSEEK_16B,
@@ -22,6 +22,7 @@ from tests.engines.training.candidates import (
     MOE,
     layout,
     random_layouts,
+    rank_memory,
     state_bytes,
     train,
     training_memory,

@@ -12,13 +12,23 @@ from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Topology
 from flagcore.domain.model import Model
 from flagcore.engines.training.layout import Layout, Options, Placement
-from flagcore.engines.training.memory.training import memory_in_use, rank_memory
+from flagcore.engines.training.memory.training import memory_in_use
 from flagcore.engines.training.time.step import step_time
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline
 from tests.engines.megatron.layers.test_splits import all_splits, cases, derived, slowest
-from tests.engines.training.candidates import DEEPSEEK_16B, LLAMA, MOE, NETWORK, NODE, TOPOLOGY, layout, train
+from tests.engines.training.candidates import (
+    DEEPSEEK_16B,
+    LLAMA,
+    MOE,
+    NETWORK,
+    NODE,
+    TOPOLOGY,
+    layout,
+    rank_memory,
+    train,
+)
 from tests.small import CHIP, SOURCE
 
 TIMES = 2.5
