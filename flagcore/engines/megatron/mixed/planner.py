@@ -215,7 +215,10 @@ def _microbatches(task: Task, options: Sequence[MeshOptions]) -> float:
 
 
 def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[FloatArray, list[MeshOptions]]:
-    """Return the best scores up to `limit`, and their options of each mesh, in the order of the pipeline."""
+    """Return the shortest step times, at most `limit` seconds, in ascending order, and the options that give them.
+
+    The options are one MeshOptions per mesh, in the order of the pipeline.
+    """
     legal = np.flatnonzero(_legal(options, shares_weights=tied(task)))
     chosen = [each[legal] for each in options]
     if not legal.size:

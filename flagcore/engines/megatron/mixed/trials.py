@@ -86,8 +86,9 @@ def shares(task: Task, candidate: Candidate) -> list[dict[str, Any]]:
 
 
 def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
-    """Return the values of a candidate. If flagcore's trial program runs its meshes, their common sizes replace
-    `meshes`.
+    """Return the knob values of a candidate, for a trial.
+
+    If flagcore's trial program runs the candidate's meshes, the knobs of a single mesh replace the knob `meshes`.
     """
     values = candidate.as_dict()
     if not program_runs_meshes(task.spec):
