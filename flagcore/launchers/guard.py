@@ -137,16 +137,16 @@ class ProcessTree:
             send(pid, number)
 
     def _classify(self, pid: int) -> None:
-        guard, line = os.getpid(), []
+        guard, ancestors = os.getpid(), []
         while pid not in self.members and pid not in self.outsiders:
-            line.append(pid)
+            ancestors.append(pid)
             ids = read_ids(pid)
             if ids is None:
                 return
             pid = ids[0]
             if pid in (0, guard):
                 break
-        (self.members if pid == guard or pid in self.members else self.outsiders).update(line)
+        (self.members if pid == guard or pid in self.members else self.outsiders).update(ancestors)
 
 
 class MemoryMeter:

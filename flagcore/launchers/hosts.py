@@ -317,8 +317,8 @@ class HostsRunning:
 
     def _write(self, connection: Connection, rank: int) -> None:
         """Write the new content of a host's files to the trial's folder."""
-        news, connection.news = connection.news, []
-        for name, at, data in news:
+        pieces, connection.pieces = connection.pieces, []
+        for name, at, data in pieces:
             mirror = host_folder(self.launch.folder, self.launch.hosts, rank)
             path = Path(connection.folder if name in LOGS else mirror, name)
             try:
@@ -340,11 +340,9 @@ class HostsRunning:
                 file.write(lines + newline)
 
     def close(self) -> None:
-        """Give the agents that have ended the trial back to the launcher, for its next trial.
+        """Keep the agents that have ended the trial for the next trial, and close the channels of all other agents.
 
-        The channels of all other agents are closed, so that these agents end the trial.
-
-        Hosts that did not confirm the end of the trial count as lost.
+        An agent ends its trial when its channel closes. Hosts that did not confirm the end of the trial count as lost.
         """
         if self._client:
             self._client.stop()

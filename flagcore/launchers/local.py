@@ -139,7 +139,7 @@ def prepare(launch: Launch, environment: Mapping[str, str], folder: str, directo
         record["hosts"] = list(launch.hosts)
     if launch.on_host:
         record["on_host"] = {
-            host: {"argv": list(redact_arguments(own.argv)), "environment": redact_data(own.environment)}
-            for host, own in launch.on_host.items()
+            host: {"argv": list(redact_arguments(each.argv)), "environment": redact_data(each.environment)}
+            for host, each in launch.on_host.items()
         }
     guard.write_json(os.path.join(folder, "launch.json"), record)

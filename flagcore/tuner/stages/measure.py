@@ -198,7 +198,7 @@ class _Monitor:
         """Return the trial as measured, or as failed if its measurement is invalid."""
         group, trial = self.platform.task.cluster.groups[0], replace(self.trial, measurement=measured)
         checks_ranks = self.platform.support.shared_devices and self.is_training
-        budget = group.memory_bytes if checks_ranks else None  # the launcher limits the memory of servers
+        budget = group.memory_bytes if checks_ranks else None  # servers need no check: the launcher limits their memory
         if budget and measured.device_used_bytes and measured.device_used_bytes > budget:
             used_bytes = measured.device_used_bytes
             reason = f"one rank used {used_bytes / 2**30:.2f} GiB of a budget of {budget / 2**30:.2f} GiB"
