@@ -153,8 +153,8 @@ class MemoryMeter:
     """The memory of the process tree in bytes: anonymous pages, shared pages and swap, without file caches.
 
     The sum of RssAnon + RssShmem + VmSwap (proc_pid_status(5)) takes microseconds, but includes a shared page once per
-    process. The proportional figures of smaps_rollup are exact, but take 10 ms per GB. So they are read only rarely,
-    and when the sum exceeds the limit; the difference is subtracted from later sums. `relatives` are other processes
+    process. The proportional sizes in smaps_rollup are exact, but take 10 ms per GB. So they are read only rarely,
+    and when the sum exceeds the limit. The difference is subtracted from later sums. `relatives` are other processes
     that share pages with the tree. Their share of these pages is attributed to the tree.
     """
 

@@ -123,7 +123,7 @@ class HostsLauncher(Launcher):
 
     @property
     def no_hosts(self) -> str:
-        """The message for the case that there are no hosts."""
+        """The message of the error if there are no hosts."""
         return f"auto_tuner.launcher = {self.name}: no hosts; {self.fix}"
 
     def start(self, launch: Launch) -> HostsRunning:
@@ -177,7 +177,7 @@ class HostsRunning:
         return connection
 
     def begin(self) -> None:
-        """Wait for all agents, send each its order, and wait until the program runs on all hosts.
+        """Wait for all agents, send an order to each of them, and wait until the program runs on all hosts.
 
         Processes of a lost trial are ended first. Raises HostLost, and LaunchError if a host cannot start the program.
         """
@@ -251,7 +251,7 @@ class HostsRunning:
     def end(self, *, asked: bool = False) -> Exit:
         """End the trial on all hosts where it still runs, and return its exit record.
 
-        If a host was lost, this is the reason of the end, even if the program failed on another host earlier.
+        If a host was lost, the loss is the reason for the end, even if the program failed on another host earlier.
         """
         for each in self.connections:
             # No stop was requested here. Something else ended the trial, as Slurm does at the end of a step.

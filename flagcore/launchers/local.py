@@ -88,9 +88,9 @@ LAUNCHER: Launcher = LocalLauncher()
 
 
 def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
-    """Start `launch` without limits and files. It writes to the two descriptors, and ends with this process.
+    """Start `launch` without limits and files. The program writes to the two descriptors, and ends with this process.
 
-    Raises LaunchError if it cannot be started.
+    Raises LaunchError if the program cannot be started.
     """
     directory = os.path.abspath(launch.directory or launch.folder)
     spawn = partial(guarded.spawn_guard, stdout, stderr)

@@ -143,7 +143,7 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
 
 
 def _read(reader: Telemetry) -> dict[str, float] | None:
-    """Return the figures of a device. Returns None if it does not respond, and an empty dict if its telemetry fails."""
+    """Return the readings of a device, None if it does not respond, or an empty dict if its telemetry fails."""
     try:
         return dict(reader.sample())
     except LookupError:

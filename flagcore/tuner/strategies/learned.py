@@ -62,7 +62,7 @@ hand: with two thirds, the search finds the same candidates, but needs more tria
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
-    """The figures of the open candidates that were evaluated, with one element per candidate.
+    """The estimates for the evaluated candidates, with one element per candidate.
 
     - `log_predicted`, `log_time`: logarithms of the predicted and the expected step time in seconds.
     - `fits`: probability that a trial fits.
