@@ -181,7 +181,7 @@ def no_best_error(run: Run) -> FlagError:
 def unreadable_error(file: Path, error: object) -> RunError:
     """Return the error for a result file that cannot be read."""
     reason = getattr(error, "strerror", None) or repr(error)
-    return RunError(_("{file} cannot be read ({reason}); `flag tune` writes it", file=file, reason=reason))
+    return RunError(_("{file} cannot be read ({reason}); run `flag tune` to write it", file=file, reason=reason))
 
 
 def _result(path: Path) -> Mapping[str, Any]:

@@ -241,7 +241,10 @@ class RunData(Plan):
         return state_name(trial.state.value, trial.fidelity)
 
     def text_of(self, file: Path) -> str:
-        """Return a text file without secrets and absolute paths. It is empty if the file is missing or too large."""
+        """Return the content of a text file without secrets and absolute paths.
+
+        It is empty if the file is missing or too large.
+        """
         return str(_shortened(text_file(file, self.secrets), own_paths(self.folder)))
 
     def trial_folder(self, trial: Trial) -> Path:
@@ -306,7 +309,7 @@ def served(trial: Trial, name: str) -> float | None:
 
 
 def tail(file: Path) -> str:
-    """Return the last lines of a text file. It is empty if the file cannot be read."""
+    """Return the last lines of a text file, or an empty string if the file cannot be read."""
     try:
         with open_regular(file) as log:
             size = os.fstat(log.fileno()).st_size
@@ -321,9 +324,9 @@ def tail(file: Path) -> str:
 
 
 def text_file(file: Path, secrets: Collection[str] = ()) -> str:
-    """Return a text file without `secrets` and other texts that look like secrets.
+    """Return the content of a text file without `secrets` and other strings that look like secrets.
 
-    The result is empty if the file is missing or too large.
+    It is empty if the file is missing or too large.
     """
     try:
         text = read_regular(file, MAX_FILE).decode("utf-8", errors="replace")

@@ -126,7 +126,7 @@ def _ways_on(run: RunData) -> Iterator[str]:
         (state, reason), count = Counter((each.state, each.reason) for each in failures).most_common(1)[0]
         log = next(each.log for each in failures if (each.state, each.reason) == (state, reason))
         yield _(
-            "{part} of {count} {state}: {reason} (logs in {folder})",
+            "{part} of {count} trials ended as '{state}': {reason} (logs in {folder})",
             part=count,
             count=len(run.trials),
             state=state_name(state.value),
@@ -413,7 +413,7 @@ def why(run: RunData) -> str:
         if not other_trials:
             return ""
         other = min(other_trials, key=lambda each: run.median_s(each) or 0.0)
-        name = _("the second, trial {number}", number=other.number)
+        name = _("the second-best (trial {number})", number=other.number)
     times = (run.median_s(other), run.median_s(best))
     if times[0] is None or times[1] is None:
         return ""
