@@ -298,8 +298,8 @@ SLOW_LINK_RATIO = 2.0
 class HostSpeed:
     """The speed of a host, in seconds.
 
-    It contains the time of a matrix product on each device, and of its fastest all-reduce with a neighbor, if it has
-    one.
+    `products_s`: a matrix product on each device. `link_s`: the fastest all-reduce with a neighbor, or None without a
+    neighbor.
     """
 
     host: str

@@ -47,7 +47,8 @@ class RunData(Plan):
     """The plan of a run as read from its result.json, and its `insight` (`flagcore.api.managing.report`).
 
     - `folder`: the folder with the files of trials.
-    - `called`: the name of the folder in commands, relative to the working directory, or `.` if it is elsewhere.
+    - `folder_name`: the folder as commands on the page name it: relative to the working directory, or `.` if it is
+      elsewhere.
     - `warnings`: shown at the top of the page.
     - `secrets`: values that must not be shown.
     - `labels`: the labels of the engine.
@@ -58,7 +59,7 @@ class RunData(Plan):
     """
 
     folder: Path
-    called: str = ""
+    folder_name: str = ""
     insight: Record = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
@@ -119,7 +120,7 @@ class RunData(Plan):
 
     @property
     def all_trials(self) -> list[Trial]:
-        """All probes, trials and repeats, in this order."""
+        """All probes, trials and repeats, in the order of their numbers."""
         return sorted([*self.probes, *self.trials, *self.repeats], key=lambda trial: trial.number)
 
     @property
@@ -129,7 +130,7 @@ class RunData(Plan):
 
     @property
     def is_unmeasured(self) -> bool:
-        """Whether there is no measurement that could be the best or that exceeds the latency limits."""
+        """Whether no trial was measured, neither within the latency limits nor beyond them."""
         return self.best is None and self.fastest is None
 
     def figure(self, trial: Trial) -> float | None:
@@ -336,7 +337,8 @@ def text_file(file: Path, secrets: Collection[str] = ()) -> str:
 
 
 def own_paths(folder: Path) -> Mapping[str, str]:
-    """Return the absolute paths that a page shortens: folders around the run, of the user, and of Python.
+    """Return the absolute paths that a page shortens: the run's folder and its parents, the home directory, and the
+    prefixes of Python, each with its short form.
 
     Paths around the run become relative to it. Other paths, such as shared storage, are not shortened.
     """
