@@ -15,6 +15,7 @@ from flagcore.api.calibrated_plugins import CalibratedPlugins
 from flagcore.contracts import Problem
 from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness, unknown_chip_hint
 from flagcore.domain.effects import engine_task
+from flagcore.domain.files import write
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
@@ -35,14 +36,12 @@ from flagcore.plugins import (
 )
 from flagcore.report.formats import as_yaml
 from flagcore.spec.clusters import without_spares
-from flagcore.spec.convert import check_engines, parse_spec
+from flagcore.spec.convert import check_engines, engines_of, parse_spec, select_engine
 from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, spec_error
 from flagcore.spec.public import absolute_model
-from flagcore.spec.serving import engines_of, select_engine
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
 from flagcore.tuner.problem import rows_by_time
-from flagcore.tuner.store.directory import write
 
 
 @dataclass(frozen=True)

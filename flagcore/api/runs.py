@@ -239,7 +239,7 @@ def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
         raise unreadable_error(path / RESULT, error) from None
     fields = {name: plan[name] for name in ("trials", "gains", "baseline", "best")}
     spec = spec_as_data(path / SPEC)
-    return Run(folder=path, spec=spec, data=data, fidelity=ESTIMATE, search_state=learn((), ESTIMATE), **fields)
+    return Run(folder=path, spec=spec, data=data, fidelity=ESTIMATE, search_state=SearchState(), **fields)
 
 
 def _prediction_record(trial: Trial) -> Mapping[str, Any]:

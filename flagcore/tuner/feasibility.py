@@ -1,5 +1,9 @@
-"""Answers from predictions alone: whether candidates fit and meet the limits, why times are unknown, and a dry run."""
+"""Answers from predictions alone.
 
+They are: whether candidates fit and meet the limits, why times are unknown, the time of a search, and a dry run.
+"""
+
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -8,15 +12,15 @@ import numpy as np
 from flagcore.contracts import CollectiveCosts, Costs, Problem
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.plan import Plan, summarize
+from flagcore.domain.search_state import EXTRA_ROUNDS, MAX_RIVALS, SLACK, UNKNOWN_SECONDS, SearchState, SearchTime
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.space import IntArray
-from flagcore.domain.spec import AUTO, PRECISIONS, Task
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.spec import AUTO, PRECISIONS, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.predict import record
-from flagcore.tuner.stages.rank import learn
 
 
 def require_candidate(problem: Problem) -> None:
@@ -140,6 +144,37 @@ def require_predicted_time(problem: Problem) -> None:
         raise NoDevice(_("no time can be predicted: {why}", why=reason))
 
 
+def search_time(problem: Problem) -> SearchTime:
+    """Return the estimated time of a search that tries the candidates with the fastest predictions."""
+    task, control, predictions = problem.task, problem.task.spec.control, problem.predictions
+    start_seconds, rows = problem.workload.start_seconds, problem.pruned.open_rows
+    if rows.size > control.max_trials:
+        step = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
+        rows = rows[np.argpartition(step, control.max_trials)[: control.max_trials]]
+    max_step = control.max_step_time or math.inf
+    # if steps are shortened, the best candidates run again with whole steps
+    is_shortened = bool((predictions.step_time_s[rows] > max_step).any())
+    rounds = control.repeats + EXTRA_ROUNDS if control.repeats and rows.size > 1 else int(is_shortened)
+    repeats = rounds * min(2 + MAX_RIVALS, int(rows.size))
+
+    def seconds_of_steps(seconds: FloatArray) -> float:
+        trial_seconds = float(np.minimum(seconds, max_step).sum())  # longer steps are shortened
+        return control.train_iters * (trial_seconds + repeats * float(np.max(seconds, initial=0.0)))
+
+    is_training = isinstance(task.spec.work, TrainSpec)
+    predicted, high = (seconds_of_steps(column[rows]) for column in (predictions.step_time_s, predictions.high_s))
+    is_unknown = is_training and not math.isfinite(high)
+    steps_limit = SLACK * high if is_training and not is_unknown and control.max_time_per_task is None else 0.0
+    trial_limit = control.max_time_per_task or (UNKNOWN_SECONDS if is_unknown else start_seconds)
+    at_most = (rows.size + repeats) * trial_limit + steps_limit
+    return SearchTime(
+        trials=int(rows.size),
+        repeats=repeats,
+        steps_s=predicted if is_training and math.isfinite(predicted) else None,
+        at_most_s=min(at_most, control.max_time or math.inf),
+    )
+
+
 def dry_run(problem: Problem) -> Plan:
     """Return a plan without trials: the predictions of the baseline and of the `max_trials` fastest candidates."""
     task, row = problem.task, problem.space.find(problem.baseline)
@@ -162,7 +197,7 @@ def dry_run(problem: Problem) -> Plan:
     if best.step_time_s and base.step_time_s and base.fits is not False:
         gains = (base.step_time_s / best.step_time_s - 1.0,)
     stopped_because = N_("fidelity = estimate runs no trials")
-    plan = summarize(task, problem.space, problem.pruned, learn((), ESTIMATE), stopped_because, problem.knobs)
+    plan = summarize(task, problem.space, problem.pruned, SearchState(), stopped_because, problem.knobs)
     return replace(
         plan,
         trials=tuple(trials),

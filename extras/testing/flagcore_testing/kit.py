@@ -21,7 +21,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.errors import SpecError
 from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names, validation
-from flagcore.plugins.loader import installed, one_line
+from flagcore.plugins.entry_points import installed, one_line
 from flagcore.vendorkit.engines import Maturity, Quirks, Variable, read_maturity, read_quirks, read_variables
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import Package, Transcript, read_installed, read_transcripts, source_of

@@ -29,6 +29,7 @@ from flagcore.api.snapshot import load_snapshot, run_home
 from flagcore.contracts import Problem
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
+from flagcore.domain.files import write
 from flagcore.domain.plan import summarize
 from flagcore.domain.prediction import MEMORY, components_of_row
 from flagcore.domain.search_state import LEARNED_MESSAGES
@@ -47,7 +48,7 @@ from flagcore.report.text import heading
 from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.stages.predict import in_gib, record
-from flagcore.tuner.store.directory import IDENTITY, LOCK, write
+from flagcore.tuner.store.directory import IDENTITY, LOCK
 
 REPORT = "report.html"
 

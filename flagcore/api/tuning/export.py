@@ -13,6 +13,7 @@ from typing import Any
 
 from flagcore.contracts import ExportJob, Problem
 from flagcore.contracts.exchange import comments
+from flagcore.domain.files import writable, write
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import COST, Plan, cost_figures
 from flagcore.domain.secrets import (
@@ -37,7 +38,6 @@ from flagcore.report.text import best_text, candidate_text
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.problem import no_launch_reason
 from flagcore.tuner.stages.launch import planned_launch
-from flagcore.tuner.store.directory import writable, write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

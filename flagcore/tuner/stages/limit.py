@@ -1,4 +1,4 @@
-"""limit: the time limits of trials and of the search, and the reasons to start no trial."""
+"""limit: the time limits of trials, and the reasons to start no trial."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,20 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Platform, Problem, SearchContext
+from flagcore.contracts import Platform, SearchContext
 from flagcore.domain.chip import MUCH_SLOWER, disturbances, slowness
 from flagcore.domain.effects import engine_candidate, engine_task
 from flagcore.domain.plan import measured_to_predicted
-from flagcore.domain.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, SearchTime, min_repeats, overheads
-from flagcore.domain.space import FloatArray
+from flagcore.domain.search_state import SLACK, UNKNOWN_SECONDS, SearchState, min_repeats, overheads
 from flagcore.domain.spec import Control, Task, TrainSpec
 from flagcore.domain.trial import MIN_STEPS, Role, TimeLimit, Trial, TrialState
 from flagcore.i18n import N_, Message
 from flagcore.tuner.learning.trials import expected_step_times, fastest_open_rows, overhead_seconds
-
-SLACK = 3.0
-"""The time limit of a trial's steps, relative to the upper bound of their predicted time. It allows for other jobs,
-slow file systems and compilation. Chosen by hand: the limit ends trials that hang, not slow ones."""
 
 START_SLACK = 2.0
 """The time limit of a trial's start, relative to the longest start of the run so far. Chosen by hand."""
@@ -30,9 +25,6 @@ START_SLACK = 2.0
 RESERVE = 0.05
 """The share of a trial's time limit that is reserved for the time after its steps: writing results, and the end of its
 processes. Chosen by hand."""
-
-UNKNOWN_SECONDS = 3600.0
-"""The limit of a trial whose step time is not predicted. Chosen by hand."""
 
 
 def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], launches: int = 1) -> TimeLimit:
@@ -98,37 +90,6 @@ def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
     ]
     high: float = max([step["high"], *(ratio * step["value"] for ratio in ratios)])
     return high / trial.scale
-
-
-def search_time(problem: Problem) -> SearchTime:
-    """Return the estimated time of a search that tries the candidates with the fastest predictions."""
-    task, control, predictions = problem.task, problem.task.spec.control, problem.predictions
-    start_seconds, rows = problem.workload.start_seconds, problem.pruned.open_rows
-    if rows.size > control.max_trials:
-        step = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
-        rows = rows[np.argpartition(step, control.max_trials)[: control.max_trials]]
-    max_step = control.max_step_time or math.inf
-    # if steps are shortened, the best candidates run again with whole steps
-    is_shortened = bool((predictions.step_time_s[rows] > max_step).any())
-    rounds = control.repeats + EXTRA_ROUNDS if control.repeats and rows.size > 1 else int(is_shortened)
-    repeats = rounds * min(2 + MAX_RIVALS, int(rows.size))
-
-    def seconds_of_steps(seconds: FloatArray) -> float:
-        trial_seconds = float(np.minimum(seconds, max_step).sum())  # longer steps are shortened
-        return control.train_iters * (trial_seconds + repeats * float(np.max(seconds, initial=0.0)))
-
-    is_training = isinstance(task.spec.work, TrainSpec)
-    predicted, high = (seconds_of_steps(column[rows]) for column in (predictions.step_time_s, predictions.high_s))
-    is_unknown = is_training and not math.isfinite(high)
-    steps_limit = SLACK * high if is_training and not is_unknown and control.max_time_per_task is None else 0.0
-    trial_limit = control.max_time_per_task or (UNKNOWN_SECONDS if is_unknown else start_seconds)
-    at_most = (rows.size + repeats) * trial_limit + steps_limit
-    return SearchTime(
-        trials=int(rows.size),
-        repeats=repeats,
-        steps_s=predicted if is_training and math.isfinite(predicted) else None,
-        at_most_s=min(at_most, control.max_time or math.inf),
-    )
 
 
 def seconds_used(trials: Sequence[Trial]) -> float:

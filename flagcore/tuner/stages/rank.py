@@ -44,7 +44,6 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
         by_candidate=by_candidate,
         repeats=repeats,
         baseline=baseline[0] if baseline else None,
-        best=None,
         probes=tuple(trial for trial in trials if trial.fidelity != fidelity),
     )
     order = sorted(measured, key=lambda trial: -search_state.speed_of(trial.candidate))
