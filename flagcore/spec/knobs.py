@@ -194,6 +194,12 @@ def serving_values(
     return values
 
 
+def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """Return the values in a space or baseline for one engine. Its own section overrides the values for all engines."""
+    common = {key: value for key, value in space.items() if not isinstance(value, Mapping) and key != engine}
+    return {**common, **(space.get(engine) or {})}
+
+
 def section_of(name: str, doc: str, rows: Sequence[tuple[Knob, Any, Any]]) -> type[Section]:
     """Return the pydantic model of a section of knobs.
 
