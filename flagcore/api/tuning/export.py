@@ -59,7 +59,7 @@ class Outcome(Notebook):
     @property
     def shown(self) -> RunData:
         """The result without secrets, for output to the user."""
-        return RunData.from_json(self.data, self.run_dir, called=str(self.run_dir), knobs=self.plan.knobs)
+        return RunData.from_json(self.data, self.run_dir, folder_name=str(self.run_dir), knobs=self.plan.knobs)
 
     def __str__(self) -> str:
         return result_text(self.shown)
