@@ -7,7 +7,7 @@ import pytest
 from flagcore import api
 from flagcore.errors import NothingFits
 from flagcore.plugins import load_plugins
-from flagcore.report.explanation import bottleneck_text
+from flagcore.report.text import bottleneck_text
 from tests.small import LLAMA_8B
 
 SPACE = {
