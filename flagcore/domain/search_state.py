@@ -67,10 +67,10 @@ class SearchState:
     `probes`: trials of a lower fidelity.
     """
 
-    by_candidate: dict[Candidate, Trial]
-    repeats: tuple[Trial, ...]
-    baseline: Trial | None
-    best: Trial | None
+    by_candidate: dict[Candidate, Trial] = field(default_factory=dict)
+    repeats: tuple[Trial, ...] = ()
+    baseline: Trial | None = None
+    best: Trial | None = None
     fastest: Trial | None = None
     probes: tuple[Trial, ...] = ()
 
@@ -274,6 +274,14 @@ def stop_reason(control: Control, search_state: SearchState, elapsed: float, pen
     reserved = max(trial_seconds, default=0.0) + repeats_seconds(control, search_state)
     remaining_s = control.max_time - elapsed
     return Message("max_time = {seconds:g} s reached", seconds=control.max_time) if remaining_s <= reserved else None
+
+
+SLACK = 3.0
+"""The time limit of a trial's steps, relative to the upper bound of their predicted time. It allows for other jobs,
+slow file systems and compilation. Chosen by hand: the limit ends trials that hang, not slow ones."""
+
+UNKNOWN_SECONDS = 3600.0
+"""The time limit of a trial whose step time is not predicted. Chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,9 +49,10 @@ class PruningRule(ExcludingRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another candidate: the knobs that `differs` lists, its prediction, and its number as a trial.
+    """Another candidate that is named in the report on a candidate.
 
-    `measured`: whether `expected_s` was measured.
+    `differs`: the knobs in which both differ, each with the values of the reported and of the other candidate. `trial`:
+    the number of its trial, if it has one. `measured`: whether `expected_s` was measured.
     """
 
     candidate: Mapping[str, KnobValue]
@@ -211,6 +212,7 @@ def _changes(report: CandidateReport) -> Iterator[str]:
 
 
 def _matches(report: CandidateReport) -> Iterator[str]:
+    """Yield lines with the next candidates that have the knobs of the input."""
     if report.matches:
         yield _("It is the fastest with these knobs. The next ones:")
     for each in report.matches:

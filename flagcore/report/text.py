@@ -146,7 +146,7 @@ def value_text(value: object) -> str:
 
 
 def knob_of(name: str, knobs: Knobs) -> Knob:
-    """Return the knob with this name. An unknown name gives a knob without other fields."""
+    """Return the knob with this name. For an unknown name, it is a knob that has only this name."""
     return knobs.get(name) or Knob(name=name)
 
 
@@ -181,9 +181,9 @@ def _excess(memory: Mapping[str, Any]) -> str:
 
 
 def candidate_columns(records: Sequence[Mapping[str, Any]], knobs: Knobs) -> dict[str, str]:
-    """Return the columns of knobs: their headings and keys.
+    """Return the columns of knobs: the headings, each with the key of the value in a record.
 
-    They are all sizes, and the knobs that differ between records or are not neutral.
+    A knob has a column if it is a size, if it differs between records, or if a value is not neutral.
     """
     names = dict.fromkeys(name for record in records for name in record["candidate"])
     values = {name: [record["candidate"].get(name) for record in records] for name in names}

@@ -226,7 +226,7 @@ def _default_engine() -> str:
 
 
 def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> list[ImportNote]:
-    """Return the description of each key from the schema."""
+    """Return a note for each key of a spec: the description of the key in the schema."""
     notes = []
     for section, schema in sections.items():
         content: Any = data

@@ -92,9 +92,9 @@ def memory(run: RunData) -> Section | None:
             [_(text), size(prediction.get(level)), size(used.get(level))]
             for level, text in {**LEVELS, "capacity_gib": N_("capacity")}.items()
         ]
-        caption = _("Device with the highest memory")
+        caption = _("Device with the highest memory use")
         if len(stages) > 1:
-            caption = _("Device with the highest memory (stage {number})", number=prediction["worst_stage"])
+            caption = _("Device with the highest memory use (stage {number})", number=prediction["worst_stage"])
         blocks.append(table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows))
     else:
         blocks.append(Text(_("The memory was not predicted.")))
@@ -128,7 +128,7 @@ def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Iter
     ]
     headings = [_("stage"), *(f"~{_(text)}" for text in (*names, *LEVELS.values()))]
     headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
-    yield table(_("Memory of a device of each stage"), headings, rows)
+    yield table(_("Memory per device, by pipeline stage"), headings, rows)
 
 
 def _components(run: RunData, title: str) -> Table:
