@@ -35,9 +35,9 @@ class Calibration:
     """Measurements of kernels and collectives on `devices` devices of a chip.
 
     - `rows`: the measurements, as plain data.
-    - `aliases`: other names of the chip at that time; for a CPU, they name the processor.
-    - `driver`, `torch`: versions.
-    - `how`: the tool that measured.
+    - `aliases`: other names of the chip when it was measured. For a CPU, they name the processor.
+    - `driver`, `torch`: the versions of the driver and of torch.
+    - `how`: the tool that measured the kernels and collectives.
     - `date`: ISO 8601.
     - `others`: share of the CPUs that other processes used meanwhile, from 0 to 1; None if unknown.
     - `facts`: figures of a chip that no plugin lists, else None.
@@ -86,7 +86,7 @@ class Calibrations:
     def find(self, chip: Chip, torch: str | None = None) -> tuple[Path, Calibration] | None:
         """Return the path and content of the newest calibration of `chip`, or None.
 
-        One with this version of torch is preferred. Raises RunError if a file of this chip cannot be read.
+        A calibration with this version of torch is preferred. Raises RunError if a file of this chip cannot be read.
         """
         readable, unreadable = self._read()
         for path, error in unreadable:
@@ -180,9 +180,9 @@ def _text(calibration: Calibration) -> str:
 
 
 def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> Roofline:
-    """Return kernel costs for `chip`: the measured ones, and for other kernels its roofline with `curve`.
+    """Return kernel costs for `chip`: the measured times, and for all other kernels the chip's roofline with `curve`.
 
-    Raises RunError.
+    Raises RunError for an invalid calibration.
     """
     try:
         kernels = tuple(read_kernel(row, Reading()) for row in calibration.rows if "kernel" in row)
@@ -209,9 +209,9 @@ def collective_table(calibration: Calibration) -> CollectiveTable | None:
 
 
 def _curve(kind: str, ranks: int, times: Mapping[float, float]) -> CollectiveCurve:
-    """Return the curve of a collective from seconds by payload in bytes.
+    """Return the curve of a collective.
 
-    Times are reduced where they would decrease.
+    `times`: seconds by payload in bytes. If a larger payload takes less time, its time is used instead.
     """
     sizes = tuple(sorted(times))
     seconds = tuple(min(times[larger] for larger in sizes if larger >= size) for size in sizes)

@@ -43,9 +43,9 @@ def nothing_fits_text(problem: Problem, cheapest_change: Callable[[], str] | Non
     if not (why := unmet_text(problem)):
         rows, why, fix = np.flatnonzero(predictions.fits), "", cheapest_change() if cheapest_change else ""
         if rows.size:
-            name, message = _main_rule(problem, rows)
+            name = pruned.rules[int(np.bincount(pruned.rule[rows]).argmax()) - 1]
             text = N_("{count:,} candidates fit into memory, but rules remove them, most by {rule}: {message}")
-            why = _(text, count=rows.size, rule=name, message=message)
+            why = _(text, count=rows.size, rule=name, message=problem.messages.get(name, ""))
         else:
             why, fix = _smallest_text(problem, np.arange(len(space))), fix or _other_hardware(problem.task)
         why += f"; {fix}" if fix else ""
@@ -81,13 +81,6 @@ def _smallest_text(problem: Problem, rows: IntArray) -> str:
         budget=_budget_from(problem.task),
         candidate=str(problem.set_knobs(problem.space.candidate(row))) or _("engine defaults"),
     )
-
-
-def _main_rule(problem: Problem, rows: IntArray) -> tuple[str, str]:
-    """Return the name and the message of the rule that removes most of the candidates in `rows`."""
-    place = int(np.bincount(problem.pruned.rule[rows]).argmax()) - 1
-    name = problem.pruned.rules[place]
-    return name, problem.messages.get(name, "")
 
 
 def unmet_text(problem: Problem) -> str:
@@ -207,9 +200,7 @@ def dry_run(problem: Problem) -> Plan:
     )
 
 
-MEASURED = "`flag calibrate` measures it on such a device"
-BUDGET = "give cluster.memory_per_device"
-NETWORK = "give cluster.nic_bytes_per_second"
+CALIBRATE = "`flag calibrate` measures it on such a device"
 
 
 def no_time(task: Task, costs: Costs) -> str:
@@ -227,11 +218,11 @@ def no_time(task: Task, costs: Costs) -> str:
     if not by_fix and not unlisted:
         is_serving = isinstance(task.spec.work, ServeSpec)
         rate = "the host's speed for layers that are not on a device" if is_serving else "a rate of the device"
-        by_fix["trials measure it" if is_serving else MEASURED] = [rate]
+        by_fix["trials measure it" if is_serving else CALIBRATE] = [rate]
     rates_text = ", ".join(f"{' and '.join(rates)} ({fix})" for fix, rates in by_fix.items())
     chips = {group.chip.name: group for group in task.cluster.groups}
     unlimited = [
-        f"unknown memory of {name}, so all candidates are assumed to fit ({BUDGET})"
+        f"unknown memory of {name}, so all candidates are assumed to fit (give cluster.memory_per_device)"
         for name, group in chips.items()
         if group.memory_bytes is None and group.chip.memory_bytes is None
     ]
@@ -257,13 +248,13 @@ def _unknown_rates(group: NodeGroup, costs: Costs, has_peak: bool, precision: st
     """
     chip = group.chip.name
     if not has_peak:
-        yield f"the peak rate of {chip} in {precision}", MEASURED
+        yield f"the peak rate of {chip} in {precision}", CALIBRATE
     if np.isnan(costs.kernels.memory_seconds(np.array([1024.0]))).any():
-        yield f"the memory bandwidth of {chip}", MEASURED
+        yield f"the memory bandwidth of {chip}", CALIBRATE
     if _is_unknown(costs.collectives, "all_reduce", group.devices_per_node, 1):
-        yield f"the link between the {group.devices_per_node} devices of a node of {chip}", MEASURED
+        yield f"the link between the {group.devices_per_node} devices of a node of {chip}", CALIBRATE
     if _is_unknown(costs.collectives, "all_reduce", group.nodes, group.devices_per_node):
-        yield f"the network between nodes of {chip}", NETWORK
+        yield f"the network between nodes of {chip}", "give cluster.nic_bytes_per_second"
 
 
 def _is_unknown(costs: CollectiveCosts, kind: str, ranks: int, stride: int) -> bool:

@@ -54,9 +54,9 @@ def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], launc
 def with_target(limit: TimeLimit, task: Task, trial: Trial, share_s: float, earlier: Sequence[Trial]) -> TimeLimit:
     """Return `limit` with a target, the time after which a training trial ends with fewer steps.
 
-    The target is `share_s`, the trial's share of the remaining time of the search. It is at least the time that the
-    trial is predicted to take, and leaves RESERVE of the limit for the end of the trial. The time that a
-    trial takes to start is the median of the `earlier` trials.
+    The target is `share_s`, the trial's share of the remaining time of the search. It is at least the predicted
+    duration of the trial, and leaves RESERVE of the limit for the end of the trial. The trial is assumed to start in
+    the median time of the `earlier` trials.
     """
     if not isinstance(task.spec.work, TrainSpec):
         return limit
@@ -69,7 +69,7 @@ def with_target(limit: TimeLimit, task: Task, trial: Trial, share_s: float, earl
 def cap_limit(limit: TimeLimit, seconds_left: float, key: str) -> TimeLimit:
     """Return `limit`, reduced to `seconds_left` if that is less, but to no less than a second.
 
-    `key` names the option that limits the remaining time; the reason of the limit quotes it.
+    `key`: the option that limits the remaining time. The reason for the limit names it.
     """
     if seconds_left >= limit.seconds:
         return limit
@@ -125,11 +125,11 @@ def share_of_time(control: Control, state: SearchState, role: Role, candidates: 
 
 
 def why_no_trial(context: SearchContext) -> Message | None:
-    """Return why no further trial can be measured in its time, and what to change. Returns None if one can.
+    """Return why no further trial has enough time for a measurement, and what to change. Returns None if one has.
 
-    A decision is made only after a trial that ended before its last step. The search ends if fp32 is much faster than
-    the precision of the job. It also ends if nothing is measured, and either no open candidate is expected to finish
-    two steps in a trial, or MAX_WITHOUT_STEP trials finished no step or hung. A search of servers ends if
+    The result is None unless the last trial ended before its last step. Otherwise, the search ends if fp32 is much
+    faster than the precision of the job. If nothing is measured, it also ends if no open candidate is expected to
+    finish two steps in a trial, or if MAX_WITHOUT_STEP trials finished no step or hung. A search for servers ends if
     MAX_WITHOUT_STEP trials reached their time limit, and nothing is measured.
     """
     task, control = context.task, context.task.spec.control
@@ -207,7 +207,7 @@ def _faster_precision(task: Task) -> tuple[Message, Message] | None:
 
 
 def _more_time(control: Control, step: float, start: float) -> list[str]:
-    """Return changes of the spec, as text, that give trials enough time for all steps.
+    """Return the keys and values of a spec, such as `max_time: 120`, that give trials enough time for all steps.
 
     `step`: the seconds of a step. `start`: the seconds from the start of a trial to its first step.
     """

@@ -50,12 +50,12 @@ class RunDirectory:
         """
         file = self.path / IDENTITY
         try:
-            found = json.loads(read_regular(file))
-            fixed = dict(found["fixed"])
+            stored = json.loads(read_regular(file))
+            fixed = dict(stored["fixed"])
             dict(fixed.get("baseline") or {})
-            task = dict(found["task"])
+            task = dict(stored["task"])
             int(dict(task.get("hardware") or {}).get("devices_per_node", 1))
-            return {"run": str(found["run"]), "task": redact_data(task), "fixed": fixed}
+            return {"run": str(stored["run"]), "task": redact_data(task), "fixed": fixed}
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
