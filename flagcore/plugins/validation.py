@@ -50,7 +50,7 @@ class PluginFailure:
 
 
 def one(kind: type[T]) -> Callable[[object], T]:
-    """Return a function that checks a hook's result: it returns a valid instance of the class `kind` unchanged."""
+    """Return a function that returns a hook's result unchanged if it is a valid instance of the class `kind`."""
     return lambda answer: cast(T, data(kind, answer, kind.__name__))
 
 
@@ -84,7 +84,7 @@ def knobs(answer: object) -> tuple[Knob, ...]:
 
 
 def task_advice(answer: object) -> TaskAdvice:
-    """Return `answer` if it is valid advice, whose patterns compile and have failures as states."""
+    """Return `answer` if it is valid advice: all patterns compile, and their states are failures."""
     advice: TaskAdvice = data(TaskAdvice, answer, TaskAdvice.__name__)
     for pattern in advice.failures:
         if not pattern.state.failed:
