@@ -79,11 +79,7 @@ def test_a_value_that_no_combination_can_have_is_an_error() -> None:
     ("space", "settings", "key"),
     [
         ({"overlap_grad_reduce": (False, True)}, {"overlap_grad_reduce": True}, "train.settings.overlap_grad_reduce"),
-        (
-            {"pipeline_model_parallel_layout": "auto"},
-            {},
-            "auto_tuner.space.pipeline_model_parallel_layout",
-        ),
+        ({"pipeline_model_parallel_layout": "auto"}, {}, "auto_tuner.space.pipeline_model_parallel_layout"),
     ],
 )
 def test_a_setting_is_compared_or_given_and_listed_without_auto(space: Any, settings: Any, key: str) -> None:
