@@ -26,7 +26,7 @@ LEARNED_MESSAGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """Which candidates of the space rules have removed. A row is the position of a candidate in the space.
+    """The candidates that rules have removed from the space. A row is the position of a candidate in the space.
 
     `rule`: for each row, the rule that removed it: 0 for an open row, otherwise the index in `rules` plus one.
     `trial`: for each row, the number of the trial from which that rule was learned. -1 for other rules.
@@ -48,7 +48,7 @@ class Pruned:
     def reason(self, row: int) -> str | None:
         """Return the name of the rule that removed `row`, or None for an open row.
 
-        For a learned rule, the text includes the number of the trial.
+        For a learned rule, the number of the trial is added to the name.
         """
         rule = int(self.rule[row])
         if not rule:
@@ -96,7 +96,7 @@ class SearchState:
         return tuple(trial for trial in preferred if trial.is_final) or preferred
 
     def reported_trial(self, trial: Trial | None) -> Trial | None:
-        """Return the run that reports show for a trial's candidate: the one whose steps were shortened least."""
+        """Return the run that reports show for a trial's candidate: the run whose steps were shortened least."""
         if trial is None or (trial.is_final and not trial.shortened):
             return trial
         runs = self.runs_of(trial.candidate) or (trial,)
@@ -163,9 +163,9 @@ class SearchState:
 
 
 def overheads(control: Control, trials: Iterable[Trial]) -> list[float]:
-    """Return the seconds that each trial spent outside its steps, mostly on its start.
+    """Return the seconds that each trial spent outside its steps, mostly for its start.
 
-    Trials for which this is unknown are skipped.
+    Trials for which these seconds are unknown are skipped.
     """
     overheads_s = (trial.overhead_s(control.train_iters, control.warmup_iters) for trial in trials)
     return [seconds for seconds in overheads_s if seconds is not None]

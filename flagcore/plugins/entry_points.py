@@ -179,7 +179,7 @@ KINDS = {
     IMPORTERS: "importer",
     WATCHERS: "watcher",
 }
-"""The word that messages use for an object of each entry point group."""
+"""The noun that messages use for the objects of each entry point group."""
 
 
 def names(group: str) -> tuple[str, ...]:

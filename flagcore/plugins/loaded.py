@@ -48,7 +48,7 @@ from flagcore.plugins.validation import BadPlugin, PluginFailure
 
 LOG = logging.getLogger(__name__)
 SLOW_SECONDS = 5.0
-"""A plugin whose hook takes longer is reported, except for SLOW_HOOKS."""
+"""The user is warned if a hook takes longer than this, unless it is one of SLOW_HOOKS."""
 SLOW_HOOKS = ("flagcore_health", "flagcore_measured_chip")
 GROUP = "flagcore.plugins"
 DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
@@ -189,7 +189,7 @@ class LoadedPlugins:
 
     @classmethod
     def of(cls, plugins: Mapping[str, object]) -> LoadedPlugins:
-        """Return plugins from modules or objects by name, without looking at installed distributions."""
+        """Return the plugins that the given modules or objects implement, by name, instead of the installed ones."""
         return cls(_plugin(name, partial(lambda module: module, module)) for name, module in plugins.items())
 
     @property
@@ -268,7 +268,7 @@ class LoadedPlugins:
         return tuple(sentence for sentences in found for sentence in sentences)
 
     def topology(self, group: NodeGroup) -> Topology | None:
-        """Return the topology of the first plugin that has one. None means that the core derives it from the chip."""
+        """Return the topology of the first plugin that returns one, or None. The core then derives it from the chip."""
         check = partial(validation.topology, group=group)
         return self._first([group.chip], "flagcore_topology", check, group=group)
 
@@ -318,7 +318,7 @@ class LoadedPlugins:
         return tuple(knob_by_name[name] for name in sorted(knob_by_name))
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the engine support of the first plugin that knows it, or one with the support UNKNOWN."""
+        """Return the engine support of the first plugin that returns one, or else support that is UNKNOWN."""
         arguments = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
         support = self._first([chip], "flagcore_engine_support", validation.one(EngineSupport), **arguments)
         return support or EngineSupport(support=Support.UNKNOWN, reason=f"no plugin supports {engine} on {chip.name}")
@@ -344,7 +344,7 @@ class LoadedPlugins:
         return self._first([chip] if chip else [], "flagcore_telemetry", check, device=device)
 
     def _known_chips(self) -> dict[str, tuple[Chip, str]]:
-        """Return each chip and the name of its plugin, by all spellings of the chip's name and aliases."""
+        """Return each chip with the name of its plugin. The keys are all spellings of the chip's name and aliases."""
         if self._catalogue is None:
             self._catalogue = {}
             for plugin in self.plugins:
@@ -412,7 +412,7 @@ def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
 
 
 def _plugin(name: str, load: Callable[[], object], points: Sequence[EntryPoint] = ()) -> Plugin | PluginFailure:
-    """Return the plugin whose hooks `load` returns, or the reason why it is not usable.
+    """Return the plugin whose module or object `load` returns, or the reason why the plugin cannot be used.
 
     `points`: the entry points of the plugin.
     """

@@ -144,7 +144,7 @@ def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
     """Return why trials of `spec` cannot run on `nodes` nodes, or an empty string if they can."""
     total_nodes, hosts = spec.cluster.nodes, len(spec.cluster.hosts)
     if spec.cluster.groups:
-        return _("needs equal nodes, but there are cluster.groups")
+        return _("requires identical nodes, but cluster.groups is set")
     if total_nodes % nodes:
         return _("must divide cluster.nodes = {nodes}", nodes=total_nodes)
     if hosts and nodes > hosts - spec.cluster.spares:

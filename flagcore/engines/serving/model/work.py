@@ -31,12 +31,11 @@ class Overheads:
     - `iteration`: time of the host per iteration.
     - `sequence`: time of the host per iteration and running sequence (sampling, streaming, bookkeeping).
     - `request`: time that a request takes to reach the scheduler.
-    - `entry`: time that the front end takes to accept one request. It accepts one after the other.
+    - `entry`: time that the front end takes to accept one request. Requests are accepted one after the other.
     - `prompt_token`: time per prompt token in the one thread that tokenizes.
     - `receive`: number of iterations between two polls for new requests.
 
-    Times of the small kernels of one layer (norms, rotation, cache writes, activations, casts, routing), and of
-    messages:
+    Times of small kernels per layer (norms, rotation, cache writes, activations, casts, routing), and of messages:
 
     - `attention`, `ffn`: kernels of an attention layer, and of an FFN.
     - `latent`: additional kernels of latent attention.

@@ -24,6 +24,7 @@ from flagcore.engines.serving.space.placement import InstanceKinds, placements
 from flagcore.engines.serving.space.settings import Settings
 from flagcore.plugins import workload
 from flagcore.tuner.stages.build import build, canonical
+from tests import served
 from tests.small import CHIP, DENSE, SOURCE
 
 SHARED = Link(name="loopback", topology="shared-memory", bytes_per_second=Fact(value=2e9, source=SOURCE))
@@ -100,6 +101,13 @@ def predict(task: Task, settings: Settings, costs: Costs, kinds: InstanceKinds |
     engine: Any = workload(task.spec.serve.engine)
     overheads = engine.overheads_for(task, on_host=costs.synchronous)
     return predict_engine(task, settings, costs, overheads, untested=bool(engine.untested), kinds=kinds)
+
+
+def figures(task: Task, **values: KnobValue) -> dict[str, float]:
+    """The predicted metrics of a candidate: the engine's defaults but for `values`."""
+    engine = engine_of(task.spec.serve.engine)
+    found = engine.predict(task, row(engine, task, **values), served.costs()).figures
+    return {name: column.item() for name, column in found.items()}
 
 
 def published(task: Task, values: Mapping[str, str]) -> tuple[Task, dict[str, KnobValue]]:
