@@ -27,9 +27,7 @@ CHIP = replace(
     },
 )
 DENSE = replace(LLAMA, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256)
-SPARSE = replace(
-    DENSE, name="sparse", num_moe_experts=64, moe_router_topk=8, moe_ffn_hidden_size=1408, moe_first_dense_layers=1
-)
+SPARSE = replace(DENSE, num_moe_experts=64, moe_router_topk=8, moe_ffn_hidden_size=1408, moe_first_dense_layers=1)
 TRAIN = train_of(DENSE, global_batch=512, fused_activation=True, transformer_engine=True)
 
 
@@ -57,11 +55,8 @@ def with_options(train: Training = TRAIN, **options: object) -> Training:
 MOE = replace(TRAIN, model=SPARSE)
 Job = tuple[Training, dict[str, float]]
 ONE: Job = (TRAIN, {})
-WIDE, DEEP, FOUR = (
-    {"tensor": 8.0, "sequence_parallel": 1.0, "data": 1.0},
-    {"pipeline": 8.0, "data": 1.0},
-    {"pipeline": 4.0},
-)
+WIDE, DEEP = {"tensor": 8.0, "sequence_parallel": 1.0, "data": 1.0}, {"pipeline": 8.0, "data": 1.0}
+FOUR = {"pipeline": 4.0}
 FEW, LONG, SHORT = {**DEEP, "microbatches": 16.0}, {**FOUR, "microbatches": 64.0}, {"microbatches": 4.0}
 EXPERTS = (MOE, {"expert": 8.0})
 HIDDEN = with_options(overlap_grad_reduce=True, overlap_param_gather=True)
@@ -132,9 +127,8 @@ def test_selective_recompute_costs_something_and_less_than_full(module: str) -> 
 
 
 def test_small_layers_wait_for_the_host_and_graphs_do_not() -> None:
-    small = replace(
-        TRAIN, model=replace(DENSE, hidden_size=512, ffn_hidden_size=1024, num_attention_heads=4), sequence=256
-    )
+    shape = {"hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 4}
+    small = replace(TRAIN, model=replace(DENSE, **shape), sequence=256)
     slow, quick = costs(Curve(launch_seconds=50e-6)), costs(Curve(launch_seconds=1e-7))
     assert total(small, slow) > 3 * total(small, quick)
     graphed = replace(small, options=Options(cuda_graph="iteration"))
@@ -186,12 +180,10 @@ def test_groups_without_a_topology_do_not_slow_compute() -> None:
 def test_model_flops_of_weights_that_adapters_leave_alone_need_no_gradients_of_weights() -> None:
     """6 flops a weight and token, 4 without its gradient; causal attention's scores take as many as ever."""
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
-    every = model_flops(TRAIN)
+    every, tokens = model_flops(TRAIN), TRAIN.sequence * TRAIN.global_batch
     with_adapters = model_flops(with_options(adapters=True))
-    assert every - with_adapters == pytest.approx(2.0 * weights * TRAIN.sequence * TRAIN.global_batch)
-    assert with_adapters == pytest.approx(
-        TRAIN.sequence * TRAIN.global_batch * (4.0 * weights + 6.0 * 32 * 4096 * TRAIN.sequence)
-    )
+    assert every - with_adapters == pytest.approx(2.0 * weights * tokens)
+    assert with_adapters == pytest.approx(tokens * (4.0 * weights + 6.0 * 32 * 4096 * TRAIN.sequence))
 
 
 def test_a_slow_network_delays_stages_that_share_a_node() -> None:

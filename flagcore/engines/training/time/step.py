@@ -232,10 +232,8 @@ def _timed(
     train: Training, groups: Sequence[Costs], blocks: Blocks, placement: Placement, all_stages: Sequence[Stage]
 ) -> list[_Timed]:
     """Return the times of each stage, with the layout and the costs of the stage's node group."""
-    meshes = [
-        (mesh, costs, blocks.on(number))
-        for number, (mesh, costs) in enumerate(zip(placement.layouts, groups, strict=True))
-    ]
+    pairs = enumerate(zip(placement.layouts, groups, strict=True))
+    meshes = [(mesh, costs, blocks.on(number)) for number, (mesh, costs) in pairs]
     stage_times = []
     for stage_ in all_stages:
         times_by_group = []

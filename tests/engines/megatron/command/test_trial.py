@@ -216,10 +216,7 @@ def torchrun(options: str, **how: Any) -> list[str]:
         ("--nproc_per_node 4 --standalone", "--nproc_per_node 4 --standalone"),
         ("--standalone", "--standalone --nproc-per-node=4"),
         ("--nproc-per-node=gpu --standalone", "--standalone --nproc-per-node=4"),
-        (
-            "--nproc_per_node 8 --master_addr h --master_port 29500",
-            "--master_addr h --nproc-per-node=4 --master-port=P",
-        ),
+        ("--nproc_per_node 8 --master_addr h --master_port 2950", "--master_addr h --nproc-per-node=4 --master-port=P"),
         ("--nnodes 2 --node_rank 1 --nproc_per_node 4", "--nproc_per_node 4 --nnodes=1 --node-rank=0 --master-port=P"),
         (
             "--nproc_per_node 4 --rdzv-backend=c10d --rdzv_endpoint=h:1",

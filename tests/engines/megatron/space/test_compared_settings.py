@@ -44,11 +44,8 @@ def values(task: Task, *names: str) -> set[tuple[Any, ...]]:
 
 
 def test_rules_hold_for_each_combination() -> None:
-    space = {
-        "use_distributed_optimizer": (False, True),
-        "overlap_grad_reduce": (False, True),
-        "overlap_param_gather": (False, True),
-    }
+    names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+    space: dict[str, Any] = dict.fromkeys(names, (False, True))
     found = values(task_of(space), *space)
     gathers = {row for row in found if row[2]}
     assert gathers == {(True, True, True)}

@@ -187,9 +187,8 @@ def test_configuration_that_megatron_refuses_exits_with_2_and_one_clear_line(job
     illegal = jobs["illegal"]
     assert illegal.code == failures.INVALID
     first, *rest = illegal.stderr.splitlines()
-    assert first == (
-        "invalid configuration: num_attention_heads (4) must be a multiple of tensor_model_parallel_size (3)."
-    )
+    refusal = "num_attention_heads (4) must be a multiple of tensor_model_parallel_size (3)."
+    assert first == f"invalid configuration: {refusal}"
     assert sum("Traceback" in line for line in rest) == 1  # of the first rank to fail, and of no other
     assert not (illegal.folder / "metrics.json").exists()
 
