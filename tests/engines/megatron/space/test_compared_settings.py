@@ -44,11 +44,8 @@ def values(task: Task, *names: str) -> set[tuple[Any, ...]]:
 
 
 def test_rules_hold_for_each_combination() -> None:
-    space = {
-        "use_distributed_optimizer": (False, True),
-        "overlap_grad_reduce": (False, True),
-        "overlap_param_gather": (False, True),
-    }
+    names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+    space: dict[str, Any] = dict.fromkeys(names, (False, True))
     found = values(task_of(space), *space)
     gathers = {row for row in found if row[2]}
     assert gathers == {(True, True, True)}
@@ -79,11 +76,7 @@ def test_a_value_that_no_combination_can_have_is_an_error() -> None:
     ("space", "settings", "key"),
     [
         ({"overlap_grad_reduce": (False, True)}, {"overlap_grad_reduce": True}, "train.settings.overlap_grad_reduce"),
-        (
-            {"pipeline_model_parallel_layout": "auto"},
-            {},
-            "auto_tuner.space.pipeline_model_parallel_layout",
-        ),
+        ({"pipeline_model_parallel_layout": "auto"}, {}, "auto_tuner.space.pipeline_model_parallel_layout"),
     ],
 )
 def test_a_setting_is_compared_or_given_and_listed_without_auto(space: Any, settings: Any, key: str) -> None:

@@ -102,9 +102,8 @@ def test_a_spec_that_names_its_settings_is_unchanged(job: dict[str, Any]) -> Non
 
 def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Path) -> None:
     arguments = WORKLOAD.as_in_production(platform(small.EXPERTS, precision="fp8"))
-    knobs = {axis.knob: axis.neutral for axis in legality(small.platform(arguments.task)).axes} | {
-        "expert_model_parallel_size": 4
-    }
+    neutral = {axis.knob: axis.neutral for axis in legality(small.platform(arguments.task)).axes}
+    knobs = {**neutral, "expert_model_parallel_size": 4}
     shards = {"data_parallel_size": 4, "use_distributed_optimizer": True}
     plain = {**knobs, "data_parallel_size": 4, "use_recompute": True, "recompute_granularity": "full"}
 

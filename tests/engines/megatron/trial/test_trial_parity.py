@@ -32,15 +32,7 @@ TIED = {**DENSE, "untie_embeddings_and_output_weights": False, "qk_layernorm": T
 PLAIN = {**DENSE, "gated_linear_unit": False}
 PREDICTS_TWO = {**DENSE, "mtp_num_layers": 1}
 
-DP2, TP2, PP2, CP2 = (
-    {name: 2}
-    for name in (
-        "data_parallel_size",
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-    )
-)
+DP2, TP2, PP2, CP2 = ({f"{name}_parallel_size": 2} for name in ("data", "tensor_model", "pipeline_model", "context"))
 
 EP2 = {"expert_model_parallel_size": 2}
 ETP1 = {"expert_tensor_parallel_size": 1}

@@ -11,10 +11,7 @@ import yaml
 
 from flagcore import api
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"), pytest.mark.slow]
 
 SPEC: dict[str, Any] = {
     "model": {

@@ -50,13 +50,7 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 16,
     "qk_layernorm": True,
 }
-TRAIN: dict[str, Any] = {
-    "seq_length": 32,
-    "global_batch_size": 16,
-    "precision": "fp32",
-    "train_iters": 3,
-    "seed": 1234,
-}
+TRAIN: dict[str, Any] = {"seq_length": 32, "global_batch_size": 16, "precision": "fp32", "train_iters": 3, "seed": 1234}
 DEVICE: dict[str, Any] = {"type": "cpu", "backend": "gloo", "preload": [], "threads_per_rank": 1}
 
 
