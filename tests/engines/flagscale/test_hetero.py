@@ -132,7 +132,7 @@ def normal(words: list[str] | tuple[str, ...]) -> dict[str, Any]:
 def check(asked: dict[str, Any], answers: list[dict[str, Any]], folder: Path) -> None:
     _, platform, candidate = read(asked)
     for_real = WORKLOAD.launch(platform, candidate, str(folder), for_real=True)
-    trial = platform.prepared(planned_launch(platform, candidate, str(folder)))
+    trial = platform.prepared_launch(planned_launch(platform, candidate, str(folder)))
     assert answers
     for answer in answers:
         words = [word.replace("{type}", _kind(answer)) for word in for_real.argv]
@@ -254,7 +254,7 @@ def test_a_tuners_space_has_meshes_on_all_devices_of_the_host_file(tmp_path: Pat
 def test_an_exported_tree_is_imported_as_the_same_job(tmp_path: Path) -> None:
     asked = case("second", tmp_path, WHEEL)
     _, platform, candidate = read(asked)
-    launch = platform.prepared(planned_launch(platform, candidate, str(tmp_path), for_real=True))
+    launch = platform.prepared_launch(planned_launch(platform, candidate, str(tmp_path), for_real=True))
     exporter: Any = FlagScale()
     job = ExportJob(name="job", comments=(), platform=platform, candidate=candidate, launch=launch, devices=8)
     for name, text in exporter.export(job, "flagscale").items():
