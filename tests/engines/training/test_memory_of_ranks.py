@@ -39,43 +39,17 @@ pytestmark = pytest.mark.slow
 
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 
-DENSE: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14336,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "kv_channels": 128,
-    "vocab_size": 32768,
-}
+HEADS = {"num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128}
+DENSE: dict[str, Any] = {**HEADS, "num_layers": 4, "hidden_size": 4096, "ffn_hidden_size": 14336, "vocab_size": 32768}
 LONG = {**DENSE, "num_layers": 8}
-EXPERTS = {
-    **DENSE,
-    "num_layers": 2,
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_query_groups": 4,
-    "qk_layernorm": True,
-    "num_moe_experts": 8,
-    "moe_router_topk": 4,
-    "moe_ffn_hidden_size": 1024,
-}
+HALF = {"num_layers": 2, "hidden_size": 2048, "num_attention_heads": 16}
+ROUTED = {"num_moe_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 1024}
+EXPERTS = {**DENSE, **HALF, **ROUTED, "num_query_groups": 4, "qk_layernorm": True}
 FEW_EXPERTS = {**EXPERTS, "moe_router_topk": 2, "moe_ffn_hidden_size": 7168}
 SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 2048, "moe_first_dense_layers": 1, "qk_layernorm": False}
-LATENT = {
-    **{name: DENSE[name] for name in ("num_attention_heads", "vocab_size")},
-    "num_layers": 2,
-    "hidden_size": 2048,
-    "ffn_hidden_size": 6144,
-    "num_attention_heads": 16,
-    "multi_latent_attention": True,
-    "q_lora_rank": 512,
-    "kv_lora_rank": 256,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-    "qk_layernorm": True,
-}
+WIDTHS = {"q_lora_rank": 512, "kv_lora_rank": 256, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+LATENT = {**HALF, **WIDTHS, "multi_latent_attention": True, "qk_layernorm": True}
+LATENT |= {"ffn_hidden_size": 6144, "vocab_size": DENSE["vocab_size"]}
 DEEP = {**LATENT, **{name: SHARED[name] for name in SHARED if name.startswith(("num_moe", "moe"))}, "mtp_num_layers": 1}
 GPT = {**DENSE, "gated_linear_unit": False, "untie_embeddings_and_output_weights": False, "num_query_groups": 32}
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import Costs
-from flagcore.domain.chip import Fact
 from flagcore.domain.cluster import Topology
 from flagcore.engines.training.layout import Layout, Options, Training, distinct
 from flagcore.engines.training.stages import model_flops
@@ -20,12 +19,7 @@ from tests.engines.training.candidates import LLAMA, TOPOLOGY, training_memory
 from tests.engines.training.candidates import layout as layout_of
 from tests.engines.training.candidates import train as train_of
 
-CHIP = replace(
-    small.CHIP,
-    dense_flops_per_second={
-        name: Fact(value=rate, source=small.SOURCE) for name, rate in (("bf16", 900e12), ("fp8", 1800e12))
-    },
-)
+CHIP = small.chip(bf16=9e14, fp8=1.8e15)
 DENSE = replace(LLAMA, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256)
 SPARSE = replace(DENSE, num_moe_experts=64, moe_router_topk=8, moe_ffn_hidden_size=1408, moe_first_dense_layers=1)
 TRAIN = train_of(DENSE, global_batch=512, fused_activation=True, transformer_engine=True)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import Platform
-from flagcore.domain.chip import Fact
 from flagcore.domain.engine import RefusedValues
 from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
@@ -19,12 +18,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.stages.build import build, legality
 from tests import small
 
-CHIP = replace(
-    small.CHIP,
-    dense_flops_per_second={
-        name: Fact(value=rate, source=small.SOURCE) for name, rate in (("bf16", 9e14), ("fp8", 2e15))
-    },
-)
+CHIP = small.chip(bf16=9e14, fp8=2e15)
 TWO_TOKENS = replace(small.EXPERTS, mtp_num_layers=1)
 SPACE = {
     "micro_batch_size": (1,),

@@ -96,11 +96,7 @@ DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
     "data, reduction overlapped": {**DP2, "overlap_grad_reduce": True},
     "data, overlaps": {**DP2, **OVERLAPS},
     "data and interleaved pipeline, overlaps": {**DP2, **VPP2, **OVERLAPS},
-    "embedding and loss count as layers": {
-        **PP2,
-        "account_for_embedding_in_pipeline_split": True,
-        "account_for_loss_in_pipeline_split": True,
-    },
+    "embedding, loss count": {**PP2, **{f"account_for_{end}_in_pipeline_split": True for end in ("embedding", "loss")}},
 }
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "data": DP2,
