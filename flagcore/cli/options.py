@@ -17,7 +17,8 @@ from flagcore.i18n import N_, _, in_english
 from flagcore.i18n.width import wrapped
 
 if TYPE_CHECKING:
-    from flagcore.contracts import ImportedSpec, ImportNote
+    from flagcore.contracts import ImportedSpec
+    from flagcore.domain.spec import ImportNote
 
 F = TypeVar("F", bound=Callable[..., Any])
 

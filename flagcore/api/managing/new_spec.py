@@ -14,8 +14,10 @@ import yaml
 
 from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, LoadedSpec, check_chips, validate_engines
-from flagcore.contracts import ImportedSpec, ImportNote, Start
+from flagcore.contracts import ImportedSpec
+from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret, redact_data, redact_text
+from flagcore.domain.spec import ImportNote
 from flagcore.errors import FlagError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import _
 from flagcore.plugins import WORKLOADS, names

@@ -11,7 +11,7 @@ from flagcore.engines.serving.launch.server import Instance, Router
 from flagcore.engines.serving.space import knobs as common_knobs
 from flagcore.engines.serving.space.hardware import TP
 from flagcore.engines.serving.space.program import Program
-from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
+from flagcore.engines.serving.space.settings import PublishedRuns, Settings
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,8 +55,6 @@ class EngineProfile:
     """Overheads of the host in seconds, per iteration and per sequence in it, if devices are CPU cores."""
     receive_flag: str = ""
     """The flag for the number of iterations between two polls for new requests."""
-    graph_tokens: Callable[[Task], int] = lambda task: GRAPH_TOKENS
-    """Returns the largest batch, in tokens, that the engine captures as a graph."""
     published_runs: PublishedRuns = field(default_factory=PublishedRuns)
     distribution: str = ""
     """The pip distribution of the engine if it differs from the engine's name."""

@@ -31,7 +31,7 @@ from flagcore.engines.serving.space.rules import (
     speculation_rules,
     split_rules,
 )
-from flagcore.engines.serving.space.settings import Settings
+from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token
 from flagcore.errors import FlagError, NoDevice, SpecError
 from flagcore.spec.models import context_length
@@ -162,7 +162,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_batched_tokens=batch,
         pass_tokens=np.minimum(or_default(values[N_UBATCH], UBATCH), batch),
         context_len=slot_share(values, total) if total else context,
-        graphs=np.ones_like(devices),
+        graph_tokens=np.full_like(devices, GRAPH_TOKENS),
         cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
         cache_element_bytes=element,
         on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),

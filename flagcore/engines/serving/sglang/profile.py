@@ -36,7 +36,7 @@ from flagcore.engines.serving.space.hardware import (
 from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import BACKEND, DRAFTED, EAGER, REDUNDANT, SPECULATION, TRANSFER, or_default
 from flagcore.engines.serving.space.program import Program, as_words
-from flagcore.engines.serving.space.settings import PublishedRuns, Settings
+from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
@@ -198,7 +198,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_batched_tokens=tokens,
         block_size=or_default(values[PAGE], 1),
         chunked=(chunk > 0).astype(np.int64),
-        graphs=((values[EAGER] == 0) & (not hardware.on_cores)).astype(np.int64),
+        graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), GRAPH_TOKENS, 0),
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
         cache_element_bytes=element,

@@ -403,8 +403,13 @@ def test_a_failure_that_is_not_the_candidates_has_its_fix(line: str, fix: str) -
             {"max_batched_tokens": 2048, "max_running": 16},
         ),
         ("sglang", {}, {"chunked_prefill_size": -1}, {"chunked": 0, "max_batched_tokens": 16384}),
-        ("lmdeploy", {}, {"backend": "turbomind"}, {"graphs": 0}),
-        ("lmdeploy", {}, {"backend": "pytorch", "kv_cache_type": "int4"}, {"graphs": 1, "cache_element_bytes": 0.5}),
+        ("lmdeploy", {}, {"backend": "turbomind"}, {"graph_tokens": 0}),
+        (
+            "lmdeploy",
+            {},
+            {"backend": "pytorch", "kv_cache_type": "int4"},
+            {"graph_tokens": 512, "cache_element_bytes": 0.5},
+        ),
         (
             *("llamacpp", {"on_cores": True}, {"parallel": 8, "batch_size": 256}),
             {"max_running": 8, "max_batched_tokens": 256, "pass_tokens": 256, "context_len": 256, "devices": 2},

@@ -13,7 +13,7 @@ from flagcore.engines.serving.model.simulation import Lane, Price
 from flagcore.engines.serving.model.work import Serving
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.roofline import Roofline
-from tests.served import CHIP, DENSE, EXPERTS, LATENT, OVER, costs, split, times
+from tests.served import CHIP, DENSE, EXPERTS, LATENT, OVER, costs, settings, times
 
 
 @pytest.mark.parametrize("model", [DENSE, EXPERTS, LATENT], ids=lambda model: model.name)
@@ -51,7 +51,7 @@ def test_each_tensor_rank_reads_a_latent_which_is_smaller_than_its_heads() -> No
 def test_layers_with_windows_read_and_compare_less() -> None:
     windowed = replace(DENSE, windows=Windows(num_layers=36, tokens=1024))
     of = Serving(model=windowed, precision="bf16", overheads=OVER, tokens=4096.0, prompt=2048.0)
-    found, plain = iteration_costs(of, split(), costs()), times()
+    found, plain = iteration_costs(of, settings(), costs()), times()
     assert found.cached[0] == pytest.approx(plain.cached[0] / 4)
     assert found.pair[0] == pytest.approx(plain.pair[0] * 3 / 4)
     assert (found.local == plain.local).all()
@@ -61,7 +61,7 @@ def test_sparse_attention_is_cheaper_for_long_requests_only() -> None:
     model = replace(LATENT, indexer=Indexer(heads=32, head_dim=128, top_k=2048))
     for tokens, is_cheaper in ((1024.0, False), (65536.0, True)):
         of = Serving(model=model, precision="bf16", overheads=OVER, tokens=tokens, prompt=tokens)
-        found, plain = iteration_costs(of, split(), costs()), times(LATENT)
+        found, plain = iteration_costs(of, settings(), costs()), times(LATENT)
         assert (found.cached[0] < plain.cached[0]) == is_cheaper
         assert (found.pair[0] < plain.pair[0]) == is_cheaper
 
@@ -69,7 +69,7 @@ def test_sparse_attention_is_cheaper_for_long_requests_only() -> None:
 def test_linear_attention_takes_time_per_token_but_not_per_pair() -> None:
     layers = LinearAttention(num_layers=27, key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
     of = Serving(model=replace(DENSE, linear_attention=layers), precision="bf16", overheads=OVER, tokens=1e4)
-    found, plain = iteration_costs(of, split(), costs()), times()
+    found, plain = iteration_costs(of, settings(), costs()), times()
     assert found.pair[0] == pytest.approx(plain.pair[0] / 4)
     states = 27 * 2 * layers.state_bytes / 1e4 / 3e12
     assert found.cached[0] == pytest.approx(plain.cached[0] / 4 + states, rel=0.1)
@@ -77,7 +77,7 @@ def test_linear_attention_takes_time_per_token_but_not_per_pair() -> None:
 
 
 def test_a_smaller_cache_type_is_read_faster() -> None:
-    assert times(cache_bytes=[2.0, 1.0]).cached[1] == pytest.approx(0.5 * times().cached[0])
+    assert times(cache_element_bytes=[2.0, 1.0]).cached[1] == pytest.approx(0.5 * times().cached[0])
 
 
 def test_few_tokens_use_few_experts_and_many_use_all() -> None:
@@ -101,7 +101,7 @@ def test_kernels_behind_an_exchange_have_their_own_rate() -> None:
 
 
 def test_a_crowded_host_takes_longer() -> None:
-    found = times(captured=0.0, crowding=[1.0, 5.0])
+    found = times(graph_tokens=0, crowding=[1.0, 5.0])
     assert found.local[1] == pytest.approx(found.local[0])
     lane = Lane(budget=8192.0, running=64.0, cache_tokens=1e9)
     over = replace(OVER, request=3e-3, entry=1e-3, prompt_token=1e-6)
@@ -114,7 +114,7 @@ def test_a_crowded_host_takes_longer() -> None:
 
 
 def test_batches_without_a_graph_wait_for_the_host() -> None:
-    found = times(captured=[512.0, 0.0])
+    found = times(graph_tokens=[512, 0])
     lane = Lane(budget=8192.0, running=64.0, cache_tokens=1e9)
     captured, eager = (Price(found, row, lane, OVER) for row in (0, 1))
     assert eager.decode(1) > 2 * captured.decode(1)
@@ -123,7 +123,7 @@ def test_batches_without_a_graph_wait_for_the_host() -> None:
     assert captured.mixed(0, 513.0, 513.0, 0.0, 1) == pytest.approx(host, rel=1e-2)
 
 
-def test_a_large_pass_is_split() -> None:
+def test_a_large_pass_is_settings() -> None:
     found = times(pass_tokens=[1e9, 512.0]).local
     last = NODES.tolist().index(2048)
     assert found[1, last] == pytest.approx(4 * found[1, NODES.tolist().index(512)])
@@ -131,7 +131,7 @@ def test_a_large_pass_is_split() -> None:
 
 
 def test_work_is_shared_among_cores() -> None:
-    one, four = times(cores=[1.0, 4.0]).local[:, 0]
+    one, four = times(devices=[1, 4]).local[:, 0]
     assert one == pytest.approx(4 * four)
 
 
@@ -150,9 +150,9 @@ def test_tables_are_interpolated_and_zero_work_takes_no_time() -> None:
 
 
 def test_weights_that_are_only_stored_narrower_are_computed_in_the_wider_format() -> None:
-    wide = iteration_costs(Serving(model=DENSE, precision="bf16", overheads=OVER), split(), costs()).local[0]
+    wide = iteration_costs(Serving(model=DENSE, precision="bf16", overheads=OVER), settings(), costs()).local[0]
     stored = Serving(model=DENSE, precision="bf16", overheads=OVER, weight_bytes=0.5)
-    narrow = iteration_costs(stored, split(), costs()).local[0]
+    narrow = iteration_costs(stored, settings(), costs()).local[0]
     assert narrow[0] < 0.5 * wide[0]
     assert narrow[-1] > 0.9 * wide[-1]
 
@@ -161,7 +161,7 @@ def test_weights_that_are_only_stored_narrower_are_computed_in_the_wider_format(
 def test_a_chip_without_bf16_serves_in_fp16(model: Model) -> None:
     rate = CHIP.dense_flops_per_second["bf16"]
     older = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={"fp16": rate})))
-    found = iteration_costs(Serving(model=model, precision="fp16", overheads=OVER), split(), older)
+    found = iteration_costs(Serving(model=model, precision="fp16", overheads=OVER), settings(), older)
     assert found.local == pytest.approx(times(model).local)
     assert found.cached == pytest.approx(times(model).cached)
 
@@ -173,7 +173,7 @@ NETWORK = replace(costs(), collectives=Collectives(topology=topology_of(HOSTS)))
 
 def seconds_of_experts(tokens: float, **arguments: float | bool) -> float:
     """What the experts of 64 attention ranks on eight hosts take for the tokens of all ranks."""
-    layout = split(data=64.0, expert=64.0, **arguments)
+    layout = settings(data=64.0, expert=64.0, **arguments)
     found = iteration_costs(Serving(model=EXPERTS, precision="fp8", overheads=OVER), layout, NETWORK)
     return float(interpolate(found.shared, np.array([tokens]))[0])
 
@@ -191,7 +191,7 @@ def test_overlapping_the_exchange_helps_large_batches_but_hides_at_most_the_shor
     layout = {"data": 64.0, "expert": 64.0, "exchanges": True, "balanced": True}
     plain, found = (
         iteration_costs(
-            Serving(model=EXPERTS, precision="fp8", overheads=OVER), split(**layout, overlaps=each), NETWORK
+            Serving(model=EXPERTS, precision="fp8", overheads=OVER), settings(**layout, overlaps=each), NETWORK
         )
         for each in (False, True)
     )
@@ -203,7 +203,7 @@ def test_overlapping_the_exchange_helps_large_batches_but_hides_at_most_the_shor
 
 
 def test_ranks_have_their_own_hosts_and_graphs() -> None:
-    found = times(EXPERTS, data=8.0, expert=8.0, captured=512.0)
+    found = times(EXPERTS, data=8.0, expert=8.0, graph_tokens=512)
     lane = Lane(budget=1e9, running=1e9, cache_tokens=1e9, ranks=8.0)
     price = Price(found, 0, lane, OVER)
     alone = Price(found, 0, replace(lane, ranks=1.0), OVER)

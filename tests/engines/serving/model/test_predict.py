@@ -19,12 +19,12 @@ from flagcore.engines.serving.model.work import UNFITTED, overheads_of
 from flagcore.engines.serving.sglang.profile import RECEIVE
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
 from flagcore.engines.serving.space.placement import uniform_kinds
-from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.serving.space.weights import parameters
+from flagcore.engines.serving.vllm.knobs import graph_tokens
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.physics.roofline import Roofline
 from tests.engines.serving.engines.tasks import predict, published
-from tests.served import CHIP, DENSE, EXPERTS, costs
+from tests.served import CHIP, DENSE, EXPERTS, costs, settings
 
 LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
 
@@ -34,32 +34,6 @@ def task(*loads: Load, engine: str = "vllm", objective: str = "output_tokens_per
     job = ServeSpec(engine=engine, loads=loads or (LOAD,), **{"engine_version": "0.19.0", **serve})  # type: ignore[arg-type]
     spec = Spec(model=DENSE, cluster=ClusterSpec(), work=job, objective=objective)
     return Task(spec=spec, cluster=Cluster(groups=(group,)))
-
-
-def settings(**arguments: object) -> Settings:
-    values: dict[str, object] = {
-        **dict.fromkeys(("instances", "tensor", "pipeline", "data", "expert"), 1),
-        "max_running": 256,
-        "max_batched_tokens": 8192,
-        "pass_tokens": 8192,
-        "block_size": 16,
-        "context_len": 2048,
-        "chunked": 1,
-        "graphs": 1,
-        "prefix_caching": 0,
-        "memory_fraction": 0.9,
-        "cache_element_bytes": 2.0,
-        **dict.fromkeys(("cache_bytes", "host_s"), np.nan),
-        **dict.fromkeys(("drafted", "copies", "host_tokens"), 0),
-        **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized"), False),
-        "on_device": 1.0,
-        **arguments,
-    }
-    rows = max(np.size(value) for value in values.values())
-    columns = {name: np.broadcast_to(np.asarray(value), (rows,)) for name, value in values.items()}
-    columns.setdefault("devices", columns["tensor"] * columns["pipeline"] * columns["data"])
-    columns.setdefault("tower_shares", columns["tensor"])
-    return Settings(**columns)
 
 
 def predicted(on: Task | None = None, **arguments: object) -> Predictions:
@@ -129,7 +103,7 @@ RATE = "output_tokens_per_s"
         ({"tensor": [2, 4]}, "tpot_s.mean", 0.0, 1.0),
         ({"max_running": [256, 4]}, RATE, 0.0, 0.5),
         ({"max_batched_tokens": [8192, 256], "pass_tokens": [8192, 256]}, RATE, 0.0, 1.0),
-        ({"graphs": [1, 0]}, RATE, 0.0, 0.7),
+        ({"graph_tokens": [512, 0]}, RATE, 0.0, 0.7),
         ({"max_running": [64, 512], "block_size": [16, 128]}, RATE, 0.999999, 1.000001),  # limits out of reach
     ],
 )
@@ -268,8 +242,8 @@ def test_an_engine_without_overheads_has_no_other_engines() -> None:
 
 def test_a_host_that_also_computes_pays_for_scheduling() -> None:
     own = replace(costs(), synchronous=True)
-    beside = predicted(graphs=[1, 0])
-    found = predict(task(), settings(graphs=[1, 0]), own)
+    beside = predicted(graph_tokens=[512, 0])
+    found = predict(task(), settings(graph_tokens=[512, 0]), own)
     assert figure(found, "tpot_s.p50")[0] > figure(beside, "tpot_s.p50")[0]
     assert figure(found)[1] < figure(found)[0]
 
@@ -334,8 +308,8 @@ def test_a_trace_is_sent_at_its_recorded_times(tmp_path: Path) -> None:
 
 def test_newer_releases_capture_larger_graphs_on_chips_that_compute_in_4_bits() -> None:
     versions = ("0.17.0", "0.19.0", None)
-    assert [VLLM.graph_tokens(fp4_task("vllm", engine_version=each)) for each in versions] == [512, 1024, 1024]
-    assert VLLM.graph_tokens(task()) == SGLANG.graph_tokens(fp4_task("sglang")) == 512
+    assert [graph_tokens(fp4_task("vllm", engine_version=each)) for each in versions] == [512, 1024, 1024]
+    assert graph_tokens(task()) == 512
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:

@@ -16,8 +16,7 @@ from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.roofline import Roofline
 from tests.engines.serving.engines.tasks import predict
-from tests.engines.serving.model.test_predict import settings
-from tests.served import CHIP, DENSE, EXPERTS, SOURCE, costs
+from tests.served import CHIP, DENSE, EXPERTS, SOURCE, costs, settings
 
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPTS = (64, 256, 512, 1024, 2048, 4096, 8192)
