@@ -13,6 +13,7 @@ from flagcore.contracts import SearchContext
 from flagcore.domain.prediction import Observations, PastMeasurements, Predictions
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.spec import Control
 from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.tuner.learning.trials import (
     MAX_EXCESS,
@@ -25,7 +26,7 @@ from flagcore.tuner.learning.trials import (
     observed_memory,
     observed_times,
 )
-from flagcore.tuner.strategies.learned import MIN_GAIN, STRATEGY, believed
+from flagcore.tuner.strategies.learned import STRATEGY, believed
 from tests import small as made_up
 from tests.tuner.strategies.contexts import SPACE, TASK, WORKLOAD, distorted, predictions, search_context, trial_of
 
@@ -36,11 +37,12 @@ def search(known: Predictions, real: FloatArray, capacity: float = np.inf, memor
     """Run the strategy to its end against a made-up ground truth."""
     trials: list[Trial] = []
     while len(trials) < len(SPACE):
-        row = STRATEGY.next(search_context(known, trials)).row
-        if row is None:
+        choice = STRATEGY.next(search_context(known, trials))
+        if (row := choice.row) is None:
             break
         needed = memory * float(known.device_used_bytes[row])
-        trials.append(trial_of(row, float(real[row]) if needed <= capacity else None, len(trials), needed))
+        trial = trial_of(row, float(real[row]) if needed <= capacity else None, len(trials), needed)
+        trials.append(replace(trial, believed=dict(choice.belief)))
     return trials
 
 
@@ -210,10 +212,10 @@ def broken_by(known: Predictions, real: FloatArray, fails: np.ndarray, most: int
     """Run the strategy, where what `fails` marks fails."""
     trials: list[Trial] = []
     while len(trials) < most:
-        row = STRATEGY.next(search_context(known, trials)).row
-        if row is None:
+        choice = STRATEGY.next(search_context(known, trials))
+        if (row := choice.row) is None:
             break
-        done = trial_of(row, float(real[row]), len(trials))
+        done = replace(trial_of(row, float(real[row]), len(trials)), believed=dict(choice.belief))
         trials.append(replace(done, state=TrialState.FAILED, measurement=None) if fails[row] else done)
     return trials
 
@@ -252,7 +254,7 @@ def certain_experience() -> PastMeasurements:
 
 @pytest.mark.parametrize(
     ("factors", "stops"),
-    [((1.0,), False), ((1.0, 1.0), True), ((1.0, 1.1), False), ((1.0, 1.0, 1.0), True)],
+    [((1.0,), False), ((1.0, 1.0), True), ((1.0, 1.3), False), ((1.0, 1.0, 1.0), True)],
     ids=["one measurement", "two as expected", "two, one slower", "three"],
 )
 def test_experience_ends_a_run_after_two_measurements_that_confirm_it(factors: tuple[float, ...], stops: bool) -> None:
@@ -354,12 +356,13 @@ def has_missed_gain(real: FloatArray, rows: IntArray, past: PastMeasurements) ->
     slowest = int(rows[np.argmax(KNOWN.step_time_s[rows])])
     trials: list[Trial] = [trial_of(slowest, float(real[slowest]), 0)]
     while len(trials) < rows.size:
-        row = STRATEGY.next(search_context(KNOWN, trials, open_rows=rows, past=past)).row
-        if row is None:
+        choice = STRATEGY.next(search_context(KNOWN, trials, open_rows=rows, past=past))
+        if choice.row is None:
             break
-        trials.append(trial_of(row, float(real[row]), len(trials)))
+        trial = trial_of(choice.row, float(real[choice.row]), len(trials))
+        trials.append(replace(trial, believed=dict(choice.belief)))
     best = min(trial.measurement.step_time_s for trial in trials if trial.measurement)
-    return bool(real[rows].min() * (1 + MIN_GAIN) < best)
+    return bool(real[rows].min() * (1 + Control().indifference) < best)
 
 
 @pytest.mark.parametrize(
