@@ -30,6 +30,15 @@ from flagcore.tuner.learning.trials import (
     trial_rows,
 )
 
+GAIN_SHARE = 0.5
+"""The search stops when the largest expected gain is below this share of the indifference. An expected gain includes
+the cases without a gain. Chosen on 90 measured sweeps: 1.0 misses the best by 0.4% in the mean and 16% at most, 0.5 by
+0.1% and 6%."""
+
+MIN_GAIN = 0.01
+"""Measurements confirm earlier runs only if no open candidate could be faster than the best by this share. Chosen by
+hand."""
+
 MIN_PROBABILITY = 0.05
 """A candidate that meets the limits, or fits, with a smaller probability is not worth a trial. Chosen by hand."""
 
@@ -159,8 +168,8 @@ def _is_finished(
 ) -> tuple[bool, Message]:
     """Return whether the search ends, and a message about the expected gain of the open candidates.
 
-    The search ends if the largest expected gain is below the indifference, now and before the last trial. Measurements
-    that confirm earlier runs count like a second look. If the spec gives a number of planned steps, the search ends
+    The search ends if the largest expected gain is below GAIN_SHARE of the indifference, now and before the last trial.
+    The latter is not needed if the measurements confirm earlier runs. If the spec gives a number of planned steps, the search ends
     when no trial saves more time than it takes.
     """
     control, max_gain = context.task.spec.control, float(gain.max())
@@ -174,9 +183,9 @@ def _is_finished(
             gain=max_gain,
         )
         return not is_worth_a_trial.any(), text
-    least = indifference(control, _best_runs(context))
+    least = GAIN_SHARE * indifference(control, _best_runs(context))
     message = Message(
-        "the largest expected gain of an untried candidate is {gain:.1%}, below the indifference of {least:.1%}",
+        "the largest expected gain of an untried candidate is {gain:.1%}, below {least:.1%}",
         gain=max_gain,
         least=least,
     )
@@ -185,7 +194,7 @@ def _is_finished(
     successful = [trial for trial in context.trials if trial.state in SUCCESS_STATES]
     if len(successful) >= MIN_MEASURED and _last_max_gain(context) < least:
         return True, message
-    return len(successful) >= MIN_CONFIRMED and _confirms(context, evaluation, best, least), message
+    return len(successful) >= MIN_CONFIRMED and _confirms(context, evaluation, best), message
 
 
 def _last_max_gain(context: SearchContext) -> float:
@@ -203,7 +212,7 @@ def _best_runs(context: SearchContext) -> list[Trial]:
     return [min(measured, key=lambda trial: trial.measurement.step_time_s if trial.measurement else math.inf)]
 
 
-def _confirms(context: SearchContext, evaluation: _Evaluation, best: float, min_gain: float) -> bool:
+def _confirms(context: SearchContext, evaluation: _Evaluation, best: float) -> bool:
     """Return whether earlier runs predicted all measurements, and no unmeasured part of a step could hide a gain."""
     observed, parts = observed_times(context), context.predictions.time_s
     if len(context.past.time) == 0 or len(observed) == 0 or len(parts) < 2:
@@ -219,7 +228,7 @@ def _confirms(context: SearchContext, evaluation: _Evaluation, best: float, min_
     share = shares[:, evaluation.rows]
     is_unmeasured = share > MIN_SHARE_RATIO * shares[:, measured].max(axis=1, keepdims=True)
     shortest = evaluation.log_time + np.log1p(-MAX_PART_ERROR * np.where(is_unmeasured, share, 0.0))
-    is_faster = shortest < best + math.log1p(-min_gain)
+    is_faster = shortest < best + math.log1p(-MIN_GAIN)
     return not (is_faster & (evaluation.fits > MIN_PROBABILITY)).any()
 
 
