@@ -169,8 +169,8 @@ def _is_finished(
     """Return whether the search ends, and a message about the expected gain of the open candidates.
 
     The search ends if the largest expected gain is below GAIN_SHARE of the indifference, now and before the last trial.
-    The latter is not needed if the measurements confirm earlier runs. If the spec gives a number of planned steps, the search ends
-    when no trial saves more time than it takes.
+    The latter is not needed if the measurements confirm earlier runs. If the spec gives a number of planned steps, the
+    search ends when no trial saves more time than it takes.
     """
     control, max_gain = context.task.spec.control, float(gain.max())
     steps = control.planned_steps
