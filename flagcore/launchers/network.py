@@ -23,7 +23,7 @@ ADAPTERS = "/sys/class/infiniband"
 
 
 def placeholders(host: str = OUTSIDE) -> dict[str, str]:
-    """Return the value of each placeholder on this machine. It is empty if there is no such device.
+    """Return the value of each placeholder on this machine, empty if the machine has no such device.
 
     The placeholders are the network interface that leads to `host`, and the InfiniBand adapters that are up.
     """

@@ -127,19 +127,15 @@ def _served_memory(memory: Mapping[str, Any]) -> str:
         name = _("KV cache") if tokens is None else _("KV cache ({count:,.0f} tokens in all instances)", count=tokens)
         parts[name] = cache
     return _(
-        "Memory per device: {parts} GiB; in use ~{used}{capacity} GiB ({verdict})",
+        "Memory per device: {parts} GiB; in use ~{used} GiB ({verdict})",
         parts=", ".join(f"{name} ~{gib:.2f}" for name, gib in parts.items()),
         used=used_text(memory),
-        capacity="",
         verdict=_(VERDICT[memory.get("fits")]),
     )
 
 
 def used_text(memory: Mapping[str, Any], digits: str = ".2f") -> str:
-    """Return the memory in use of a device, and its capacity if it is known, as text.
-
-    Messages that contain this text also have a field for the capacity, which stays empty.
-    """
+    """Return the memory in use of a device, and its capacity if it is known, as text."""
     return " / ".join(f"{memory[name]:{digits}}" for name in ("device_used_gib", "capacity_gib") if name in memory)
 
 
@@ -173,8 +169,8 @@ def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
         static_mb=static * 1024, activation_mb=activation * 1024, total_mb=(static + activation) * 1024
     )
     peak, reserved = (f"{memory[name]:.2f}" for name in ("peak_allocated_gib", "reserved_gib"))
-    names = {"used": used_text(memory), "capacity": "", "verdict": _(VERDICT[memory.get("fits")])}
-    text = N_("Peak allocated {peak} GiB, reserved {reserved} GiB, in use {used}{capacity} GiB ({verdict})")
+    names = {"used": used_text(memory), "verdict": _(VERDICT[memory.get("fits")])}
+    text = N_("Peak allocated {peak} GiB, reserved {reserved} GiB, in use {used} GiB ({verdict})")
     return "\n".join(
         [
             _("Memory of a device of pipeline stage {number} (highest):", number=memory["worst_stage"]),
@@ -187,7 +183,7 @@ def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
 
 
 def by_component(names: Iterable[str], labels: Labels) -> list[str]:
-    """Return the names of components in the order of reports, with unknown names last."""
+    """Return the names of components in the order in which reports show them, with unknown names last."""
     order = {name: place for place, name in enumerate(labels.components)}
     return sorted(names, key=lambda name: (order.get(name, len(order)), name))
 
@@ -220,7 +216,7 @@ def needs_text(memory: Mapping[str, Any]) -> str:
     """Return the memory in use of a device, its capacity and its parts in one line."""
     sizes = ", ".join(f"{_(name)} {gib:.2f}" for name, gib in memory_parts(memory).items())
     stage = "" if "kv_cache_gib" in memory else ", " + _("stage {number}", number=memory["worst_stage"])
-    return _("needs {used}{capacity} GiB per device", used=used_text(memory), capacity="") + f"{stage}: {sizes}"
+    return _("needs {used} GiB per device", used=used_text(memory)) + f"{stage}: {sizes}"
 
 
 def time_text(data: Mapping[str, Any]) -> str:

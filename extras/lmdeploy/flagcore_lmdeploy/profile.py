@@ -20,7 +20,6 @@ from flagcore.engines.serving.space.program import Program, as_words
 from flagcore.engines.serving.space.rules import context_rules, forbidden, same_as_unset, split_rules
 from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.space.weights import weight_bytes
-from flagcore_lmdeploy import REPORTS
 
 BACKEND, BATCH, BLOCK = "backend", "max_batch_size", "block_size"
 CACHE, PREFILL = "cache_max_entry_count", "max_prefill_token_num"
@@ -130,6 +129,5 @@ WORKLOAD = Engine(
     merges=lambda task: tuple(same_as_unset(PROGRAM)),
     settings=_settings,
     server=_server,
-    reports=REPORTS,
-    untested="written from its documentation, no trial has run; times are those of its kernels alone",
+    untested="support was written from the documentation, and no trial has run; predicted times include only kernels",
 )

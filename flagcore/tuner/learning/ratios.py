@@ -1,4 +1,4 @@
-"""Gaussian processes for the logarithm of the ratio of measured to predicted figures.
+"""Gaussian processes for log(measured / predicted), for step times, memory use and latencies.
 
 In the prior, the error of a prediction is a sum of independent terms. There is one term for the chip, one for the task,
 one for each part of the step (a slow link affects all candidates that use it), and one for each part in each task.
@@ -24,7 +24,7 @@ from flagcore.domain.space import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Standard deviations of the prior of the logarithm of measured over predicted.
+    """Standard deviations of the prior of log(measured / predicted).
 
     Each is the deviation of one term of the sum (see the module). Length scales are in octaves.
 
@@ -176,7 +176,7 @@ MIN_PROBABILITY = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """The posterior of the logarithm of the ratio, as a mixture of processes.
+    """The posterior of log(measured / predicted), as a mixture of processes.
 
     `means` and `deviations` have the shape (processes, candidates). `probabilities` contains the probability of each
     process.
@@ -279,7 +279,7 @@ class _Process:
 
 
 class Ratios:
-    """The posterior of the ratios of measured to predicted figures in the current task, which is task 0 of `observed`.
+    """The posterior of log(measured / predicted) in the current task, which is task 0 of `observed`.
 
     As in a Student-t process (Shah et al. 2014), the variances of each process are scaled by its prediction errors.
     Intervals become wide if the model does not match the measurements.

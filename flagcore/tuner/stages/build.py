@@ -184,7 +184,7 @@ def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) 
 
 
 def check(columns: Columns, rules: Sequence[Rule], merges: Sequence[Merge]) -> tuple[dict[str, IntArray], list[Rule]]:
-    """Return the canonical form of one candidate, and the rules that its given form breaks.
+    """Return the canonical form of one candidate, and the rules that it breaks before it is made canonical.
 
     `columns` has one row.
     """

@@ -42,9 +42,9 @@ def launch(
 ) -> RunningLaunch:
     """Start a trial of `candidate` in `folder`, and return the running launch.
 
-    The launcher ends it after `limit` or, if devices share the memory of the machine, if it exceeds the memory budget.
-    The engine gets the target of `limit` as `max_time_per_task`, or else the limit itself. A `cold` trial starts as a
-    new process. Raises FlagError if it cannot be started.
+    The launcher ends the trial after `limit` or, if devices share the memory of the machine, when it exceeds the memory
+    budget. The engine gets the target of `limit` as `max_time_per_task`, or else the limit itself. A `cold` trial
+    starts as a new process. Raises FlagError if the trial cannot be started.
     """
     platform = replace(platform, task=platform.task.with_time_limit(limit.target_s or limit.seconds)).selecting()
     planned = platform.prepared(planned_launch(platform, candidate, folder))

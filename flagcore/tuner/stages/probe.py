@@ -202,7 +202,10 @@ def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Predic
 
 
 def _used(rank: RankMeasurement, memory: MemoryModel, buffers: float) -> tuple[float, float]:
-    """Return the reserved memory of a rank and its memory in use, in bytes, including `buffers` of communicators."""
+    """Return a rank's reserved memory and its memory in use, in bytes.
+
+    Only the second includes `buffers`, the memory of communicators.
+    """
     allocated = np.array([float(rank.peak_allocated_bytes)])
     reserved = float(memory.reserved_bytes(allocated)[0]) if rank.reserved_bytes is None else float(rank.reserved_bytes)
     return reserved, max(_device_used(reserved, memory), float(rank.device_used_bytes)) + buffers

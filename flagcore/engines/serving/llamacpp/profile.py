@@ -17,7 +17,6 @@ from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
-from flagcore.engines.serving.llamacpp.reports import REPORTS
 from flagcore.engines.serving.llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
@@ -78,8 +77,8 @@ class LlamaProgram(Program):
             installed.find_command(spec, serve.command)
         elif find_spec(PACKAGE) is None:
             raise NoDevice(
-                f"{PACKAGE} is not installed; pip install 'flagcore[llamacpp]', or set a serve.command such as "
-                "[llama-server]"
+                f"{PACKAGE} is not installed; run pip install 'flagcore[llamacpp]', or set serve.command, such "
+                "as [llama-server]"
             )
         else:
             installed.check_version(spec, installed.package_version(sys.executable, PACKAGE))
@@ -319,7 +318,6 @@ WORKLOAD = Engine(
     merges=merges,
     settings=settings,
     server=_server,
-    reports=REPORTS,
     split_by=PP,
     host_times=(0.2e-3, 0.2e-3),  # a model of one layer on one core, 1 to 16 sequences; and the HTTP server of 16
 )

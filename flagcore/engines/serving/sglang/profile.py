@@ -19,7 +19,6 @@ from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, URL, Instance, Router, address
 from flagcore.engines.serving.load.routing import BOOTSTRAP
 from flagcore.engines.serving.load.routing import PREFILL as PREFILLS
-from flagcore.engines.serving.sglang import REPORTS
 from flagcore.engines.serving.space import knobs, placement, rules
 from flagcore.engines.serving.space.hardware import (
     DP,
@@ -99,9 +98,9 @@ class SglangProgram(Program):
 
 
 def _chain(args: dict[str, EngineArg]) -> dict[str, EngineArg]:
-    """Remove the flags of a chain of drafts from `args`, and return its number of drafted tokens as a knob.
+    """Remove the flags of a draft chain from `args`, and return the number of drafted tokens as a knob.
 
-    A tree of drafts is left unchanged, and the result is empty.
+    The flags of a draft tree remain in `args`, and the result is empty.
     """
     names = {strip_dashes(key): key for key in args}
     method, steps, breadth, verified = (
@@ -404,7 +403,6 @@ WORKLOAD = Engine(
     of_kind=_of_kind,
     protocol=lambda task, values: BOOTSTRAP,
     router=_router,
-    reports=REPORTS,
     host_times=(10e-3, 0.5e-3),  # measured on 2 cores, with 50 million parameters and 4 to 16 clients
     receive_flag=RECEIVE,
     published_runs=PublishedRuns(

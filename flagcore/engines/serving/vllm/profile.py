@@ -42,7 +42,6 @@ from flagcore.engines.serving.space.hardware import (
 from flagcore.engines.serving.space.knobs import ASYNC, BACKEND, CONTEXT, EAGER, SPECULATION, TRANSFER
 from flagcore.engines.serving.space.program import as_words
 from flagcore.engines.serving.space.settings import PublishedRuns
-from flagcore.engines.serving.vllm import REPORTS
 from flagcore.engines.serving.vllm import knobs as own
 from flagcore.engines.serving.vllm.knobs import CHUNKED, GRAPHS, PROGRAM, SEQS, THREADS, TOKENS, limits
 from flagcore.errors import UsageError
@@ -179,7 +178,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="images_of_request",
             knobs=(own.IMAGES,),
-            message=f"{own.IMAGES} must be at least the images of a request, {most_images(task.spec.serve.loads)}",
+            message=f"{own.IMAGES} must be at least {most_images(task.spec.serve.loads)}, the most images of a request",
             broken=lambda c: (c[own.IMAGES] > 0) & (c[own.IMAGES] < most_images(task.spec.serve.loads)),
         ),
     )
@@ -214,7 +213,7 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="transfer_of_kinds",
             knobs=(PREFILL_DECODE, TRANSFER),
-            message=f"{NIXL} needs pp1 and tp that divide each other, {P2P} the same tp",
+            message=f"{NIXL} needs pp1 and TP sizes of which one divides the other; {P2P} needs equal TP sizes",
             broken=lambda c: np.where(c[TRANSFER] == p2p, by_p2p[c[PREFILL_DECODE]], by_nixl[c[PREFILL_DECODE]]),
         ),
     )
@@ -274,7 +273,6 @@ WORKLOAD = Engine(
     of_kind=_of_kind,
     protocol=lambda task, values: PROTOCOLS[str(values.get(TRANSFER) or NIXL)],
     router=_router,
-    reports=REPORTS,
     host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores: 50 million parameters, 4 to 16 clients, 5 settings
     published_runs=PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0"),
 )
