@@ -10,7 +10,7 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SERVING, objective_value
 from flagcore.domain.trial import step_value
 from flagcore.i18n import N_, _
-from flagcore.report.explanation import memory_parts, part_name, used_text
+from flagcore.report.explanation import memory_parts, used_text
 from flagcore.report.formats import IF_KNOWN, NAMES, Notebook, hardware_text, shown, table
 from flagcore.report.text import (
     details,
@@ -19,6 +19,7 @@ from flagcore.report.text import (
     latency_name,
     layers_text,
     objective_text,
+    part_name,
     state_name,
     value_text,
     values_text,

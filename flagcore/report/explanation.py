@@ -4,15 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flagcore.domain import prediction
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import Counts
 from flagcore.domain.prediction import Labels
 from flagcore.domain.serving import STATISTICS
 from flagcore.domain.trial import RUN
 from flagcore.i18n import N_, _
-from flagcore.report.formats import NAMES, Notebook, hardware_text, render, shown, size_text, table, table_columns
-from flagcore.report.text import funnel, layers_text, repeats_text, values_text
+from flagcore.report.formats import NAMES, Notebook, hardware_text, render, shown, table, table_columns
+from flagcore.report.text import funnel, layers_text, part_name, repeats_text, values_text
 
 HEADINGS = NAMES["component_memory"]
 OTHER = N_("other")
@@ -73,11 +72,6 @@ def explanation_text(explanation: Explanation) -> str:
     elif explanation.ended_because:
         parts.append(_("Stopped: {reason}.", reason=explanation.ended_because))
     return "\n\n".join(filter(None, parts))
-
-
-def part_name(part: str) -> str:
-    """Return the name of a part of a step or request as it is shown to users."""
-    return NAMES["parts"].get(part) or prediction.part_name(part)
 
 
 def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
@@ -232,19 +226,6 @@ def time_text(data: Mapping[str, Any]) -> str:
     speed = f"{data['tokens_per_second_per_device']['value']:,.0f} tokens/s/device{mfu}"
     limit = _("Bottleneck: {limit}", limit=_(data["limit"]))
     return "\n".join([table([_("Time"), "s", _("share")], rows), "", f"{interval}; {speed}", limit])
-
-
-def bottleneck_text(predicted: Mapping[str, Any]) -> str:
-    """Return the bottleneck of a predicted training step, with its share. Empty if the bottleneck is unknown."""
-    name, time = predicted.get("limit"), predicted.get("time") or {}
-    if name == "memory":
-        memory = predicted["memory"]
-        used, capacity = size_text(memory["device_used_gib"]), size_text(memory.get("capacity_gib"))
-        return _("Bottleneck: memory, ~{used} of {capacity}.", used=used, capacity=capacity)
-    seconds = next((value for part, value in time.items() if part_name(part) == name), None)
-    if not seconds:
-        return ""
-    return _("Bottleneck: {limit}, ~{share:.0%} of a step.", limit=_(str(name)), share=seconds / sum(time.values()))
 
 
 def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:

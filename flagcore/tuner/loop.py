@@ -155,12 +155,12 @@ class _Search:
         A search does not continue once repeats have begun, even if the run is resumed.
         """
         self._run_probes()
-        stopped = next((each.search_ended for each in self.state.repeats if each.search_ended), None)
-        stopped = stopped or self._run_candidates()
-        self._repeat_finalists(stopped)
+        search_ended = next((each.search_ended for each in self.state.repeats if each.search_ended), None)
+        search_ended = search_ended or self._run_candidates()
+        self._repeat_finalists(search_ended)
         if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY and self.loss:
-            raise HostLost("", f"{stopped}: {self.loss}")
-        return stopped
+            raise HostLost("", f"{search_ended}: {self.loss}")
+        return search_ended
 
     def _run_probes(self) -> None:
         """Probe `control.probes` candidates before the first run.

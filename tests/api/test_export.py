@@ -153,6 +153,11 @@ def test_slurm_assigns_the_devices_itself(tmp_path: Path) -> None:
         assert "CUDA_VISIBLE_DEVICES" not in only(exported(server(tmp_path), "slurm", "instances=1, tp=4"))
 
 
+@pytest.mark.parametrize(("count", "proxy"), [(1, set()), (2, {"nginx.conf"})])
+def test_several_servers_of_a_compose_file_have_a_proxy(count: int, proxy: set[str], tmp_path: Path) -> None:
+    assert set(exported(server(tmp_path), "compose", f"instances={count}, tp=2")) == {"compose.yaml", *proxy}
+
+
 def test_the_script_of_a_server_starts_the_engine_of_another_machine(tmp_path: Path) -> None:
     script = only(exported(server(tmp_path), "vllm", "instances=1, tp=4"))
     words = started(script, tmp_path, "vllm")

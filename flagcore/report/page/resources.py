@@ -8,12 +8,12 @@ from flagcore.domain.prediction import Passes
 from flagcore.domain.trial import RUN, Trial
 from flagcore.i18n import N_, _
 from flagcore.physics.pipelines import SCHEDULES
-from flagcore.report.explanation import bottleneck_text, by_component, memory_parts, part_name
+from flagcore.report.explanation import by_component, memory_parts
 from flagcore.report.formats import NAMES, lookup, shown, size_text
 from flagcore.report.page.blocks import Block, Collapsed, Section, Table, Text, cell, percent, size, table
 from flagcore.report.page.run import Record, RunData, measured_s, memory_of, served, time_parts
 from flagcore.report.result import number
-from flagcore.report.text import knob_of, value_text, values_text
+from flagcore.report.text import bottleneck_text, knob_of, part_name, value_text, values_text
 
 
 def improvements(run: RunData) -> Section | None:

@@ -334,8 +334,11 @@ class Ratios:
 
 def _past_prior(scales: Scales, past: Points, measured: FloatArray, noise: FloatArray) -> _TaskPrior:
     """Return the prior of the task that is fitted to the earlier runs `past`."""
-    shared = covariance(scales, past, past)
-    fits = [_Fit.from_covariance(shared, noise**2 + (factor * scales.row) ** 2, measured) for factor in ERROR_FACTORS]
+    covariance_of_past = covariance(scales, past, past)
+    fits = [
+        _Fit.from_covariance(covariance_of_past, noise**2 + (factor * scales.row) ** 2, measured)
+        for factor in ERROR_FACTORS
+    ]
     log_posterior = np.log(FACTOR_PROBABILITIES) + [fit.log_likelihood for fit in fits]
     log_posterior -= scipy.special.logsumexp(log_posterior)
     best = fits[int(np.argmax(log_posterior))]

@@ -119,8 +119,8 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
     """Yield a line for each device that a trial cannot use, or for each host if devices share its memory."""
     if platform.support.shared_devices:
         # each reader reports the memory of the whole machine
-        of_hosts = {device.host: reader for _, device, reader in reversed(platform.readers)}
-        for host, reader in of_hosts.items():
+        reader_by_host = {device.host: reader for _, device, reader in reversed(platform.readers)}
+        for host, reader in reader_by_host.items():
             free = _use(reader).free_bytes
             if free is not None and free < need_bytes:
                 place = f" on {host}" if host else ""
@@ -192,16 +192,16 @@ def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: 
         return  # the devices of the hosts are unknown
     if platform.setups and platform.task.spec.on_each_host:
         for group, host in zip(cluster.groups, _first_hosts(platform), strict=True):
-            of_host = [device for device in devices if device.host == host]
-            usable = [device for device in of_host if group.chip.has_name(device.chip)]
-            if of_host and len(usable) < group.devices_per_node:
+            host_devices = [device for device in devices if device.host == host]
+            usable = [device for device in host_devices if group.chip.has_name(device.chip)]
+            if host_devices and len(usable) < group.devices_per_node:
                 names = {"host": host, "wanted": group.devices_per_node, "count": len(usable), "chip": group.chip.name}
                 text = N_("cluster.groups needs {wanted} {chip} on {host}, but it has {count}")
                 raise NoDevice(_(text, **names))
         return
-    of_first_host = [each for each in devices if each.host == devices[0].host]
+    first_host_devices = [each for each in devices if each.host == devices[0].host]
     devices_of_groups = (
-        (group, [each for each in of_first_host if group.chip.has_name(each.chip)]) for group in cluster.groups
+        (group, [each for each in first_host_devices if group.chip.has_name(each.chip)]) for group in cluster.groups
     )
     group, usable = max(devices_of_groups, key=lambda pair: bool(pair[1]))
     if not usable:
@@ -227,6 +227,6 @@ def parallel_probe_ranks(platform: Platform) -> int:
 
     It is one per device, or one in total if devices share memory, as on a CPU.
     """
-    first = [each for each in platform.devices if each.host == platform.devices[0].host]
-    usable = [each for each in first if platform.task.cluster.groups[0].chip.has_name(each.chip)]
+    first_host_devices = [each for each in platform.devices if each.host == platform.devices[0].host]
+    usable = [each for each in first_host_devices if platform.task.cluster.groups[0].chip.has_name(each.chip)]
     return 1 if platform.support.shared_devices else max(1, len(usable))

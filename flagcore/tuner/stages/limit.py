@@ -35,8 +35,8 @@ def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], launc
     they were measured.
     """
     task, control = platform.task, platform.task.spec.control
-    if (given := control.max_time_per_task) is not None:
-        return TimeLimit(seconds=given, because=f"auto_tuner.control.max_time_per_task = {given:g} s")
+    if (limit_s := control.max_time_per_task) is not None:
+        return TimeLimit(seconds=limit_s, because=f"auto_tuner.control.max_time_per_task = {limit_s:g} s")
     start = platform.workload.start_seconds
     longest = START_SLACK * max(overheads(control, earlier), default=0.0)
     because = f"{start:g} s to start" if start >= longest else f"{longest:.0f} s to start, twice the longest so far"
@@ -139,9 +139,9 @@ def why_no_trial(context: SearchContext) -> Message | None:
     if not isinstance(task.spec.work, TrainSpec):
         return _why_no_load(trials)
     last, start = trials[-1], overhead_seconds(context)
-    found = context.space.find(last.candidate)
+    last_row = context.space.find(last.candidate)
     rows = fastest_open_rows(context)
-    rows = rows if found is None else np.append(rows, found)
+    rows = rows if last_row is None else np.append(rows, last_row)
     steps = expected_step_times(context, rows)
     row, step = int(rows[np.argmin(steps)]), float(steps.min())
     seconds_left = math.inf if context.seconds_left is None else context.seconds_left

@@ -53,9 +53,9 @@ def probe(
     - `on_rank`: called before each rank starts.
     - `finish`: if it is false, the probe ends when a rank fails, and ranks that still run are dropped.
     """
-    chosen = tuple(ranks) or ranks_to_probe(platform, candidate)
-    predicted = _predict_ranks(platform, candidate, chosen)
-    results, waiting, running = dict[int, RankProbe](), [*chosen], list[_RunningRank]()
+    chosen_ranks = tuple(ranks) or ranks_to_probe(platform, candidate)
+    predicted = _predict_ranks(platform, candidate, chosen_ranks)
+    results, waiting, running = dict[int, RankProbe](), [*chosen_ranks], list[_RunningRank]()
     deadline, places = time.monotonic() + limit.seconds, _places(platform, devices)
     with ThreadPoolExecutor(len(places)) as threads:
         try:
@@ -79,7 +79,7 @@ def probe(
             for each in running:
                 with suppress(FlagError):
                     each.process.result().stop()
-    return Probe(candidate=candidate, ranks=tuple(results[rank] for rank in chosen if rank in results))
+    return Probe(candidate=candidate, ranks=tuple(results[rank] for rank in chosen_ranks if rank in results))
 
 
 def ranks_to_probe(platform: Platform, candidate: Candidate) -> tuple[int, ...]:

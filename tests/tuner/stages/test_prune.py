@@ -10,7 +10,7 @@ from flagcore.contracts import PruningRule
 from flagcore.domain.plan import count
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import DOES_AS_MUCH_WORK, NEEDS_AS_MUCH_MEMORY, Pruned
-from flagcore.domain.space import BoolArray, Candidate, Columns, Space
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, Space
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.stages.build import build
@@ -100,6 +100,15 @@ def test_more_work_than_a_measured_candidate_is_pruned_unless_less_time_is_predi
     faster[recomputed] = 0.5 * faster[SPACE.find(one)]
     found = pruned([trial(one, TrialState.MEASURED)], of=replace(predicted, step_time_s=faster))
     assert recomputed in found.open_rows.tolist()
+
+
+@pytest.mark.parametrize("state", [TrialState.OUT_OF_MEMORY, TrialState.MEASURED])
+def test_one_value_of_a_knob_without_an_order_proves_nothing_about_the_others(state: TrialState) -> None:
+    axis = Axis(knob="fabric", values=(1, 2), neutral=1, is_unordered=True)
+    space = build([*WORKLOAD.axes(TASK), axis], WORKLOAD.rules(TASK), WORKLOAD.merges(TASK))
+    one = Candidate.of({**small.candidate(data_parallel_size=4, micro_batch_size=1).as_dict(), "fabric": 2})
+    found = pruned([trial(one, state)], of=predict(small.platform(TASK), space), space=space)
+    assert set(space.columns(np.flatnonzero(found.rule))["fabric"]) == {2}
 
 
 def test_candidates_are_readmitted_or_removed_when_trials_need_less_or_more_than_predicted() -> None:
