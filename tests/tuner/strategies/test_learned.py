@@ -41,10 +41,11 @@ def search(
     *,
     most: int = len(SPACE),
     fails: Any = None,
+    first: Sequence[Trial] = (),
     **context: Any,
 ) -> list[Trial]:
     """Run the strategy for at most `most` trials against a made-up ground truth, where what `fails` marks fails."""
-    trials: list[Trial] = []
+    trials = [*first]
     while len(trials) < most:
         choice = STRATEGY.next(search_context(known, trials, **context))
         if (row := choice.row) is None:
@@ -348,15 +349,9 @@ def misleading(rows: IntArray, seed: int) -> PastMeasurements:
 def has_missed_gain(real: FloatArray, rows: IntArray, past: PastMeasurements) -> bool:
     """Search, and return whether something was left that is enough faster than the best."""
     slowest = int(rows[np.argmax(KNOWN.step_time_s[rows])])
-    trials: list[Trial] = [trial_of(slowest, float(real[slowest]), 0)]
-    while len(trials) < rows.size:
-        choice = STRATEGY.next(search_context(KNOWN, trials, open_rows=rows, past=past))
-        if choice.row is None:
-            break
-        trial = trial_of(choice.row, float(real[choice.row]), len(trials))
-        trials.append(replace(trial, believed=dict(choice.belief)))
-    best = min(trial.measurement.step_time_s for trial in trials if trial.measurement)
-    return bool(real[rows].min() * (1 + Control().indifference) < best)
+    first = [trial_of(slowest, float(real[slowest]), 0)]
+    trials = search(KNOWN, real, most=rows.size, first=first, open_rows=rows, past=past)
+    return bool(real[rows].min() * (1 + Control().indifference) < best_of(trials))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Computes the metrics of all candidates: by simulation for the best, in closed form for the rest of a large space.
 
 The closed form is the steady state of a closed loop, computed for all candidates at once. A request takes the time of
-its prompt and then one iteration per token. A mean iteration decodes `decoding` sequences, and computes as many prompt
-tokens as are needed to replace the sequences that end. `decoding` is iterated until Little's law holds.
+its prompt and then one iteration per token. A mean iteration decodes `decoding` sequences, and computes the prompt
+tokens of the requests that replace finished sequences. `decoding` is iterated until Little's law holds.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Candidates:
 
 
 def expected_figures(context: Candidates) -> dict[str, FloatArray]:
-    """Return the metrics of each candidate by name. They are NaN if costs are unknown or the host computes layers.
+    """Return the metrics of each candidate by name. Metrics are NaN if costs are unknown or the host computes layers.
 
     Candidates with equal inputs are simulated once. With several load points, one point determines the metrics, as in a
     measurement.
@@ -350,7 +350,7 @@ class ClosedLoop:
 
 
 @dataclass(frozen=True, slots=True)
-class SteadyState:
+class LoopMeans:
     """Mean TTFT and TPOT in seconds, and output tokens per second of one lane, by candidate."""
 
     ttft: FloatArray
@@ -358,7 +358,7 @@ class SteadyState:
     rate: FloatArray
 
 
-def steady_state(loop: ClosedLoop) -> SteadyState:
+def steady_state(loop: ClosedLoop) -> LoopMeans:
     """Return the mean latencies and the rate of a closed loop.
 
     For lanes that only compute prompts, the rate counts the output tokens of the answers to their prompts, and TPOT is
@@ -383,18 +383,18 @@ def steady_state(loop: ClosedLoop) -> SteadyState:
         active = np.minimum(loop.flight, limit) * decode_steps * tpot / (ttft + decode_steps * tpot)
         decoding = 0.5 * (decoding + np.maximum(active, 1e-3))
     e2e = (ttft + decode_steps * tpot) * loop.flight / limit
-    state = SteadyState(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
-    return _with_prompts_only(loop, state) if np.any(loop.role) else state
+    means = LoopMeans(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
+    return _with_prompts_only(loop, means) if np.any(loop.role) else means
 
 
-def _with_prompts_only(loop: ClosedLoop, state: SteadyState) -> SteadyState:
-    """Return `state` with new values for lanes that only compute prompts: they compute one prompt after the other."""
+def _with_prompts_only(loop: ClosedLoop, means: LoopMeans) -> LoopMeans:
+    """Return `means` with new values for lanes that only compute prompts: they compute one prompt after the other."""
     _, mixed, tokens = _iterations(loop, np.full_like(loop.flight, 1e-9))
     seconds, prefills = np.maximum(loop.prompt / tokens, 1.0) * mixed, np.asarray(loop.role) == 1
-    return SteadyState(
-        np.where(prefills, loop.front_end + seconds, state.ttft),
-        np.where(prefills, 0.0, state.tpot),
-        np.where(prefills, loop.output / seconds, state.rate),
+    return LoopMeans(
+        np.where(prefills, loop.front_end + seconds, means.ttft),
+        np.where(prefills, 0.0, means.tpot),
+        np.where(prefills, loop.output / seconds, means.rate),
     )
 
 
