@@ -121,7 +121,7 @@ def host_folder(folder: str, hosts: Sequence[str], rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """The exit of a launch.
+    """How the processes of a launch ended.
 
     `code`: the exit status. It is negative if a signal ended the program.
     `ended_by`: None if the program ended by itself. Otherwise `timeout`, `memory`, `disk` (its folder exceeded the
@@ -178,7 +178,7 @@ def failure(
 ) -> tuple[TrialState, str]:
     """Return the state of a failed trial, and the reason from its logs in `folder` with secrets redacted.
 
-    `limit`: the time limit of the trial. The reason for a timeout includes where it comes from.
+    `limit`: the time limit of the trial. The reason for a timeout states where the limit comes from.
     """
     state, reason = classify(ended, log_tail(folder), patterns, limit.because if limit else "its time limit")
     return state, redact_text(reason, secrets_in_environment(os.environ))
@@ -216,7 +216,7 @@ def classify(
 
 
 def _without_state(state: TrialState, line: str) -> str:
-    """Return a log line without a leading name of `state`, such as `out of memory: `."""
+    """Return a log line without the name of `state` at its start, such as `out of memory: `."""
     name, colon, rest = line[:LONGEST_REASON].partition(": ")
     return rest if colon and rest and name == state.value.replace("_", " ") else line[:LONGEST_REASON]
 

@@ -310,7 +310,7 @@ def is_rate(objective: str) -> bool:
 
 
 def figure_name(objective: str) -> str:
-    """Return the name of a serving objective in `Measurement.figures`."""
+    """Return the key in `Measurement.figures` under which the value of a serving objective is stored."""
     return f"{objective}.mean" if objective in LATENCIES else objective
 
 

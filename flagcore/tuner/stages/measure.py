@@ -272,7 +272,9 @@ def _predicted_step(trial: Trial) -> float | None:
 
 
 def early_stop_ratio(best: Trial) -> float:
-    """Return the ratio above which a trial is stopped early: its fastest step to the step time of `best`."""
+    """Return the ratio above which a trial is stopped early. It is compared with the trial's fastest step time, divided
+    by the step time of `best`.
+    """
     return max(EARLY_STOP_RATIO, 1.0 + NOISES * noise([best]))
 
 
@@ -369,7 +371,7 @@ def with_readings(measured: Measurement, readings: Readings, platform: Platform)
 def _of_groups(
     devices: Sequence[Mapping[str, float]], platform: Platform
 ) -> Iterator[tuple[Sequence[Mapping[str, float]], int, Sequence[str]]]:
-    """Yield the devices of each node group, numbered from 0, the number of devices per node, and the group's hosts."""
+    """Yield, for each node group, its devices (numbered from 0), the number of devices per node, and its hosts."""
     groups, hosts = platform.task.cluster.groups, platform.task.spec.cluster.hosts
     if len(groups) == 1:
         yield devices, groups[0].devices_per_node, hosts

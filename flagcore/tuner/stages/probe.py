@@ -217,7 +217,7 @@ def _device_used(reserved: float, memory: MemoryModel) -> float:
 
 
 def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> Prediction:
-    """Return `prediction` with the compute and optimizer seconds of the slowest probed ranks."""
+    """Return `prediction` with the compute and optimizer times of the slowest probed ranks."""
     predicted = prediction.time_s
     total, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
     if not probe.measured or total is None or low is None or high is None:
