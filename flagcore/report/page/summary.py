@@ -4,7 +4,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from flagcore.domain.plan import DAY
 from flagcore.domain.spec import figure_name, objective_value, seconds
@@ -13,7 +12,6 @@ from flagcore.i18n import N_, _, ngettext
 from flagcore.report.candidate_report import causes_text
 from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.page.blocks import (
-    COLOURS,
     Block,
     Cell,
     Chart,
@@ -24,13 +22,11 @@ from flagcore.report.page.blocks import (
     Table,
     Text,
     cell,
-    label,
-    layout,
     percent,
     table,
 )
+from flagcore.report.page.charts import BASELINE, BEST, OTHER, Bar, Bars
 from flagcore.report.page.run import (
-    Figures,
     RunData,
     json_file,
     measured_s,
@@ -344,7 +340,11 @@ def configurations(run: RunData) -> Chart | None:
     chosen.sort(key=lambda pair: (pair[0].number != best.number, sign * pair[1][0]))
     if len(chosen) < 2:
         return None
-    labels = [f"{run.name(trial)}: {run.configuration(trial)}" for trial, _figures in chosen]
+    kinds = {each.number: kind for kind, each in ((BASELINE, run.baseline), (BEST, best)) if each}
+    bars = [
+        Bar(f"{run.name(trial)}: {run.configuration(trial)}", kinds.get(trial.number, OTHER), *figures)
+        for trial, figures in chosen
+    ]
     first = chosen[0][1][0]
     rows = [
         [run.cell(trial), run.configuration(trial), *figures, percent(figures[0] / first - 1.0, signed=True)]
@@ -362,43 +362,9 @@ def configurations(run: RunData) -> Chart | None:
     return Chart(
         title=title,
         summary=" ".join(summary),
-        traces=[_bars(run, chosen, labels)],
-        layout=layout(
-            run.unit,
-            "",
-            height=130 + len(chosen) * (16 + 14 * max(label(each).count("<br>") + 1 for each in labels)),
-            xaxis={"rangemode": "tozero"},
-            yaxis={"autorange": "reversed", "type": "category", "categoryorder": "array", "categoryarray": labels},
-        ),
+        drawing=Bars(run.unit, bars),
         table=table(title, headings, rows),
     )
-
-
-def _bars(run: RunData, chosen: list[tuple[Trial, Figures]], labels: list[str]) -> dict[str, Any]:
-    """Return a bar per configuration with its value, and with error bars if its runs or its prediction have a range."""
-    values = [value for _trial, (value, _low, _high) in chosen]
-    colours = {each.number: COLOURS[place] for place, each in ((1, run.baseline), (0, run.best)) if each}
-    trace: dict[str, Any] = {
-        "type": "bar",
-        "orientation": "h",
-        "name": run.unit,
-        "x": values,
-        "y": labels,
-        "text": [shown(value) for value in values],
-        "textposition": "inside",
-        "insidetextanchor": "start",
-        "textangle": 0,
-        "textfont": {"color": "#000000"},
-        "width": 0.7,
-        "showlegend": False,
-        "marker": {"color": [colours.get(trial.number, COLOURS[6]) for trial, _figures in chosen]},
-    }
-    if any(low < high for _trial, (_value, low, high) in chosen):
-        above = [high - value for _trial, (value, _low, high) in chosen]
-        below = [value - low for _trial, (value, low, _high) in chosen]
-        bounds = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
-        trace["error_x"] = {**bounds, "width": 4, "thickness": 1.5, "color": "#888888"}
-    return trace
 
 
 def why(run: RunData) -> str:
