@@ -1,0 +1,20 @@
+"""The vendor's extension of torch: the device `simu`, the module `torch.simu`, and the collective backend `simuccl`."""
+
+import torch
+import torch.distributed as dist
+
+from torch_simu import runtime
+from torch_simu.build import extension
+
+__version__ = "1.0"
+
+torch.utils.rename_privateuse1_backend("simu")
+torch._register_device_module("simu", runtime)
+torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def _simuccl(store, rank, size, timeout):
+    return extension.collectives(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+dist.Backend.register_backend("simuccl", _simuccl, devices=["simu"])
