@@ -248,9 +248,8 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
         spec = _with_launcher(spec, any_number=data.get("cluster") == AUTO)
     spec = _with_hosts(spec)
     if error_text := _min_nodes_error(spec):
-        raise SpecError(
-            key="cluster.min_nodes", value=spec.cluster.min_nodes, problem=error_text, fix=_("leave it out")
-        )
+        min_nodes, fix = spec.cluster.min_nodes, _("leave it out")
+        raise SpecError(key="cluster.min_nodes", value=min_nodes, problem=error_text, fix=fix)
     return spec
 
 
@@ -294,10 +293,8 @@ def _with_hosts(spec: Spec) -> Spec:
         return spec
     count = without_spares(hosts, cluster.spares)
     if spec.trial_nodes > count:
-        host_names = ", ".join(hosts)
-        error_text = _(
-            "must be at most {count}: {launcher} found {hosts}", count=count, launcher=spec.launcher, hosts=host_names
-        )
+        names = {"launcher": spec.launcher, "hosts": ", ".join(hosts)}
+        error_text = _("must be at most {count}: {launcher} found {hosts}", count=count, **names)
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=error_text, fix=_("leave it out"))
     nodes = cluster.nodes if cluster.nodes > 1 else count
     return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=nodes))

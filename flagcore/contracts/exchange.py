@@ -10,50 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from flagcore.contracts.platform import Platform
+from flagcore.contracts.workload import Platform
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import Launch, ServerGroups
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Axis, Candidate, KnobValue
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import ImportNote, Task
 from flagcore.domain.trial import Trial
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
-
-
-@dataclass(frozen=True, slots=True)
-class ImportNote:
-    """A note on how a key of the other tuner was converted.
-
-    `at`: the key path of the spec that the note is about. Empty if there is none.
-    """
-
-    key: str
-    text: str
-    at: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.text}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """A program that a command or file starts: its words, its environment variables with known values, the devices per
-    host (None if unknown), the number of hosts, and the number of copies.
-
-    `version`: the engine release in the tag of the container image. `script`: the script that contains the command.
-    `job`: the environment variables that the batch system sets for the script.
-    """
-
-    words: tuple[str, ...] = ()
-    envs: Mapping[str, str] = field(default_factory=dict)
-    devices: int | None = None
-    hosts: int = 1
-    instances: int = 1
-    version: str = ""
-    script: tuple[str, ...] = ()
-    job: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,34 +88,6 @@ DEVICES_OF_HOST = {
     "{adapters}": "(grep -ls ACTIVE /sys/class/infiniband/*/ports/*/state | cut -d/ -f5 | sort -u | paste -sd, -)",
 }
 """Shell commands that replace the placeholders of network devices in scripts, because names differ between hosts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerGroup:
-    """Identical servers of a candidate that has several kinds of servers.
-
-    `launch`: starts one server. Its environment may contain the placeholder `{own_address}`.
-    `devices`: the number of devices of one server.
-    `replicas`: the number of servers.
-    """
-
-    name: str
-    launch: Launch
-    devices: int
-    replicas: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerGroups:
-    """All kinds of servers of a candidate.
-
-    The host name of server N of a group is JOB-GROUP-N.JOB-GROUP.
-
-    `front`: starts the router in front of the servers.
-    """
-
-    groups: tuple[ServerGroup, ...]
-    front: Launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

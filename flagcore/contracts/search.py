@@ -6,8 +6,8 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from flagcore.contracts.platform import Costs, Platform, PruningRule
-from flagcore.contracts.workload import Workload
+from flagcore.contracts.plugin import Costs, PruningRule
+from flagcore.contracts.workload import Platform, Workload
 from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knobs
 from flagcore.domain.prediction import Features, PastMeasurements, Predictions, features

@@ -58,6 +58,53 @@ class Launch:
     warm: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A program that a command or file starts: its words, its environment variables with known values, the devices per
+    host (None if unknown), the number of hosts, and the number of copies.
+
+    `version`: the engine release in the tag of the container image. `script`: the script that contains the command.
+    `job`: the environment variables that the batch system sets for the script.
+    """
+
+    words: tuple[str, ...] = ()
+    envs: Mapping[str, str] = field(default_factory=dict)
+    devices: int | None = None
+    hosts: int = 1
+    instances: int = 1
+    version: str = ""
+    script: tuple[str, ...] = ()
+    job: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerGroup:
+    """Identical servers of a candidate that has several kinds of servers.
+
+    `launch`: starts one server. Its environment may contain the placeholder `{own_address}`.
+    `devices`: the number of devices of one server.
+    `replicas`: the number of servers.
+    """
+
+    name: str
+    launch: Launch
+    devices: int
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerGroups:
+    """All kinds of servers of a candidate.
+
+    The host name of server N of a group is JOB-GROUP-N.JOB-GROUP.
+
+    `front`: starts the router in front of the servers.
+    """
+
+    groups: tuple[ServerGroup, ...]
+    front: Launch
+
+
 HOSTS = "hosts"
 """The subfolder of a trial's folder that contains one folder per host, with the host's files and logs."""
 

@@ -208,6 +208,21 @@ class Spec:
         return self.work.slo if isinstance(self.work, ServeSpec) else {}
 
 
+@dataclass(frozen=True, slots=True)
+class ImportNote:
+    """A note on how a key of the other tuner was converted.
+
+    `at`: the key path of the spec that the note is about. Empty if there is none.
+    """
+
+    key: str
+    text: str
+    at: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """A spec and the cluster on which it runs.

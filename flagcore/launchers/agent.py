@@ -21,7 +21,6 @@ import functools
 import json
 import os
 import platform
-import secrets
 import select
 import shutil
 import signal
@@ -100,9 +99,8 @@ class Watch:
     def __init__(self, order: dict[str, Any], home: str) -> None:
         output, theirs = os.pipe()
         spawn = functools.partial(guarded.spawn_guard, theirs, subprocess.DEVNULL)
-        environment = {**order["environment"], guarded.MARKER: secrets.token_hex(8)}
         try:
-            self.program = guarded.start(order["argv"], environment, home, guarded.NO_FOLDER, guarded.UNLIMITED, spawn)
+            self.program = guarded.start(order["argv"], order["environment"], home, spawn=spawn)
             self.wire = Wire(output, output)
         except OSError:
             os.close(output)

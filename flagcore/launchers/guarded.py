@@ -10,6 +10,7 @@ import contextlib
 import json
 import marshal
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -186,15 +187,17 @@ def start(
     argv: Sequence[str],
     environment: Mapping[str, str],
     directory: str,
-    folder: str,
-    limits: Limits,
+    folder: str = NO_FOLDER,
+    limits: Limits = UNLIMITED,
+    *,
     spawn: Spawn,
 ) -> Guarded:
     """Start `argv` under a guard in `directory`, and wait until it runs.
 
-    The trial gets the environment of this process, updated with `environment`, which must contain a MARKER. The guard
-    writes the verdict to `exit.json` in `folder`. Raises OSError if the trial cannot be started.
+    The trial gets the environment of this process, updated with `environment`, and a new MARKER if it has none. The
+    guard writes the verdict to `exit.json` in `folder`. Raises OSError if the trial cannot be started.
     """
+    environment = {MARKER: secrets.token_hex(8), **environment}
     order = _encode_order(argv, environment, directory, folder, limits)
     pipes: list[int] = []
     try:

@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import select
 import time
 from collections import Counter
@@ -201,12 +200,12 @@ class HostsRunning:
             self._client = self._start_client()
 
     def _start_client(self) -> guarded.Guarded:
-        launch, variables = self.launch, {MARKER: secrets.token_hex(8)}
+        launch = self.launch
         limits = guarded.Limits(launch.timeout_seconds, None, launch.disk_limit_bytes)
         with contextlib.ExitStack() as logs, as_launch_error():
             out, err = (logs.enter_context(open(os.path.join(launch.folder, name), "ab")) for name in LOGS)
             spawn = partial(guarded.spawn_guard, out, err)
-            return guarded.start(launch.client, variables, launch.folder, launch.folder, limits, spawn)
+            return guarded.start(launch.client, {}, launch.folder, launch.folder, limits, spawn=spawn)
 
     def _until(self, done: Callable[[Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
         """Wait until `done` is true for all connections.
@@ -224,9 +223,6 @@ class HostsRunning:
         if refused := [each for each in self.connections if each.refused]:
             lost = HostLost(refused[0].host, refused[0].problem)
             raise LaunchError(str(lost)) if len(refused) == len(self.connections) else lost
-
-    def poll(self) -> Exit | None:
-        return self.wait(0)
 
     def wait(self, seconds: float) -> Exit | None:
         deadline = time.monotonic() + seconds

@@ -17,7 +17,6 @@ import gc
 import importlib
 import logging
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -28,7 +27,6 @@ from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
 
 from flagcore.launchers import guard, guarded
-from flagcore.launchers.guarded import NO_FOLDER, UNLIMITED
 
 LOG = logging.getLogger("flagcore")
 START_SECONDS = 300.0
@@ -48,9 +46,8 @@ class Template:
         spawn = functools.partial(
             guarded.spawn_guard, subprocess.DEVNULL, subprocess.DEVNULL, stdin=template_socket.fileno()
         )
-        variables = {**environment, guarded.MARKER: secrets.token_hex(8)}
         with template_socket:
-            self._process = guarded.start(command, variables, directory, NO_FOLDER, UNLIMITED, spawn)
+            self._process = guarded.start(command, environment, directory, spawn=spawn)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when the template is ready."""

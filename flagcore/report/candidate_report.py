@@ -399,17 +399,16 @@ def causes_text(
     objective: str,
     other: str,
     seconds: tuple[float, float],
-    predicted: tuple[float | None, float | None],
-    time: Mapping[str, tuple[float, float]],
+    predictions: Sequence[Mapping[str, Any] | None],
     source: str,
     *,
     has_rounds: bool = False,
 ) -> str:
     """Return a paragraph on where a candidate spends more or less time than another one.
 
-    `other`: the name of the other candidate. `seconds`: the step times of the other and of this candidate. `predicted`:
-    their predicted step times. `time`: the parts of both predicted times. `source`: how `seconds` are known. With
-    `has_rounds`, the text gives no speedup, because the report already shows the speedup over the rounds of repeats.
+    `other`: the name of the other candidate. `seconds`: the step times of the other and of this candidate.
+    `predictions`: their predictions. `source`: how `seconds` are known. With `has_rounds`, the text gives no speedup,
+    because the report already shows the speedup over the rounds of repeats.
     """
     before, after = seconds
     if abs(after - before) <= SAME_TIME * before:
@@ -427,9 +426,10 @@ def causes_text(
     figures = {"value": shown(second), "before": shown(first), "change": second / first - 1.0}
     names = {"unit": heading(objective), "other": other, "source": source}
     paragraph = _(text_without_change if has_rounds else text, **figures, **names)
-    if None in predicted or not (differences := largest_differences(time)):
+    times = figure_pairs(*((each or {}).get("time", {}) for each in predictions))
+    predicted_before, predicted_after = map(step_value, predictions)
+    if predicted_before is None or predicted_after is None or not (differences := largest_differences(times)):
         return paragraph
-    expected = float(predicted[1] or 0.0) - float(predicted[0] or 0.0)
-    if expected * (after - before) <= 0.0:
+    if (predicted_after - predicted_before) * (after - before) <= 0.0:
         return paragraph + " " + _("The prediction expected the opposite, so its parts do not explain it.")
     return paragraph + " " + _(parts_of, parts=parts_text(differences))

@@ -16,8 +16,7 @@ from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, ServeSpec
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, step_value
-from flagcore.i18n import N_, _, ngettext
-from flagcore.i18n.width import columns, left
+from flagcore.i18n import N_, _, columns, left, ngettext
 from flagcore.report.formats import NAMES, shown
 
 Stage: TypeAlias = tuple[str | None, str, int]
@@ -89,13 +88,10 @@ def search_time_text(time: SearchTime) -> str:
 
 def assumed_text(assumed: Mapping[str, object]) -> str:
     """Return the assumed implementation and settings of a plan as text."""
-    implementation, *settings = assumed.items()
-    settings_texts = [name if value is True else f"{name}={value}" for name, value in settings]
-    return _(
-        "Assumed: {implementation} layers, {settings} (set train.implementation or train.settings to change).",
-        implementation=implementation[1],
-        settings=", ".join(settings_texts),
-    )
+    implementation, *items = assumed.items()
+    settings = ", ".join(name if value is True else f"{name}={value}" for name, value in items)
+    text = N_("Assumed: {implementation} layers, {settings} (set train.implementation or train.settings to change).")
+    return _(text, implementation=implementation[1], settings=settings)
 
 
 def scaled_text(seconds: float, nodes: int = 0, of_nodes: int = 0) -> str:
@@ -191,7 +187,7 @@ def candidate_columns(records: Sequence[Mapping[str, Any]], knobs: Knobs) -> dic
     """
     names = dict.fromkeys(name for record in records for name in record["candidate"])
     values = {name: [record["candidate"].get(name) for record in records] for name in names}
-    shown_knobs = [name for name, some in values.items() if _has_column(knob_of(name, knobs), some)]
+    shown_knobs = [name for name, of_knob in values.items() if _has_column(knob_of(name, knobs), of_knob)]
     return {knob_of(name, knobs).title: f"candidate.{name}" for name in shown_knobs}
 
 

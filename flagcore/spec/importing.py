@@ -5,7 +5,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from flagcore.contracts import ImportedSpec, ImportNote
+from flagcore.contracts import ImportedSpec
+from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import dump_yaml, spec_error
 

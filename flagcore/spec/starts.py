@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from flagcore.contracts import Start
+from flagcore.domain.launch import Start
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore.spec.script import SHELLS, is_script, trace_script

@@ -59,10 +59,6 @@ class Calibration:
         parts = (self.chip, *self.aliases[:1], f"driver {self.driver or 'none'}", f"torch {self.torch}")
         return "--".join(map(_slug, parts)) + ".json"
 
-    def matches(self, chip: Chip) -> bool:
-        """Return whether the calibration was measured on `chip`, as `same_chip` decides."""
-        return same_chip(self.chip, self.aliases, chip)
-
 
 class Calibrations:
     """The calibrations in a folder. The folder is created on the first write."""
@@ -95,7 +91,7 @@ class Calibrations:
         for path, error in unreadable:
             if _is_file_of(path, chip):
                 raise error
-        matching = [pair for pair in readable if pair[1].matches(chip)]
+        matching = [pair for pair in readable if same_chip(pair[1].chip, pair[1].aliases, chip)]
         return next((pair for pair in matching if pair[1].torch == torch), matching[0] if matching else None)
 
     def check_writable(self) -> None:
@@ -214,13 +210,10 @@ def collective_table(calibration: Calibration) -> CollectiveTable | None:
             if "collective" in row:
                 times = points.setdefault((str(row["collective"]), int(row["ranks"])), {})
                 times[float(row["bytes"])] = float(row["us"]) * 1e-6
-    except (ValueError, TypeError, KeyError) as error:
-        raise _invalid_row(calibration, error) from None
-    try:
         curves = tuple(_curve(kind, ranks, times) for (kind, ranks), times in points.items())
         return CollectiveTable(curves=curves, source=f"flag calibrate, {calibration.date}") if curves else None
-    except ValueError as error:
-        raise RunError(f"the calibration of {calibration.chip}: {error}; run `flag calibrate`") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise _invalid_row(calibration, error) from None
 
 
 def _curve(kind: str, ranks: int, times: Mapping[float, float]) -> CollectiveCurve:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -37,22 +36,16 @@ def nothing_fits_text(problem: Problem, cheapest_change: Callable[[], str] | Non
     """
     space, predictions, pruned = problem.space, problem.predictions, problem.pruned
     counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
-    if limits := unmet_text(problem):
-        return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=limits)
-    if (rows := np.flatnonzero(predictions.fits)).size:
-        name, message = _main_rule(problem, rows)
-        why = _(
-            "{count:,} candidates fit into memory, but rules remove them, most by {rule}: {message}",
-            count=rows.size,
-            rule=name,
-            message=message,
-        )
-        if fix := cheapest_change() if cheapest_change else "":
-            why += "; " + fix
-        return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=why)
-    smallest = _smallest_text(problem, np.arange(len(space)))
-    smallest += "; " + (cheapest_change or partial(_other_hardware, problem.task))()
-    return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=smallest)
+    if not (why := unmet_text(problem)):
+        rows, why, fix = np.flatnonzero(predictions.fits), "", cheapest_change() if cheapest_change else ""
+        if rows.size:
+            name, message = _main_rule(problem, rows)
+            text = N_("{count:,} candidates fit into memory, but rules remove them, most by {rule}: {message}")
+            why = _(text, count=rows.size, rule=name, message=message)
+        else:
+            why, fix = _smallest_text(problem, np.arange(len(space))), fix or _other_hardware(problem.task)
+        why += f"; {fix}" if fix else ""
+    return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=why)
 
 
 def only_baseline_text(problem: Problem) -> str:

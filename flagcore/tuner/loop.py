@@ -49,19 +49,16 @@ MAX_CONSECUTIVE_BUSY = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
-    """The objects that the loop calls.
-
-    `probe_strategy` chooses the candidates to probe before the first run. If it is None, `strategy` chooses them.
-    """
+    """The objects that the loop calls. `probe_strategy` chooses the candidates to probe before the first run."""
 
     plugins: LoadedPlugins
     workload: Workload
     launcher: Launcher
     strategy: Strategy
+    probe_strategy: Strategy
     open_store: Callable[[Problem], OptunaStore]
     on_event: OnEvent
     past: Callable[[Problem], PastMeasurements] = lambda problem: PastMeasurements.empty()
-    probe_strategy: Strategy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +169,10 @@ class _Search:
         """
         if self.fidelity != RUN:
             return
-        strategy = self.dependencies.probe_strategy or self.dependencies.strategy
         while len(probed := self._probed()) < self.control.probes and self._seconds_for_probes() > 0:
             if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY:
                 return
-            choice = rank(strategy, self._context_for_probes(probed))
+            choice = rank(self.dependencies.probe_strategy, self._context_for_probes(probed))
             if choice.row is None:
                 return
             self._run(self._plan(self.problem.space.candidate(choice.row), Role.SEARCH, choice, fidelity=PROBE))

@@ -25,7 +25,7 @@ from flagcore.tuner.stages.launch import launch, with_hosts
 from flagcore.tuner.stages.limit import time_limit
 from flagcore.tuner.stages.measure import measure
 from flagcore.tuner.stages.predict import GIB, predict_stage_layers, record
-from flagcore.tuner.stages.probe import combine, probe, ranks_to_probe, trial_of_probe
+from flagcore.tuner.stages.probe import probe, ranks_to_probe, trial_of_probe
 from flagcore.tuner.stages.shorten import SmallerTask, shorten
 
 if TYPE_CHECKING:
@@ -206,8 +206,7 @@ class TrialRunner:
             devices=self.probe_devices,
         )
         predicted = self.problem.predictions.row(self.problem.row_of(trial.candidate))
-        combined = combine(predicted, result, platform)
-        return trial_of_probe(platform.task, trial, result, combined)
+        return trial_of_probe(platform, trial, result, predicted)
 
 
 @contextmanager

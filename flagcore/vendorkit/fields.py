@@ -10,13 +10,13 @@ from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.knob import in_versions
 from flagcore.errors import SpecError, join_errors
+from flagcore.spec.plain_data import parse_yaml
 
 SOURCE_KEYS = {"measured": "how", "datasheet": "document", "published": "where", "estimated": "method"}
 """The key that each kind of source requires."""
@@ -33,21 +33,6 @@ FIX = "see docs/write-a-plugin.md for the keys"
 
 Content = dict[str, Any]
 T = TypeVar("T")
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _UniqueKeys(_Loader):  # type: ignore[misc]
-    """A YAML loader that refuses a duplicate key of a mapping, of which YAML would silently keep the last value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen_keys: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen_keys and isinstance(key, yaml.ScalarNode):
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: duplicate key {key.value}; keep one")
-            if isinstance(key, yaml.ScalarNode):
-                seen_keys.add(key.value)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
 
 
 def read_yaml(text: str, file: str) -> Content:
@@ -55,11 +40,7 @@ def read_yaml(text: str, file: str) -> Content:
 
     Raises SpecError with `file` if it is not YAML, not a mapping, or contains an invalid source.
     """
-    try:
-        content = _plain(yaml.load(text, _UniqueKeys), file, "")
-    except (yaml.YAMLError, RecursionError) as error:
-        problem = f"is not YAML: {' '.join(str(error).split())}"
-        raise SpecError(file=file, key="the file", problem=problem) from error
+    content = _with_sources(parse_yaml(text, file=file), file, "")
     if not isinstance(content, dict):
         raise SpecError(file=file, key="the file", value=content, problem="must be keys with values")
     return content
@@ -132,21 +113,19 @@ def _problem(error: Any, file: str, path: str, keys: Mapping[str, str]) -> SpecE
         )
     words = WORDS.get(error["type"])
     problem = f"must be {words}" if words else error["msg"].replace("Input should", "must")
-    # YAML 1.1 reads a number without a sign of the exponent as text
-    is_text = error["type"] == "float_type" and isinstance(value, str)
-    return SpecError(file=file, key=key, value=value, problem=problem, fix="write 3.0e+14, not 3e14" if is_text else "")
+    return SpecError(file=file, key=key, value=value, problem=problem)
 
 
-def _plain(content: Any, file: str, path: str) -> Any:
+def _with_sources(content: Any, file: str, path: str) -> Any:
     if isinstance(content, list):
-        return [_plain(each, file, f"{path.rstrip('.')}[{place}].") for place, each in enumerate(content)]
-    if not isinstance(content, Mapping):
+        return [_with_sources(each, file, f"{path.rstrip('.')}[{place}].") for place, each in enumerate(content)]
+    if not isinstance(content, dict):
         return content
-    plain = {}
+    fields = {}
     for key, value in content.items():
         is_source = key in ("source", "effect") and isinstance(value, Mapping)
-        plain[str(key)] = (_source if is_source else _plain)(value, file, f"{path}{key}.")
-    return plain
+        fields[key] = (_source if is_source else _with_sources)(value, file, f"{path}{key}.")
+    return fields
 
 
 def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:

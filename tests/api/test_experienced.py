@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.snapshot import past
+from flagcore.api.planning.jobs import past
 from flagcore.engines.megatron import WORKLOAD
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec.shapes import Shape

@@ -134,14 +134,9 @@ def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> N
 
 
 def test_a_server_is_a_deployment_with_a_pod_per_instance(tmp_path: Path) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
     job = server(tmp_path, envs={"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     text = only(exported(job, "kubernetes", "instances=2, tp=2", options={"image": "image:1"}))
     deployment, service = yaml.safe_load_all(text)
-    for each in (deployment, service):
-        kind = SCHEMAS["kinds"][f"{each['apiVersion']} {each['kind']}"]
-        schema = {"$ref": f"#/definitions/{kind}", "definitions": SCHEMAS["definitions"]}
-        jsonschema.Draft7Validator(schema).validate(each)
     (container,) = found(deployment, "containers")[0]
     words = shlex.split(container["command"][-1])
     assert deployment["spec"]["replicas"] == 2
@@ -156,16 +151,6 @@ def test_slurm_assigns_the_devices_itself(tmp_path: Path) -> None:
     gpus = "\n".join(f"{n}, NVIDIA H100 80GB HBM3, 81559, 570.1, GPU-{n}, 0x233010DE, Disabled" for n in range(8))
     with fakes.machine({"nvidia-smi": fakes.prints(gpus)}, CUDA_VISIBLE_DEVICES="7,1,2,4"):
         assert "CUDA_VISIBLE_DEVICES" not in only(exported(server(tmp_path), "slurm", "instances=1, tp=4"))
-
-
-@pytest.mark.parametrize(("candidate", "services"), [("instances=1, tp=2", 1), ("instances=2, tp=1", 3)])
-def test_compose_files_fit_their_schema(candidate: str, services: int, tmp_path: Path) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    files = exported(server(tmp_path), "compose", candidate)
-    data = yaml.safe_load(files["compose.yaml"])
-    jsonschema.Draft7Validator(SCHEMAS["compose"]).validate(data)
-    assert len(data["services"]) == services
-    assert set(files) == {"compose.yaml", *(["nginx.conf"] if services > 1 else [])}
 
 
 def test_the_script_of_a_server_starts_the_engine_of_another_machine(tmp_path: Path) -> None:
@@ -223,21 +208,19 @@ def test_a_served_tree_of_flagscale_is_read_as_the_same_server(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("target", "candidate", "options"),
+    ("target", "candidate"),
     [
-        ("sglang", "best", {}),
-        ("compose", "best", {}),
-        ("kubernetes", "best", {}),
-        ("dynamo", "best", {}),
-        ("megatron", "tp=3", {}),
-        ("megatron", "0", {}),
+        ("compose", "best"),
+        ("kubernetes", "best"),
+        ("megatron", "tp=3"),
+        ("megatron", "0"),
     ],
 )
 def test_what_cannot_be_exported_is_a_usage_error_and_leaves_no_folder(
-    target: str, candidate: str, options: dict[str, str], tmp_path: Path
+    target: str, candidate: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError):
-        exported(written(tmp_path, SMALL_TRAINING), target, candidate, options=options)
+        exported(written(tmp_path, SMALL_TRAINING), target, candidate)
     assert not list(tmp_path.glob("out-*"))
 
 

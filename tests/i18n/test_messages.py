@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from flagcore import i18n
-from flagcore.i18n import Message, _, choose, from_record, ngettext
-from flagcore.i18n.width import columns, left, right, wrapped
+from flagcore.i18n import Message, _, choose, columns, from_record, left, ngettext, right, wrapped
 from tests.i18n.messages import FILE, compiled, sources, translations
 
 FIELD = re.compile(r"\{[^{}]*\}")

@@ -140,7 +140,7 @@ def test_the_first_failure_ends_all(tmp_path: Path, mark: str) -> None:
 def test_stop_ends_the_trial_everywhere(tmp_path: Path, mark: str, client: tuple[str, ...]) -> None:
     script = "setsid sleep 60 & exec sleep 60"
     trial = launcher().start(launch(script, tmp_path / "trial", hosts=("a", "b"), client=client))
-    assert trial.poll() is None
+    assert trial.wait(0) is None
     exit_record = trial.stop()
     assert exit_record.ended_by == "request"
     assert trial.stop() == exit_record

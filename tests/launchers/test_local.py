@@ -105,7 +105,7 @@ def test_exit_code_logs_and_records_are_written(tmp_path: Path) -> None:
     assert (launch_record["argv"][-1], launch_record["environment"]["X"]) == (code, "ä")
     assert launch_record["timeout_seconds"] == 300.0
     assert json.loads((tmp_path / "a" / "exit.json").read_text())["code"] == 7
-    assert trial.poll() == exit_record
+    assert trial.wait(0) == exit_record
     assert trial.stop() == exit_record
 
 
@@ -192,7 +192,6 @@ def test_a_trial_is_ended_before_the_disk_is_full(tmp_path: Path, monkeypatch: p
 
 def test_stop_ends_the_tree_by_request(tmp_path: Path, marked: Marked) -> None:
     trial = start(tmp_path, "/bin/sh", "-c", "sleep 60 & exec sleep 60", environment=marked.environment)
-    assert trial.poll() is None
     assert trial.wait(0.2) is None
     exit_record = trial.stop()
     assert (exit_record.code, exit_record.ended_by) == (-15, "request")

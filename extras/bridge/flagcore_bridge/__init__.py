@@ -16,8 +16,9 @@ from typing import Any
 
 import yaml
 
-from flagcore.contracts import ImportedSpec, Importer, ImportNote
+from flagcore.contracts import ImportedSpec, Importer
 from flagcore.domain.chip import Chip, normalize_name
+from flagcore.domain.spec import ImportNote
 from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
 from flagcore.engines.megatron.layers.stages import LAYOUT
 from flagcore.engines.megatron.space.knobs import SETTINGS

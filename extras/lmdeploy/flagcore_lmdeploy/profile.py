@@ -18,9 +18,8 @@ from flagcore.engines.serving.space.hardware import DP, EP, TP, Hardware, count
 from flagcore.engines.serving.space.knobs import CONTEXT, EAGER, or_default
 from flagcore.engines.serving.space.program import Program, as_words
 from flagcore.engines.serving.space.rules import context_rules, forbidden, same_as_unset, split_rules
-from flagcore.engines.serving.space.settings import Settings
+from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.space.weights import weight_bytes
-from flagcore_lmdeploy import REPORTS
 
 BACKEND, BATCH, BLOCK = "backend", "max_batch_size", "block_size"
 CACHE, PREFILL = "cache_max_entry_count", "max_prefill_token_num"
@@ -54,7 +53,7 @@ def _settings(task: Task, columns: Columns) -> Settings:
         max_batched_tokens=prefill,
         pass_tokens=np.where(pytorch, prefill, np.minimum(or_default(values[PER_ITERATION], 1 << 40), prefill)),
         block_size=PROGRAM.values(values, BLOCK),
-        graphs=(pytorch & (values[EAGER] == 0)).astype(np.int64),
+        graph_tokens=np.where(pytorch & (values[EAGER] == 0), GRAPH_TOKENS, 0),
         cache_bytes=_cache_bytes(task, values, prefill + 2 * batch),
         cache_element_bytes=PROGRAM.element_bytes(values),
     )
@@ -130,6 +129,5 @@ WORKLOAD = Engine(
     merges=lambda task: tuple(same_as_unset(PROGRAM)),
     settings=_settings,
     server=_server,
-    reports=REPORTS,
     untested="written from its documentation, no trial has run; times are those of its kernels alone",
 )

@@ -24,7 +24,7 @@ from flagcore.engines.megatron.mixed import meshes
 from flagcore.engines.megatron.mixed import planner as mesh_planner
 from flagcore.engines.megatron.mixed.rules import merges_with_meshes, with_meshes
 from flagcore.engines.megatron.space import knobs as knob_rows
-from flagcore.engines.megatron.space import options, production, setting_rules
+from flagcore.engines.megatron.space import options, production
 from flagcore.engines.megatron.space import rules as legality
 from flagcore.engines.megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
 from flagcore.engines.megatron.space.rules import DIST_OPT, DP, EP, PP, RECOMPUTE, SP, TP
@@ -56,7 +56,7 @@ class Megatron(contracts.Workload):
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         options.check(task, options.settings_in_force(task.spec))
-        return with_meshes(task, (*legality.rules(task), *setting_rules.setting_rules(task)))
+        return with_meshes(task, (*legality.rules(task), *legality.setting_rules(task)))
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         return merges_with_meshes(task, legality.merges(task))

@@ -96,7 +96,6 @@ class Engine(EngineProfile, Workload):
             self.settings(task, kinds.columns),
             costs,
             self.overheads_for(task, on_host=costs.synchronous),
-            graph_tokens=self.graph_tokens(task),
             untested=bool(self.untested),
             kinds=kinds,
         )

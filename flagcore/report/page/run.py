@@ -280,11 +280,6 @@ def believed(trial: Trial, key: str) -> float | None:
     return number(lookup(trial.believed or {}, key))
 
 
-def predicted_s(trial: Trial) -> float | None:
-    """Return the predicted seconds of a step (for servers, the objective in seconds), or None if unknown."""
-    return predicted(trial, "step_time_s.value")
-
-
 def time_parts(trial: Trial) -> Mapping[str, float]:
     """Return the predicted seconds of each part of a step or request. It is empty if they are unknown."""
     return lookup(trial.predicted, "time") or {}
@@ -302,7 +297,7 @@ def measured_s(trial: Trial) -> float | None:
 
 def seconds(trial: Trial) -> float | None:
     """Return the measured step time in seconds. For an estimate, it is the predicted step time."""
-    return predicted_s(trial) if trial.state is TrialState.PREDICTED else measured_s(trial)
+    return trial.predicted_step_s if trial.state is TrialState.PREDICTED else measured_s(trial)
 
 
 def served(trial: Trial, name: str) -> float | None:

@@ -11,7 +11,7 @@ from flagcore.domain.serving import nest_statistics
 from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
-from flagcore.report.candidate_report import causes_text, figure_pairs
+from flagcore.report.candidate_report import causes_text
 from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.page.blocks import (
     COLOURS,
@@ -37,9 +37,7 @@ from flagcore.report.page.run import (
     measured_s,
     memory_of,
     predicted,
-    predicted_s,
     served,
-    time_parts,
 )
 from flagcore.report.result import noise_warnings, number, slow_devices
 from flagcore.report.text import (
@@ -212,7 +210,7 @@ def _step(run: RunData, best: Trial) -> Cell:
     if len(runs) > 1 and step is not None and step.scaled_from is None and step.modelled_s is None:
         note = _("({count} runs: {low} to {high})", count=len(runs), low=shown(min(runs)), high=shown(max(runs)))
         return Cell(f"{shown(run.median_s(best))} s", run.median_s(best), note=note)
-    value = step.step_time_s if step else predicted_s(best)
+    value = step.step_time_s if step else best.predicted_step_s
     bounds = (predicted(best, f"step_time_s.{bound}") for bound in ("low", "high"))
     low, high = (step.low_s, step.high_s) if step else bounds
     text = f"{_mark(run)}{shown(value)} s"
@@ -222,9 +220,8 @@ def _step(run: RunData, best: Trial) -> Cell:
         nodes = (best.shortened.nodes, best.shortened.of_nodes) if best.shortened else ()
         text += ", " + scaled_text(step.scaled_from, *nodes)
     elif step and step.modelled_s is not None:
-        text += ", " + _(
-            "of which ~{seconds} s are predicted communication and waiting", seconds=shown(step.modelled_s)
-        )
+        modelled = N_("of which ~{seconds} s are predicted communication and waiting")
+        text += ", " + _(modelled, seconds=shown(step.modelled_s))
     elif step:
         steps = N_("(spread {spread} s over {count} steps)")
         text += " " + _(steps, spread=shown(step.spread_s), count=len(step.step_times_s))
@@ -238,9 +235,8 @@ def _gain(run: RunData, best: Trial) -> Cell:
     values = run.configuration(baseline)
     if speedup is None:
         if baseline.measurement and baseline.state is not TrialState.STOPPED:
-            return Cell(
-                _("unknown: the best or the baseline ({baseline}) has no measurement of whole steps", baseline=values)
-            )
+            text = N_("unknown: the best or the baseline ({baseline}) has no measurement of whole steps")
+            return Cell(_(text, baseline=values))
         does_not_fit = run.fidelity == ESTIMATE and memory_of(baseline).get("fits") is False
         state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state.value)
         return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state_text))
@@ -425,8 +421,7 @@ def why(run: RunData) -> str:
         run.objective,
         name,
         (times[0], times[1]),
-        (predicted_s(other), predicted_s(best)),
-        figure_pairs(time_parts(other), time_parts(best)),
+        (other.predicted, best.predicted),
         _(NAMES["trials_made"][run.fidelity]),
         has_rounds=other is run.baseline and run.speedup is not None,
     )

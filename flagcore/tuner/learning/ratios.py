@@ -293,13 +293,11 @@ class Ratios:
         points = Points.from_features(self._features, observed.task)
         task_rows, past_rows = np.flatnonzero(observed.task == 0), np.flatnonzero(observed.task != 0)
         self._own = points.take(task_rows)
-        task_ratio = observed.log_ratio[task_rows]
-        task_priors = _new_priors(scales, task_ratio, 1.0)
+        task_ratio, past_ratio = observed.log_ratio[task_rows], observed.log_ratio[past_rows]
+        task_priors = _new_priors(scales, task_ratio, 1.0 - PRIOR_VALIDITY if past_rows.size else 1.0)
         if past_rows.size:
-            task_priors = _task_priors(
-                scales, task_ratio, points.take(past_rows), observed.log_ratio[past_rows], observed.noise[past_rows]
-            )
-        self._processes = _processes(task_priors, self._own, observed.log_ratio[task_rows], observed.noise[task_rows])
+            task_priors.append(_past_prior(scales, points.take(past_rows), past_ratio, observed.noise[past_rows]))
+        self._processes = _processes(task_priors, self._own, task_ratio, observed.noise[task_rows])
 
     def posterior(self, rows: Features) -> Posterior:
         """Return the posterior of the log ratio of each candidate in `rows`."""
@@ -353,20 +351,15 @@ class Ratios:
         return Points.from_features(aligned, np.zeros(len(rows)))
 
 
-def _task_priors(
-    scales: Scales, task_ratio: FloatArray, past: Points, measured: FloatArray, noise: FloatArray
-) -> list[_TaskPrior]:
-    """Return the priors of the task: those without earlier runs, and one fitted to the earlier runs `past`."""
+def _past_prior(scales: Scales, past: Points, measured: FloatArray, noise: FloatArray) -> _TaskPrior:
+    """Return the prior of the task that is fitted to the earlier runs `past`."""
     shared = covariance(scales, past, past)
     fits = [_Fit.from_covariance(shared, noise**2 + (factor * scales.row) ** 2, measured) for factor in ERROR_FACTORS]
     log_posterior = np.log(FACTOR_PROBABILITIES) + [fit.log_likelihood for fit in fits]
     log_posterior -= scipy.special.logsumexp(log_posterior)
     best = fits[int(np.argmax(log_posterior))]
     mixed = np.logaddexp(np.log(FACTOR_PROBABILITIES), log_posterior) - np.log(2.0)
-    return [
-        *_new_priors(scales, task_ratio, 1.0 - PRIOR_VALIDITY),
-        _TaskPrior(scales, PRIOR_VALIDITY, mixed, past, best),
-    ]
+    return _TaskPrior(scales, PRIOR_VALIDITY, mixed, past, best)
 
 
 def _new_priors(scales: Scales, task_ratio: FloatArray, probability: float) -> list[_TaskPrior]:

@@ -124,11 +124,9 @@ def wait_for_devices(
 
 def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
     """Yield a line for each device that a trial cannot use, or for each host if devices share its memory."""
-    trial_devices = _trial_devices(platform)
     if platform.support.shared_devices:
-        of_hosts = {
-            device.host: reader for device, reader in reversed(trial_devices)
-        }  # each reader reports the memory of the whole machine
+        # each reader reports the memory of the whole machine
+        of_hosts = {device.host: reader for _, device, reader in reversed(platform.readers)}
         for host, reader in of_hosts.items():
             free = _use(reader).free_bytes
             if free is not None and free < need_bytes:
@@ -136,8 +134,9 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
                 memory_text = f"the trial needs ~{need_bytes / GIB:.1f} GiB"
                 yield f"{free / GIB:.1f} GiB of memory are free{place}, and {memory_text}"
         return
-    readings, groups = [_read(reader) for _, reader in trial_devices], platform.group_of_hosts
-    for (device, reader), figures in zip(trial_devices, readings, strict=True):
+    readers, groups = platform.readers, platform.group_of_hosts
+    readings = [_read(reader) for _, _, reader in readers]
+    for (_number, device, reader), figures in zip(readers, readings, strict=True):
         if figures is not None:
             total = float(device.memory_bytes or nan)
             group = groups.get(device.host, 0)
@@ -148,12 +147,6 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
             reason = "does not respond" if any(readings) else ""
         if reason:
             yield f"{device.title} {reason}"
-
-
-def _trial_devices(platform: Platform) -> list[tuple[Device, Telemetry]]:
-    """Return the devices of a trial that have telemetry, each with its reader."""
-    hosts, readers = dict.fromkeys(device.host for device in platform.devices), platform.telemetry
-    return [(device, readers[device]) for host in hosts for device in platform.devices_of(host) if device in readers]
 
 
 def _read(reader: Telemetry) -> dict[str, float] | None:

@@ -119,15 +119,10 @@ def search_time(problem: Problem) -> SearchTime:
 
     is_training = isinstance(task.spec.work, TrainSpec)
     predicted, high = (seconds_of_steps(column[rows]) for column in (predictions.step_time_s, predictions.high_s))
-    limit = control.max_time_per_task
-    if limit is not None:
-        at_most = (rows.size + repeats) * limit
-    elif not is_training:
-        at_most = (rows.size + repeats) * start_seconds
-    elif math.isfinite(high):
-        at_most = (rows.size + repeats) * start_seconds + SLACK * high
-    else:
-        at_most = (rows.size + repeats) * UNKNOWN_SECONDS
+    is_unknown = is_training and not math.isfinite(high)
+    steps_limit = SLACK * high if is_training and not is_unknown and control.max_time_per_task is None else 0.0
+    trial_limit = control.max_time_per_task or (UNKNOWN_SECONDS if is_unknown else start_seconds)
+    at_most = (rows.size + repeats) * trial_limit + steps_limit
     return SearchTime(
         trials=int(rows.size),
         repeats=repeats,
@@ -192,8 +187,7 @@ def why_no_trial(context: SearchContext) -> Message | None:
     limit = min(control.max_time_per_task or math.inf, seconds_left)
     is_measured = any(trial.state is TrialState.MEASURED for trial in trials)
     if not is_measured and sum(trial.silent_s > 0 for trial in trials) >= MAX_WITHOUT_STEP:
-        text = N_("trials hang after their first step; trial {number}: {reason}")
-        return Message(text, number=last.number, reason=last.reason or last.state.value)
+        return _about(last, N_("trials hang after their first step; trial {number}: {reason}"))
     if len(trials) >= MAX_WITHOUT_STEP and not any(trial.step_seen_s for trial in trials):
         step = max(step, last.duration_s - start)
     faster = _faster_precision(task)
@@ -207,7 +201,7 @@ def why_no_trial(context: SearchContext) -> Message | None:
     fits = (limit - start) / control.train_iters
     if change := _shorter_steps(context, row, step, fits):
         changes.append(change)
-    text = Message("trial {number}: {reason}", number=last.number, reason=last.reason or last.state.value)
+    text = _about(last, N_("trial {number}: {reason}"))
     if causes:
         text = Message("{trial}; {why}", trial=text, why=joined(causes, N_("{first}; {second}")))
     changes_text = joined(changes, N_("{first}, or {second}"))
@@ -219,8 +213,12 @@ def _why_no_load(trials: Sequence[Trial]) -> Message | None:
     if len(timed_out) < MAX_WITHOUT_STEP or any(trial.state is TrialState.MEASURED for trial in trials):
         return None
     longest = max(timed_out, key=lambda trial: trial.duration_s)  # its reason has the best estimate of the needed time
-    text = N_("trials have too little time to send their load; trial {number}: {reason}")
-    return Message(text, number=longest.number, reason=longest.reason or longest.state.value)
+    return _about(longest, N_("trials have too little time to send their load; trial {number}: {reason}"))
+
+
+def _about(trial: Trial, template: str) -> Message:
+    """Return a message with the number of a trial, and its reason or else its state."""
+    return Message(template, number=trial.number, reason=trial.reason or trial.state.value)
 
 
 def is_cut_short(trial: Trial) -> bool:

@@ -13,9 +13,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
-from flagcore.contracts import Platform, RunningLaunch, Telemetry
+from flagcore.contracts import Platform, RunningLaunch
 from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.effects import engine_task
 from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, failure
@@ -77,10 +76,8 @@ class _Monitor:
     def outcome(self, running: RunningLaunch, on_poll: Callable[[], object]) -> Trial:
         """Wait until the trial ends, or stop it, and return it with its outcome."""
         readings, workload = Readings(self.platform), self.platform.workload
-        progress, step_limit = (
-            workload.progress(self.platform.task, self.folder),
-            workload.step_limit(self.platform.task),
-        )
+        progress = workload.progress(self.platform.task, self.folder)
+        step_limit = workload.step_limit(self.platform.task)
         start, warmup, steps_to_run = time.monotonic(), self.control.warmup_iters, step_limit
         has_run_steps = is_slower = is_too_long = False
         step_count, last_step_at = 0, 0.0
@@ -290,15 +287,7 @@ class Readings:
     """Collects telemetry of a trial's devices about once per second, and returns its means and peaks."""
 
     def __init__(self, platform: Platform) -> None:
-        groups = platform.task.cluster.groups
-        counts = {host: groups[index].devices_per_node for host, index in platform.group_of_hosts.items()}
-        starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
-        self._readers: list[tuple[int, Telemetry]] = [
-            (starts.get(host, 0) + place, platform.telemetry[device])
-            for host in dict.fromkeys(device.host for device in platform.devices)
-            for place, device in enumerate(platform.devices_of(host))
-            if device in platform.telemetry
-        ]
+        self._readers = {number: reader for number, _, reader in platform.readers}
         self._samples: dict[int, dict[str, list[float]]] = {}
         self._next_time = 0.0
         self._used_before = math.inf
@@ -309,14 +298,14 @@ class Readings:
         if time.monotonic() < self._next_time:
             return
         self._next_time = time.monotonic() + 1.0
-        for number, reader in list(self._readers):
+        for number, reader in list(self._readers.items()):
             try:
                 for name, value in reader.sample().items():
                     if math.isfinite(value):
                         self._samples.setdefault(number, {}).setdefault(name, []).append(float(value))
             except Exception as error:
                 LOG.warning("telemetry of device %s is disabled: %s", number, error)
-                self._readers.remove((number, reader))
+                del self._readers[number]
         if math.isinf(self._used_before):
             self._used_before = max(self._memory(), default=math.inf)
 

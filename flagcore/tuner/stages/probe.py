@@ -239,8 +239,8 @@ def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> 
     )
 
 
-def trial_of_probe(task: Task, trial: Trial, probe: Probe, combined: Prediction) -> Trial:
-    """Return the finished `trial` of a probe, with the measurement from `combined` or with the reason for the failure.
+def trial_of_probe(platform: Platform, trial: Trial, probe: Probe, predicted: Prediction) -> Trial:
+    """Return the finished `trial` of a probe, with its measurement or with the reason for the failure.
 
     The trial fails if a rank failed. It is out of memory if a rank ran out of memory, or needs more than a device has.
     """
@@ -252,9 +252,10 @@ def trial_of_probe(task: Task, trial: Trial, probe: Probe, combined: Prediction)
     if failed:
         reason, lost = f"rank {failed[0].rank}: {failed[0].reason}", failed[0].inconclusive
         return replace(finished, state=failed[0].state, reason=reason, inconclusive=lost)
+    combined = combine(predicted, probe, platform)
     if combined.step_time_s is None:
         return replace(finished, state=TrialState.FAILED, reason="the time of communication is unknown")
-    finished = replace(finished, measurement=_measurement(task, probe, combined, combined.step_time_s))
+    finished = replace(finished, measurement=_measurement(platform.task, probe, combined, combined.step_time_s))
     if combined.fits is False:
         needed, available = combined.device_used_bytes / GIB, (combined.capacity_bytes or 0.0) / GIB
         reason = f"a rank of stage {combined.worst_stage} needs {needed:.2f} GiB of {available:.2f} GiB"

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,16 @@ from flagcore.engines.training.memory.training import Memory, memory_in_use
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline
+from flagcore.spec.models import model_from
 from tests import small
 
-LLAMA = Model(
-    name="llama-7b-like",
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=11008,
-    num_attention_heads=32,
-    num_query_groups=32,
-    kv_channels=128,
-    vocab_size=32000,
-)
+
+def public(name: str, **changes: Any) -> Model:
+    """Return a public model, with other values of some of its fields."""
+    return dataclasses.replace(model_from(name, base=Path()), **changes)
+
+
+LLAMA = public("meta-llama/Llama-2-7b-hf")
 LATENT: dict[str, Any] = {
     "multi_latent_attention": True,
     "kv_lora_rank": 512,

@@ -38,9 +38,6 @@ class Ran:
     def __init__(self, ended: Exit, polls: int = 0, seconds: float = 0.5) -> None:
         self.ended, self.polls, self.seconds, self.stopped, self.now = ended, polls, seconds, False, -seconds
 
-    def poll(self) -> Exit | None:
-        return self.wait(0)
-
     def wait(self, seconds: float) -> Exit | None:
         self.polls -= 1
         self.now += self.seconds

@@ -9,9 +9,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flagcore.contracts import ImportNote, Start
+from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.serving import Load
+from flagcore.domain.spec import ImportNote
 from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP
 from flagcore.engines.serving.space.installed import strip_dashes

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from flagcore.contracts import ExportJob, Platform, ServerGroup, ServerGroups
+from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.engine import device_variables, without_devices
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import Launch, ServerGroup, ServerGroups
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Candidate, KnobValue

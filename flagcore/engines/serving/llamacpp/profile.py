@@ -17,7 +17,6 @@ from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
-from flagcore.engines.serving.llamacpp.reports import REPORTS
 from flagcore.engines.serving.llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
@@ -31,7 +30,7 @@ from flagcore.engines.serving.space.rules import (
     speculation_rules,
     split_rules,
 )
-from flagcore.engines.serving.space.settings import Settings
+from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token
 from flagcore.errors import FlagError, NoDevice, SpecError
 from flagcore.spec.models import context_length
@@ -162,7 +161,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_batched_tokens=batch,
         pass_tokens=np.minimum(or_default(values[N_UBATCH], UBATCH), batch),
         context_len=slot_share(values, total) if total else context,
-        graphs=np.ones_like(devices),
+        graph_tokens=np.full_like(devices, GRAPH_TOKENS),
         cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
         cache_element_bytes=element,
         on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),
@@ -319,7 +318,6 @@ WORKLOAD = Engine(
     merges=merges,
     settings=settings,
     server=_server,
-    reports=REPORTS,
     split_by=PP,
     host_times=(0.2e-3, 0.2e-3),  # a model of one layer on one core, 1 to 16 sequences; and the HTTP server of 16
 )

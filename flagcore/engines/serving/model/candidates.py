@@ -24,7 +24,7 @@ from flagcore.engines.serving.model.memory import ServingMemory
 from flagcore.engines.serving.model.simulated_load import HIT_RATE, MAX_REQUESTS, SimulatedLoad
 from flagcore.engines.serving.model.simulation import Lane, Price, tokens_per_iteration
 from flagcore.engines.serving.model.vision import EncoderCosts, ImageWork
-from flagcore.engines.serving.model.work import TOKENIZER, Overheads, Split
+from flagcore.engines.serving.model.work import TOKENIZER, Overheads
 from flagcore.engines.serving.space.placement import InstanceKinds
 from flagcore.engines.serving.space.settings import Settings
 
@@ -53,7 +53,7 @@ Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """All inputs of the candidates' metrics: kinds of instances, with settings, split, memory and iteration costs.
+    """All inputs of the candidates' metrics: kinds of instances, with settings, memory and iteration costs.
 
     `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode. `encoder`:
     the costs of the vision tower; None if there is none.
@@ -62,7 +62,6 @@ class Candidates:
     kinds: InstanceKinds
     task: Task
     settings: Settings
-    split: Split
     memory: ServingMemory
     times: IterationCosts
     overheads: Overheads
@@ -177,8 +176,8 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
 
     A cache that is too small for one request is treated as unlimited: the memory check already excludes the candidate.
     """
-    settings, stages = context.settings, float(context.split.pipeline[row])
-    ranks, block = float(context.split.data[row]), float(settings.block_size[row])
+    settings, stages = context.settings, float(context.settings.pipeline[row])
+    ranks, block = float(context.settings.data[row]), float(settings.block_size[row])
     flight, longest = load.flight(int(context.kinds.lanes[row])), load.longest
     tokens = float(context.memory.cache_tokens[row])
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
@@ -238,7 +237,7 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
 
 def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
     """Return the closed loop of one lane of each candidate, with the lane's mean share of the load."""
-    split, settings, tokens = context.split, context.settings, context.memory.cache_tokens
+    settings, tokens = context.settings, context.memory.cache_tokens
     prompt, output = (np.full(tokens.shape, mean) for mean in load.means)
     rows = range(tokens.size) if context.encoder is not None and load.images else ()
     encode = [float(np.mean(context.encoding(row, load.images))) for row in rows]
@@ -248,11 +247,11 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
         flight=np.maximum(float(load.flight(1)) / context.kinds.lanes, 1.0),
         prompt=prompt,
         output=output,
-        budget=np.where(settings.chunked > 0, settings.max_batched_tokens * split.data * split.pipeline, np.inf),
-        running=np.maximum(settings.max_running, 1.0) * split.data,
+        budget=np.where(settings.chunked > 0, settings.max_batched_tokens * settings.data * settings.pipeline, np.inf),
+        running=np.maximum(settings.max_running, 1.0) * settings.data,
         cache_tokens=np.where(tokens < load.longest, UNLIMITED_TOKENS, tokens),
-        ranks=split.data,
-        stages=split.pipeline,
+        ranks=settings.data,
+        stages=settings.pipeline,
         role=context.kinds.role,
         encode=np.array(encode) if encode else 0.0,
     )

@@ -19,7 +19,6 @@ from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, URL, Instance, Router, address
 from flagcore.engines.serving.load.routing import BOOTSTRAP
 from flagcore.engines.serving.load.routing import PREFILL as PREFILLS
-from flagcore.engines.serving.sglang import REPORTS
 from flagcore.engines.serving.space import knobs, placement, rules
 from flagcore.engines.serving.space.hardware import (
     DP,
@@ -36,7 +35,7 @@ from flagcore.engines.serving.space.hardware import (
 from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import BACKEND, DRAFTED, EAGER, REDUNDANT, SPECULATION, TRANSFER, or_default
 from flagcore.engines.serving.space.program import Program, as_words
-from flagcore.engines.serving.space.settings import PublishedRuns, Settings
+from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
@@ -198,7 +197,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_batched_tokens=tokens,
         block_size=or_default(values[PAGE], 1),
         chunked=(chunk > 0).astype(np.int64),
-        graphs=((values[EAGER] == 0) & (not hardware.on_cores)).astype(np.int64),
+        graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), GRAPH_TOKENS, 0),
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
         cache_element_bytes=element,
@@ -404,7 +403,6 @@ WORKLOAD = Engine(
     of_kind=_of_kind,
     protocol=lambda task, values: BOOTSTRAP,
     router=_router,
-    reports=REPORTS,
     host_times=(10e-3, 0.5e-3),  # measured on 2 cores, with 50 million parameters and 4 to 16 clients
     receive_flag=RECEIVE,
     published_runs=PublishedRuns(

@@ -27,7 +27,7 @@ from flagcore.engines.serving.launch.server import (
     address,
 )
 from flagcore.engines.serving.load import routing
-from flagcore.engines.serving.space import installed, knobs, placement, rules
+from flagcore.engines.serving.space import knobs, placement, rules
 from flagcore.engines.serving.space.hardware import (
     DP,
     EP,
@@ -41,8 +41,7 @@ from flagcore.engines.serving.space.hardware import (
 )
 from flagcore.engines.serving.space.knobs import ASYNC, BACKEND, CONTEXT, EAGER, SPECULATION, TRANSFER
 from flagcore.engines.serving.space.program import as_words
-from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns
-from flagcore.engines.serving.vllm import REPORTS
+from flagcore.engines.serving.space.settings import PublishedRuns
 from flagcore.engines.serving.vllm import knobs as own
 from flagcore.engines.serving.vllm.knobs import CHUNKED, GRAPHS, PROGRAM, SEQS, THREADS, TOKENS, limits
 from flagcore.errors import UsageError
@@ -53,10 +52,6 @@ BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
 
 DRAFT_FLAGS = "speculative-config."
 """The beginning of all flags for speculation, such as the flag for the draft model."""
-
-MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
-"""The largest captured batch in tokens on chips that compute in 4 bits (0.33: `config/vllm.py`), and the first release
-with it. The release follows from published points: 1,024 tokens took twice as long with 0.17."""
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -140,13 +135,6 @@ def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
     if (connector := values.get(TRANSFER) or NIXL) != NIXL:
         raise UsageError(f"vllm-router does not know {TRANSFER} = {connector}; use {NIXL}")
     return Router.of_pairs(program, "--vllm-pd-disaggregation")
-
-
-def _graph_tokens(task: Task) -> int:
-    version = installed.release(task.spec.serve.engine_version or "")
-    is_newer = version is None or version >= MORE_GRAPHS_SINCE
-    in_four_bits = "fp4" in task.cluster.groups[0].chip.dense_flops_per_second
-    return MORE_GRAPH_TOKENS if is_newer and in_four_bits else GRAPH_TOKENS
 
 
 def _rules(task: Task) -> tuple[Rule, ...]:
@@ -285,8 +273,6 @@ WORKLOAD = Engine(
     of_kind=_of_kind,
     protocol=lambda task, values: PROTOCOLS[str(values.get(TRANSFER) or NIXL)],
     router=_router,
-    reports=REPORTS,
     host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores: 50 million parameters, 4 to 16 clients, 5 settings
-    graph_tokens=_graph_tokens,
     published_runs=PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0"),
 )

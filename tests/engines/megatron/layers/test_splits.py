@@ -24,8 +24,7 @@ from flagcore.engines.training.time.step import Blocks, costs_in_run, step_time
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
 from tests import small
-from tests.engines.training.candidates import layout, train
-from tests.engines.training.test_memory_published import DEEPSEEK_V3
+from tests.engines.training.candidates import layout, public, train
 
 PP, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 DENSE = dataclasses.replace(
@@ -213,8 +212,7 @@ def test_layout_of_a_derived_split_means_that_split() -> None:
 
 @pytest.mark.parametrize(("early", "text"), [(False, "Et*3|t|t|(tt|)*28mL"), (True, "Ett|(tt|)*29tm|L")])
 def test_multi_token_prediction_leaves_a_stage_to_the_loss_where_that_is_faster(early: bool, text: str) -> None:
-    model = dataclasses.replace(DEEPSEEK_V3, num_layers=61, moe_first_dense_layers=3, mtp_num_layers=1)
-    work = train(model, transformer_engine=True)
+    work = train(public("deepseek-ai/DeepSeek-V3"), transformer_engine=True)
     work = dataclasses.replace(work, options=dataclasses.replace(work.options, early_mtp=early))
     split = layout(pipeline=32, data=8, expert=8, microbatches=64)
     assert layouts(*derived(work, split, costs(1e15))) == [text]

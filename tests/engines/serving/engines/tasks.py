@@ -95,8 +95,8 @@ def failure(engine: Engine, log: str) -> tuple[TrialState, str]:
 def predict(task: Task, settings: Settings, costs: Costs, kinds: InstanceKinds | None = None) -> Predictions:
     """What the task's engine is predicted to do with settings."""
     engine: Any = workload(task.spec.serve.engine)
-    over, graphs = engine.overheads_for(task, on_host=costs.synchronous), engine.graph_tokens(task)
-    return predict_engine(task, settings, costs, over, graph_tokens=graphs, untested=bool(engine.untested), kinds=kinds)
+    overheads = engine.overheads_for(task, on_host=costs.synchronous)
+    return predict_engine(task, settings, costs, overheads, untested=bool(engine.untested), kinds=kinds)
 
 
 def published(task: Task, values: Mapping[str, str]) -> tuple[Task, dict[str, KnobValue]]:

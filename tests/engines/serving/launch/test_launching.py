@@ -11,11 +11,11 @@ import pytest
 import yaml
 from flagcore_kubernetes.job import export as kubernetes
 
-from flagcore.contracts import ExportJob, Platform, ServerGroups
+from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.cluster import Cluster
 from flagcore.domain.engine import EngineSupport, KubernetesResource
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import Launch, ServerGroups
 from flagcore.domain.serving import Images, Load
 from flagcore.domain.space import Candidate
 from flagcore.engines.serving.launch import export

@@ -1,8 +1,6 @@
 """Images in predictions, rules and knobs of serving engines."""
 
-import json
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -60,12 +58,6 @@ def test_larger_and_more_images_take_longer_to_the_first_token(engine: str) -> N
     assert times[2] > times[0] + 0.02  # the front end alone takes 25 ns per pixel
 
 
-def test_a_tower_of_many_windows_is_cheaper_than_whole_attention() -> None:
-    whole = replace(LARGE, vision=replace(VISION, full_layers=VISION.num_layers))
-    found = images((2800, 2800))
-    assert ttft(predicted(found)) < ttft(predicted(found, model=whole))
-
-
 def test_the_tower_takes_memory_even_without_images() -> None:
     text, seen = predicted(None, model=served.DENSE), predicted(None)
     less = float(text.figures["kv_cache_gib"][0] - seen.figures["kv_cache_gib"][0]) * 2**30
@@ -84,13 +76,6 @@ def test_whole_towers_work_on_several_images_at_once() -> None:
     assert ttft(predicted(one, values=values)) < ttft(predicted(one, values=whole))
     caches = [float(predicted(many, values=each).figures["kv_cache_gib"][0]) for each in (values, whole)]
     assert caches[1] < caches[0]
-
-
-def test_prefill_instances_encode() -> None:
-    values = {"prefill_decode": "1xtp1+1xtp1"}
-    space = {"prefill_decode": (values["prefill_decode"],)}
-    text, seen = (predicted(each, values=values, space=space) for each in (None, images()))
-    assert ttft(seen) > ttft(text) + 0.02
 
 
 def test_the_context_holds_the_largest_images() -> None:
@@ -120,9 +105,6 @@ def test_servers_that_cannot_take_images_are_refused(engine: str, arguments: dic
     assert word in raised.value.problem
     assert raised.value.fix
     workload.rules(task(None, engine, **arguments))
-
-
-def test_llamacpp_with_a_tower_takes_images() -> None:
     LLAMACPP.rules(task(images(), "llamacpp", engine_args={"mmproj": "x.gguf"}))
 
 
@@ -152,25 +134,3 @@ def test_a_tower_is_shared_by_several_ranks_only() -> None:
         assert merged(workload, text, **split)[TOWER] == 0
         auto = next(axis for axis in workload.axes(task(images(), engine, space={TOWER: "auto"})) if axis.knob == TOWER)
         assert set(auto.values) == {"weights", "data"}
-
-
-def test_flags_of_images() -> None:
-    job = task(images(), weights="hf", command=("/bin/echo", "serve"))
-    values = {**VLLM.defaults(job), TOWER: "data", "limit_mm_per_prompt": 2, "mm_processor_cache_gb": 0}
-    words = VLLM.server(job, values, ()).argv
-    pairs = dict(pairwise(words))
-    assert pairs["--mm-encoder-tp-mode"] == "data"
-    assert pairs["--limit-mm-per-prompt.image"] == "2"
-    assert pairs["--mm-processor-cache-gb"] == "0"
-    job = task(images(), "sglang", weights="hf", command=("/bin/echo",))
-    assert "--mm-enable-dp-encoder" in SGLANG.server(job, {**SGLANG.defaults(job), TOWER: "data"}, ()).argv
-    assert "--mm-enable-dp-encoder" not in SGLANG.server(job, {**SGLANG.defaults(job), TOWER: "weights"}, ()).argv
-
-
-def test_settings_of_images_are_read_back() -> None:
-    values = "'limit_mm_per_prompt': {'image': 2}, 'mm_processor_cache_gb': 0.0, 'mm_encoder_tp_mode': 'data'"
-    log = f"non-default args: {{{values}}}"
-    found = VLLM.reports.effective(lambda path: "", log)
-    assert found == {"limit_mm_per_prompt": 2, "mm_processor_cache_gb": 0, TOWER: "data"}
-    info = {"tp_size": 2, "mm_enable_dp_encoder": True}
-    assert SGLANG.reports.effective(lambda path: json.dumps(info), "")[TOWER] == "data"

@@ -11,7 +11,7 @@ from flagcore.engines.serving.model.simulation import Price, Simulation
 from flagcore.engines.serving.model.vision import EncoderCosts, ImageWork, encoder_costs, image_work
 from flagcore.engines.serving.model.work import PIXEL, Serving
 from tests.engines.serving.model.test_simulation import LANE, OVER
-from tests.served import DENSE, costs, split, times
+from tests.served import DENSE, costs, settings, times
 from tests.small import VISION
 
 WORK = [ImageWork(patches=100.0, pairs=1e4, images=1, pixels=1_000_000)] * 2
@@ -57,11 +57,13 @@ def test_patches_attend_to_windows_in_most_layers() -> None:
 
 def test_products_of_a_tower_are_those_of_its_weights() -> None:
     serving = Serving(model=replace(DENSE, vision=VISION), precision="bf16", overheads=OVER)
-    both = split(tensor=[1.0, 4.0])
-    found = encoder_costs(VISION, serving, both, costs(), both.tensor)
+    found, whole = (
+        encoder_costs(VISION, serving, settings(tensor=[1, 4], **shares), costs())
+        for shares in ({}, {"tower_shares": 1.0})
+    )
     peak = costs().kernels.gemm_seconds(*(np.array([4096.0]) for _ in range(3)), "bf16")[0] / (2 * 4096.0**3)
     least = 2 * (VISION.layer_weights + VISION.merger_weights / VISION.merge_size**2) * peak
     assert least < found.patch[0] < 3 * least
     assert found.patch[0] / 4 < found.patch[1] < found.patch[0]
     assert found.ranks.tolist() == [1.0, 1.0]
-    assert encoder_costs(VISION, serving, both, costs(), np.ones(2)).ranks.tolist() == [1.0, 4.0]
+    assert whole.ranks.tolist() == [1.0, 4.0]

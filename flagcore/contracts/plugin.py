@@ -1,24 +1,14 @@
-"""Protocols of plugins, the base class of launchers, and `Platform`: a task with what plugins provide for it."""
+"""What plugins provide: Protocols of costs, telemetry and pruning rules, and the base class of launchers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from flagcore.domain.chip import Device, Support
-from flagcore.domain.engine import EngineSupport, ValueRule, device_variables, without_devices
-from flagcore.domain.knob import Knob
-from flagcore.domain.launch import Exit, FailurePattern, Launch
-from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import KIND, SLOTS, Task
-from flagcore.domain.trial import TimeLimit
-
-if TYPE_CHECKING:
-    from flagcore.contracts.workload import Workload
 from flagcore.domain.chip import DeviceUse
+from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 
@@ -189,179 +179,8 @@ class Costs:
         return (self, *self.further.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSetup:
-    """How trials start on the hosts of a node group, if there are several groups.
-
-    `kind`: the type of the hosts in host files.
-    `devices`: the number of devices per host.
-    `environment`: environment variables from the chip's plugin.
-    `envs`: the group's environment variables in the spec.
-    """
-
-    kind: str
-    nodes: int
-    devices: int
-    support: EngineSupport
-    environment: Mapping[str, str]
-    envs: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Platform:
-    """The task, its engine, and what plugins provide for it.
-
-    `telemetry`: a reader for each device whose figures can be read.
-    `value_rules`: the values that do not work.
-    `knobs`: all plugins' knobs for the chip, including those that the spec does not name.
-    `conflicts`: descriptions of environment variables that the user and a plugin set to different values.
-    `devices`: the detected devices of the task's chips that its trials can use, in order.
-    `cores`: the CPU cores that trials can use. Empty means all.
-    `setups`: how trials start on each node group, in order. Empty if there is only one group.
-    `precision_reason`: why the precision was chosen. Empty if the spec sets it.
-    """
-
-    task: Task
-    workload: Workload
-    costs: Costs
-    support: EngineSupport = field(default_factory=lambda: EngineSupport(support=Support.YES))
-    environment: Mapping[str, str] = field(default_factory=dict)
-    failure_patterns: tuple[FailurePattern, ...] = ()
-    telemetry: Mapping[Device, Telemetry] = field(default_factory=dict)
-    value_rules: tuple[ValueRule, ...] = ()
-    knobs: tuple[Knob, ...] = ()
-    engine_version: str | None = None
-    conflicts: tuple[str, ...] = ()
-    devices: tuple[Device, ...] = ()
-    cores: tuple[int, ...] = ()
-    setups: tuple[HostSetup, ...] = ()
-    precision_reason: str = ""
-
-    @property
-    def group_of_hosts(self) -> dict[str, int]:
-        """The index of each host's node group. Empty if the spec names no hosts."""
-        groups, hosts = self.task.cluster.groups, self.task.spec.cluster.hosts
-        if len(groups) == 1:
-            return dict.fromkeys(hosts, 0)
-        return dict(zip(hosts, (index for index, group in enumerate(groups) for _ in range(group.nodes)), strict=False))
-
-    def on_hosts(self, hosts: tuple[str, ...]) -> Platform:
-        """Return the platform for trials on `hosts` only."""
-        spec = self.task.spec
-        task = replace(self.task, spec=replace(spec, cluster=replace(spec.cluster, hosts=hosts)))
-        devices = tuple(device for host in hosts for device in self.devices if device.host == host)
-        return replace(self, task=task, devices=devices)
-
-    def devices_of(self, host: str = "") -> tuple[Device, ...]:
-        """Return the devices that a trial uses on `host`, or on this machine if `host` is empty.
-
-        These are the first detected devices. There are two exceptions: if too few devices were detected, or if
-        environment variables of the spec select devices of another host, which detection there does not see. Then they
-        are the devices that the spec selects, or else devices numbered from 0.
-        """
-        spec, group = self.task.spec, self.task.cluster.groups[self.group_of_hosts.get(host, 0)]
-        support, variables = self._variables_of(host)
-        cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
-        count = min(cards or group.devices_per_node, group.devices_per_node)
-        detected = {device.selector: device for device in self.devices if device.host == host}
-        listed = next((variables[name] for name in support.visible_devices if variables.get(name)), None)
-        if len(detected) >= count and not (host and listed):
-            names = list(detected)
-        else:
-            names = [word.strip() for word in listed.split(",")] if listed else [str(place) for place in range(count)]
-        chip = group.chip.name
-        places = enumerate(names[:count])
-        return tuple(
-            detected.get(name) or Device(index=place, chip=chip, host=host, name=name) for place, name in places
-        )
-
-    def _variables_of(self, host: str) -> tuple[EngineSupport, Mapping[str, str]]:
-        """Return the engine support on a host's chip, and the environment variables that the spec sets on that host."""
-        spec = self.task.spec
-        setup = self.setups[self.group_of_hosts[host]] if self.setups and host in self.group_of_hosts else None
-        of_group, of_host = setup.envs if setup else spec.cluster.envs, spec.cluster.host_envs.get(host, {})
-        return setup.support if setup else self.support, {**spec.envs, **of_group, **of_host}
-
-    def selecting(self, devices: Sequence[Device] = ()) -> Platform:
-        """Return the platform with environment variables in its spec that select devices.
-
-        On this machine, they select `devices` or, if that is empty, the devices of a trial. Other hosts get variables
-        only if a trial does not use their devices from 0 upwards.
-        """
-        spec = self.task.spec
-        if not spec.on_each_host:
-            chosen = devices or (self.devices_of() if self.devices else ())
-            variables = device_variables(self.support, chosen) if chosen else {}
-            return replace(self, task=replace(self.task, spec=replace(spec, envs={**spec.envs, **variables})))
-        of_hosts = dict(spec.cluster.host_envs)
-        for host in dict.fromkeys(device.host for device in self.devices):
-            support, own = self._variables_of(host)
-            found = self.devices_of(host)
-            is_default = all(each.selector == str(place) and not each.within for place, each in enumerate(found))
-            if not is_default and not own.keys() & set(support.visible_devices):
-                of_hosts[host] = {**of_hosts.get(host, {}), **device_variables(support, found)}
-        cluster = replace(spec.cluster, host_envs=of_hosts)
-        return replace(self, task=replace(self.task, spec=replace(spec, cluster=cluster)))
-
-    def elsewhere(self) -> Platform:
-        """Return the platform without this machine's devices, for a host or pod that assigns devices itself."""
-        spec = self.task.spec
-        spec = replace(spec, envs=without_devices(self.support, spec.envs))
-        return replace(self, task=replace(self.task, spec=spec), devices=())
-
-    def prepared(self, planned: Launch) -> Launch:
-        """Return the launch `planned` with the environment variables of plugins and of the spec.
-
-        With several node groups, each host gets the variables of its own chip, and SLOTS and KIND are replaced in the
-        command. A host also gets the variables that the spec sets for it.
-        """
-        spec, own = self.task.spec, self.task.spec.cluster.host_envs
-        if not (planned.hosts and (self.setups or own)):
-            return self._with_environment(planned)
-        of_hosts = (each for each in self.setups for _ in range(each.nodes))
-        setups = dict(zip(spec.cluster.hosts, of_hosts, strict=False))
-        on_host = {host: self._with_environment(planned, setups.get(host), own.get(host, {})) for host in planned.hosts}
-        return replace(on_host[planned.hosts[0]], on_host=on_host)
-
-    def _with_environment(
-        self, planned: Launch, setup: HostSetup | None = None, of_host: Mapping[str, str] = MappingProxyType({})
-    ) -> Launch:
-        """Return the launch of one host.
-
-        `setup`: the setup of the host's node group. None if there is only one group.
-        `of_host`: the variables that the spec sets for this host.
-        """
-        spec, argv = self.task.spec, planned.argv
-        of_chip, of_group = self.environment, spec.cluster.envs
-        if setup:
-            of_chip, of_group = setup.environment, setup.envs
-            argv = tuple(word.replace(SLOTS, str(setup.devices)).replace(KIND, setup.kind) for word in argv)
-        environment = {**planned.environment, **of_chip, **spec.envs, **of_group, **of_host}
-        return replace(planned, argv=argv, environment=environment)
-
-    def limited(self, planned: Launch, limit: TimeLimit) -> Launch:
-        """Return the launch `planned` with the time, memory and disk limits of a trial."""
-        return replace(
-            planned,
-            timeout_seconds=limit.seconds,
-            timeout_because=limit.because,
-            memory_limit_bytes=self.memory_limit_bytes,
-            disk_limit_bytes=self.task.spec.control.disk_limit or planned.disk_limit_bytes,
-        )
-
-    @property
-    def memory_limit_bytes(self) -> int | None:
-        """The bytes that the processes of a node may use, if its devices share the memory of the machine. Else None."""
-        group = self.task.cluster.groups[0]
-        memory = group.memory_bytes * group.devices_per_node if group.memory_bytes else None
-        return memory if self.support.shared_devices else None
-
-
 class RunningLaunch(Protocol):
     """A launch that was started, and may still be running."""
-
-    def poll(self) -> Exit | None:
-        """Return the exit of the launch, or None if it is still running."""
 
     def wait(self, seconds: float) -> Exit | None:
         """Wait at most `seconds` for the launch to end. Return its exit, or None if it is still running."""
