@@ -33,7 +33,7 @@ def _on_simu(function):
     return call
 
 
-for _name in ("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"):
+for _name in ("arange", "as_tensor", "empty", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"):
     setattr(torch, _name, _on_simu(getattr(torch, _name)))
 for _name in ("scalar_tensor", "tensor", "zeros", "empty_like", "full_like", "ones_like", "rand_like", "zeros_like"):
     setattr(torch, _name, _on_simu(getattr(torch, _name)))

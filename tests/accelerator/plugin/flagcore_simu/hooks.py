@@ -1,9 +1,10 @@
 """The plugin for Simu devices."""
 
+from flagcore_simu.discover import DETECTOR
+
 from flagcore.domain.cluster import NodeGroup
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.vendorkit.plugin import VendorPlugin
-from flagcore_simu.discover import DETECTOR
 
 CONTEXT_BYTES = 64 * 2**20
 """What simu-smi shows in use before a process's first tensor."""

@@ -1,26 +1,18 @@
-"""Builds and loads the C++ part of torch_simu. The variable SIMU_BUILD names the folder of the built library."""
+"""Builds the C++ part of torch_simu: `python build.py FOLDER`. It takes a minute of one core."""
 
+import fcntl
 import os
+import sys
 from pathlib import Path
-from types import ModuleType
 
 from torch.utils import cpp_extension
 
-SOURCES = sorted(str(path) for path in Path(__file__).parent.glob("*.cpp"))
-
-
-def build(folder: Path) -> ModuleType:
-    """Build the library in `folder`, unless it is current, and load it. It takes a minute of one core."""
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("MAX_JOBS", "1")
-    return cpp_extension.load("torch_simu_c", SOURCES, extra_cflags=["-O1"], build_directory=str(folder))
-
-
-def _load() -> ModuleType:
-    folder = Path(os.environ["SIMU_BUILD"])
-    if not (folder / "torch_simu_c.so").is_file():
-        return build(folder)
-    return cpp_extension._import_module_from_library("torch_simu_c", str(folder), is_python_module=True)
-
-
-extension = _load()
+    sources = sorted(str(path) for path in Path(__file__).parent.glob("*.cpp"))
+    with (folder / "builds").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)  # torch's own lock, on which it waits for ever if a build was killed
+        cpp_extension.load("torch_simu_c", sources, extra_cflags=["-O1"], build_directory=str(folder))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
-from torch_simu.build import extension
+from torch_simu.extension import extension
 
 
 def _read_driver():
@@ -169,11 +169,9 @@ class Stream(torch.Stream):
         return super().__new__(cls, device=torch.device("simu", _index(device)), priority=priority)
 
 
-class Event(torch.Event):
-    """A point in time."""
-
-    def __new__(cls, enable_timing=False, blocking=False, interprocess=False):
-        return super().__new__(cls, device="simu", enable_timing=enable_timing)
+def Event(enable_timing=False, blocking=False, interprocess=False):
+    """Return a point in time."""
+    return torch.Event("simu", enable_timing=enable_timing)
 
 
 def current_stream(device=None):
