@@ -21,7 +21,7 @@ from flagcore.i18n import _
 from flagcore.tuner.problem import build_problem
 from flagcore.tuner.stages.predict import predict_columns
 from flagcore.tuner.stages.prune import prune_by_trials
-from flagcore.tuner.stages.rank import learn, search_context
+from flagcore.tuner.stages.rank import search_context
 from flagcore.tuner.store.directory import RunDirectory
 
 
@@ -135,7 +135,7 @@ def _with_known_values(run: Run, axes: Sequence[Axis]) -> Run:
 
 
 def _snapshot(where: Path, problem: Problem, run: Run | None, past: PastMeasurements) -> Snapshot:
-    search_state = run.search_state if run else learn(())
+    search_state = run.search_state if run else SearchState()
     pruned = prune_by_trials(problem, search_state.trials, search_state.probes)
     context = search_context(replace(problem, pruned=pruned), search_state, past)
     return Snapshot(where=where, problem=problem, search_state=search_state, pruned=pruned, context=context, run=run)

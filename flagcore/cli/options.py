@@ -107,7 +107,7 @@ def settings(argument: str = "spec") -> Callable[[F], F]:
 
 
 objective = click.option(
-    "--objective", metavar="NAME", help=N_("Optimize this figure, such as cost, instead of the objective in the spec.")
+    "--objective", metavar="NAME", help=N_("Optimize this metric, such as cost, instead of the objective in the spec.")
 )
 
 

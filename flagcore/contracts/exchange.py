@@ -34,8 +34,9 @@ class ImportedSpec:
     file: str = ""
 
     def translate_error(self, error: SpecError) -> SpecError:
-        """Return an error about a key of the spec as an error about the key of the imported file. By default, it is
-        unchanged.
+        """Convert an error about a key of the spec to an error about the matching key of the imported file.
+
+        By default, return `error` unchanged.
         """
         return error
 
@@ -63,7 +64,8 @@ class Importer(Protocol):
 
 
 FindCandidate = Callable[[Mapping[str, KnobValue]], Candidate]
-"""Returns the candidate with the given values of knobs. Raises UsageError if it is not in the space."""
+"""A function that returns the candidate with the given knob values. It raises UsageError if the space does not contain
+the candidate."""
 
 
 @runtime_checkable
@@ -77,9 +79,10 @@ class HistoryReader(Protocol):
 
         `task`: the job that was tuned.
         `axes`: the knobs of its space.
-        `find`: a function that takes knob values and returns the candidate with these values. The trials have no
-        predictions, and their numbers are not used. Raises UsageError if the file does not contain trials of this kind
-        of job.
+        `find`: returns the candidate with the given knob values.
+
+        The trials have no predictions, and the caller ignores their numbers. Raises UsageError if the file does not
+        contain trials of the same kind of job.
         """
 
 
@@ -87,7 +90,8 @@ DEVICES_OF_HOST = {
     "{interface}": """(awk '$2 == "00000000" {print $1; exit}' /proc/net/route)""",
     "{adapters}": "(grep -ls ACTIVE /sys/class/infiniband/*/ports/*/state | cut -d/ -f5 | sort -u | paste -sd, -)",
 }
-"""Shell commands that replace the placeholders of network devices in scripts, because names differ between hosts."""
+"""Placeholders of network devices in scripts, and the shell commands that replace them. The commands run on each host,
+because the names of network devices differ between hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +123,12 @@ class ExportJob:
 
     @property
     def is_server(self) -> bool:
-        """Whether the candidate is a server. If `launch.ready` is empty, its servers are on several hosts."""
+        """Whether the job is a serving job. If it is, and `launch.ready` is empty, the servers run on several hosts."""
         return isinstance(self.platform.task.spec.work, ServeSpec)
 
     @property
     def unequal_nodes(self) -> bool:
-        """Whether the engine's own program runs on several kinds of nodes, which differ in variables and flags."""
+        """Whether the engine's own program runs on several kinds of nodes, which need different variables and flags."""
         return bool(self.launch.sample) and len({each.kind for each in self.platform.setups}) > 1
 
 
@@ -135,7 +139,7 @@ class Exporter(Protocol):
     targets: Collection[str]
     """The names of the targets, for `flag export --to`."""
     per_server: bool
-    """Whether the target starts several servers by itself, given the launch of one."""
+    """Whether the target starts all replicas of a server itself, and needs only the launch of one."""
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return the content of each exported file by its name. Raises UsageError if the target cannot run the job."""

@@ -56,7 +56,7 @@ class AttentionShape:
     groups: FloatArray
     """Number of key and value heads on this device; equal to `heads` without grouping."""
     queries: FloatArray
-    """Number of positions whose attention is computed: the last ones of `keys`."""
+    """Number of positions whose attention is computed: the last `queries` of the `keys` positions."""
     keys: FloatArray
     """Number of positions that the last query attends to, including cached ones."""
     head_dim: FloatArray
@@ -88,10 +88,10 @@ class KernelCosts(Protocol):
         """Return the time of a copy between device and pinned host memory in one direction."""
 
     def run_slowdown(self) -> float:
-        """Return the factor by which kernels are slower in a run on many devices than these times.
+        """Return the ratio of kernel times in a run on many devices to the times that this object returns.
 
-        It is 1 if the times were measured in such runs. Otherwise it is larger, because power limits, lower clocks and
-        waiting times make kernels slower in a run than alone.
+        The ratio is 1 if the times were measured in such runs. Otherwise it is larger: in a run, power limits, lower
+        clocks and waiting times slow kernels down.
         """
 
 
@@ -114,14 +114,14 @@ class CollectiveCosts(Protocol):
 
 
 class Telemetry(Protocol):
-    """Reads figures of one device before and during a trial.
+    """Reads the metrics of one device before and during a trial.
 
     The method `use() -> DeviceUse` is optional. It reports which processes use the device. It is called before each
     trial, and after a trial that ran out of memory.
     """
 
     def sample(self) -> Mapping[str, float]:
-        """Return the current figures by name, such as `memory_used_bytes`, `power_watts` or `temperature_celsius`.
+        """Return the current metrics by name, such as `memory_used_bytes`, `power_watts` or `temperature_celsius`.
 
         Raises LookupError if this device does not respond, but others do.
         """
@@ -158,8 +158,8 @@ class Costs:
     `guessed`: whether kernel times come from the core's roofline, neither measured nor fitted.
     `assumed_network`: whether the network rate is `flagcore.domain.chip.ASSUMED_NETWORK`, because none is known.
     `synchronous`: whether the host computes, as on a CPU. Then kernels do not hide the time of launches.
-    `run_slowdown`: the factor by which kernels are slower in a run on many devices than in `kernels`.
-    `further`: the costs of the other node groups, by the rank of their first device, in the order of ranks.
+    `run_slowdown`: the ratio of kernel times in a run on many devices to the times of `kernels`.
+    `further`: the costs of each further node group, by the rank of the group's first device, in the order of ranks.
     `between`: the times of messages between node groups. None if there is only one group.
     """
 
@@ -220,7 +220,7 @@ class Launcher(ABC):
         return ()
 
     def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
-        """Return the hosts in `hosts` that have not failed too often. By default all."""
+        """Return those of `hosts` that have not failed too often. By default, return all."""
         return tuple(hosts)
 
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:

@@ -66,15 +66,18 @@ class Predictor(ABC):
         return ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return a boolean array: which candidates in `columns` certainly need at least as much memory as `candidate`,
-        for any model.
+        """Return, for each candidate in `columns`, whether it needs at least as much memory as `candidate` for any
+        model.
 
-        By default none.
+        By default, all elements of the array are False.
         """
         return _no_row(columns)
 
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return a boolean array: which candidates certainly take at least as long as `candidate`. By default none."""
+        """Return, for each candidate in `columns`, whether a step certainly takes at least as long as with `candidate`.
+
+        By default, all elements of the array are False.
+        """
         return _no_row(columns)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
@@ -100,15 +103,16 @@ class Predictor(ABC):
         return np.full(_rows(columns), task.cluster.devices, dtype=np.int64)
 
     def splits(self, task: Task, columns: Columns) -> Mapping[str, BoolArray]:
-        """Return the candidates that divide the work over several node groups, by the way in which they divide it. A
-        key is the engine's name of the way. Its value is a boolean array with one element per candidate.
+        """Return which candidates divide the work over several node groups, for each way of dividing it.
+
+        A key is the engine's name for a way. Its value is a boolean array with one element per candidate.
 
         Candidates on one node group are False in all arrays. By default the result is empty.
         """
         return {}
 
     def learned(self, task: Task, trials: Sequence[Trial]) -> Task:
-        """Return `task` with properties that `trials` revealed and that change predictions. By default unchanged."""
+        """Return `task` with the properties that `trials` revealed, for better predictions. By default unchanged."""
         return task
 
     # Predictions
@@ -139,7 +143,7 @@ class Predictor(ABC):
         return {}
 
     def parts(self, task: Task) -> tuple[ModelPart, ...]:
-        """Return the parts of the unsplit model with their numbers of parameters. By default none."""
+        """Return the kinds of model components with their numbers of parameters and layers. By default none."""
         return ()
 
     def pipelines(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Passes]:
@@ -150,9 +154,9 @@ class Predictor(ABC):
         return ()
 
     def stage_layers(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Sequence[int]]:
-        """Return the number of layers per pipeline stage for each candidate whose split the engine derives.
+        """Return the number of layers per pipeline stage for each candidate whose layer split the engine chooses.
 
-        Other candidates have an empty sequence. By default no split is derived.
+        For other candidates, and by default for all, the sequence is empty.
         """
         return ()
 

@@ -1,4 +1,4 @@
-"""`Platform`, a task with what plugins provide for it, and `Workload`, the base class of engines."""
+"""The base class of engines, and `Platform`, which is a task with everything that plugins provide for it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from flagcore.domain.spec import KIND, SLOTS, ImportNote, SettingValue, Spec, Ta
 from flagcore.domain.trial import Measurement, TimeLimit
 
 START_SECONDS = 300.0
-"""The default of `Workload.start_seconds`: time for imports, processes on all devices, the model, and the first step.
-Chosen."""
+"""The default of `Workload.start_seconds`. In this time, a trial imports modules, starts a process on each device,
+builds the model and runs the first step. Chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSetup:
-    """How trials start on the hosts of a node group, if there are several groups.
+    """How trials start on the hosts of one of several node groups.
 
     `kind`: the type of the hosts in host files.
     `devices`: the number of devices per host.
@@ -47,10 +47,10 @@ class HostSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """The task, its engine, and what plugins provide for it.
+    """A task, its engine, and everything that plugins provide for the task.
 
-    `telemetry`: a reader for each device whose figures can be read.
-    `value_rules`: the values that do not work.
+    `telemetry`: a reader for each device whose metrics can be read.
+    `value_rules`: the values of knobs and settings that do not work on the chips.
     `knobs`: all plugins' knobs for the chip, including those that the spec does not name.
     `conflicts`: descriptions of environment variables that the user and a plugin set to different values.
     `devices`: the detected devices of the task's chips that its trials can use, in order.
@@ -93,9 +93,9 @@ class Platform:
     def devices_of(self, host: str = "") -> tuple[Device, ...]:
         """Return the devices that a trial uses on `host`, or on this machine if `host` is empty.
 
-        These are the first detected devices. There are two exceptions: if too few devices were detected, or if
-        environment variables of the spec select devices of another host, which detection there does not see. Then they
-        are the devices that the spec selects, or else devices numbered from 0.
+        Usually these are the first detected devices. They are the devices that the spec's environment variables select,
+        or else devices numbered from 0, if too few devices were detected, or if the spec selects devices on another
+        host, where detection does not see the spec's variables.
         """
         spec, group = self.task.spec, self.task.cluster.groups[self.group_of_hosts.get(host, 0)]
         support, variables = self._variables_of(host)
@@ -115,7 +115,7 @@ class Platform:
 
     @property
     def readers(self) -> tuple[tuple[int, Device, Telemetry], ...]:
-        """The devices of a trial with telemetry: the number in the whole cluster, the device and its reader."""
+        """The devices of a trial that have telemetry, each with its number in the whole cluster and its reader."""
         groups = self.task.cluster.groups
         counts = {host: groups[index].devices_per_node for host, index in self.group_of_hosts.items()}
         starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
@@ -134,10 +134,10 @@ class Platform:
         return setup.support if setup else self.support, {**spec.envs, **of_group, **of_host}
 
     def selecting(self, devices: Sequence[Device] = ()) -> Platform:
-        """Return the platform with environment variables in its spec that select devices.
+        """Return the platform with the environment variables that select devices added to its spec.
 
-        On this machine, they select `devices` or, if that is empty, the devices of a trial. Other hosts get variables
-        only if a trial does not use their devices from 0 upwards.
+        On this machine, the variables select `devices`, or the devices of a trial if `devices` is empty. Another host
+        gets variables only if the trial does not use the host's first devices in order.
         """
         spec = self.task.spec
         if not spec.on_each_host:
@@ -161,10 +161,10 @@ class Platform:
         return replace(self, task=replace(self.task, spec=spec), devices=())
 
     def prepared(self, planned: Launch) -> Launch:
-        """Return the launch `planned` with the environment variables of plugins and of the spec.
+        """Return the launch `planned` with the environment variables from plugins and from the spec.
 
-        With several node groups, each host gets the variables of its own chip, and SLOTS and KIND are replaced in the
-        command. A host also gets the variables that the spec sets for it.
+        With several node groups, each host gets the variables of its chip, and the placeholders SLOTS and KIND in the
+        command are replaced. Each host also gets the variables that the spec sets for that host.
         """
         spec, own = self.task.spec, self.task.spec.cluster.host_envs
         if not (planned.hosts and (self.setups or own)):
@@ -202,7 +202,7 @@ class Platform:
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """The bytes that the processes of a node may use, if its devices share the memory of the machine. Else None."""
+        """The bytes that all processes on a node may use if the devices share the machine's memory, otherwise None."""
         group = self.task.cluster.groups[0]
         memory = group.memory_bytes * group.devices_per_node if group.memory_bytes else None
         return memory if self.support.shared_devices else None
@@ -218,16 +218,18 @@ class Workload(Predictor):
     modules: Mapping[str, str] = {}
     """The modules that trials import, and the pip requirement of each."""
     distribution: str = ""
-    """The distribution whose version is the engine's release. Empty: the one in `modules` with the engine's name."""
+    """The distribution whose version is the engine's release. Empty means the distribution in `modules` whose name
+    contains the engine's name."""
     untested: str = ""
-    """A warning to users, if the support for the engine was written from its documentation. Empty if it was tested."""
+    """A warning to users if the support for the engine was written from documentation only. Empty if it was tested."""
     images: Mapping[str, Sequence[str]] = {}
-    """The entry points of public container images with the engine, by repository, or by repository and the start of a
-    tag, such as `example/server` or `example/server:cpu`."""
+    """The entry points of public container images that contain the engine. A key is a repository, optionally with the
+    start of a tag, such as `example/server` or `example/server:cpu`."""
     plans_by_default: bool = False
-    """Whether plans of a model use this engine if none is named. Of several such engines, the first one is used."""
+    """Whether the plan of a model uses this engine if the user names none. If this is true for several engines, the
+    first one is used."""
     start_seconds: float = START_SECONDS
-    """The seconds that a trial may take to start. For a server, they include the seconds of the load."""
+    """The time limit in seconds for the start of a trial. For a server, it includes the time of the load."""
 
     # Completing a spec
 
@@ -245,7 +247,7 @@ class Workload(Predictor):
         return None
 
     def as_in_production(self, platform: Platform) -> Platform:
-        """Return `platform` with options that its spec leaves open set to what production uses on its chips.
+        """Return `platform` with the options that the spec leaves open set as in production jobs on the chips.
 
         Called for plans of jobs that cannot run on this machine. By default nothing is set.
         """
@@ -256,7 +258,7 @@ class Workload(Predictor):
         return {}
 
     def as_installed(self, platform: Platform) -> Platform:
-        """Return `platform` with options that its spec leaves open set to the defaults of this machine's software.
+        """Return `platform` with the options that the spec leaves open set to the defaults of this machine's software.
 
         By default nothing is set.
         """
@@ -270,7 +272,7 @@ class Workload(Predictor):
     """The knobs whose values the engine derives from costs. They exist only on clusters with several node groups."""
 
     def with_derived_values(self, platform: Platform, *, plan: bool = True) -> Platform:
-        """Return the platform with the values of `derived_knobs` in the space of its task.
+        """Return the platform with the derived values of `derived_knobs` added to the task's space.
 
         `plan`: whether no trial will run. Otherwise only values that trials can run are added.
 
@@ -289,7 +291,7 @@ class Workload(Predictor):
         return {}
 
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
-        """Return a line for each key of a spec that has no effect on the candidates of its space. By default none."""
+        """Return a warning for each key of the spec that affects no candidate of the space. By default none."""
         return ()
 
     # Trials
@@ -329,7 +331,7 @@ class Workload(Predictor):
         return ()
 
     def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
-        """Return a line for each change that a trial makes to the user's command, except for the candidate's knobs.
+        """Return a line for each change that a trial makes to the user's command, apart from the candidate's knobs.
 
         By default there are none.
         """
@@ -353,16 +355,17 @@ class Workload(Predictor):
         return None
 
     replicas: str = ""
-    """The knob for the number of data-parallel replicas, if all replicas do the same work.
+    """The name of the knob for the number of data-parallel replicas, if all replicas do the same work.
 
-    Trials may then run on fewer nodes with fewer replicas and a proportionally smaller global batch. Empty means that
+    Trials may then run on fewer nodes, with fewer replicas and a proportionally smaller global batch. If it is empty,
     trials run on all nodes.
     """
 
     # Probes, which run single ranks of a larger job on one device
 
     work_parts: Collection[str] = ()
-    """The parts of a step in which a stage computes, including `compute_s`. `pp_bubble_s` is proportional to their sum.
+    """The parts of a step in which a pipeline stage computes, including `compute_s`. The part `pp_bubble_s` is
+    proportional to the sum of these parts.
 
     The predictions of an engine with probes must also have the part `optimizer_s`.
     """
@@ -392,7 +395,8 @@ class Workload(Predictor):
     # Commands, job records and exports. Engines that also implement `flagcore.contracts.Exporter` have more targets.
 
     def starts(self, command: Sequence[str], directory: str) -> bool:
-        """Return whether a command starts the engine's program. Shells and containers around it are already removed.
+        """Return whether a command starts the engine's program. Wrapping shells and containers were already removed.
+
         By default False.
         """
         return False
@@ -400,15 +404,14 @@ class Workload(Predictor):
     def read_command(
         self, start: Start, directory: Path, model: str | None
     ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-        """Convert a launch command, or a script that starts one, to the data of a spec. Also return notes.
+        """Convert a launch command, or a script that runs one, to the data of a spec. Also return notes.
 
         The arguments of the command become the baseline. The notes name each argument that is dropped or has another
         meaning in the spec.
 
         `directory`: the working directory of the command.
         `model`: the path of the model. None means the model that the command names.
-        `start`: the command, and what surrounds it.
-        Raises SpecError, by default always.
+        `start`: the command with its environment, devices and script. Raises SpecError, by default always.
         """
         raise self._unsupported("the import of commands", "write a spec")
 
@@ -417,8 +420,8 @@ class Workload(Predictor):
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
         """Return the task and the knobs of a job record with defaults filled in, and the settings found in `notes`.
 
-        A job record describes a published run, and `notes` is free text from its source. Legality rules with the names
-        of the settings that were found are not applied, because the job did run.
+        A job record describes a published run, and `notes` is free text from its source. The legality rules named after
+        these settings are not applied, because the job did run.
 
         Raises SpecError, by default always, or NotModelled if the engine cannot predict the record.
         """
@@ -431,7 +434,7 @@ class Workload(Predictor):
         settings: Mapping[str, SettingValue],
         noted: Collection[str],
     ) -> Sequence[str]:
-        """Return a line for each key of a job record that has no effect or was filled in. By default none.
+        """Return a warning for each key of a job record that has no effect or was filled in. By default none.
 
         `task`, `values`, `noted`: the results of `published`.
         `settings`: the settings in the record.
@@ -439,7 +442,7 @@ class Workload(Predictor):
         return ()
 
     def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
-        """Return the kinds of servers of a candidate, for an exported job with this `name`. Raises UsageError.
+        """Return the groups of identical servers of a candidate, for an exported job called `name`. Raises UsageError.
 
         Returns None, the default, if all servers are identical.
         """

@@ -24,7 +24,8 @@ class Launch:
     `hosts`: the hosts on which the program is started. Empty means this machine.
     `on_host`: the launch of each host, if hosts differ in command or variables. Only `argv` and `environment` are used.
     `client`: a program that runs in `folder` on this machine during the trial. The trial ends when the client ends.
-    `timeout_seconds`: the limit of the wall-clock time, and `timeout_because`, where this limit comes from.
+    `timeout_seconds`: the limit of the wall-clock time.
+    `timeout_because`: how this limit was derived, in words.
     `memory_limit_bytes`: the memory limit of the whole process tree on one node. None means no limit.
     `disk_limit_bytes`: the size limit of `folder`.
     `warm`: whether the program (`python -m PACKAGE ...`) may be forked from a process that has already imported its
@@ -36,7 +37,7 @@ class Launch:
     `own_script`: whether `argv` runs the user's script.
     `leaves_out`: the other commands of the user's script, if `argv` is one command of it. None otherwise.
     `missing`: what the user must add to the command. Empty if nothing is missing.
-    `sample`: arguments to add instead, with which the command runs on generated data.
+    `sample`: arguments with which the command runs on generated data, to be added instead of what is missing.
     """
 
     argv: tuple[str, ...]
@@ -60,10 +61,14 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A program that a command or file starts: its words, its environment variables with known values, the devices per
-    host (None if unknown), the number of hosts, and the number of copies.
+    """A program that a user's command or file starts.
 
-    `version`: the engine release in the tag of the container image. `script`: the script that contains the command.
+    `words`: the command.
+    `envs`: the environment variables whose values are known.
+    `devices`: the number of devices per host. None if it is unknown.
+    `hosts`, `instances`: the number of hosts, and of copies of the program.
+    `version`: the engine release in the tag of the container image.
+    `script`: the script that contains the command.
     `job`: the environment variables that the batch system sets for the script.
     """
 
@@ -110,7 +115,7 @@ HOSTS = "hosts"
 
 
 def host_folder(folder: str, hosts: Sequence[str], rank: int) -> str:
-    """Return the folder for copies of a host's files. The first host, `rank` 0, uses the trial's folder itself."""
+    """Return the folder for the files of the host with this `rank`. For rank 0, it is the trial's folder itself."""
     return os.path.join(folder, HOSTS, hosts[rank]) if rank else folder
 
 

@@ -21,7 +21,7 @@ VARIABLE = "FLAGCORE_LANG"
 LANGUAGES = ("en", "zh")
 LOCALE = Path(__file__).parent / "locale"
 
-_chosen = ""
+_chosen_language = ""
 
 
 def choose(language: str) -> bool:
@@ -29,11 +29,11 @@ def choose(language: str) -> bool:
 
     Returns whether the language is known. If it is not, nothing changes.
     """
-    global _chosen
+    global _chosen_language
     name = language.strip().lower().replace("-", "_").replace(".", "_").partition("_")[0] or "en"
     if name not in LANGUAGES:
         return False
-    _chosen = name
+    _chosen_language = name
     return True
 
 
@@ -46,20 +46,20 @@ def choose_by_locale() -> None:
 
 def language() -> str:
     """Return the selected language: that of the environment variable, or else that of the locale."""
-    if not _chosen and not choose(os.environ.get(VARIABLE, "") or "?"):
+    if not _chosen_language and not choose(os.environ.get(VARIABLE, "") or "?"):
         choose_by_locale()
-    return _chosen
+    return _chosen_language
 
 
 @contextmanager
 def in_english() -> Iterator[None]:
     """Switch to English within this context, for records that programs read."""
-    global _chosen
-    before, _chosen = _chosen, "en"
+    global _chosen_language
+    before, _chosen_language = _chosen_language, "en"
     try:
         yield
     finally:
-        _chosen = before
+        _chosen_language = before
 
 
 def _(message: str, /, **values: object) -> str:

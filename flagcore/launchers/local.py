@@ -88,9 +88,9 @@ LAUNCHER: Launcher = LocalLauncher()
 
 
 def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
-    """Start `launch` without limits and files. It writes to the two descriptors, and ends with this process.
+    """Start `launch` without limits and files. The program writes to the two descriptors, and ends with this process.
 
-    Raises LaunchError if it cannot be started.
+    Raises LaunchError if the program cannot be started.
     """
     directory = os.path.abspath(launch.directory or launch.folder)
     spawn = partial(guarded.spawn_guard, stdout, stderr)
@@ -139,7 +139,7 @@ def prepare(launch: Launch, environment: Mapping[str, str], folder: str, directo
         record["hosts"] = list(launch.hosts)
     if launch.on_host:
         record["on_host"] = {
-            host: {"argv": list(redact_arguments(own.argv)), "environment": redact_data(own.environment)}
-            for host, own in launch.on_host.items()
+            host: {"argv": list(redact_arguments(each.argv)), "environment": redact_data(each.environment)}
+            for host, each in launch.on_host.items()
         }
     guard.write_json(os.path.join(folder, "launch.json"), record)

@@ -211,12 +211,12 @@ def _descriptors() -> list[int]:
 def fork_problem() -> str:
     """Return why this process must not be forked, or an empty string if it may be."""
     if len(os.listdir("/proc/self/task")) > 1:
-        return "its modules start threads"
+        return "the program's modules start threads"
     for number in _descriptors():
         with contextlib.suppress(FileNotFoundError):  # the descriptor that listed the folder is closed by now
             file = os.readlink(f"/proc/self/fd/{number}")
             if number > 2:
-                return f"its modules leave {file} open"
+                return f"the program's modules leave {file} open"
     return ""
 
 

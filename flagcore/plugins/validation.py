@@ -6,6 +6,7 @@ called with arrays of two elements. Invalid results raise BadPlugin.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -18,13 +19,38 @@ from flagcore.domain.engine import TaskAdvice
 from flagcore.domain.knob import Knob
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.collective_curves import KINDS, CollectiveTable
-from flagcore.plugins.loader import BadPlugin
 
 T = TypeVar("T")
 
 
+class BadPlugin(Exception):
+    """The error of a plugin that does not implement the hooks correctly. `stage`: as in `PluginFailure`."""
+
+    stage = "check"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginFailure:
+    """The failure of a plugin or of one of its hooks.
+
+    `stage`: discover, load, check, ask (a hook raised an exception), answer (a hook returned an invalid result), or
+    disable.
+    `hook`: the name of the hook for ask and answer, else empty.
+    """
+
+    name: str
+    distribution: str = ""
+    stage: str
+    hook: str = ""
+    reason: str
+
+    def __str__(self) -> str:
+        origin = f" ({self.distribution})" if self.distribution else ""
+        return f"plugin {self.name}{origin}: {self.hook + ': ' if self.hook else ''}{self.reason}"
+
+
 def one(kind: type[T]) -> Callable[[object], T]:
-    """Return a function that checks a hook's result: it returns a valid instance of the class `kind` unchanged."""
+    """Return a function that returns a hook's result unchanged if it is a valid instance of the class `kind`."""
     return lambda answer: cast(T, data(kind, answer, kind.__name__))
 
 
@@ -58,7 +84,7 @@ def knobs(answer: object) -> tuple[Knob, ...]:
 
 
 def task_advice(answer: object) -> TaskAdvice:
-    """Return `answer` if it is valid advice, whose patterns compile and have failures as states."""
+    """Return `answer` if it is valid advice: all patterns compile, and their states are failures."""
     advice: TaskAdvice = data(TaskAdvice, answer, TaskAdvice.__name__)
     for pattern in advice.failures:
         if not pattern.state.failed:

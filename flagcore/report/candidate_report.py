@@ -10,7 +10,7 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SERVING, objective_value
 from flagcore.domain.trial import step_value
 from flagcore.i18n import N_, _
-from flagcore.report.explanation import memory_parts, part_name, used_text
+from flagcore.report.explanation import memory_parts, used_text
 from flagcore.report.formats import IF_KNOWN, NAMES, Notebook, hardware_text, shown, table
 from flagcore.report.text import (
     details,
@@ -19,6 +19,7 @@ from flagcore.report.text import (
     latency_name,
     layers_text,
     objective_text,
+    part_name,
     state_name,
     value_text,
     values_text,
@@ -49,9 +50,10 @@ class PruningRule(ExcludingRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another candidate: the knobs that `differs` lists, its prediction, and its number as a trial.
+    """Another candidate that is named in the report on a candidate.
 
-    `measured`: whether `expected_s` was measured.
+    `differs`: the knobs in which both differ, each with the values of the reported and of the other candidate. `trial`:
+    the number of its trial, if it has one. `measured`: whether `expected_s` was measured.
     """
 
     candidate: Mapping[str, KnobValue]
@@ -211,6 +213,7 @@ def _changes(report: CandidateReport) -> Iterator[str]:
 
 
 def _matches(report: CandidateReport) -> Iterator[str]:
+    """Yield lines with the next candidates that have the knobs of the input."""
     if report.matches:
         yield _("It is the fastest with these knobs. The next ones:")
     for each in report.matches:

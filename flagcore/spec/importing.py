@@ -41,7 +41,7 @@ class Notes:
 def commented_yaml(spec: ImportedSpec) -> str:
     """Return an imported spec as YAML, with its notes as comments.
 
-    Each note is above its key, or above the closest existing section that would contain the key.
+    Each note is above its key or, if the data lack the key, above the innermost section that would contain it.
     """
     notes_by_key: dict[str, list[ImportNote]] = {}
     for note in spec.notes:

@@ -84,7 +84,7 @@ def _names_shell(file: Path) -> bool:
 
 
 def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping[str, str]) -> str:
-    """Run a traced script until all its processes end. Return why it failed; the text is empty on success.
+    """Run a traced script until all its processes end. Return why it failed, or an empty string if it succeeded.
 
     Processes of a pipeline may outlive the script. They inherit a pipe, which closes when the last process ends.
     """

@@ -19,7 +19,7 @@ from flagcore.domain.serving import DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUEST
 from flagcore.domain.spec import AUTO, COST, SERVING, Precision
 from flagcore.errors import SpecError
 from flagcore.i18n import _
-from flagcore.spec.knobs import Engines, section_of, serving_types, serving_values
+from flagcore.spec.knobs import Engines, knobs_of_engine, section_of, serving_types, serving_values
 from flagcore.spec.models import model_of
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.public import find_public
@@ -419,42 +419,6 @@ def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
         fields.append((Knob(name=name, help=f"Knobs of {name} alone."), section | None, None))
     doc = "Knobs of the engine, or of each of several engines. Missing knobs keep the engine's default."
     return section_of(f"Serve{title}{suffix}", doc, fields)
-
-
-def engines_of(data: object, kind: str = "serve") -> tuple[str, ...]:
-    """Return the names of the engines in the section `kind` of a spec's data, without duplicates.
-
-    Only the section `serve` can list several. Returns an empty tuple if there is no such section.
-    """
-    section = data.get(kind) if isinstance(data, Mapping) else None
-    engine = section.get("engine") if isinstance(section, Mapping) else None
-    names = engine if isinstance(engine, list) and kind == "serve" else [engine]
-    return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
-
-
-def select_engine(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return a spec's data reduced to one of its engines.
-
-    Raises SpecError if there are knobs of an engine that the spec does not name.
-    """
-    tuner, engines = dict(data.get("auto_tuner") or {}), engines_of(data)
-    for key in ("space", "baseline"):
-        knobs = tuner.get(key)
-        if not isinstance(knobs, Mapping):
-            continue
-        if other := next((name for name in knobs if isinstance(knobs[name], Mapping) and name not in engines), None):
-            problem = "has knobs of an engine that serve.engine does not name"
-            fix = f"remove it, or add the engine to serve.engine ({', '.join(engines)})"
-            raise spec_error(("auto_tuner", key, other), problem, fix=fix)
-        tuner[key] = knobs_of_engine(knobs, engine)
-    selected = {**data, "serve": {**data["serve"], "engine": engine}}
-    return {**selected, "auto_tuner": tuner} if tuner else selected
-
-
-def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the values in a space or baseline for one engine. Its own section overrides the values for all engines."""
-    common = {key: value for key, value in space.items() if not isinstance(value, Mapping) and key != engine}
-    return {**common, **(space.get(engine) or {})}
 
 
 def json_schema(engines: Engines) -> dict[str, Any]:

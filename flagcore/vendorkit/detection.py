@@ -65,15 +65,18 @@ def _with_use(row: Row, processes: tuple[str, ...]) -> Row:
 class DeviceDetector:
     """How to find a vendor's devices. torch runs in another process, and only if `device_file` exists.
 
-    `tool` is the name of the management tool in messages. `visible` are the environment variables that restrict the
-    devices of a process, the vendor's first; they have the same meaning, and the first one that is set applies. With
-    `empty_is_unset`, an empty variable counts as unset. `outer` is the variable of a lower software layer: the indices
-    in `visible` refer to the devices that it selects.
-
-    `device_file` is a glob pattern below the root such as `dev/acme*`, `torch_device` torch's name of the devices.
-    `trusts` returns whether the devices in torch's report are this vendor's, because the torch builds of several
-    vendors report devices of type cuda. `uuids` returns UUIDs by index if the tool's listing does not contain them.
-    `topology` is the command that prints the links between devices and network adapters.
+    `tool`: the name of the management tool in messages.
+    `visible`: the environment variables that restrict the devices of a process, the vendor's own variable first. They
+    have the same meaning, and the first one that is set applies.
+    `empty_is_unset`: whether an empty variable counts as unset.
+    `outer`: a variable that a lower software layer applies first. The indices in `visible` then count only the devices
+    that it leaves visible.
+    `device_file`: a glob pattern below the root, such as `dev/acme*`.
+    `torch_device`: torch's name of the devices.
+    `trusts`: returns whether the devices in torch's report are this vendor's, because the torch builds of several
+    vendors report devices of type cuda.
+    `uuids`: returns UUIDs by index, if the tool's listing does not contain them.
+    `topology`: the command that prints the links between devices and network adapters.
     """
 
     vendor: str
@@ -102,7 +105,7 @@ class DeviceDetector:
     None means that the listing contains them."""
 
     def devices(self, root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> tuple[Device, ...]:
-        """Return the devices that processes started from here can use. The result is empty if this shell selects
+        """Return the devices that processes started from here can use. Returns an empty tuple if this shell selects
         another vendor.
 
         `environment` are the environment variables of the processes (None: those of this shell). Device files and the
@@ -149,7 +152,7 @@ class DeviceDetector:
         return (self.reading or self.listing)(READING_SECONDS).rows
 
     def matrix(self) -> str:
-        """Return the management tool's output about links of devices and adapters. It is empty if there is no such
+        """Return the management tool's output about the links of devices and adapters, or an empty string without a
         tool.
         """
         return (tool_output(*self.topology) or "") if self.topology else ""
@@ -213,8 +216,8 @@ class DeviceDetector:
 FRESH_SECONDS = 0.9
 
 
-class Shared(Generic[T]):
-    """The tool's last answers, by device index. `read` runs the tool again if they are older than `FRESH_SECONDS`."""
+class CachedAnswers(Generic[T]):
+    """A cache of the management tool's answers, by device index. After FRESH_SECONDS, they are read again."""
 
     def __init__(self, read: Callable[[], Mapping[int, T]]) -> None:
         self._read = read
@@ -222,7 +225,7 @@ class Shared(Generic[T]):
         self._until = float("-inf")
         self._lock = threading.Lock()
 
-    def of(self, index: int) -> T | None:
+    def get(self, index: int) -> T | None:
         """Return the answer about the device with this index, or None if there is none."""
         with self._lock:
             if time.monotonic() >= self._until:
@@ -235,8 +238,8 @@ class Readings:
     """The tool's answers about all devices, shared by the readers of single devices."""
 
     def __init__(self, detector: DeviceDetector) -> None:
-        self.rows = Shared(lambda: {row.device.index: row for row in detector.rows()})
-        self.uses = Shared(detector.uses_now)
+        self.rows = CachedAnswers(lambda: {row.device.index: row for row in detector.rows()})
+        self.uses = CachedAnswers(detector.uses_now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +251,11 @@ class DeviceReading:
 
     def sample(self) -> Mapping[str, float]:
         """Return the device's current telemetry. Raises LookupError if the tool does not list the device."""
-        row = self.readings.rows.of(self.index)
+        row = self.readings.rows.get(self.index)
         if row is None:
             raise LookupError(f"device {self.index} is not in the management tool's table")
         return row.reading
 
     def use(self) -> DeviceUse:
         """Return the users of the device, if the tool reports them."""
-        return self.readings.uses.of(self.index) or DeviceUse()
+        return self.readings.uses.get(self.index) or DeviceUse()

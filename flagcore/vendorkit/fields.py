@@ -21,14 +21,14 @@ from flagcore.spec.plain_data import parse_yaml
 SOURCE_KEYS = {"measured": "how", "datasheet": "document", "published": "where", "estimated": "method"}
 """The key that each kind of source requires."""
 WORDS = {
-    **dict.fromkeys(("dataclass_type", "dict_type"), "keys with values"),
+    **dict.fromkeys(("dataclass_type", "dict_type"), "a mapping"),
     **dict.fromkeys(("list_type", "tuple_type"), "a list"),
     "string_type": "text",
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
 }
-"""Names of YAML types in messages, by pydantic's error types."""
+"""The names of types in messages, by pydantic's types of errors."""
 FIX = "see docs/write-a-plugin.md for the keys"
 
 Content = dict[str, Any]
@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 
 def read_yaml(text: str, file: str) -> Content:
-    """Return the content of a file. Each mapping under `source` or `effect` must have the fields of a Source.
+    """Return the content of a file. Each mapping under `source` or `effect` is converted to the fields of a Source.
 
     Raises SpecError with `file` if it is not YAML, not a mapping, or contains an invalid source.
     """
     content = _with_sources(parse_yaml(text, file=file), file, "")
     if not isinstance(content, dict):
-        raise SpecError(file=file, key="the file", value=content, problem="must be keys with values")
+        raise SpecError(file=file, key="the file", value=content, problem="must be a mapping")
     return content
 
 
@@ -55,8 +55,8 @@ def read_file(package: str, name: str) -> Content | None:
 def read_as(kind: Callable[..., T], package: str, name: str) -> T:
     """Return a file of `package` as a `kind`. A missing file counts as empty. Raises SpecError with every problem."""
     content = read_file(package, name) or {}
-    found: T = build(kind, {key: value for key, value in content.items() if value is not None}, f"{package}/{name}")
-    return found
+    built: T = build(kind, {key: value for key, value in content.items() if value is not None}, f"{package}/{name}")
+    return built
 
 
 def entries(content: Content, section: str, file: str) -> Iterator[tuple[str, Content]]:

@@ -136,7 +136,7 @@ def blocked_reason(mode: str, processes: Sequence[str]) -> str:
 
 
 def listing_of(rows: Iterable[Row | str]) -> Listing:
-    """Return a listing of the rows, with the sentences as `left_out`."""
+    """Return a listing of the rows. Strings among them are sentences about devices that were left out."""
     mixed = tuple(rows)
     return _unique(
         Listing(

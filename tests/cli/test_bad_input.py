@@ -39,6 +39,7 @@ def test_a_file_that_is_not_a_spec(flag: Flag, tmp_path: Path) -> None:
             2,
             ("num_attention_heads", "number of devices"),
         ),
+        ({"space": {"meshes": ["cpu dp2"]}}, 2, ("auto_tuner.space.meshes",)),
         ({"space": {"tensor_model_parallel_size": 3}}, 3, ("no legal candidate", "attention_heads")),
     ],
 )

@@ -68,7 +68,9 @@ def test_candidates_of_a_mixed_cluster_are_listed_with_all_its_chips(flag: Flag,
 
 def test_a_plan_of_one_kind_is_not_called_mixed(flag: Flag, spec: Callable[..., str]) -> None:
     unknown = {**LARGE, "nic_bytes_per_second": None}  # without a network, only plans of one kind have a time
-    assert "sum of single chips" not in flag("estimate", spec(unknown, LARGE)).out
+    completed = flag("estimate", spec(unknown, LARGE))
+    assert "sum of single chips" not in completed.out
+    assert "the network between node groups (give nic_bytes_per_second in each of cluster.groups)" in completed.err
 
 
 def test_the_capacity_reported_comes_from_the_stage_with_the_least_free_memory(

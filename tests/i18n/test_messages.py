@@ -16,7 +16,7 @@ FIELD = re.compile(r"\{[^{}]*\}")
 
 @pytest.fixture(autouse=True)
 def _language(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(i18n, "_chosen", "")
+    monkeypatch.setattr(i18n, "_chosen_language", "")
     yield
     choose("en")
 

@@ -235,7 +235,7 @@ def translate(
     """Return the data of a spec for a config, and notes.
 
     The recipe's `name` may contain the number and kind of devices. `added` are the keys of overrides that the config
-    does not have. Raises SpecError, also for keys in `added` that have no use.
+    does not have. Raises SpecError, also for keys in `added` that flagcore does not read.
     """
     notes = Notes(file)
     sections = {key: value for key in USED_SECTIONS if isinstance(value := config.get(key), Mapping)}
@@ -384,9 +384,9 @@ def _layout(value: object) -> str:
 def _cluster(
     name: str, baseline: Mapping[str, Any], notes: Notes, chips: Callable[[], Sequence[Chip]]
 ) -> tuple[dict[str, Any], int]:
-    """Return the section `cluster` and its number of devices.
+    """Return the section `cluster`, and the number of devices in it.
 
-    They are in the recipe's name; otherwise they are the fewest devices that can run it.
+    The recipe's name contains both. Otherwise, the cluster has the fewest devices that can run the recipe.
     """
     match = _IN_NAME.search(name)
     sizes = (baseline.get(key) for key in SIZES[:4])

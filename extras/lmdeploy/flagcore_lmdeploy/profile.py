@@ -129,5 +129,5 @@ WORKLOAD = Engine(
     merges=lambda task: tuple(same_as_unset(PROGRAM)),
     settings=_settings,
     server=_server,
-    untested="written from its documentation, no trial has run; times are those of its kernels alone",
+    untested="support was written from the documentation, and no trial has run; predicted times include only kernels",
 )

@@ -289,15 +289,15 @@ def compare(
     return compare_subjects(Subject.of(snapshot, name), Subject.of(other_snapshot, other))
 
 
-def _split_name(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
-    """Return the run or spec, and the name of the candidate, in `text`. If it names no run, the run is `of`."""
+def _split_name(text: str, default: SpecLike | None = None) -> tuple[SpecLike, str]:
+    """Return the run or spec, and the name of the candidate, in `text`. If it names no run, the run is `default`."""
     run, colon, name = text.rpartition(":")
     if not Path(text).exists() and colon and Path(run).exists():
         return Path(run), name
     if Path(text).exists():
         return Path(text), "best"
-    if of is not None and not colon and os.sep not in text:
-        return of, text
+    if default is not None and not colon and os.sep not in text:
+        return default, text
     raise UsageError(_("{text} is not a run: give RUN or RUN:CANDIDATE, or --spec SPEC and two candidates", text=text))
 
 

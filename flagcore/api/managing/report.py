@@ -29,6 +29,7 @@ from flagcore.api.snapshot import load_snapshot, run_home
 from flagcore.contracts import Problem
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
+from flagcore.domain.files import write
 from flagcore.domain.plan import summarize
 from flagcore.domain.prediction import MEMORY, components_of_row
 from flagcore.domain.search_state import LEARNED_MESSAGES
@@ -47,7 +48,7 @@ from flagcore.report.text import heading
 from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.stages.predict import in_gib, record
-from flagcore.tuner.store.directory import IDENTITY, LOCK, write
+from flagcore.tuner.store.directory import IDENTITY, LOCK
 
 REPORT = "report.html"
 
@@ -73,7 +74,7 @@ def list_runs(folder: Path | str = RUNS) -> list[dict[str, Any]]:
 def show_run(folder: Path | str, without: Collection[str] = ()) -> tuple[Mapping[str, Any], str]:
     """Return the result of a run as data and as text. The run may be in progress. Raises RunError."""
     run = report_data(_required(Path(folder)), without)
-    text = result_text(replace(run, called=str(folder), warnings=()))
+    text = result_text(replace(run, folder_name=str(folder), warnings=()))
     return run.data, "\n".join([*run.warnings, text])
 
 
@@ -103,7 +104,7 @@ def run_record(folder: Path) -> dict[str, Any]:
 def _run_facts(folder: Path, data: Mapping[str, Any], state: str) -> dict[str, Any]:
     """Return the fields of `run_record` that are read from `data`, the content of the run's result.json."""
     home = folder / str(data["engine"]) if data.get("engines") else folder
-    run = RunData.from_json(data, home, called=str(folder), knobs=knobs_of_spec(_spec(folder)))
+    run = RunData.from_json(data, home, folder_name=str(folder), knobs=knobs_of_spec(_spec(folder)))
     trials, best, speedup = run.all_trials, run.best, run.speedup
     value, low, high = (best and run.figures(best)) or (None, None, None)
     used = best.measurement.device_used_bytes if best and best.measurement else None
@@ -241,8 +242,8 @@ def _redacted(data: Mapping[str, Any], insight: Mapping[str, Any], home: Path, f
     """
     secrets = tuple(dict.fromkeys((*secrets_in_environment(os.environ), *secrets_in_data(_spec(home)))))
     relative = os.path.relpath(folder)
-    called = "." if relative.startswith("..") else relative
-    return RunData.redacted(data, insight, secrets, home, called=called, **context)
+    folder_name = "." if relative.startswith("..") else relative
+    return RunData.redacted(data, insight, secrets, home, folder_name=folder_name, **context)
 
 
 def _spec(folder: Path) -> dict[str, Any]:

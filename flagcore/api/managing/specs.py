@@ -42,12 +42,13 @@ from flagcore.errors import FlagError, RunError, SpecError, SpecErrors, UsageErr
 from flagcore.i18n import N_, _
 from flagcore.plugins import WORKLOADS, names
 from flagcore.spec.clusters import ClusterSection
+from flagcore.spec.convert import engines_of
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import read_text
 from flagcore.spec.public import absolute_model
 from flagcore.spec.schema import CommonSection, TrainSection
-from flagcore.spec.serving import ProfileSection, ServeSection, engines_of
+from flagcore.spec.serving import ProfileSection, ServeSection
 from flagcore.spec.starts import split_words, starts_of
 from flagcore.spec.validate import Section
 from flagcore.tuner.calibration import Experience
@@ -225,7 +226,7 @@ def _default_engine() -> str:
 
 
 def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> list[ImportNote]:
-    """Return the description of each key from the schema."""
+    """Return a note for each key of a spec: the description of the key in the schema."""
     notes = []
     for section, schema in sections.items():
         content: Any = data

@@ -72,7 +72,7 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
         if is_missing and ((run := read_run(Path(run_dir))).best is None or run.stopped_because is None):
             raise no_best_error(run) from None
         reason = _("missing") if is_missing else type(error).__name__
-        text = N_("{file} cannot be read ({reason}); `flag tune` writes it with the best configuration")
+        text = N_("{file} cannot be read ({reason}); run `flag tune` to write it with the best configuration")
         raise RunError(_(text, file=file, reason=reason)) from None
 
 

@@ -15,6 +15,7 @@ from flagcore.api.inputs import LoadedSpec
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
+from flagcore.domain.files import writable, write
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.space import Candidate
@@ -24,7 +25,6 @@ from flagcore.launchers.script import checked_name, job_name, start_script
 from flagcore.report.formats import hardware_text
 from flagcore.report.text import candidate_text
 from flagcore.tuner.stages.launch import planned_launch
-from flagcore.tuner.store.directory import writable, write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

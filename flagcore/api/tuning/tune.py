@@ -35,6 +35,7 @@ from flagcore.api.tuning.export import Outcome, save
 from flagcore.api.tuning.watch import Watchers
 from flagcore.contracts import Event, OnEvent, Problem, Telemetry, Workload
 from flagcore.domain.chip import Device
+from flagcore.domain.files import writable, write
 from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.space import KnobValue
@@ -45,11 +46,11 @@ from flagcore.i18n import N_, _, ngettext
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import noise_warnings
-from flagcore.spec.serving import engines_of, select_engine
+from flagcore.spec.convert import engines_of, select_engine
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.loop import Dependencies, TuneResult
 from flagcore.tuner.loop import tune as run_loop
-from flagcore.tuner.store.directory import RunDirectory, writable, write
+from flagcore.tuner.store.directory import RunDirectory
 
 if TYPE_CHECKING:
     from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow

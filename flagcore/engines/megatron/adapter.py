@@ -4,21 +4,22 @@ For any model, a larger micro-batch and an unsharded gradient buffer or optimize
 adds a buffer, which may be larger than the memory that it saves when layers are recomputed in full.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from flagcore import contracts
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern
+from flagcore.domain.launch import FailurePattern, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
-from flagcore.domain.spec import AUTO, Task
+from flagcore.domain.spec import AUTO, ImportNote, Task
 from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import reading, start
 from flagcore.engines.megatron.command import checks
 from flagcore.engines.megatron.command.user_command import starts_megatron
-from flagcore.engines.megatron.importing.command import spec_of_command
 from flagcore.engines.megatron.layers.split import SPLIT
 from flagcore.engines.megatron.mixed import meshes
 from flagcore.engines.megatron.mixed import planner as mesh_planner
@@ -84,7 +85,6 @@ class Megatron(contracts.Workload):
     step_limit = staticmethod(reading.step_limit)
     command_changes = staticmethod(checks.command_changes)
     starts = staticmethod(starts_megatron)
-    read_command = staticmethod(spec_of_command)
     as_in_production = staticmethod(production.as_in_production)
     assumed = staticmethod(production.assumed)
     derived_knobs: Collection[str] = (meshes.MESHES,)
@@ -137,6 +137,13 @@ class Megatron(contracts.Workload):
         ties = [columns[name] for name in (RECOMPUTE, EP, DIST_OPT, PP)]
         keys = (missing_bytes, columns[SPLIT], columns[TP] * columns[PP], *ties, -columns[SP])
         return int(np.lexsort(keys[::-1])[0])
+
+    def read_command(
+        self, start: Start, directory: Path, model: str | None
+    ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+        from flagcore.engines.megatron.importing.command import spec_of_command  # other commands do not need it
+
+        return spec_of_command(start, directory, model)
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         return reading.FAILURES

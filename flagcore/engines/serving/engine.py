@@ -164,7 +164,10 @@ class Engine(EngineProfile, Workload):
         """Raise SpecError or NoDevice if servers of `spec` cannot be started from this machine."""
         serve, cluster = spec.serve, spec.cluster
         if cluster.groups:
-            chips, problem = [group.chip for group in cluster.groups], "are several chips, but one machine has one"
+            chips, problem = (
+                [group.chip for group in cluster.groups],
+                "are several kinds of chips, but one machine has only one kind",
+            )
             fix = "predict with `flag estimate`"
             raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
         if cluster.nodes > 1 and not spec.on_each_host:
@@ -194,7 +197,7 @@ class Engine(EngineProfile, Workload):
     def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
         values = candidate.as_dict()
         if (pair := values.get(PREFILL_DECODE)) is not None:
-            raise UsageError(f"{PREFILL_DECODE} = {pair}: this target starts equal servers only")
+            raise UsageError(f"{PREFILL_DECODE} = {pair}: this target only starts identical servers")
         return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
     def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
@@ -294,7 +297,7 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     min_requests = {name: MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in serve.slo}
     name = max(min_requests, key=lambda each: min_requests[each], default="")
     if fewest < min_requests.get(name, 0):
-        yield f"serve.slo.{name}: {fewest} requests are too few, use serve.profile.num_prompts >= {min_requests[name]}"
+        yield f"serve.slo.{name}: {fewest} requests are too few; use serve.profile.num_prompts >= {min_requests[name]}"
     is_open = all(in_flight(load).concurrency is None and load.request_rate != math.inf for load in serve.loads)
     if is_open and serve.highest is None and spec.objective in FIXED_RATES:
         fix = (

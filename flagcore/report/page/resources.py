@@ -8,12 +8,12 @@ from flagcore.domain.prediction import Passes
 from flagcore.domain.trial import RUN, Trial
 from flagcore.i18n import N_, _
 from flagcore.physics.pipelines import SCHEDULES
-from flagcore.report.explanation import bottleneck_text, by_component, memory_parts, part_name
+from flagcore.report.explanation import by_component, memory_parts
 from flagcore.report.formats import NAMES, lookup, shown, size_text
 from flagcore.report.page.blocks import Block, Collapsed, Section, Table, Text, cell, percent, size, table
 from flagcore.report.page.run import Record, RunData, measured_s, memory_of, served, time_parts
 from flagcore.report.result import number
-from flagcore.report.text import knob_of, value_text, values_text
+from flagcore.report.text import bottleneck_text, knob_of, part_name, value_text, values_text
 
 
 def improvements(run: RunData) -> Section | None:
@@ -92,9 +92,9 @@ def memory(run: RunData) -> Section | None:
             [_(text), size(prediction.get(level)), size(used.get(level))]
             for level, text in {**LEVELS, "capacity_gib": N_("capacity")}.items()
         ]
-        caption = _("Device with the highest memory")
+        caption = _("Device with the highest memory use")
         if len(stages) > 1:
-            caption = _("Device with the highest memory (stage {number})", number=prediction["worst_stage"])
+            caption = _("Device with the highest memory use (stage {number})", number=prediction["worst_stage"])
         blocks.append(table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows))
     else:
         blocks.append(Text(_("The memory was not predicted.")))
@@ -128,7 +128,7 @@ def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Iter
     ]
     headings = [_("stage"), *(f"~{_(text)}" for text in (*names, *LEVELS.values()))]
     headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
-    yield table(_("Memory of a device of each stage"), headings, rows)
+    yield table(_("Memory per device, by pipeline stage"), headings, rows)
 
 
 def _components(run: RunData, title: str) -> Table:

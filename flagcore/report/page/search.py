@@ -132,11 +132,14 @@ def _shortened_text(trial: Trial) -> str | None:
     if not (shortened := trial.shortened):
         return None
     figures = asdict(shortened) | {name: shown(getattr(shortened, name)) for name in ("whole", "scale", "low", "high")}
+    text = N_(
+        "{part} of {whole} samples; a whole step is predicted to take {scale} times as long (80%: {low} to {high})"
+    )
     if shortened.nodes:
-        return _(
-            "{nodes} of {of_nodes} nodes; predicted factor to a step on all: {scale} (80%: {low} to {high})", **figures
+        text = N_(
+            "{nodes} of {of_nodes} nodes; a step on all nodes is predicted to take {scale} times as long "
+            "(80%: {low} to {high})"
         )
-    text = N_("{part} of {whole} samples; predicted factor to a whole step: {scale} (80%: {low} to {high})")
     return _(text, part=shortened.global_batch_size, **figures)
 
 

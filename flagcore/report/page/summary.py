@@ -112,10 +112,10 @@ def no_best(run: RunData) -> str:
         values, reason = run.configuration(closest), run.broken_limits(closest)
         text_of_trial = N_("nearest: trial {number} ({values}): {reason}")
         nearest = _(text_of_trial, number=closest.number, values=values, reason=reason)
-    return "; ".join(filter(None, [text, nearest, run.stop_reason, *(_ways_on(run) if run.is_unmeasured else ())]))
+    return "; ".join(filter(None, [text, nearest, run.stop_reason, *(_next_steps(run) if run.is_unmeasured else ())]))
 
 
-def _ways_on(run: RunData) -> Iterator[str]:
+def _next_steps(run: RunData) -> Iterator[str]:
     """Yield the most frequent failure with its logs, and the command that resumes the run or starts it again.
 
     The failure is left out if it is the reason why the run stopped.
@@ -126,14 +126,14 @@ def _ways_on(run: RunData) -> Iterator[str]:
         (state, reason), count = Counter((each.state, each.reason) for each in failures).most_common(1)[0]
         log = next(each.log for each in failures if (each.state, each.reason) == (state, reason))
         yield _(
-            "{part} of {count} {state}: {reason} (logs in {folder})",
+            "{part} of {count} trials ended as '{state}': {reason} (logs in {folder})",
             part=count,
             count=len(run.trials),
             state=state_name(state.value),
             reason=reason,
-            folder=Path(run.called, log).parent,
+            folder=Path(run.folder_name, log).parent,
         )
-    command = f"flag tune SPEC --run-dir {shlex.quote(run.called)}"
+    command = f"flag tune SPEC --run-dir {shlex.quote(run.folder_name)}"
     if run.was_interrupted:
         yield _("`{command}` resumes it", command=command)
     else:
@@ -290,8 +290,10 @@ def _commands(run: RunData, best: Trial) -> Iterator[Block]:
     script, launch = run.text_of(run.folder / "best.sh"), run.folder / "best" / "launch.json"
     is_complete = launch.exists() and not json_file(launch).get("missing")
     if is_complete:
-        caption = _("Start command, to be run in the folder of the run") if run.called == "." else _("Start command")
-        yield Code(caption, f"flag run {shlex.quote(run.called)}", copied=True)
+        caption = (
+            _("Start command, to be run in the folder of the run") if run.folder_name == "." else _("Start command")
+        )
+        yield Code(caption, f"flag run {shlex.quote(run.folder_name)}", copied=True)
     elif launch.exists():
         yield Code(_("Command of the best configuration, for you to complete (best.sh)"), script, copied=True)
     elif script:
@@ -413,7 +415,7 @@ def why(run: RunData) -> str:
         if not other_trials:
             return ""
         other = min(other_trials, key=lambda each: run.median_s(each) or 0.0)
-        name = _("the second, trial {number}", number=other.number)
+        name = _("the second-best (trial {number})", number=other.number)
     times = (run.median_s(other), run.median_s(best))
     if times[0] is None or times[1] is None:
         return ""

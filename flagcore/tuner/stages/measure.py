@@ -198,7 +198,7 @@ class _Monitor:
         """Return the trial as measured, or as failed if its measurement is invalid."""
         group, trial = self.platform.task.cluster.groups[0], replace(self.trial, measurement=measured)
         checks_ranks = self.platform.support.shared_devices and self.is_training
-        budget = group.memory_bytes if checks_ranks else None  # the launcher limits the memory of servers
+        budget = group.memory_bytes if checks_ranks else None  # servers need no check: the launcher limits their memory
         if budget and measured.device_used_bytes and measured.device_used_bytes > budget:
             used_bytes = measured.device_used_bytes
             reason = f"one rank used {used_bytes / 2**30:.2f} GiB of a budget of {budget / 2**30:.2f} GiB"
@@ -222,7 +222,7 @@ class _Monitor:
         return f"it failed after all its steps were measured: {reason}"[:LONGEST_REASON]
 
     def _with_fewer_steps(self, outcome: Trial, steps: Sequence[float]) -> Trial:
-        """Return `outcome` with what is known from fewer steps than planned.
+        """Return `outcome` with the information from the steps, if they are fewer than planned.
 
         A measured trial gets a wider interval and a reason. A trial without a measurement gets the times of its
         finished steps.
@@ -291,7 +291,7 @@ class Readings:
         self._samples: dict[int, dict[str, list[float]]] = {}
         self._next_time = 0.0
         self._used_before = math.inf
-        """The memory in use at the first reading, of the device that uses most."""
+        """The memory in use on the fullest device at the first reading."""
 
     def take(self) -> None:
         """Read all devices, at most once per second. A reader that raises is not called again."""
@@ -310,7 +310,7 @@ class Readings:
             self._used_before = max(self._memory(), default=math.inf)
 
     def memory_used(self) -> int | None:
-        """Return the memory in use of the device that uses most, in bytes.
+        """Return the memory in use on the fullest device, in bytes.
 
         Returns None if there are no readings, or if other programs used much of the memory before the trial.
         """

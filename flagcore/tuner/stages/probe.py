@@ -53,9 +53,9 @@ def probe(
     - `on_rank`: called before each rank starts.
     - `finish`: if it is false, the probe ends when a rank fails, and ranks that still run are dropped.
     """
-    chosen = tuple(ranks) or ranks_to_probe(platform, candidate)
-    predicted = _predict_ranks(platform, candidate, chosen)
-    results, waiting, running = dict[int, RankProbe](), [*chosen], list[_RunningRank]()
+    chosen_ranks = tuple(ranks) or ranks_to_probe(platform, candidate)
+    predicted = _predict_ranks(platform, candidate, chosen_ranks)
+    results, waiting, running = dict[int, RankProbe](), [*chosen_ranks], list[_RunningRank]()
     deadline, places = time.monotonic() + limit.seconds, _places(platform, devices)
     with ThreadPoolExecutor(len(places)) as threads:
         try:
@@ -79,7 +79,7 @@ def probe(
             for each in running:
                 with suppress(FlagError):
                     each.process.result().stop()
-    return Probe(candidate=candidate, ranks=tuple(results[rank] for rank in chosen if rank in results))
+    return Probe(candidate=candidate, ranks=tuple(results[rank] for rank in chosen_ranks if rank in results))
 
 
 def ranks_to_probe(platform: Platform, candidate: Candidate) -> tuple[int, ...]:
@@ -202,7 +202,10 @@ def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Predic
 
 
 def _used(rank: RankMeasurement, memory: MemoryModel, buffers: float) -> tuple[float, float]:
-    """Return the reserved memory of a rank and its memory in use, in bytes, including `buffers` of communicators."""
+    """Return a rank's reserved memory and its memory in use, in bytes.
+
+    Only the second includes `buffers`, the memory of communicators.
+    """
     allocated = np.array([float(rank.peak_allocated_bytes)])
     reserved = float(memory.reserved_bytes(allocated)[0]) if rank.reserved_bytes is None else float(rank.reserved_bytes)
     return reserved, max(_device_used(reserved, memory), float(rank.device_used_bytes)) + buffers

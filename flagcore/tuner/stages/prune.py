@@ -11,7 +11,6 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import DOES_AS_MUCH_WORK, DOES_NOT_FIT, NEEDS_AS_MUCH_MEMORY, Pruned
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, Space
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.tuner.learning.trials import min_memory_share
 
 CHUNK = 1 << 16
 """The number of candidates per call of a rule."""
@@ -45,6 +44,8 @@ def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]
 
     It is learned from `trials`.
     """
+    from flagcore.tuner.learning.trials import min_memory_share  # importing scipy is slow, and plans have no trials
+
     ratios = []
     for trial in trials:
         row, measured = space.find(trial.candidate), trial.measurement

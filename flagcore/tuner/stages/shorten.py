@@ -101,7 +101,7 @@ def scale_steps(batch: int, whole_batch: int, short_s: float, whole_s: float) ->
 class SmallerTask:
     """The task as trials run it on `nodes` of the nodes of `whole`.
 
-    It is also the pruning rule for candidates that are predicted to fit on all nodes, but not on these.
+    It is also the pruning rule for candidates that are predicted to fit on all nodes, but not on `nodes` nodes.
     """
 
     whole: Platform

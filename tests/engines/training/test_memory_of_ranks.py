@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from flagcore.engines.training.layout import Layout, Training
-from flagcore.engines.training.memory.training import rank_memory, split_parameters, stage_of_rank
-from flagcore.engines.training.stages import stage, stage_parameters
+from flagcore.engines.training.memory.training import split_parameters
+from flagcore.engines.training.stages import stage_parameters
+from tests.engines.training.candidates import rank_memory, stage_of_rank
 from tests.engines.training.ranks import (
     DP,
     EMBEDDING,
@@ -244,8 +245,8 @@ def test_parameters_of_a_rank_are_those_that_megatron_builds(allocated: dict[str
 
 
 def parameters(train: Training, split: Layout, rank: int) -> float:
-    where = stage(train.model, split, stage_of_rank(split, rank), train.options)
-    return float(sum(part.sum() for part in split_parameters(stage_parameters(train, split, where))))
+    parts = stage_parameters(train, split, stage_of_rank(train, split, rank))
+    return float(sum(part.sum() for part in split_parameters(parts)))
 
 
 @needs_megatron

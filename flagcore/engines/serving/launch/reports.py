@@ -26,8 +26,8 @@ class ServerReports:
     """The API of an engine's server, and the format of its reports: all that the trial program knows about an engine.
 
     - `counters`: samples at /metrics, with their names in the metrics of a trial.
-    - `shares`: metrics of a load that are the ratio of two increases: of the first counter, and of the sum of the
-      others.
+    - `shares`: metrics of a load that are ratios: the increase of the first counter, divided by the summed increases of
+      the other counters.
     - `settings`: regular expressions for the log, by knob. Their only group is the value in use; the first match
       counts.
     - `memory_lines`: regular expressions for memory in the log, by metric. The largest match counts.

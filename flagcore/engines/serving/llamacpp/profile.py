@@ -77,8 +77,8 @@ class LlamaProgram(Program):
             installed.find_command(spec, serve.command)
         elif find_spec(PACKAGE) is None:
             raise NoDevice(
-                f"{PACKAGE} is not installed; pip install 'flagcore[llamacpp]', or set a serve.command such as "
-                "[llama-server]"
+                f"{PACKAGE} is not installed; run pip install 'flagcore[llamacpp]', or set serve.command, such "
+                "as [llama-server]"
             )
         else:
             installed.check_version(spec, installed.package_version(sys.executable, PACKAGE))

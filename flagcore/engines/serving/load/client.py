@@ -44,7 +44,10 @@ def session() -> aiohttp.ClientSession:
 
 
 class _Sending:
-    """The `time.perf_counter()` at which the first bytes of a request's body are sent; until then, of its creation."""
+    """The `time.perf_counter()` value at which the first bytes of a request's body were sent.
+
+    Until then, it is the time at which this object was created.
+    """
 
     def __init__(self) -> None:
         self.time_s, self.has_begun = time.perf_counter(), False
@@ -64,7 +67,7 @@ async def send_request(
     """Send one request, feed its answer to `stream`, and return the `time.perf_counter()` at which it was sent.
 
     The time to open the connection does not count, because clients that reuse connections do not measure it either.
-    Raises RequestFailed for every failure of the network or the server. The caller is responsible for a timeout.
+    Raises RequestFailed if the network or the server fails. The caller must set a timeout.
     """
     sending = _Sending()
     async with _answer(http, url, body, headers, sending, stream) as response:

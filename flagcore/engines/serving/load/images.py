@@ -40,7 +40,7 @@ RequestImages: TypeAlias = Sequence[Sequence[Image]]
 
 
 def draw_images(images: Images, count: int, rng: np.random.Generator) -> RequestImages:
-    """Draw the number and the sizes of the images of each of `count` requests."""
+    """Draw the number of images and their sizes for each of `count` requests."""
     low, high = images.counts
     counts = rng.integers(low, high, size=count, endpoint=True)
     shares = np.array([share for _, _, share in images.buckets])

@@ -131,9 +131,9 @@ class Request:
 class Watch:
     """Follows a load: stores its answers and its requests in flight, and decides whether it has ended.
 
-    - `has_ended`: whether the load is certain to exceed one of `limits` (`is_stopped`), or its metrics are precise. -
-    `window`: the time whose requests count, if the load has a steady state or was cut off. - `progress`: what the load
-    achieved, if it did not end in its time.
+    - `has_ended`: whether the load is certain to exceed one of `limits` (`is_stopped`), or its metrics are precise.
+    - `window`: the time whose requests count, if the load has a steady state or was cut off.
+    - `progress`: the progress of a load that did not end in its time.
     """
 
     def __init__(

@@ -244,7 +244,7 @@ class _LoadSender:
                 answers = watch.window.counted(answers)
                 error = watch.window.error if watch.window.error > PRECISION else 0.0
             if error:
-                notes = (*notes, f"the load ended with figures that are precise to {error:.0%}")
+                notes = (*notes, f"the load ended early: its metrics are precise to {error:.0%}")
             figures |= client_load
             if client_load["client_cpu_share"] > NEAR_LIMIT:
                 share = f"{client_load['client_cpu_share']:.2f}"
@@ -308,10 +308,11 @@ class Meter:
         self._tree, self._busy = _process_tree_s(), _busy_s()
 
     def figures(self) -> Mapping[str, float]:
-        """Return the metrics `client_cpu_s`, `client_cpu_share` and `others_cores`.
+        """Return the metrics of the client and the machine by name.
 
-        They are the CPU seconds of the client, its share of one core, and the mean number of cores that unrelated
-        processes use.
+        - `client_cpu_s`: the client's CPU time in seconds.
+        - `client_cpu_share`: the share of one core that the client used.
+        - `others_cores`: the mean number of cores that unrelated processes used.
         """
         wall = max(time.perf_counter() - self._start, 1e-9)
         own_cpu = time.process_time() - self._own_cpu

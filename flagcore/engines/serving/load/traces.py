@@ -209,7 +209,7 @@ def _traffic(
             arrivals.append(0.0 if times is None else times[index])
     estimated = sum(turn.input_len is None for turn in requests)
     default = f"{unknown} requests have no length of the answer: serve.profile.output_len = {output_len} is used"
-    note = f"lengths of {estimated} requests are estimated: {BYTES_PER_TOKEN} bytes of UTF-8 a token"
+    note = f"the lengths of {estimated} requests are estimated, with {BYTES_PER_TOKEN} bytes of UTF-8 per token"
     inputs = list[int]()
     for turn, before in zip(requests, follows, strict=True):
         past = inputs[before] if before >= 0 else 0  # a prompt is at least as long as the one that it continues

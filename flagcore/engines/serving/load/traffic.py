@@ -47,7 +47,7 @@ def traffic(load: Load) -> Traffic:
     if requests.follows is not None:
         conversations = int(np.count_nonzero(requests.follows < 0))
         if load.concurrency is not None and conversations < load.concurrency:
-            note = f"{conversations} conversations never have {load.concurrency} requests in flight"
+            note = f"with {conversations} conversations, there are never {load.concurrency} requests in flight"
             requests = replace(requests, notes=(*requests.notes, note))
     return replace(requests, input_len=requests.input_len + load.prefix_len, arrive_s=_arrivals(times, load, requests))
 

@@ -172,7 +172,7 @@ def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
 
 
 def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
-    """Return the limits of one lane of a candidate, without limits that the load cannot reach.
+    """Return the limits of one lane of a candidate. Limits that the load cannot reach are removed.
 
     A cache that is too small for one request is treated as unlimited: the memory check already excludes the candidate.
     """
@@ -236,7 +236,7 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
 
 
 def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
-    """Return the closed loop of one lane of each candidate, with the lane's mean share of the load."""
+    """Return a closed loop per candidate: one lane with its mean share of the load."""
     settings, tokens = context.settings, context.memory.cache_tokens
     prompt, output = (np.full(tokens.shape, mean) for mean in load.means)
     rows = range(tokens.size) if context.encoder is not None and load.images else ()
@@ -308,8 +308,8 @@ class ClosedLoop:
     - `costs`, `overheads`: costs of the iterations, and overheads of the engine.
     - `flight`: requests in flight.
     - `prompt`, `output`: tokens of a prompt and of an answer.
-    - `budget`, `running`, `cache_tokens`: maximum numbers of tokens and of sequences in an iteration, and tokens of the
-      cache. They are totals over all `ranks` and `stages`.
+    - `budget`, `running`: maximum tokens and sequences in an iteration, summed over all `ranks` and `stages`.
+    - `cache_tokens`: the capacity of the cache in tokens, summed likewise.
     - `ranks`, `stages`: numbers of attention DP ranks and of pipeline stages.
     - `role`: 1 if the lane only computes prompts, 2 if it only decodes, else 0.
     - `encode`: seconds of the vision tower for the images of a request.

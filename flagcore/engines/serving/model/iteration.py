@@ -1,7 +1,7 @@
-"""Time of one iteration of an engine for a batch of prompts and decoding sequences.
+"""Iteration times of an engine, for batches of prompts and decoding sequences.
 
-Matrix products, small kernels and messages depend only on the number of tokens, so each candidate has a table of their
-times over a grid of token counts. Attention adds a time per cached token that is read and per query-key pair.
+The times of matrix products, small kernels and messages depend only on the number of tokens, so each candidate has a
+table over a grid of token counts. Attention adds a time per cached token that is read, and per query-key pair.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ NODES: FloatArray = np.array(
 """The grid of token counts of the tables. Times between them are interpolated linearly."""
 
 REFERENCE_TOKENS = 8192.0
-"""Cached tokens of a sequence, and tokens of a prompt, for which the rates of attention are computed. A choice."""
+"""The length of a sequence or a prompt, in tokens, for which attention rates are computed. A choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,7 +322,7 @@ TILE_ROWS = 8.0
 
 
 def distinct_experts(count: FloatArray | float, chosen: float, tokens: FloatArray | float) -> FloatArray:
-    """Return the expected number of distinct experts, of `count`, if each token chooses `chosen` of them at random."""
+    """Return how many of `count` experts are expected to be used if each token chooses `chosen` experts at random."""
     return count * (1.0 - (1.0 - chosen / count) ** tokens)
 
 

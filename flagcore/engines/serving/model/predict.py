@@ -96,9 +96,9 @@ def predict(
 def transfer_seconds(task: Task, kinds: InstanceKinds, settings: Settings, costs: Costs) -> FloatArray:
     """Return the seconds to send the cache of one prompt token from a prefill instance to a decode instance.
 
-    Pairs of ranks send their parts at the same time, so a link carries the bytes of the cache divided by the number of
-    ranks with different parts, on the side that has fewer of them. The link connects hosts unless both kinds fit on one
-    host. The time is 0 for instances that both prefill and decode.
+    All ranks send at the same time. Each link carries an equal part of the cache; the number of parts is that of the
+    instance with fewer different parts. The link connects hosts unless both instances fit on one host. The time is 0
+    for instances that both prefill and decode.
     """
     if not kinds.role.any():
         return np.zeros(kinds.owner.size)

@@ -77,7 +77,7 @@ def _common(left: str, right: str) -> int:
 
 
 def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatArray:
-    """Return the number of tokens of each prompt that a cache of `capacity` tokens has from earlier prompts."""
+    """Return how many tokens of each prompt are in a cache of `capacity` tokens, which stores earlier prompts."""
     cache, used, hits = OrderedDict[Hashable, int](), 0, list[float]()
     for parts in prompts:
         hit, matches = 0, True
@@ -112,8 +112,8 @@ def turn_order(follows: IntArray, flight: int, seed: int) -> tuple[IntArray, Int
     conversation = np.cumsum(is_first) - 1
     starts = np.flatnonzero(is_first)
     turn = np.arange(follows.size) - starts[conversation]
-    shuffled = np.random.default_rng([seed, 3]).random(follows.size)
-    return np.lexsort((shuffled, turn, conversation // max(flight, 1))), turn
+    random_keys = np.random.default_rng([seed, 3]).random(follows.size)
+    return np.lexsort((random_keys, turn, conversation // max(flight, 1))), turn
 
 
 MAX_REQUEST_TIMES = 20_000
@@ -125,7 +125,7 @@ OVERLOAD_GROWTH = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimes:
-    """Latencies of a sample of requests in seconds, and totals of all requests.
+    """Latencies of sampled requests in seconds, and totals over all requests.
 
     - `tpot`: NaN for answers of one token.
     - `gaps`: as in `Outcome`.
@@ -309,7 +309,7 @@ class SimulatedLoad:
         )
 
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
-        """Return, for each request of one of `lanes` lanes, how many of its prompt tokens are in the lane's cache."""
+        """Return how many prompt tokens of each request are in the cache of its lane, for one of `lanes` lanes."""
         key = lanes, price.lane.retained
         if not self.parts or not price.lane.retained:
             return np.zeros(self._rows(lanes).size)

@@ -35,8 +35,7 @@ class Overheads:
     - `prompt_token`: time per prompt token in the one thread that tokenizes.
     - `receive`: number of iterations between two polls for new requests.
 
-    Times of the small kernels of one layer (norms, rotation, cache writes, activations, casts, routing), and of
-    messages:
+    Times of small kernels per layer (norms, rotation, cache writes, activations, casts, routing), and of messages:
 
     - `attention`, `ffn`: kernels of an attention layer, and of an FFN.
     - `latent`: additional kernels of latent attention.

@@ -98,9 +98,9 @@ class SglangProgram(Program):
 
 
 def _chain(args: dict[str, EngineArg]) -> dict[str, EngineArg]:
-    """Remove the flags of a chain of drafts from `args`, and return its number of drafted tokens as a knob.
+    """Remove the flags of a draft chain from `args`, and return the number of drafted tokens as a knob.
 
-    A tree of drafts is left unchanged, and the result is empty.
+    The flags of a draft tree remain in `args`, and the result is empty.
     """
     names = {strip_dashes(key): key for key in args}
     method, steps, breadth, verified = (

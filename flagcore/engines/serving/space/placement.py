@@ -184,7 +184,7 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
         return replace(of_each_kind(task, rule), name=f"{rule.name}_of_kinds", message=message)
 
     cards = f"both kinds of {PREFILL_DECODE} must not exceed the {hardware.cards} devices"
-    hosts = f"each instance of {PREFILL_DECODE} must fit on a host, or have all devices of several"
+    hosts = f"each instance of {PREFILL_DECODE} must fit on a host, or use all devices of several hosts"
     return (
         rule("cards_of_kinds", too_many, cards),
         rule("hosts_of_kinds", misplaced, hosts),
@@ -328,7 +328,7 @@ class InstanceKinds:
     def lanes(self) -> FloatArray:
         """The number of instances among which requests are divided, by kind.
 
-        It is the number of all instances of the candidate or, if the kind has a role, of the instances of this kind.
+        These are all instances of the candidate or, for a kind with a role, only the instances of this kind.
         """
         totals = self.total(np.ones(self.owner.size))[self.owner]
         return np.where(self.role > 0, self.count, totals)
@@ -338,7 +338,7 @@ class InstanceKinds:
         return [range(*edges) for edges in pairwise([*self.first_rows.tolist(), self.owner.size])]
 
     def total(self, values: FloatArray | IntArray) -> FloatArray:
-        """Return the sum of `values` of one instance over all instances of each candidate."""
+        """Return the sum of `values`, given per instance, over the instances of each candidate."""
         return np.bincount(self.owner, weights=self.count * values, minlength=self.size).astype(np.float64)
 
     def worst(self, values: FloatArray) -> IntArray:

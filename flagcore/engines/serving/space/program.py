@@ -23,14 +23,14 @@ from flagcore.engines.serving.space.weights import check_directory
 from flagcore.errors import NoDevice, SpecError, join_errors
 
 RESERVED_FLAGS: Mapping[str, str] = {
-    "host": "servers listen where the load client is",
+    "host": "servers listen on the address that the load client uses",
     "port": "each trial uses a free port",
     "api-key": "the load client sends no key",
     "ssl-keyfile": "the load client uses plain HTTP",
     "ssl-certfile": "the load client uses plain HTTP",
     **dict.fromkeys(
         ("nnodes", "node-rank", "master-addr", "master-port", "headless", "dist-init-addr"),
-        "each host of an instance has its own",
+        "its value differs between the hosts of an instance",
     ),
 }
 """Flags of several engines that the user cannot set, each with the reason."""

@@ -178,7 +178,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="images_of_request",
             knobs=(own.IMAGES,),
-            message=f"{own.IMAGES} must be at least the images of a request, {most_images(task.spec.serve.loads)}",
+            message=f"{own.IMAGES} must be at least {most_images(task.spec.serve.loads)}, the most images of a request",
             broken=lambda c: (c[own.IMAGES] > 0) & (c[own.IMAGES] < most_images(task.spec.serve.loads)),
         ),
     )
@@ -213,7 +213,7 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="transfer_of_kinds",
             knobs=(PREFILL_DECODE, TRANSFER),
-            message=f"{NIXL} needs pp1 and tp that divide each other, {P2P} the same tp",
+            message=f"{NIXL} needs pp1 and TP sizes of which one divides the other; {P2P} needs equal TP sizes",
             broken=lambda c: np.where(c[TRANSFER] == p2p, by_p2p[c[PREFILL_DECODE]], by_nixl[c[PREFILL_DECODE]]),
         ),
     )

@@ -15,7 +15,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.layers.fastest import fit_splits, layouts, split_layers
 from flagcore.engines.megatron.layers.split import SPLIT
 from flagcore.engines.megatron.layers.stages import LAYOUT, chunk_layers, layout_text, parse_layout
-from flagcore.engines.megatron.predict import base_inputs, inputs, layout_texts
+from flagcore.engines.megatron.predict import base_inputs, inputs
 from flagcore.engines.megatron.space.options import options
 from flagcore.engines.training.layout import Layout, Splits, Training
 from flagcore.engines.training.memory.training import memory_in_use, stages_in_use
@@ -292,12 +292,13 @@ def test_a_candidate_has_the_same_split_alone_and_among_others() -> None:
     task = small.task(model, devices=8, space={"micro_batch_size": (1,)})
     space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
     costs = small.costs(task, 3e9)
-    many, texts = WORKLOAD.predict(task, space.columns(), costs), layout_texts(task, space.columns(), costs)
+    columns = space.columns()
+    many, texts = WORKLOAD.predict(task, columns, costs), layouts(*inputs(task, columns, costs))
     assert any(texts)
     for row in range(0, len(space), 14):
         one = space.columns(np.array([row]))
         assert WORKLOAD.predict(task, one, costs).step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-12)
-        assert layout_texts(task, one, costs) == [texts[row]]
+        assert layouts(*inputs(task, one, costs)) == [texts[row]]
         if texts[row]:  # the layout as a setting is the same job
             fixed = small.task(model, devices=8, settings={LAYOUT: texts[row]})
             as_given = {**one, SPLIT: np.array([0]), EACH: np.array([0])}

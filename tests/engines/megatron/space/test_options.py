@@ -32,6 +32,14 @@ def overlaps(found: Options) -> tuple[bool, bool]:
 
 
 COMMAND = ("torchrun", "pretrain_gpt.py")
+SWITCHES = {
+    "overlap_moe_expert_parallel_comm": "overlap_expert_comm",
+    "use_megatron_fsdp": "fsdp",
+    "cross_entropy_loss_fusion": "cross_entropy_fusion",
+    "account_for_embedding_in_pipeline_split": "account_for_embedding",
+    "account_for_loss_in_pipeline_split": "account_for_loss",
+    **{name: name for name in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "fp8_param_gather")},
+}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "schedule": ({"pipeline_schedule": "ZB_H1"}, {"schedule": "zb-h1"}),
     "engine's schedule": ({"pipeline_schedule": "1f1b"}, {"schedule": None}),
@@ -76,31 +84,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "no graphs": ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, {"cuda_graph": ""}),
     "switches": (
-        {
-            "overlap_grad_reduce": True,
-            "overlap_param_gather": True,
-            "tp_comm_overlap": True,
-            "overlap_p2p_comm": False,
-            "overlap_moe_expert_parallel_comm": True,
-            "delay_wgrad_compute": True,
-            "use_megatron_fsdp": True,
-            "fp8_param_gather": True,
-            "cross_entropy_loss_fusion": True,
-            "account_for_embedding_in_pipeline_split": True,
-            "account_for_loss_in_pipeline_split": True,
-        },
-        {
-            "overlap_grad_reduce": True,
-            "overlap_param_gather": True,
-            "tp_comm_overlap": True,
-            "overlap_p2p_comm": False,
-            "overlap_expert_comm": True,
-            "fsdp": True,
-            "fp8_param_gather": True,
-            "cross_entropy_fusion": True,
-            "account_for_embedding": True,
-            "account_for_loss": True,
-        },
+        {**dict.fromkeys(SWITCHES, True), "overlap_p2p_comm": False, "delay_wgrad_compute": True},
+        {**dict.fromkeys(SWITCHES.values(), True), "overlap_p2p_comm": False},
     ),
 }
 

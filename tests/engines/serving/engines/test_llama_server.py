@@ -1,6 +1,5 @@
 """llama.cpp for real: the wheel's server with a small model of random weights, under the client and in a trial."""
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,10 +63,7 @@ def test_a_trial_of_two_instances_runs_the_requested_settings(model: str, tmp_pa
         "kv_unified": "off",
     }
     loads = (Load(input_len=100, output_len=30, num_prompts=8, concurrency=8),)
-    where = trials.platform(tmp_path, "unused", loads=loads)
-    work = dataclasses.replace(where.task.spec.serve, command=None, weights=model, repeats=2)
-    spec = dataclasses.replace(where.task.spec, work=work)
-    where = dataclasses.replace(where, task=dataclasses.replace(where.task, spec=spec))
+    where = trials.platform(tmp_path, "unused", loads=loads, command=None, weights=model, repeats=2)
     done = trials.run_here(where, tmp_path, instances=2, **requested)
     assert done.state is TrialState.MEASURED, done.reason
     assert done.measurement is not None
