@@ -97,12 +97,23 @@ class Machine:
         (info / "entry_points.txt").write_text(f"[flagcore.plugins]\n{points[1]} = {points[2]}\n")
         return project
 
-    def run(self, *argv: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+    def loaded_by_torch(self) -> dict[str, str]:
+        """Return the variables of processes in which `import torch` imports the vendor's modules, as torch_npu's."""
+        info = self.folder / "autoload" / "torch_simu-1.0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-simu\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[torch.backends]\nsimu = torch_simu:autoload\n")
+        return {"PYTHONPATH": os.pathsep.join([str(info.parent), self.environment["PYTHONPATH"]])}
+
+    def run(
+        self, *argv: str, status: int = 0, stdin: str | None = None, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command on the machine."""
         done = subprocess.run(
             argv,
             env={**self.environment, **variables},
             cwd=self.folder,
+            input=stdin,
             capture_output=True,
             text=True,
             check=False,

@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from tests.accelerator.machine import MEMORY_BYTES, Machine
+from tests.engines.megatron.trial import trial_jobs
+from tests.engines.megatron.trial.trial_jobs import DENSE, EXPERTS, make_job
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
@@ -75,6 +77,38 @@ def test_trials_train_on_the_vendors_devices(built: Machine) -> None:
         losses.append(steps(folder))
     for split, whole in zip(*losses, strict=True):  # also norms, whose gradients ranks sum under sequence parallelism
         assert split == pytest.approx(whole, rel=1e-4)
+
+
+def test_every_layout_has_the_same_losses(built: Machine) -> None:
+    """As `test_trial_parity` on CPU. Here Megatron's own functions run, whose device is not replaced."""
+    folder, device = built.folder / "layouts", {"type": "simu", "backend": "simuccl"}
+    device |= {"preload": ["torch_simu", "simu_patch"], "threads_per_rank": 1}
+    pipeline = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    sharded = {"data_parallel_size": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True}
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    layouts = {
+        "dense": [
+            {},
+            pipeline,
+            {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True},
+            {**sharded, "overlap_param_gather": True, "use_recompute": True, **recompute},
+        ],
+        "experts": [{}, {"data_parallel_size": 2, "expert_model_parallel_size": 2}],
+    }
+    jobs = {}
+    for kind, model in (("dense", DENSE), ("experts", EXPERTS)):
+        for place, layout in enumerate(layouts[kind]):
+            name = f"{kind}-{place}"
+            jobs[name] = make_job(folder / name, model, train={"global_batch_size": 8}, **layout) | {"device": device}
+    folder.mkdir()
+    line = json.dumps([str(folder), list(jobs.items())]) + "\n"
+    done = built.run(sys.executable, trial_jobs.__file__, stdin=line, TORCHDYNAMO_DISABLE="1")
+    assert set(json.loads(done.stdout).values()) == {0}, done.stderr[-4000:]
+    for kind in layouts:
+        whole, *others = [steps(folder / name) for name in jobs if name.startswith(kind)]
+        for other in others:
+            for step, expected in zip(other, whole, strict=True):
+                assert step == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_candidate_that_runs_out_of_memory_is_recorded_as_such(built: Machine) -> None:
