@@ -194,7 +194,7 @@ class Predictions:
 class RankPrediction:
     """The prediction of one rank. Times are None if they are unknown.
 
-    `compute_time_s`: the time of its forward and backward passes in one step, without communication and waiting.
+    `compute_time_s`: the time of the rank's forward and backward passes in a step, without communication and waiting.
     """
 
     rank: int

@@ -64,7 +64,9 @@ def environment(answer: object) -> dict[str, str]:
     variables = dict(data(Mapping[str, str], answer))
     for name, value in variables.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name) or "\0" in value:
-            raise BadPlugin(f"returned the variable {name!r}: a name has letters, digits and '_', a value no NUL")
+            raise BadPlugin(
+                f"returned the variable {name!r}: names consist of letters, digits and '_', and values contain no NUL"
+            )
     return variables
 
 
@@ -75,9 +77,11 @@ def knobs(answer: object) -> tuple[Knob, ...]:
         values = [(type(value), value) for value in knob.values]
         has_source = knob.source is not None and knob.source.detail.strip()
         if not re.fullmatch(r"[a-z][a-z0-9_]*", knob.name) or not knob.effects or not has_source:
-            raise BadPlugin(f"returned the knob {knob.name!r}: it needs a name of small letters, effects and a source")
+            raise BadPlugin(f"returned the knob {knob.name!r}: it needs a name in lower case, effects and a source")
         if len(set(values)) != len(values) or len({kind for kind, _ in values} - {type(None)}) > 1:
-            raise BadPlugin(f"returned the knob {knob.name}, whose values {knob.values} are equal, or of several kinds")
+            raise BadPlugin(
+                f"returned the knob {knob.name}, whose values {knob.values} are not distinct, or differ in type"
+            )
         for effect in knob.effects.values():
             environment(effect.environment)
     return found
@@ -88,7 +92,9 @@ def task_advice(answer: object) -> TaskAdvice:
     advice: TaskAdvice = data(TaskAdvice, answer, TaskAdvice.__name__)
     for pattern in advice.failures:
         if not pattern.state.failed:
-            raise BadPlugin(f"returned the pattern {pattern.pattern!r} for {pattern.state.value}, not a failure")
+            raise BadPlugin(
+                f"returned the pattern {pattern.pattern!r}, whose state {pattern.state.value} is not a failure"
+            )
         try:
             re.compile(pattern.pattern)
         except re.error as error:
@@ -101,7 +107,7 @@ def topology(answer: object, group: NodeGroup) -> Topology:
     found: Topology = data(Topology, answer)
     sizes = [level.devices for level in found.levels]
     if not sizes or sizes != sorted(set(sizes)) or sizes[-1] != group.devices:
-        raise BadPlugin(f"returned levels of {sizes} devices; they must increase and end at {group.devices}")
+        raise BadPlugin(f"returned levels with {sizes} devices; the numbers must increase up to {group.devices}")
     return found
 
 

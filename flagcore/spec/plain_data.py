@@ -253,7 +253,7 @@ _CORE = "tag:yaml.org,2002:"
 
 
 class _Dumper(yaml.SafeDumper):
-    """A SafeDumper that quotes text which YAML 1.1 or 1.2 would read as another type, such as 3e-05."""
+    """A SafeDumper that quotes strings which YAML 1.1 or 1.2 would read as another type, such as 3e-05."""
 
 
 def dump_yaml(data: object, **options: Any) -> str:

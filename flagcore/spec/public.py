@@ -35,7 +35,7 @@ _SAME_SHAPE = {
 
 @lru_cache(maxsize=1)
 def public_models() -> Mapping[str, Mapping[str, Any]]:
-    """Return the table of public models: the keys of config.json and the format of quantized weights by name."""
+    """Return the table of public models by name: the keys of config.json, and the format of quantized weights."""
     table: dict[str, dict[str, Any]] = package_yaml(__package__, "public_models.yaml")
     return table
 
@@ -58,7 +58,7 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
 
 
 def absolute_model(source: str, base: Path) -> str:
-    """Return the absolute path of a model. The name of a public model stays, unless a file or directory has it."""
+    """Return the absolute path of a model, or the name itself of a public model that is not a file or directory."""
     path = base / source
     return source if find_public(source) and not path.exists() else str(path.resolve())
 

@@ -206,8 +206,8 @@ def _check_answers(profile: ProfileSection, figures: Iterable[str]) -> None:
         return
     if name := next((each for each in figures if each.startswith(("tpot_s", "itl_s"))), None):
         problem, fix = (
-            f"leaves {name} undefined, which is the time of tokens after the first",
-            "use 2 or more, or another figure",
+            f"leaves {name} undefined, because an answer has no token after the first",
+            "use 2 or more, or another metric",
         )
         raise spec_error("profile.output_len", problem, value=profile.output_len, fix=fix)
 
@@ -223,7 +223,7 @@ def _stored_format(weights: Path) -> str | None:
 
 
 def _slo_of(section: SloSection) -> dict[str, float]:
-    """Return the upper bounds in the section by the names of their figures, such as `ttft_s.p99`."""
+    """Return the upper bounds in the section by the names of metrics, such as `ttft_s.p99`."""
     return {
         f"{latency}.{statistic}": limit
         for latency, bounds in section
@@ -254,7 +254,7 @@ def _not_with(other: str, key: str, value: object = None, fix: str = "remove one
 
 
 def _loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tuple[Load, ...]:
-    """Return the load points of a profile: one for each value of `concurrency` or `request_rate`."""
+    """Return the load points of a profile, one for each value of `concurrency` or `request_rate`."""
     has_ratio, has_spread = profile.range_ratio != 1.0, profile.range_spread is not None
     if profile.concurrency is not None and profile.request_rate is not None:
         raise _not_with("serve.profile.request_rate", "profile.concurrency", profile.concurrency)
@@ -339,7 +339,7 @@ class ServeTunerSection(SearchSection):
     control: Annotated[ServeControlSection, rule(control_of)] = ServeControlSection()
     """Budget of the search."""
     objective: Literal[OBJECTIVES] = SERVING[0]  # type: ignore[valid-type]
-    """The figure to optimize: rates are maximized, latencies minimized (the mean, unless a statistic is given). cost is
+    """The metric to optimize: rates are maximized, latencies minimized (the mean, unless a statistic is given). cost is
     that of an output token on the devices that a configuration uses, so it maximizes output_tokens_per_s_per_device."""
 
 

@@ -142,12 +142,12 @@ def read(path: Path) -> Calibration:
     try:
         data = json.loads(read_regular(path))
         if data.pop("schema") != SCHEMA:
-            raise ValueError(f"its schema is not {SCHEMA}")
+            raise ValueError(f"the schema is not {SCHEMA}")
         calibration: Calibration = build(Calibration, data, str(path))
         return calibration
     except (SpecError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fix = "run `flag calibrate`, or delete the file"
-        raise RunError(f"{path} is not a calibration that can be read ({error}); {fix}") from None
+        raise RunError(f"cannot read the calibration {path} ({error}); {fix}") from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -75,7 +75,8 @@ def _smallest_text(problem: Problem, rows: IntArray) -> str:
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(rows[np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)[rows])])
     return _(
-        "the smallest candidate needs ~{need:.2f} GiB per device of {have:.2f} GiB ({budget}): {candidate}",
+        "the candidate with the lowest memory use needs ~{need:.2f} of {have:.2f} GiB per device ({budget}): "
+        "{candidate}",
         need=predictions.device_used_bytes[row] / 2**30,
         have=(predictions.row(row).capacity_bytes or 0) / 2**30,
         budget=_budget_from(problem.task),
@@ -222,7 +223,7 @@ def no_time(task: Task, costs: Costs) -> str:
     rates_text = ", ".join(f"{' and '.join(rates)} ({fix})" for fix, rates in by_fix.items())
     chips = {group.chip.name: group for group in task.cluster.groups}
     unlimited = [
-        f"unknown memory of {name}, so all candidates are assumed to fit (give cluster.memory_per_device)"
+        f"the memory of {name} is unknown, so all candidates are assumed to fit (give cluster.memory_per_device)"
         for name, group in chips.items()
         if group.memory_bytes is None and group.chip.memory_bytes is None
     ]

@@ -105,11 +105,10 @@ class DeviceDetector:
     None means that the listing contains them."""
 
     def devices(self, root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> tuple[Device, ...]:
-        """Return the devices that processes started from here can use. Returns an empty tuple if this shell selects
-        another vendor.
+        """Return the devices that processes started from here can use, or none if this shell selects another vendor.
 
-        `environment` are the environment variables of the processes (None: those of this shell). Device files and the
-        PCI bus are searched below `root`.
+        `environment`: the environment variables of these processes. None means those of this shell.
+        `root`: the folder below which device files and the PCI bus are searched.
         """
         environment = os.environ if environment is None else environment
         if machine.other_vendor_selected(self.vendor, self.vendor_variables):
@@ -140,7 +139,7 @@ class DeviceDetector:
     def vendor_of(self, environment: Mapping[str, str]) -> str | None:
         """Return the vendor that the variables in a job's `environment` select.
 
-        Returns this vendor if none is selected but a variable of its own software is set, or None.
+        If they select none, but a variable of this vendor's software is set, return this vendor. Otherwise return None.
         """
         selected = next((environment[name] for name in self.vendor_variables if environment.get(name)), None)
         if selected is not None:
@@ -152,9 +151,7 @@ class DeviceDetector:
         return (self.reading or self.listing)(READING_SECONDS).rows
 
     def matrix(self) -> str:
-        """Return the management tool's output about the links of devices and adapters, or an empty string without a
-        tool.
-        """
+        """Return the tool's matrix of links between devices and adapters, or an empty string if there is no tool."""
         return (tool_output(*self.topology) or "") if self.topology else ""
 
     def uses_now(self) -> Mapping[int, DeviceUse]:
@@ -162,13 +159,11 @@ class DeviceDetector:
         return self.uses(READING_SECONDS) if self.uses else {row.device.index: row.use for row in self.rows()}
 
     def torch_devices(self, report: TorchReport | None) -> tuple[Device, ...]:
-        """Return the devices in torch's report if they are this vendor's. torch itself applies the variables
-        `visible`.
-        """
+        """Return the devices in torch's report if they are this vendor's. torch has already applied `visible`."""
         return report.devices if report is not None and self.trusts(report) else ()
 
     def problems(self, root: Path = Path("/")) -> tuple[str, ...]:
-        """Return why this installation's torch cannot use the vendor's devices, and sentences about slow links."""
+        """Return the reason why the installed torch cannot use the devices, and sentences about slow links."""
         return (*self._torch_problems(), *machine.narrow_links(self.pci_vendor, root, self.pci_classes))
 
     def _torch_problems(self) -> tuple[str, ...]:
@@ -181,9 +176,7 @@ class DeviceDetector:
         return (f"torch{version} lists no {self.torch_device} devices of {self.vendor}: install the vendor's build",)
 
     def with_own_adapters(self, group: NodeGroup, root: Path = Path("/")) -> NodeGroup | None:
-        """Return `group` with the network adapters of this machine. Returns None if this machine is not a node of the
-        group.
-        """
+        """Return `group` with this machine's network adapters, or None if the machine is not a node of the group."""
         if group.nodes == 1 or not self.topology:
             return None
         if not any(group.chip.has_name(row.device.chip) for row in self.listing(10.0).rows):

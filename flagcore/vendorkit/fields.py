@@ -53,7 +53,10 @@ def read_file(package: str, name: str) -> Content | None:
 
 
 def read_as(kind: Callable[..., T], package: str, name: str) -> T:
-    """Return a file of `package` as a `kind`. A missing file counts as empty. Raises SpecError with every problem."""
+    """Return the content of a file of `package` as an instance of `kind`. A missing file counts as empty.
+
+    Raises SpecError with all problems.
+    """
     content = read_file(package, name) or {}
     built: T = build(kind, {key: value for key, value in content.items() if value is not None}, f"{package}/{name}")
     return built
@@ -73,10 +76,10 @@ def finish(content: Content, file: str, fix: str = FIX) -> None:
 
 
 def build(kind: Any, content: Any, file: str, path: str = "", names: Mapping[str, str] | None = None) -> Any:
-    """Return `content` as a `kind`, which is a dataclass or another type. Raises SpecError with every problem.
+    """Return `content` as an instance of `kind`, a dataclass or another type. Raises SpecError with all problems.
 
-    `path` is the path of the content in the file, with a dot at its end. `names` are the field names by their keys in
-    the file.
+    `path`: the path of the content in the file, with a dot at its end.
+    `names`: the names of fields by their keys in the file.
     """
     if names is not None and isinstance(content, Mapping):
         content = {names.get(key, f"{key}?"): value for key, value in content.items()}

@@ -246,12 +246,14 @@ def pipes_of(pid: int) -> set[str]:
     return {name for name in names if name.startswith("pipe:")}
 
 
-def test_two_trials_do_not_inherit_each_others_pipes(tmp_path: Path) -> None:
+def test_two_trials_share_neither_pipes_nor_a_marker(tmp_path: Path) -> None:
     trials = [start(tmp_path / name, "/bin/sleep", "60") for name in "ab"]
     pipes = [pipes_of(family(running.pid)[0]) for running in trials]
     assert not any(pipes_of(running.pid) for running in trials)
     assert len(pipes[0]) >= 2
     assert not pipes[0] & pipes[1]
+    variables = [guard.read_proc(running.pid, "environ").split(b"\0") for running in trials]
+    assert len({each for of_trial in variables for each in of_trial if each.startswith(b"FLAGCORE_LAUNCH=")}) == 2
     for running in trials:
         running.stop()
 

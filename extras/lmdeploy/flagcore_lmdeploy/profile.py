@@ -33,8 +33,8 @@ PYTORCH = PROGRAM.code(BACKEND, "pytorch")
 def _default_batch(task: Task) -> int:
     """Return LMDeploy's default of max_batch_size.
 
-    LMDeploy uses a large value for some chips of one vendor, which it knows by name, otherwise 128 (256 on other device
-    types). All chips with the large value compute in fp8 and have at least 70 GiB, which is the condition here.
+    LMDeploy uses a large value for some chips, which it knows by name, and otherwise 128 (256 on other device types).
+    All chips with the large value compute in fp8 and have at least 70 GiB, which is therefore the condition here.
     """
     hardware = Hardware.of(task)
     return 1024 if hardware.fp8 and hardware.memory_bytes >= 70 * 2**30 else 128
@@ -62,7 +62,7 @@ def _settings(task: Task, columns: Columns) -> Settings:
 def _cache_bytes(task: Task, get: Columns, buffer_tokens: IntArray) -> FloatArray:
     """Return the bytes of one device's cache.
 
-    They are a share of the memory that weights and, with the PyTorch engine, logit buffers leave free.
+    The cache gets a share of the memory that weights and, with the PyTorch engine, logit buffers leave free.
     """
     free = Hardware.of(task).memory_bytes - weight_bytes(task) / (get[TP] * get[DP])
     buffers = np.where(get[BACKEND] == PYTORCH, 2.0 * buffer_tokens * task.spec.model.vocab_size, 0.0)

@@ -63,8 +63,8 @@ class Engine(EngineProfile, Workload):
     def defaults(self, task: Task) -> dict[str, KnobValue]:
         """Return the knob values of a candidate that sets no knob itself.
 
-        They are the neutral values, the minimum number of devices for the weights, and the values that `engine_args`
-        fix.
+        Knobs have their neutral values, the split of the weights has the minimum number of devices, and `engine_args`
+        may fix other values.
         """
         neutral = {knob.name: knob.neutral for knob in self.knobs}
         return neutral | {self.split_by: min_devices(task)} | self.program.parse(task.spec).fixed
@@ -217,8 +217,8 @@ class Engine(EngineProfile, Workload):
 
 
 CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
-"""Published runs raise the engine's share of a device's memory to `RAISED_SHARE` if the weights take more than
-`CROWDED_SHARE` of it."""
+"""Published runs raise the engine's memory share to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE` of a
+device's memory."""
 
 
 def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) -> tuple[Task, dict[str, KnobValue]]:
@@ -254,8 +254,9 @@ token were below 0.49 of the prediction."""
 class SloImpossible:
     """Prunes candidates whose predictions miss an SLO limit by far.
 
-    The value compared with the limit lies below the prediction, at twice the distance of the lower end of its 80%
-    interval on a logarithmic scale. It is at most `CERTAIN_SHARE` of the prediction.
+    A candidate is pruned if even an optimistic value exceeds the limit. This value lies below the prediction, at twice
+    the distance of the lower end of the 80% interval on a logarithmic scale, and is at most `CERTAIN_SHARE` of the
+    prediction.
     """
 
     name = "slo_impossible"
@@ -285,8 +286,8 @@ LONG_LIMITS = {"ttft_s": 100.0, "tpot_s": 5.0, "itl_s": 5.0}
 def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     """Yield a warning of one line for each doubtful setting of a spec.
 
-    They are an unknown release, limits that look like milliseconds, too few requests, an objective that the load
-    determines, speculation with unknown acceptance, and quantized weights of an unknown format.
+    Doubtful are an unknown release, limits that look like milliseconds, too few requests, an objective that the load
+    determines, speculation with unknown acceptance, and quantized weights in an unknown format.
     """
     serve = spec.serve
     yield from unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)

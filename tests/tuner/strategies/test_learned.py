@@ -40,10 +40,11 @@ def search(
     *,
     most: int = len(SPACE),
     fails: Any = None,
+    first: Sequence[Trial] = (),
     **context: Any,
 ) -> list[Trial]:
     """Run the strategy for at most `most` trials against a made-up ground truth, where what `fails` marks fails."""
-    trials: list[Trial] = []
+    trials = [*first]
     while len(trials) < most:
         row = STRATEGY.next(search_context(known, trials, **context)).row
         if row is None:
@@ -346,14 +347,9 @@ def misleading(rows: IntArray, seed: int) -> PastMeasurements:
 def has_missed_gain(real: FloatArray, rows: IntArray, past: PastMeasurements) -> bool:
     """Search, and return whether something was left that is enough faster than the best."""
     slowest = int(rows[np.argmax(KNOWN.step_time_s[rows])])
-    trials: list[Trial] = [trial_of(slowest, float(real[slowest]), 0)]
-    while len(trials) < rows.size:
-        row = STRATEGY.next(search_context(KNOWN, trials, open_rows=rows, past=past)).row
-        if row is None:
-            break
-        trials.append(trial_of(row, float(real[row]), len(trials)))
-    best = min(trial.measurement.step_time_s for trial in trials if trial.measurement)
-    return bool(real[rows].min() * (1 + MIN_GAIN) < best)
+    first = [trial_of(slowest, float(real[slowest]), 0)]
+    trials = search(KNOWN, real, most=rows.size, first=first, open_rows=rows, past=past)
+    return bool(real[rows].min() * (1 + MIN_GAIN) < best_of(trials))
 
 
 @pytest.mark.parametrize(

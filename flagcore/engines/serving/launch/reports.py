@@ -70,7 +70,7 @@ class ServerReports:
         """Return the memory that the log reports, by metric.
 
         The metrics are weights_gib, kv_cache_gib, graphs_gib and compute_gib (GiB on the fullest device), and
-        kv_cache_tokens (tokens of the whole instance). Those that the log does not report are omitted.
+        kv_cache_tokens (tokens of the whole instance). Metrics that the log does not report are omitted.
         """
         return {**largest_matches(log, self.memory_lines), **self.own_memory(log)}
 

@@ -47,7 +47,8 @@ UBATCH, HOST_CACHE_MIB = 512, 8192
 SPIN_COUNT = 10_000
 """How often libgomp's threads check a barrier before they sleep. With libgomp's default, a server beside two busy
 processes on two cores took 2.5 times longer per iteration; with threads that sleep at once, 1.8 times longer on idle
-cores. With this value it was as fast as the better one of both (xllamacpp, two threads, 4 and 16 sequences)."""
+cores. With this value, the server was as fast as the better of both settings in each case (xllamacpp, two threads, 4
+and 16 sequences)."""
 PACKAGE = "xllamacpp"
 
 
@@ -108,7 +109,7 @@ def slot_context(task: Task, context: int | None) -> int:
 
 
 def slot_share(columns: Columns, total: int) -> IntArray:
-    """Return the context of one slot for a fixed `total`: an even share, or all of it if the cache is unified."""
+    """Return the context of one slot for a fixed `total`: an even share, or `total` if the cache is unified."""
     slots, on = columns[PARALLEL], PROGRAM.code(UNIFIED, "on")
     is_unified = (columns[UNIFIED] == on) | ((columns[UNIFIED] == 0) & (slots <= 0))
     return np.where(is_unified, total, total // np.maximum(slots, 1))

@@ -162,7 +162,7 @@ class Pairs:
         return sent
 
     def _prompt_only(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the request for the prefill server. Its answer has one token, which is not used."""
+        """Return the request for the prefill server. The server answers with one token, which is not used."""
         dropped = ("stream", "stream_options")
         prompt = {key: value for key, value in request.items() if key not in dropped} | {"max_tokens": 1}
         return prompt | ({"kv_transfer_params": _REMOTE_DECODE} if self._protocol == NIXL else {})

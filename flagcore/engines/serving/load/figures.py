@@ -129,8 +129,8 @@ def cut(answers: Sequence[Answer], end_s: float, fewest: int) -> Window | None:
 def _ramp(values: FloatArray) -> int | None:
     """Return the number of values before the steady state, or None if it is at least half of them.
 
-    It is the cut that minimizes the standard error of the mean of the remaining values (MSER-5: White, Cobb and Spratt,
-    "A comparison of five steady-state truncation heuristics for simulation", Winter Simulation Conference 2000).
+    The cut minimizes the standard error of the mean of the remaining values (MSER-5: White, Cobb and Spratt, "A
+    comparison of five steady-state truncation heuristics for simulation", Winter Simulation Conference 2000).
     """
     count = values.size // RAMP_BATCH
     if count < 4:

@@ -84,7 +84,7 @@ def image_tokens(images: RequestImages, vision: Vision) -> IntArray:
 
 
 def data_uri(image: Image, seed: Sequence[int]) -> str:
-    """Return an image as a data URI. It contains the image's file, or random squares that depend on `seed`."""
+    """Return an image as a data URI: the content of the image's file, or random squares that depend on `seed`."""
     if image.path:
         return _uri_of_file(image.path)
     shape = (-(-image.height // BLOCK), -(-image.width // BLOCK), 3)

@@ -115,8 +115,8 @@ class Request:
 
     - `input_tokens`: tokens of the prompt; 0 for a text, whose tokens the server counts.
     - `arrive_s`: when to send it, in seconds after the start of the load; None in a closed loop.
-    - `follows`: whether it continues the conversation of the request before it. It is then sent when that one is
-      answered and the load's think time has passed.
+    - `follows`: whether it continues the conversation of the request before it. It is then sent after the answer to
+      that request and the load's think time.
     - `pieces`: the pieces of its prompt for `routing.Prefixes`.
     """
 

@@ -22,9 +22,10 @@ MAX_PIECES = 1 << 18
 
 
 class LeastBusy:
-    """Chooses the instance with the fewest requests, and of several such instances the one that got the fewest so far.
+    """Chooses the instance with the fewest requests in flight.
 
-    `busy`: the number of requests that each of `count` instances has.
+    Ties go to the instance that got the fewest requests so far. `busy`: the requests in flight on each of `count`
+    instances.
     """
 
     def __init__(self, count: int) -> None:

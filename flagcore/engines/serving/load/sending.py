@@ -269,7 +269,7 @@ class _LoadSender:
 
 
 class _Ended(Exception):
-    """An exception that ends a load that exceeds a limit or has precise metrics. It does not leave this module."""
+    """Ends a load that exceeds a limit or has precise metrics. The exception does not leave this module."""
 
 
 def _requests(

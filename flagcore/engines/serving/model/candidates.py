@@ -1,8 +1,8 @@
 """Computes the metrics of all candidates: by simulation for the best, in closed form for the rest of a large space.
 
 The closed form is the steady state of a closed loop, computed for all candidates at once. A request takes the time of
-its prompt and then one iteration per token. A mean iteration decodes `decoding` sequences, and computes as many prompt
-tokens as are needed to replace the sequences that end. `decoding` is iterated until Little's law holds.
+its prompt and then one iteration per token. A mean iteration decodes `decoding` sequences, and computes the prompt
+tokens of the requests that replace finished sequences. `decoding` is iterated until Little's law holds.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Candidates:
 
 
 def expected_figures(context: Candidates) -> dict[str, FloatArray]:
-    """Return the metrics of each candidate by name. They are NaN if costs are unknown or the host computes layers.
+    """Return the metrics of each candidate by name. Metrics are NaN if costs are unknown or the host computes layers.
 
     Candidates with equal inputs are simulated once. With several load points, one point determines the metrics, as in a
     measurement.

@@ -133,8 +133,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
 
 
 EXPOSED = 0.5
-"""Share of the shorter of two overlapped times that still adds to an iteration. It gives the gain of two-batch overlap
-that LMSYS published, about a third. Chosen with points on H100 and H800 (benchmarks/README.md)."""
+"""Share of the shorter of two overlapped times that still adds to an iteration. With this value, two-batch overlap
+gains about a third, as LMSYS published. Chosen with points on H100 and H800 (benchmarks/README.md)."""
 
 
 def _overlapped(
@@ -148,7 +148,7 @@ def _overlapped(
     """Return the table `shared` for batches in two halves: one half computes while the other exchanges tokens.
 
     Two times overlap: to compute, including attention to the cache, and to exchange. An iteration takes the longer time
-    and a share of the shorter one. `local` and `cached` contain a part of it, which is subtracted.
+    and a share of the shorter one. The part of this time that `local` and `cached` contain is subtracted.
     """
 
     def computing(tokens: FloatArray) -> FloatArray:
@@ -223,7 +223,7 @@ def _ffn(serving: Serving, kernels: KernelCosts, tokens: FloatArray, width: Floa
 def _reduce(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
     """Return the seconds of one all-reduce of the tokens' activations among the tensor ranks.
 
-    For small messages engines have their own kernels, whose latency is lower than that of the communication library.
+    For small messages, engines have their own kernels, which have a lower latency than the communication library.
     """
     overheads = serving.overheads
     ranks, stride = settings.tensor.astype(np.int64), np.ones(settings.tensor.shape, dtype=np.int64)
@@ -367,9 +367,9 @@ times as much, which gives the gains of 1.49 and 2.54 that they measured with 8 
 
 
 def imbalance(serving: Serving, settings: Settings) -> FloatArray:
-    """Return the work for experts of the busiest rank, relative to the mean over ranks.
+    """Return the expert work of the busiest rank, relative to the mean over ranks.
 
-    It is 1 if all ranks gather all tokens: the fitted rates of experts already include it there.
+    It is 1 if all ranks gather all tokens, because the fitted expert rates already include the imbalance in that case.
     """
     count = float(serving.model.num_moe_experts or 1)
     skew = 1.0 + SKEW / ((count + settings.copies) / settings.expert) ** SKEW_POWER
@@ -400,9 +400,9 @@ def exchange(serving: Serving, settings: Settings, costs: Costs, tokens: FloatAr
 def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, own: FloatArray) -> FloatArray:
     """Return the seconds to send the `own` tokens of each rank only to the ranks of their experts, and results back.
 
-    Each of both messages takes `EXCHANGE_LATENCY`, and its bytes over the network or the links of a host, whichever is
-    slower. Of many tokens, each is sent to a host once, and forwarded to the ranks there. FP8 tokens have a scale of 32
-    bits for 128 elements; results have 16 bits.
+    Each of the two messages takes `EXCHANGE_LATENCY`, plus the time of its bytes over the network or over the links of
+    a host, whichever is slower. Of many tokens, each is sent to a host once, and forwarded to the ranks there. FP8
+    tokens have a scale of 32 bits for 128 elements; results have 16 bits.
     """
     chosen, domain = float(serving.model.moe_router_topk), serving.link_domain
     token_bytes = 1.0 + 4.0 / 128.0 if serving.precision == "fp8" else 2.0

@@ -23,7 +23,7 @@ class ServingMemory:
 
     - `cache`: size of the KV cache, negative if the budget is too small.
     - `token`: bytes per cached token, averaged over a request of mean length.
-    - `longest_token`: the same for the longest request.
+    - `longest_token`: bytes per cached token, averaged over the longest request.
     - `cache_tokens`: tokens that the cache of one instance can hold, over all its attention ranks.
     """
 
@@ -150,7 +150,8 @@ def token_bytes(
 def activation_bytes(model: Model, settings: Settings, batched_tokens: FloatArray, running: FloatArray) -> FloatArray:
     """Return the peak bytes of activations in an iteration.
 
-    They are the residual, the norm and the widest layer in 16 bits, or the logits in 16 and 32 bits if they are larger.
+    The peak is the residual, the norm and the widest layer in 16 bits, or the logits in 16 and 32 bits if these take
+    more.
     """
     gates, h = 2.0 if model.gated_linear_unit else 1.0, float(model.hidden_size)
     if model.num_moe_experts is None:

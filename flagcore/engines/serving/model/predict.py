@@ -34,7 +34,7 @@ BOUNDS = {
     "e2e_s": (0.87, 1.68, 2.53),
 }
 """80% intervals of times, relative to the prediction: the lower end, the upper end, and the upper end if the number of
-CPUs of a host is unknown. They are quantiles over three sources of published points, which have equal weights
+CPUs of a host is unknown. The intervals are quantiles over published points from three sources with equal weights
 (benchmarks/README.md). The interval of ITL is an estimate."""
 
 NO_GOOD_SHARE = 1e-3

@@ -1,8 +1,8 @@
 """Simulates the requests of a load point on its lanes (instances), and computes the metrics that a client would
 measure.
 
-A prefix cache contains the tokens of earlier turns, and of blocks or texts that requests share. It holds the most
-recently used parts of prompts up to its size, as in vLLM (0.32: `v1/core/kv_cache_manager.py`) and SGLang (0.5:
+A prefix cache contains the tokens of earlier turns, and of blocks or texts that requests share. It stores the most
+recently used parts of prompts, up to its capacity, as in vLLM (0.32: `v1/core/kv_cache_manager.py`) and SGLang (0.5:
 `mem_cache/radix_cache.py`). Generated answers are never reused: the next turn contains the answer of the trace instead.
 """
 
@@ -105,8 +105,8 @@ def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
 def turn_order(follows: IntArray, flight: int, seed: int) -> tuple[IntArray, IntArray]:
     """Return the order in which a closed loop sends the requests of conversations, and the turn of each request.
 
-    `flight` conversations run at once; each sends its next turn after the one before. Requests of the same turn are in
-    random order, because any instance may be the least busy one.
+    `flight` conversations run at once. A conversation sends a turn after the answer to the turn before. Requests of the
+    same turn are in random order, because any instance may be the least busy one.
     """
     is_first = follows < 0
     conversation = np.cumsum(is_first) - 1
@@ -442,7 +442,7 @@ def figures_of(times: RequestTimes, lanes: float, slo: Mapping[str, float]) -> d
 
 
 def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, float]:
-    """Return mean and percentiles. They are 0 if there are no values, such as for the ITL of one-token answers."""
+    """Return mean and percentiles. All are 0 if there are no values, such as for the ITL of one-token answers."""
     if not values.size:
         return dict.fromkeys(("mean", "p50", "p90", "p99"), 0.0)
     if weights is None:

@@ -1,9 +1,9 @@
 """Simulates the scheduler of an engine: continuous batching, and chunked prefill together with decoding.
 
 Between two events (an arrival, an end, a full cache) only the context grows, so the simulation computes all decoding
-iterations between them in one step: its run time depends on the number of requests, not of tokens. It is deterministic.
-Sources: the schedulers of vLLM (Kwon et al. 2023, arXiv 2309.06180; v1 `core/sched/scheduler.py`) and SGLang
-(`managers/scheduler.py`). `Price` uses plain Python numbers, because the simulation calls it millions of times.
+iterations between them in one step: its run time depends on the number of requests, not of tokens. The simulation is
+deterministic. Sources: the schedulers of vLLM (Kwon et al. 2023, arXiv 2309.06180; v1 `core/sched/scheduler.py`) and
+SGLang (`managers/scheduler.py`). `Price` uses plain Python numbers, because the simulation calls it millions of times.
 """
 
 from bisect import bisect_right
@@ -28,8 +28,8 @@ class Lane:
     - `cache_tokens`: the capacity of the cache in tokens, in total over all ranks.
     - `block`: tokens of one block of the cache.
     - `ranks`: the number of attention DP ranks.
-    - `stages`: the number of pipeline stages. Each works on another batch and waits for the slowest, so an iteration is
-      the time in which each sequence gets one token.
+    - `stages`: the number of pipeline stages. Each stage works on another batch and waits for the slowest stage, so an
+      iteration is the time in which each sequence gets one token.
     - `shared_prefix`: the first tokens of each prompt, which are always cached.
     - `retained`: tokens of other prompts that the prefix cache can hold, in blocks of `page` tokens.
     - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration

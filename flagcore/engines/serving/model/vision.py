@@ -18,7 +18,7 @@ from flagcore.engines.serving.model.work import PIXEL, Serving
 from flagcore.engines.serving.space.settings import Settings
 
 REFERENCE_PATCHES = 4096.0
-"""Number of patches for which a tower's rates are computed. A choice: an image of 0.8 megapixels has as many."""
+"""Number of patches for which a tower's rates are computed. A choice: those of an image with 0.8 megapixels."""
 KERNELS = 14.0
 """Kernel launches per layer, an estimate: two norms, five products, rotation, attention, activation, two sums, two
 copies."""

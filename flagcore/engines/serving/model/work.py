@@ -31,7 +31,7 @@ class Overheads:
     - `iteration`: time of the host per iteration.
     - `sequence`: time of the host per iteration and running sequence (sampling, streaming, bookkeeping).
     - `request`: time that a request takes to reach the scheduler.
-    - `entry`: time that the front end takes to accept one request. It accepts one after the other.
+    - `entry`: time that the front end takes to accept one request. Requests are accepted one after the other.
     - `prompt_token`: time per prompt token in the one thread that tokenizes.
     - `receive`: number of iterations between two polls for new requests.
 

@@ -179,7 +179,7 @@ def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
 def settings(task: Task, columns: Columns) -> Settings:
     """Return SGLang's effective settings for each candidate.
 
-    Its limits on chunks and requests are divided among attention DP groups.
+    SGLang divides its limits on chunks and requests among the attention DP groups.
     """
     values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
@@ -233,7 +233,7 @@ def _cache_bytes(
 
 RECEIVE = "scheduler-recv-interval"
 ATTENTION_DP = ">=0.5.22"
-"""The releases that have the flag attn-dp-size. They still accept the earlier spelling."""
+"""The releases that have the flag attn-dp-size. These releases still accept the earlier spelling."""
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -301,7 +301,7 @@ def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: I
 def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
     """Return SGLang's router.
 
-    Its release 0.3.2 answers completions whose prompts are token ids with HTTP 422, so only clients that send text can
+    Router release 0.3.2 answers HTTP 422 to completions whose prompts are token ids, so only clients that send text can
     use it.
     """
     program = (PROGRAM.start_command(task.spec)[0], "-m", "sglang_router.launch_router")

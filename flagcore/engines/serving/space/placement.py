@@ -27,10 +27,10 @@ KINDS = (PREFILL, DECODE)
 SPLITS = {"tp": TP, "pp": PP, "dp": DP, "ep": EP}
 PREFILL_LIMITS = ("max_num_batched_tokens", "chunked_prefill_size", "max_prefill_tokens")
 DECODE_LIMITS = ("max_num_seqs", "max_running_requests", "cudagraph_mode", "speculation", "speculative_tokens")
-"""Knobs that affect only instances that prefill, or only instances that decode. The other kind has the engine's
-defaults."""
+"""Knobs that affect only prefill instances, or only decode instances. For the other kind, the engine's defaults apply.
+"""
 MAX_COUNTS = 12
-"""Maximum number of divisions of the devices between two layouts that `auto` tries. A choice: with as many, neighboring
+"""Maximum number of divisions of the devices between two layouts that `auto` tries. A choice: then, neighboring
 divisions differ by less than a tenth of the devices."""
 MAX_WIDE_PREFILL = 64
 """Maximum number of devices of a prefill instance in wide expert parallelism. Published instances have 32."""
@@ -104,7 +104,7 @@ def known_roles(task: Task) -> tuple[str, ...]:
 def auto_roles(task: Task) -> tuple[KnobValue, ...]:
     """Return the values of `auto` for PREFILL_DECODE.
 
-    They are None (not set) and, if the objective is a rate, the divisions of all devices between two kinds.
+    The values are None (not set) and, if the objective is a rate, the divisions of all devices between two kinds.
     """
     return (None, *(_divisions(task) if is_rate(task.spec.objective) else ()))
 
@@ -271,8 +271,8 @@ def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
 class Placement:
     """One instance of a candidate: its knob values, and its `width` devices from the index `first` on.
 
-    An instance on several `hosts` uses all their devices. `kind`: PREFILL or DECODE if the instance does only one of
-    both, else empty.
+    An instance on several `hosts` uses all their devices. `kind`: PREFILL or DECODE if the instance does only this,
+    else empty.
     """
 
     values: Mapping[str, KnobValue]

@@ -242,7 +242,7 @@ class Program:
             return tuple(spec.serve.command or self.program)
 
     def version(self, spec: Spec) -> str:
-        """Return the engine version in the spec, or else that of the installed package; empty if it is unknown."""
+        """Return the engine version in the spec, or else the version of the installed package; empty if unknown."""
         if spec.serve.engine_version:
             return spec.serve.engine_version
         try:

@@ -201,7 +201,7 @@ def tower_merge(task: Task) -> Merge:
 def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
     """Return the rules for `knob`, the context length.
 
-    It must be at least the longest request, because engines silently truncate longer answers, and must not exceed the
+    The context must hold the longest request, because engines silently truncate longer answers, and must not exceed the
     context of the model. Raises SpecError if a request exceeds the context of the model.
     """
     check_images(task)

@@ -153,7 +153,7 @@ class PublishedRuns:
 
     - `cache_type`: the 8-bit type of the KV cache in runs with narrow weights on chips that compute in 4 bits.
     - `memory_flag`: the flag for the engine's share of memory, which runs raise if the weights fill most of a device.
-    - `release`: the engine release for records that name none. It dates from the time of the measurements.
+    - `release`: the engine release for records that name none, from the time of the measurements.
     - `engine_args`: other flags of the published recipes.
     """
 

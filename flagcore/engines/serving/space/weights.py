@@ -148,7 +148,7 @@ def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.
 def min_devices(task: Task) -> int:
     """Return the smallest power of two of devices whose memory can hold the weights, or 1 if the memory is unknown.
 
-    It does not exceed the number of devices, and it divides the number of attention heads.
+    The result does not exceed the number of devices, and divides the number of attention heads.
     """
     hardware, heads = Hardware.of(task), task.spec.model.num_attention_heads
     if hardware.on_cores or math.isnan(hardware.memory_bytes):

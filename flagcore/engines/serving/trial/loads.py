@@ -298,7 +298,8 @@ def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, fl
 def _warm_up(load: Load, servers: int, most: int) -> Load:
     """Return a load that lets engines finish their lazy initializations.
 
-    Its requests have short answers and are sent at once. Their number is at most `most`, but at least two per server.
+    The requests have short answers and are sent at once. There are at most `most` requests, but at least two per
+    server.
     """
     wave = max(min(load.concurrency or load.num_prompts or 1, most), 2 * servers)
     length = 32 if load.trace is not None else load.input_len

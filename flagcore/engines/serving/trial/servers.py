@@ -1,7 +1,7 @@
 """Starts servers on free ports, checks that each owns its port, and stops all their processes.
 
-Servers on other hosts are started by a program on each host (`host.py`). It reports them in a file that is mirrored to
-this machine.
+Servers on other hosts are started by a program on each host (`host.py`). This program writes a report, which is
+mirrored to this machine.
 """
 
 import contextlib
@@ -320,7 +320,7 @@ def _wait(server: Server, directory: str | None, health: str, deadline: float) -
 
 
 def stop_all(servers: Sequence[Server], end: float = math.inf) -> None:
-    """End all servers. Those that are still running at `end` (time.monotonic()) or after GRACE_SECONDS are killed."""
+    """End all servers. Servers that still run at `end` (time.monotonic()) or after GRACE_SECONDS are killed."""
     for server in servers:
         server.ask_to_stop()
     end = min(end, time.monotonic() + GRACE_SECONDS)

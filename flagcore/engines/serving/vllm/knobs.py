@@ -124,7 +124,7 @@ def limits(task: Task, columns: Columns) -> tuple[IntArray, IntArray]:
 def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> FloatArray:
     """Return the cache size of one rank in GiB if devices are CPU cores, which share the machine's memory.
 
-    It is twice the cache of the requests in flight, at most half of a rank's free memory, and at least 1 GiB.
+    The size is twice the cache of the requests in flight, but at most half of a rank's free memory, and at least 1 GiB.
     """
     hardware, serve = Hardware.of(task), task.spec.serve
     instances, ranks = np.maximum(instances, 1), np.maximum(ranks, 1)
