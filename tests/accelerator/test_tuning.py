@@ -129,20 +129,22 @@ def test_a_candidate_that_runs_out_of_memory_is_recorded_as_such(built: Machine)
     assert small["measured"]["device_used_gib"] < 96 / 1024
 
 
-def test_a_probe_measures_a_rank_of_a_larger_job(built: Machine) -> None:
+def test_a_probe_measures_a_rank_of_a_larger_job_and_confirms_its_memory(built: Machine) -> None:
+    """torch's allocator counts what is predicted: in 16 bits, fused kernels store the same tensors on all devices."""
     control = {"train_iters": 2, "warmup_iters": 1}
     cluster = {"chip": "S1", "nodes": 4, "devices_per_node": 4}
-    train = {**TRAIN, "global_batch_size": 32}
-    write(built, "probe.yaml", {"model": MODEL, "cluster": cluster, "train": train, "auto_tuner": {"control": control}})
-    candidate = "tensor_model_parallel_size=2,pipeline_model_parallel_size=2,data_parallel_size=4"
+    train = {**TRAIN, "global_batch_size": 64, "precision": "bf16"}
+    model = {**MODEL, "hidden_size": 256, "ffn_hidden_size": 704}
+    write(built, "probe.yaml", {"model": model, "cluster": cluster, "train": train, "auto_tuner": {"control": control}})
+    candidate = "tensor_model_parallel_size=2,pipeline_model_parallel_size=2,data_parallel_size=4,micro_batch_size=4"
     (found,) = json.loads(built.flag("probe", "probe.yaml", "--candidate", candidate, "--json").stdout)
     assert [(rank["rank"], rank["state"]) for rank in found["ranks"]] == [(0, "measured"), (8, "measured")]
     for rank in found["ranks"]:
         measured, predicted = rank["measured"], rank["predicted"]
         assert measured["compute_time_s"] > 0 < measured["optimizer_time_s"]
-        assert measured["static_gib"] == pytest.approx(predicted["static_gib"], rel=0.01)
-        assert measured["peak_allocated_gib"] == pytest.approx(predicted["peak_allocated_gib"], rel=0.1)
-        assert measured["device_used_gib"] == pytest.approx(predicted["device_used_gib"], rel=0.1)
+        for name in ("static_gib", "peak_allocated_gib"):
+            assert measured[name] == pytest.approx(predicted[name], rel=0.05)
+        assert measured["device_used_gib"] == pytest.approx(predicted["device_used_gib"], abs=2 / 1024)
 
 
 def test_kernels_and_links_are_calibrated(built: Machine) -> None:
@@ -151,8 +153,9 @@ def test_kernels_and_links_are_calibrated(built: Machine) -> None:
     data = json.loads(file.read_text())
     file.unlink()  # the other tests predict without it
     assert (data["chip"], data["devices"], data["driver"]) == ("S1", 2, "1.0")
-    kinds = {row.get("kernel") or row["collective"] for row in data["rows"]}
-    assert kinds >= {"launch", "gemm", "attention", "copy", "elementwise", "host_copy", "all_reduce", "send"}
+    kinds = {row.get("kernel") for row in data["rows"]}
+    assert kinds >= {"launch", "gemm", "attention", "attention_backward", "host_copy"}
+    assert any(row.get("collective") for row in data["rows"])
     assert all(row["us"] > 0 for row in data["rows"])
 
 
