@@ -248,10 +248,8 @@ def product(device: torch.device, m: float, n: float, k: float, precision: str) 
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     if precision == "fp8":
         left, right = (noise(device, "fp32", int(rows), int(k)).to(torch.float8_e4m3fn) for rows in (m, n))
-        unit_scale = torch.ones((), device=device)
-        return lambda: torch._scaled_mm(
-            left, right.t(), scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.bfloat16
-        )
+        unit = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(left, right.t(), scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16)
     left, right = (noise(device, precision, int(rows), int(k)) for rows in (m, n))
     return lambda: torch.matmul(left, right.t())
 

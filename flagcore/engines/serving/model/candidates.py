@@ -350,7 +350,7 @@ class ClosedLoop:
 
 
 @dataclass(frozen=True, slots=True)
-class SteadyState:
+class LoopMeans:
     """Mean TTFT and TPOT in seconds, and output tokens per second of one lane, by candidate."""
 
     ttft: FloatArray
@@ -358,7 +358,7 @@ class SteadyState:
     rate: FloatArray
 
 
-def steady_state(loop: ClosedLoop) -> SteadyState:
+def steady_state(loop: ClosedLoop) -> LoopMeans:
     """Return the mean latencies and the rate of a closed loop.
 
     For lanes that only compute prompts, the rate counts the output tokens of the answers to their prompts, and TPOT is
@@ -383,18 +383,18 @@ def steady_state(loop: ClosedLoop) -> SteadyState:
         active = np.minimum(loop.flight, limit) * decode_steps * tpot / (ttft + decode_steps * tpot)
         decoding = 0.5 * (decoding + np.maximum(active, 1e-3))
     e2e = (ttft + decode_steps * tpot) * loop.flight / limit
-    state = SteadyState(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
-    return _with_prompts_only(loop, state) if np.any(loop.role) else state
+    means = LoopMeans(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
+    return _with_prompts_only(loop, means) if np.any(loop.role) else means
 
 
-def _with_prompts_only(loop: ClosedLoop, state: SteadyState) -> SteadyState:
-    """Return `state` with new values for lanes that only compute prompts: they compute one prompt after the other."""
+def _with_prompts_only(loop: ClosedLoop, means: LoopMeans) -> LoopMeans:
+    """Return `means` with new values for lanes that only compute prompts: they compute one prompt after the other."""
     _, mixed, tokens = _iterations(loop, np.full_like(loop.flight, 1e-9))
     seconds, prefills = np.maximum(loop.prompt / tokens, 1.0) * mixed, np.asarray(loop.role) == 1
-    return SteadyState(
-        np.where(prefills, loop.front_end + seconds, state.ttft),
-        np.where(prefills, 0.0, state.tpot),
-        np.where(prefills, loop.output / seconds, state.rate),
+    return LoopMeans(
+        np.where(prefills, loop.front_end + seconds, means.ttft),
+        np.where(prefills, 0.0, means.tpot),
+        np.where(prefills, loop.output / seconds, means.rate),
     )
 
 
