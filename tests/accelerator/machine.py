@@ -5,9 +5,9 @@
 vendor changes in the files of `flag plugins new`, and `simu_smi.py` is the management tool.
 
 What it shows: flagcore's calls of a device's torch module, the import and the order of the vendor's modules, the
-collective backend by its name, memory that torch's allocator counts and that runs out, devices that variables restrict,
-a driver that does not survive a fork, and the processes that the tool lists. All operators run, with the results of
-the CPU.
+collective backend by its name, memory that torch's allocator counts (which equals the prediction) and that runs out,
+devices that variables restrict, a driver that does not survive a fork, and the processes that the tool lists. All
+operators run, with the results of the CPU.
 
 What it cannot show: speed (a device is a core of the host, and calls return when their kernel has ended, so nothing
 overlaps), the vendor's kernels and their precision, fragmentation, the memory of communicators, and what a vendor's
