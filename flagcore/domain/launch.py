@@ -125,10 +125,10 @@ class Exit:
 
     `code`: the exit status. It is negative if a signal ended the program.
     `ended_by`: None if the program ended by itself. Otherwise `timeout`, `memory`, `disk` (its folder exceeded the
-    limit), `full_disk` (little space was left), `request`, `guard` (the guard process was killed), or `host` (a host
-    was lost).
+    limit), `full_disk` (little space was left), `stopped` (a process was stopped by a signal for too long), `request`,
+    `guard` (the guard process was killed), or `host` (a host was lost).
     `peak_memory_bytes`: the largest observed memory of all processes on one host.
-    `detail`: what happened to the lost host, `lost_host`.
+    `detail`: what happened to the lost host, `lost_host`. Otherwise, the host that failed, and the stopped process.
     `warm`: whether the program was forked from a process that had already imported its modules.
     """
 
@@ -157,6 +157,8 @@ class FailurePattern:
     weak: bool = False
 
 
+INCONCLUSIVE = ("host", "guard", "stopped")
+"""The values of `Exit.ended_by` that say nothing about the candidate, which is tried again."""
 TAIL_BYTES = 256 * 1024
 LONGEST_LINE, LONGEST_REASON = 4096, 300
 
@@ -200,6 +202,8 @@ def classify(
         return TrialState.OUT_OF_MEMORY, f"its processes used {peak:.2f} GiB, more than the memory budget"
     if ended.ended_by == "host":
         return TrialState.FAILED, f"host {ended.detail}"[:LONGEST_REASON]
+    if ended.ended_by == "stopped":
+        return TrialState.FAILED, f"{ended.detail} was stopped by a signal (SIGSTOP) and did not continue"
     if ended.ended_by in _ENDED_BY:
         return _ENDED_BY[ended.ended_by]
     for pattern in sorted(

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flagcore.domain.plan import DAY
-from flagcore.domain.serving import nest_statistics
 from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
@@ -170,7 +169,7 @@ def _speed(run: RunData, best: Trial) -> Cell:
 def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     measured, memory = best.measurement, memory_of(best)
     if run.serves and measured:
-        yield _("Also measured"), Cell(figures_text(nest_statistics(measured.figures), run.objective))
+        yield _("Also measured"), Cell(figures_text(measured, run.objective))
     if not run.serves:
         yield _("Step time"), _step(run, best)
     own_bytes = measured.device_used_bytes if measured else None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from flagcore.contracts import Platform, RunningLaunch
 from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.effects import engine_task
-from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, failure
+from flagcore.domain.launch import INCONCLUSIVE, LONGEST_REASON, Exit, FailurePattern, failure
 from flagcore.domain.search_state import noise
 from flagcore.domain.spec import Control, TrainSpec
 from flagcore.domain.trial import MIN_STEPS, Measurement, Trial, TrialState, steps_in_time, warmup_steps
@@ -187,7 +187,7 @@ class _Monitor:
         state, reason = failure(ended, self.folder, self._failure_patterns, self.trial.time_limit)
         if state is TrialState.TIMED_OUT and self.is_training:
             reason = self._timeout_reason(reason, steps)
-        is_lost = ended.ended_by in ("host", "guard")
+        is_lost = ended.ended_by in INCONCLUSIVE
         return replace(self.trial, state=state, reason=reason, inconclusive=is_lost, lost_host=ended.lost_host)
 
     @property
