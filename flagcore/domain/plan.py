@@ -67,10 +67,13 @@ def measured_alone(trials: Sequence[Trial]) -> Trial | None:
 
 def interference(trials: Sequence[Trial]) -> Interference | None:
     """Return the last comparison of a trial that ran alone with one that ran in parallel, or None if there is none."""
-    alone_times = measured_alone(trials) conclusive = [trial for trial in trials if trial.role is Role.INTERFERENCE and
-    trial.is_conclusive] if alone_times is None or not conclusive: return None last = conclusive[-1] slowdown =
-    speed(alone_times) / speed(last) - 1.0 if last.state is TrialState.MEASURED else None return
-    Interference(slowdown=slowdown, noise=noise([alone_times]), trials=(alone_times.number, last.number))
+    alone_times = measured_alone(trials)
+    conclusive = [trial for trial in trials if trial.role is Role.INTERFERENCE and trial.is_conclusive]
+    if alone_times is None or not conclusive:
+        return None
+    last = conclusive[-1]
+    slowdown = speed(alone_times) / speed(last) - 1.0 if last.state is TrialState.MEASURED else None
+    return Interference(slowdown=slowdown, noise=noise([alone_times]), trials=(alone_times.number, last.number))
 
 
 HOUR, DAY = 3600.0, 86400.0
@@ -245,15 +248,32 @@ def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
 def summarize(
     task: Task, space: Space, pruned: Pruned, search_state: SearchState, stopped_because: str, knobs: Knobs
 ) -> Plan:
-    """Return the plan of a search. For the best and the baseline, it contains a run with whole steps if there is
-    one.""" return Plan( chip=task.cluster.chips, devices=task.cluster.devices, objective=task.spec.objective,
-    counts=count(space, pruned, search_state), trials=search_state.trials, repeats=search_state.repeats,
-    baseline=search_state.reported_trial(search_state.baseline), best=search_state.reported_trial(search_state.best),
-    gains=gains(search_state), stopped_because=stopped_because, medians={ runs[0].number: 1.0 /
-    search_state.speed_of(trial.candidate) for trial in search_state.trials if len(runs :=
-    search_state.runs_of(trial.candidate)) > 1 }, rivals=search_state.rivals, drift=search_state.drift,
-    drifted=search_state.drifted, fidelity=task.spec.control.fidelity, probes=search_state.probes,
-    fastest=search_state.fastest, limits=task.spec.limits, knobs=knobs, )
+    """Return the plan of a search. The best and the baseline are runs with whole steps, if there are such runs."""
+    return Plan(
+        chip=task.cluster.chips,
+        devices=task.cluster.devices,
+        objective=task.spec.objective,
+        counts=count(space, pruned, search_state),
+        trials=search_state.trials,
+        repeats=search_state.repeats,
+        baseline=search_state.reported_trial(search_state.baseline),
+        best=search_state.reported_trial(search_state.best),
+        gains=gains(search_state),
+        stopped_because=stopped_because,
+        medians={
+            runs[0].number: 1.0 / search_state.speed_of(trial.candidate)
+            for trial in search_state.trials
+            if len(runs := search_state.runs_of(trial.candidate)) > 1
+        },
+        rivals=search_state.rivals,
+        drift=search_state.drift,
+        drifted=search_state.drifted,
+        fidelity=task.spec.control.fidelity,
+        probes=search_state.probes,
+        fastest=search_state.fastest,
+        limits=task.spec.limits,
+        knobs=knobs,
+    )
 
 
 def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:

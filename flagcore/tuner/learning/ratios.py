@@ -347,11 +347,16 @@ def _past_prior(scales: Scales, past: Points, measured: FloatArray, noise: Float
 
 
 def _new_priors(scales: Scales, task_ratio: FloatArray, probability: float) -> list[_TaskPrior]:
-    """Return the priors of a task without earlier runs: two if all trials of the task share a large factor, else
-    one.""" factors = np.log(FACTOR_PROBABILITIES) common = max(np.min(task_ratio), np.min(-task_ratio)) if
-    task_ratio.size else 0.0 if not scales.slowdown or common < np.log(SLOWDOWN_RATIO): return [_TaskPrior(scales,
-    probability, factors)] slow = replace(scales, task=scales.slowdown) return [ _TaskPrior(scales, (1.0 - SLOWDOWN) *
-    probability, factors), _TaskPrior(slow, SLOWDOWN * probability, factors), ]
+    """Return the priors without earlier runs: two if all trials of the task share a large factor, else one."""
+    factors = np.log(FACTOR_PROBABILITIES)
+    common = max(np.min(task_ratio), np.min(-task_ratio)) if task_ratio.size else 0.0
+    if not scales.slowdown or common < np.log(SLOWDOWN_RATIO):
+        return [_TaskPrior(scales, probability, factors)]
+    slow = replace(scales, task=scales.slowdown)
+    return [
+        _TaskPrior(scales, (1.0 - SLOWDOWN) * probability, factors),
+        _TaskPrior(slow, SLOWDOWN * probability, factors),
+    ]
 
 
 def _processes(

@@ -152,9 +152,12 @@ def _advised(task: Task, support: EngineSupport, advice: TaskAdvice) -> tuple[Ta
 
 def _with_preferred(spec: Spec, preferred: PreferredSetting) -> Spec:
     """Return `spec` with the setting `preferred`, unless the user sets it. In a space, its value replaces `auto`."""
-    knob = preferred.setting.partition(".")[2].replace("-", "_") if knob not in spec.space: return _with_settings(spec,
-    [preferred]) if spec.space[knob] != AUTO: return spec return replace(spec, space={**spec.space, knob:
-    (preferred.value,)})
+    knob = preferred.setting.partition(".")[2].replace("-", "_")
+    if knob not in spec.space:
+        return _with_settings(spec, [preferred])
+    if spec.space[knob] != AUTO:
+        return spec
+    return replace(spec, space={**spec.space, knob: (preferred.value,)})
 
 
 def _with_warmup(spec: Spec, warmup: int) -> Spec:
@@ -187,8 +190,8 @@ def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting
 
 
 def _of_shell(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment`, but with this shell's value of each variable that the shell also sets.""" return {name:
-    os.environ.get(name, value) for name, value in environment.items()}
+    """Return `environment`, but with this shell's value of each variable that the shell also sets."""
+    return {name: os.environ.get(name, value) for name, value in environment.items()}
 
 
 def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:

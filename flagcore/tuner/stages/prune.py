@@ -40,9 +40,11 @@ def prune_by_trials(problem: Problem, trials: Sequence[Trial], probes: Sequence[
 
 
 def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> float:
-    """Return the lower bound of a candidate's memory, as a share of its predicted memory. It is learned from
-    `trials`.""" from flagcore.tuner.learning.trials import min_memory_share  # importing scipy is slow, and plans have
-    no trials
+    """Return the lower bound of a candidate's memory, as a share of its predicted memory.
+
+    It is learned from `trials`.
+    """
+    from flagcore.tuner.learning.trials import min_memory_share  # importing scipy is slow, and plans have no trials
 
     ratios = []
     for trial in trials:
