@@ -172,7 +172,7 @@ def progress(run: RunData) -> Section | None:
     )
     if not steps:
         return Section("progress", _("Search"), (Text(_("No trial was measured.")), data))
-    traces = [line(_("best so far (first runs)"), 0, *zip(*steps, strict=True))]
+    traces = [line(_("best so far (without repeats)"), 0, *zip(*steps, strict=True))]
     traces[0]["line"] |= {"shape": "hv"}
     for series, (kind, of_kind) in enumerate(measured.items(), start=1):
         if of_kind:
