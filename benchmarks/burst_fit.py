@@ -94,7 +94,7 @@ def _figures(run: Run, costs: Costs, overheads: Overheads, cpus: int | None = No
     spec = replace(task.spec, objective="output_tokens_per_s")
     task = replace(task, spec=spec, cluster=Cluster(groups=(group,)))
     columns = {knob: column[run.row : run.row + 1] for knob, column in points.columns.items()}
-    found = predict(task, engine.settings(task, columns), costs, overheads, graph_tokens=engine.graph_tokens(task))
+    found = predict(task, engine.settings(task, columns), costs, overheads)
     return {name: float(figure[0]) for name, figure in found.figures.items()}
 
 

@@ -68,8 +68,7 @@ def _space(points: serving_fit.Points, rows: Sequence[int]) -> tuple[np.ndarray,
     task, engine = points.tasks[rows[0]], plugins.workload(points.engine)
     task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
     columns = {knob: column[rows] for knob, column in points.columns.items()}
-    settings, graphs = engine.settings(task, columns), engine.graph_tokens(task)
-    predictions = predict(task, settings, points.costs, points.known, graph_tokens=graphs)
+    predictions = predict(task, engine.settings(task, columns), points.costs, points.known)
     load = task.spec.serve.loads[0]
     rates = [_rate(points.lines[row]["measured"], load.concurrency or 1, load.output_len) for row in rows]
     axes = [axis for axis in engine.axes(task) if axis.knob in columns]

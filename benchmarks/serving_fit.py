@@ -27,7 +27,7 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.serving.model.candidates import ClosedLoop, steady_state
 from flagcore.engines.serving.model.iteration import iteration_costs
 from flagcore.engines.serving.model.memory import serving_memory
-from flagcore.engines.serving.model.predict import predict, serving_of, split_of
+from flagcore.engines.serving.model.predict import predict, serving_of
 from flagcore.engines.serving.model.work import Overheads
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec.jobs import read_job
@@ -192,21 +192,20 @@ def errors(points: Points, values: Mapping[str, float]) -> np.ndarray:
     engine = plugins.workload(points.engine)
     settings = engine.settings(points.task, points.columns)
     serving = serving_of(points.task, costs.kernels, overheads)
-    split = split_of(settings, engine.graph_tokens(points.task))
-    memory = serving_memory(serving, split, settings, costs)
+    memory = serving_memory(serving, settings, costs)
     prompt, output, flight = points.lens.T
     predicted_s = steady_state(
         ClosedLoop(
-            costs=iteration_costs(serving, split, costs),
+            costs=iteration_costs(serving, settings, costs),
             overheads=overheads,
             flight=np.maximum(flight / settings.instances, 1.0),
             prompt=prompt,
             output=output,
-            budget=settings.max_batched_tokens * split.data * split.pipeline,
-            running=settings.max_running * split.data,
+            budget=settings.max_batched_tokens * settings.data * settings.pipeline,
+            running=settings.max_running * settings.data,
             cache_tokens=np.maximum(memory.cache_tokens, 1.0),
-            ranks=split.data,
-            stages=split.pipeline,
+            ranks=settings.data,
+            stages=settings.pipeline,
         ),
     )
     ratios = np.log([predicted_s.tpot / points.tpot, predicted_s.ttft / points.ttft])
@@ -272,7 +271,7 @@ def simulated(points: Points, values: Mapping[str, float]) -> list[dict]:
         task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
         columns = {knob: column[row : row + 1] for knob, column in points.columns.items()}
         engine = plugins.workload(points.engine)
-        found = predict(task, engine.settings(task, columns), costs, overheads, graph_tokens=engine.graph_tokens(task))
+        found = predict(task, engine.settings(task, columns), costs, overheads)
         answers.append({"id": line["id"], "status": "ok", **record(task, found.row(0))})
     return answers
 

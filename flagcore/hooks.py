@@ -36,12 +36,13 @@ class ChipHooks:
 
     @hookspec
     def flagcore_devices(self, environment: Mapping[str, str]) -> Sequence[Device] | None:
-        """Return this vendor's devices that processes with the variables `environment` can use. None or empty: none.
+        """Return this vendor's devices that processes with the variables `environment` can use.
 
-        The devices have the order in which these processes see them. The variables are those of this shell and of the
-        spec. Memory is in bytes. Called once per command without a spec, and once per spec with variables. It must
-        return within a few seconds, and must not import a framework or create a context on a device. A missing tool or
-        driver means that there are no devices. It is not an error.
+        The order is the one in which such processes see the devices. Memory is in bytes. `environment` contains the
+        variables of this shell and of the spec. None or an empty sequence means that there are no devices. If a tool or
+        driver is missing, return no devices; do not raise an exception. The hook is called once per command without a
+        spec, and once per spec that sets variables. It must return within a few seconds, and must not import a
+        framework or create a context on a device.
         """
 
     @hookspec
@@ -62,10 +63,10 @@ class ChipHooks:
 
     @hookspec
     def flagcore_vendor(self, environment: Mapping[str, str]) -> str | None:
-        """Return the vendor of the chips that the environment variables of a job select, or None if unknown.
+        """Return the vendor of the chips that the environment variables of a job select, or None if it is unknown.
 
-        A variable may name a vendor, even one without a plugin, or it may belong to one vendor's software. The first
-        result that is not None is used. Called once per task that names no chip.
+        A variable may name a vendor, even one without a plugin, or it may belong to the software of one vendor. The
+        first result that is not None is used. Called once per task that names no chip.
         """
 
     @hookspec

@@ -1,4 +1,4 @@
-"""Small serving tasks of physics: an accelerator with round peaks, models, and splits."""
+"""Small serving tasks of physics: an accelerator with round peaks, models, and settings."""
 
 from dataclasses import replace
 
@@ -9,7 +9,8 @@ from flagcore.domain.chip import Fact
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.model import Model
 from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
-from flagcore.engines.serving.model.work import Overheads, Serving, Split
+from flagcore.engines.serving.model.work import Overheads, Serving
+from flagcore.engines.serving.space.settings import Settings
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline
@@ -56,22 +57,32 @@ OVER = Overheads(
 )
 
 
-def split(**arguments: float | bool | list[float]) -> Split:
-    """A split of one device, but for what is given: one candidate each element of the longest list."""
-    counts = {
-        **dict.fromkeys(("tensor", "data", "expert", "pipeline", "cores"), 1.0),
-        "captured": 512.0,
+def settings(**arguments: object) -> Settings:
+    """Settings of one device, but for what is given: one candidate each element of the longest list."""
+    values: dict[str, object] = {
+        **dict.fromkeys(("instances", "tensor", "pipeline", "data", "expert"), 1),
+        "max_running": 256,
+        "max_batched_tokens": 8192,
         "pass_tokens": 1e9,
-        "cache_bytes": 2.0,
-        "crowding": 1.0,
-        "copies": 0.0,
-        **dict.fromkeys(("exchanges", "overlaps", "balanced"), False),
+        "block_size": 16,
+        "context_len": 2048,
+        "chunked": 1,
+        "graph_tokens": 512,
+        "prefix_caching": 0,
+        "memory_fraction": 0.9,
+        "cache_element_bytes": 2.0,
+        **dict.fromkeys(("cache_bytes", "host_s"), np.nan),
+        **dict.fromkeys(("drafted", "copies", "host_tokens"), 0),
+        **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized"), False),
+        **dict.fromkeys(("on_device", "crowding"), 1.0),
         **arguments,
     }
-    rows = max(np.size(value) for value in counts.values())
-    arrays = {name: np.array(value) for name, value in counts.items()}
-    kinds = {name: each if each.dtype == bool else each.astype(float) for name, each in arrays.items()}
-    return Split(**{name: np.broadcast_to(each, (rows,)) for name, each in kinds.items()})
+    rows = max(np.size(value) for value in values.values())
+    columns = {name: np.broadcast_to(np.asarray(value), (rows,)) for name, value in values.items()}
+    columns |= {name: columns[name].astype(float) for name in ("tensor", "pipeline", "data", "expert")}
+    columns.setdefault("devices", columns["tensor"] * columns["pipeline"] * columns["data"])
+    columns.setdefault("tower_shares", columns["tensor"])
+    return Settings(**columns)
 
 
 def costs(devices: int = 8) -> Costs:
@@ -83,7 +94,9 @@ def costs(devices: int = 8) -> Costs:
 
 
 def times(
-    model: Model = DENSE, precision: str = "bf16", overheads: Overheads = OVER, **arguments: float | list[float]
+    model: Model = DENSE, precision: str = "bf16", overheads: Overheads = OVER, **arguments: object
 ) -> IterationCosts:
-    """The costs of iterations of a model on splits."""
-    return iteration_costs(Serving(model=model, precision=precision, overheads=overheads), split(**arguments), costs())
+    """The costs of iterations of a model with settings."""
+    return iteration_costs(
+        Serving(model=model, precision=precision, overheads=overheads), settings(**arguments), costs()
+    )

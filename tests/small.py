@@ -9,7 +9,7 @@ from flagcore.contracts import Costs, Platform, Problem, PruningRule, SearchCont
 from flagcore.domain.chip import Chip, Device, DeviceUse, Fact, Link, Source
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model, Vision
-from flagcore.domain.prediction import Predictions
+from flagcore.domain.prediction import Prediction, Predictions
 from flagcore.domain.space import Candidate, KnobValue, Legality, Space
 from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
@@ -135,6 +135,26 @@ def with_task(context: SearchContext, task: Task, **changes: Any) -> SearchConte
     """A context of a changed task."""
     of = dataclasses.replace(context.problem.platform, task=task, **changes)
     return dataclasses.replace(context, problem=dataclasses.replace(context.problem, platform=of))
+
+
+def prediction(used: float = 1.0, capacity: float | None = 100.0, **time_s: float) -> Prediction:
+    """A prediction of a step of these parts, which uses `used` bytes of everything."""
+    total = sum(time_s.values())
+    return Prediction(
+        step_time_s=total,
+        low_s=total,
+        high_s=total,
+        time_s=time_s,
+        static_bytes=used,
+        activation_bytes=0.0,
+        peak_allocated_bytes=used,
+        reserved_bytes=used,
+        device_used_bytes=used,
+        capacity_bytes=capacity,
+        fits=True,
+        worst_stage=0,
+        model_flops=1.0,
+    )
 
 
 def plugin(**hooks: Callable[..., object]) -> SimpleNamespace:

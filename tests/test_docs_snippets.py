@@ -23,8 +23,7 @@ from click.testing import CliRunner
 from flagcore.api.inputs import read_spec
 from flagcore.cli.main import flag
 from flagcore.domain.spec import TrainSpec
-from flagcore.spec.convert import parse_spec
-from flagcore.spec.serving import engines_of, select_engine
+from flagcore.spec.convert import engines_of, parse_spec, select_engine
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
 from tests.shown import SHOWN
 from tests.small import ENGINES

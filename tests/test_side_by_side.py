@@ -40,9 +40,6 @@ class Run:
 
     exit: Exit | None
 
-    def poll(self) -> Exit | None:
-        return self.wait(0)
-
     def wait(self, seconds: float) -> Exit | None:
         if self.exit is None and not (self.node.ends(self.number) or time.monotonic() > self.began + GIVE_UP_SECONDS):
             time.sleep(min(seconds, 0.01))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from flagcore.plugins import WORKLOADS, engines
-from flagcore.plugins.loader import installed, origin
+from flagcore.plugins.entry_points import installed, origin
 from flagcore.spec.serving import json_schema
 
 ROOT = Path(__file__).parents[2]

@@ -7,23 +7,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flagcore.api.explaining.compare import compare
-    from flagcore.api.explaining.states import explain, explain_candidate
+    from flagcore.api.explaining.reports import compare, explain, explain_candidate
     from flagcore.api.inputs import LoadedSpec, changed_spec, with_settings
     from flagcore.api.managing.calibration import calibrate, calibrations, summary
-    from flagcore.api.managing.history import ImportedTrials, import_history
     from flagcore.api.managing.hosts import check_hosts
     from flagcore.api.managing.inspection import chip_table, devices, doctor, plugin_table, public_model_table
-    from flagcore.api.managing.new_spec import (
+    from flagcore.api.managing.report import REPORT, list_runs, report, show_run
+    from flagcore.api.managing.specs import (
+        ImportedTrials,
         check_imported,
         defaults_of,
+        import_history,
         new_spec,
         read_command,
         read_tree,
         spec_of_model,
     )
-    from flagcore.api.managing.report import REPORT, report
-    from flagcore.api.managing.run_list import list_runs, show_run
     from flagcore.api.planning.estimate import estimate
     from flagcore.api.planning.jobs import AT_ONCE, estimate_jobs
     from flagcore.api.planning.probe import Probed, probe
@@ -37,40 +36,31 @@ if TYPE_CHECKING:
     from flagcore.report.explanation import Explanation
 
 NAMES = {
-    "api.explaining.compare": ("compare",),
-    "api.explaining.states": ("explain", "explain_candidate"),
-    "api.inputs": ("LoadedSpec", "changed_spec", "with_settings"),
-    "api.managing.calibration": ("calibrate", "calibrations", "summary"),
-    "api.managing.history": ("ImportedTrials", "import_history"),
-    "api.managing.hosts": ("check_hosts",),
-    "api.managing.inspection": ("chip_table", "devices", "doctor", "plugin_table", "public_model_table"),
-    "api.managing.new_spec": (
-        "check_imported",
-        "defaults_of",
-        "new_spec",
-        "read_command",
-        "read_tree",
-        "spec_of_model",
-    ),
-    "api.managing.report": ("REPORT", "report"),
-    "api.managing.run_list": ("list_runs", "show_run"),
-    "api.planning.estimate": ("estimate",),
-    "api.planning.jobs": ("AT_ONCE", "estimate_jobs"),
-    "api.planning.probe": ("Probed", "probe"),
-    "api.runs": ("Run", "load_run"),
-    "api.tuning.export": ("Outcome",),
-    "api.tuning.run_best": ("run_best",),
-    "api.tuning.targets": ("Exported", "export", "export_targets", "manifest"),
-    "api.tuning.tune": ("tune",),
-    "report.candidate_report": ("CandidateReport", "Comparison"),
-    "report.estimate": ("Estimate",),
-    "report.explanation": ("Explanation",),
+    "api.explaining.reports": "compare explain explain_candidate",
+    "api.inputs": "LoadedSpec changed_spec with_settings",
+    "api.managing.calibration": "calibrate calibrations summary",
+    "api.managing.hosts": "check_hosts",
+    "api.managing.inspection": "chip_table devices doctor plugin_table public_model_table",
+    "api.managing.report": "REPORT list_runs report show_run",
+    "api.managing.specs": "ImportedTrials check_imported defaults_of import_history new_spec read_command read_tree "
+    "spec_of_model",
+    "api.planning.estimate": "estimate",
+    "api.planning.jobs": "AT_ONCE estimate_jobs",
+    "api.planning.probe": "Probed probe",
+    "api.runs": "Run load_run",
+    "api.tuning.export": "Outcome",
+    "api.tuning.run_best": "run_best",
+    "api.tuning.targets": "Exported export export_targets manifest",
+    "api.tuning.tune": "tune",
+    "report.candidate_report": "CandidateReport Comparison",
+    "report.estimate": "Estimate",
+    "report.explanation": "Explanation",
 }
 """The names of this package by module."""
 
 
 def __getattr__(name: str) -> Any:
     for module, names in NAMES.items():
-        if name in names:
+        if name in names.split():
             return getattr(import_module(f"flagcore.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from flagcore.contracts import Problem
 from flagcore.domain.knob import Knobs
 from flagcore.domain.space import Axis, Candidate, Columns, IntArray, KnobValue, as_candidate
 from flagcore.errors import SpecError, UsageError
-from flagcore.i18n import _, did_you_mean
+from flagcore.i18n import N_, _, did_you_mean
 from flagcore.report.candidate_report import ExcludingRule
 from flagcore.report.text import details, knob_of
 from flagcore.tuner.problem import candidate_columns
@@ -31,9 +31,8 @@ def parse_candidate(text: str, problem: Problem) -> tuple[dict[str, IntArray], f
     for axis in axes:
         value, listed = given_values.get(axis.knob), (*axis.values, axis.neutral, *axis.extra_values)
         if isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed:
-            raise UsageError(
-                _("{knob} = {value} is not a valid size; {values}", knob=axis.knob, value=value, values=values_of(axis))
-            )
+            text = N_("{knob} = {value} is not a valid size; {values}")
+            raise UsageError(_(text, knob=axis.knob, value=value, values=values_of(axis)))
     fixed_values = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
     try:
         whole, plain = (
@@ -78,9 +77,8 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
     knob_values: dict[str, KnobValue] = {}
     for part, off, axis, value in _named_knobs(text, by_name, _knobs(axes, knobs)):
         if value is None and not off and not axis.is_flag:
-            raise UsageError(
-                _("{part}: {knob} needs a value; {values}", part=part, knob=axis.knob, values=values_of(axis))
-            )
+            values_text = values_of(axis)
+            raise UsageError(_("{part}: {knob} needs a value; {values}", part=part, knob=axis.knob, values=values_text))
         if off or value is None:
             values: dict[str, KnobValue] = {axis.knob: not off if axis.is_flag else axis.neutral}
         elif (further := details(axis.knob, knobs)) and value.casefold() not in (*YES, *NO):

@@ -15,6 +15,7 @@ from flagcore.api.calibrated_plugins import CalibratedPlugins
 from flagcore.contracts import Problem
 from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness, unknown_chip_hint
 from flagcore.domain.effects import engine_task
+from flagcore.domain.files import write
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
@@ -35,14 +36,12 @@ from flagcore.plugins import (
 )
 from flagcore.report.formats import as_yaml
 from flagcore.spec.clusters import without_spares
-from flagcore.spec.convert import check_engines, parse_spec
+from flagcore.spec.convert import check_engines, engines_of, parse_spec, select_engine
 from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, spec_error
 from flagcore.spec.public import absolute_model
-from flagcore.spec.serving import engines_of, select_engine
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
 from flagcore.tuner.problem import rows_by_time
-from flagcore.tuner.store.directory import write
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ RUNS = Path("runs")
 
 
 def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[str, Any]:
-    """Return a spec's data with this fidelity. If it is None, the fidelity is removed."""
+    """Return the content of a spec with `fidelity` in `auto_tuner.control`, or without that key if it is None."""
     tuner = data.get("auto_tuner") or {}
     old_control = tuner.get("control") or {}
     control = {key: value for key, value in old_control.items() if key != "fidelity"}
@@ -248,9 +247,8 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
         spec = _with_launcher(spec, any_number=data.get("cluster") == AUTO)
     spec = _with_hosts(spec)
     if error_text := _min_nodes_error(spec):
-        raise SpecError(
-            key="cluster.min_nodes", value=spec.cluster.min_nodes, problem=error_text, fix=_("leave it out")
-        )
+        min_nodes, fix = spec.cluster.min_nodes, _("leave it out")
+        raise SpecError(key="cluster.min_nodes", value=min_nodes, problem=error_text, fix=fix)
     return spec
 
 
@@ -294,10 +292,8 @@ def _with_hosts(spec: Spec) -> Spec:
         return spec
     count = without_spares(hosts, cluster.spares)
     if spec.trial_nodes > count:
-        host_names = ", ".join(hosts)
-        error_text = _(
-            "must be at most {count}: {launcher} found {hosts}", count=count, launcher=spec.launcher, hosts=host_names
-        )
+        names = {"launcher": spec.launcher, "hosts": ", ".join(hosts)}
+        error_text = _("must be at most {count}: {launcher} found {hosts}", count=count, **names)
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=error_text, fix=_("leave it out"))
     nodes = cluster.nodes if cluster.nodes > 1 else count
     return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=nodes))
@@ -383,7 +379,8 @@ def _chip_notes(task: Task) -> Iterator[str]:
     for name, known in {group.chip.name: group.chip for group in task.cluster.groups}.items():
         if known.nic_bytes_per_second == ASSUMED_NETWORK:
             text = N_(
-                "the network between hosts of {chip} is assumed: {rate:.0f} GB/s per device; set {key} to its rate"
+                "the network bandwidth between hosts of {chip} is unknown: {rate:.0f} GB/s per device is assumed; "
+                "set {key} to its value"
             )
             key = f"cluster.{'groups.' if task.spec.cluster.groups else ''}nic_bytes_per_second"
             yield _(text, chip=name, rate=ASSUMED_NETWORK.value / 1e9, key=key)

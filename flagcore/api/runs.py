@@ -172,7 +172,7 @@ def no_best_error(run: Run) -> FlagError:
         command = f"flag tune SPEC --run-dir {shlex.quote(str(run.folder))}"
         text = _("{folder} is in progress, or was killed; `{command}` resumes it", folder=run.folder, command=command)
         return RunError(text)
-    shown = RunData.from_json(run.data, run.folder, called=str(run.folder), knobs=run.knobs)
+    shown = RunData.from_json(run.data, run.folder, folder_name=str(run.folder), knobs=run.knobs)
     errors = {INTERRUPTED: RunError, UNMEASURED: EveryTrialFailed, FINISHED: NothingFits}
     text = _("{where} has no best configuration: {reason}", where=run.folder, reason=no_best(shown))
     return errors[state_of_ended(shown)](text)
@@ -181,7 +181,7 @@ def no_best_error(run: Run) -> FlagError:
 def unreadable_error(file: Path, error: object) -> RunError:
     """Return the error for a result file that cannot be read."""
     reason = getattr(error, "strerror", None) or repr(error)
-    return RunError(_("{file} cannot be read ({reason}); `flag tune` writes it", file=file, reason=reason))
+    return RunError(_("{file} cannot be read ({reason}); run `flag tune` to write it", file=file, reason=reason))
 
 
 def _result(path: Path) -> Mapping[str, Any]:
@@ -239,7 +239,7 @@ def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
         raise unreadable_error(path / RESULT, error) from None
     fields = {name: plan[name] for name in ("trials", "gains", "baseline", "best")}
     spec = spec_as_data(path / SPEC)
-    return Run(folder=path, spec=spec, data=data, fidelity=ESTIMATE, search_state=learn((), ESTIMATE), **fields)
+    return Run(folder=path, spec=spec, data=data, fidelity=ESTIMATE, search_state=SearchState(), **fields)
 
 
 def _prediction_record(trial: Trial) -> Mapping[str, Any]:

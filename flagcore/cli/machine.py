@@ -141,7 +141,7 @@ def plugins_chips(form: str, without: tuple[str, ...]) -> None:
 
 @contextmanager
 def _extra_testing() -> Iterator[None]:
-    """Name the extra if the conformance kit, which is a distribution of its own, is not installed."""
+    """Raise UsageError with the extra to install if the conformance kit, a separate distribution, is missing."""
     from flagcore.errors import UsageError
 
     try:

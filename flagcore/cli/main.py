@@ -18,8 +18,7 @@ from click import core, decorators, exceptions, formatting, parser, types
 from flagcore import __version__
 from flagcore.cli.options import say
 from flagcore.errors import FlagError
-from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, choose_by_locale, did_you_mean, language
-from flagcore.i18n.width import wrapped
+from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, choose_by_locale, did_you_mean, language, wrapped
 
 MODULES = {
     "flagcore.cli.machine": ("calibrate", "completion", "devices", "doctor", "plugins", "schema"),

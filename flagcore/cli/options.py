@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from flagcore.i18n import N_, _, in_english
-from flagcore.i18n.width import wrapped
+from flagcore.i18n import N_, _, in_english, wrapped
 
 if TYPE_CHECKING:
-    from flagcore.contracts import ImportedSpec, ImportNote
+    from flagcore.contracts import ImportedSpec
+    from flagcore.domain.spec import ImportNote
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -107,7 +107,7 @@ def settings(argument: str = "spec") -> Callable[[F], F]:
 
 
 objective = click.option(
-    "--objective", metavar="NAME", help=N_("Optimize this figure, such as cost, instead of the objective in the spec.")
+    "--objective", metavar="NAME", help=N_("Optimize this metric, such as cost, instead of the objective in the spec.")
 )
 
 
@@ -277,13 +277,6 @@ def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: Mappi
     from flagcore.report.formats import render
 
     show(render(records, form, columns), form)
-
-
-def is_fitted() -> bool:
-    """Return whether tables are wrapped to the width of a terminal."""
-    from flagcore.report.formats import WIDTH
-
-    return WIDTH.get() is not None
 
 
 def show_record(record: Mapping[str, Any], form: str) -> None:

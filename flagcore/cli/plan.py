@@ -88,7 +88,6 @@ def _estimate_jobs(jobs: str, without: tuple[str, ...]) -> None:
 def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:
     from flagcore import api
     from flagcore.report.estimate import estimate_columns, estimate_texts
-    from flagcore.report.explanation import detail_text
 
     number = _number(explain)
     estimate = api.estimate(spec, top=max(top, number), **arguments)
@@ -101,6 +100,8 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         details |= {"notes": list(estimate.notes)} if estimate.notes else {}
         title = _("Candidate {number}", number=number) if number else _("Baseline")
         if form == "table":
+            from flagcore.report.explanation import detail_text
+
             options.show(detail_text(details, title, estimate.knobs, estimate.labels))
         else:
             options.show_record(details, form)

@@ -131,7 +131,7 @@ class _Importers(click.Group):
 
 @click.group("import", cls=_Importers)
 def import_command() -> None:
-    """Convert what you start today to a spec: flag import FILE, - for stdin, or -- COMMAND.
+    """Convert a launch command or script to a spec: flag import FILE, - for stdin, or -- COMMAND.
 
     FILE is a script, a batch script of Slurm, a compose file, a manifest of Kubernetes, or a systemd unit. COMMAND may
     be docker run or podman run. The commands below read what is named.

@@ -11,21 +11,15 @@ from flagcore.contracts.exchange import (
     HistoryReader,
     ImportedSpec,
     Importer,
-    ImportNote,
     ManifestWriter,
-    ServerGroup,
-    ServerGroups,
-    Start,
 )
-from flagcore.contracts.platform import (
+from flagcore.contracts.plugin import (
     AttentionShape,
     CollectiveCosts,
     Costs,
-    HostSetup,
     KernelCosts,
     Launcher,
     MemoryModel,
-    Platform,
     PruningRule,
     RunningLaunch,
     Telemetry,
@@ -33,7 +27,7 @@ from flagcore.contracts.platform import (
     device_use,
 )
 from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, Watcher
-from flagcore.contracts.workload import Workload
+from flagcore.contracts.workload import HostSetup, Platform, Workload
 
 __all__ = [
     "AttentionShape",
@@ -46,7 +40,6 @@ __all__ = [
     "FindCandidate",
     "HistoryReader",
     "HostSetup",
-    "ImportNote",
     "ImportedSpec",
     "Importer",
     "KernelCosts",
@@ -59,9 +52,6 @@ __all__ = [
     "PruningRule",
     "RunningLaunch",
     "SearchContext",
-    "ServerGroup",
-    "ServerGroups",
-    "Start",
     "Strategy",
     "Telemetry",
     "Watcher",

@@ -10,50 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from flagcore.contracts.platform import Platform
+from flagcore.contracts.workload import Platform
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import Launch, ServerGroups
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Axis, Candidate, KnobValue
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import ImportNote, Task
 from flagcore.domain.trial import Trial
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
-
-
-@dataclass(frozen=True, slots=True)
-class ImportNote:
-    """A note on how a key of the other tuner was converted.
-
-    `at`: the key path of the spec that the note is about. Empty if there is none.
-    """
-
-    key: str
-    text: str
-    at: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.text}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """A program that a command or file starts: its words, its environment variables with known values, the devices per
-    host (None if unknown), the number of hosts, and the number of copies.
-
-    `version`: the engine release in the tag of the container image. `script`: the script that contains the command.
-    `job`: the environment variables that the batch system sets for the script.
-    """
-
-    words: tuple[str, ...] = ()
-    envs: Mapping[str, str] = field(default_factory=dict)
-    devices: int | None = None
-    hosts: int = 1
-    instances: int = 1
-    version: str = ""
-    script: tuple[str, ...] = ()
-    job: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +34,9 @@ class ImportedSpec:
     file: str = ""
 
     def translate_error(self, error: SpecError) -> SpecError:
-        """Return an error about a key of the spec as an error about the key of the imported file. By default, it is
-        unchanged.
+        """Convert an error about a key of the spec to an error about the matching key of the imported file.
+
+        By default, return `error` unchanged.
         """
         return error
 
@@ -97,7 +64,8 @@ class Importer(Protocol):
 
 
 FindCandidate = Callable[[Mapping[str, KnobValue]], Candidate]
-"""Returns the candidate with the given values of knobs. Raises UsageError if it is not in the space."""
+"""A function that returns the candidate with the given knob values. It raises UsageError if the space does not contain
+the candidate."""
 
 
 @runtime_checkable
@@ -111,9 +79,10 @@ class HistoryReader(Protocol):
 
         `task`: the job that was tuned.
         `axes`: the knobs of its space.
-        `find`: a function that takes knob values and returns the candidate with these values. The trials have no
-        predictions, and their numbers are not used. Raises UsageError if the file does not contain trials of this kind
-        of job.
+        `find`: returns the candidate with the given knob values.
+
+        The trials have no predictions, and the caller ignores their numbers. Raises UsageError if the file does not
+        contain trials of the same kind of job.
         """
 
 
@@ -121,35 +90,8 @@ DEVICES_OF_HOST = {
     "{interface}": """(awk '$2 == "00000000" {print $1; exit}' /proc/net/route)""",
     "{adapters}": "(grep -ls ACTIVE /sys/class/infiniband/*/ports/*/state | cut -d/ -f5 | sort -u | paste -sd, -)",
 }
-"""Shell commands that replace the placeholders of network devices in scripts, because names differ between hosts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerGroup:
-    """Identical servers of a candidate that has several kinds of servers.
-
-    `launch`: starts one server. Its environment may contain the placeholder `{own_address}`.
-    `devices`: the number of devices of one server.
-    `replicas`: the number of servers.
-    """
-
-    name: str
-    launch: Launch
-    devices: int
-    replicas: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerGroups:
-    """All kinds of servers of a candidate.
-
-    The host name of server N of a group is JOB-GROUP-N.JOB-GROUP.
-
-    `front`: starts the router in front of the servers.
-    """
-
-    groups: tuple[ServerGroup, ...]
-    front: Launch
+"""Placeholders of network devices in scripts, and the shell commands that replace them. The commands run on each host,
+because the names of network devices differ between hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,12 +123,12 @@ class ExportJob:
 
     @property
     def is_server(self) -> bool:
-        """Whether the candidate is a server. If `launch.ready` is empty, its servers are on several hosts."""
+        """Whether the job is a serving job. If it is, and `launch.ready` is empty, the servers run on several hosts."""
         return isinstance(self.platform.task.spec.work, ServeSpec)
 
     @property
     def unequal_nodes(self) -> bool:
-        """Whether the engine's own program runs on several kinds of nodes, which differ in variables and flags."""
+        """Whether the engine's own program runs on several kinds of nodes, which need different variables and flags."""
         return bool(self.launch.sample) and len({each.kind for each in self.platform.setups}) > 1
 
 
@@ -197,7 +139,7 @@ class Exporter(Protocol):
     targets: Collection[str]
     """The names of the targets, for `flag export --to`."""
     per_server: bool
-    """Whether the target starts several servers by itself, given the launch of one."""
+    """Whether the target starts all replicas of a server itself, and needs only the launch of one."""
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return the content of each exported file by its name. Raises UsageError if the target cannot run the job."""

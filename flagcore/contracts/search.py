@@ -1,4 +1,4 @@
-"""The search problem, and the interface between the search, its strategies and listeners of its events."""
+"""The search problem, and the interfaces of search strategies and of watchers, which receive the events of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,8 +6,8 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from flagcore.contracts.platform import Costs, Platform, PruningRule
-from flagcore.contracts.workload import Workload
+from flagcore.contracts.plugin import Costs, PruningRule
+from flagcore.contracts.workload import Platform, Workload
 from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knobs
 from flagcore.domain.prediction import Features, PastMeasurements, Predictions, features
@@ -23,7 +23,7 @@ class Problem:
 
     `predictions`: the predictions of all candidates, in the order of the rows of `space`.
     `rules`: the pruning rules of the engine and of plugins.
-    `pruned`: the candidates that are removed, by `rules` and by what the search has learned from trials so far.
+    `pruned`: the candidates that were removed by `rules`, or by rules that the search has learned from trials.
     `knobs`: the knobs of the engine and of plugins, by name.
     """
 
@@ -109,7 +109,7 @@ class SearchContext:
         return self.problem.predictions
 
     def features(self, rows: IntArray) -> Features:
-        """Return the features of the candidates in `rows`, from which the errors of predictions are learned."""
+        """Return the features of the candidates in `rows`. The errors of predictions are learned from them."""
         columns, workload = self.space.columns(rows), self.problem.workload
         sizes = workload.sizes(engine_task(self.task), columns)
         return features(self.space.axes, columns, self.predictions.take(rows), sizes)
@@ -121,7 +121,7 @@ class Choice:
 
     `row`: the candidate's row, or None to stop the search.
     `because`: the reason in one line.
-    `belief`: the strategy's current prediction for the candidate, as plain data in the format of predictions.
+    `belief`: the strategy's corrected prediction for the candidate, as plain data in the format of `Trial.predicted`.
     """
 
     row: int | None
@@ -168,9 +168,9 @@ class Watcher(Protocol):
     def on_event(self, event: RunEvent) -> object:
         """Receive an event.
 
-        Each watcher has its own thread and receives one event after the other. Trials do not wait for it. If it raises,
-        the error is reported, and it still receives the next event. If it takes more than 30 seconds for an event, it
-        receives no more events.
+        Each watcher runs in a separate thread and receives one event after the other. Trials do not wait for it. An
+        exception is reported, and the watcher still receives the next event. A watcher that needs more than 30 seconds
+        for an event receives no more events.
         """
 
 

@@ -1,137 +1,239 @@
-"""The base class of engines: the members that an engine must define, and the defaults of all others."""
+"""The base class of engines, and `Platform`, which is a task with everything that plugins provide for it."""
 
-from abc import ABC, abstractmethod
+from __future__ import annotations
+
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
-from flagcore.contracts.exchange import ImportNote, ServerGroups, Start
-from flagcore.contracts.platform import Costs, Platform, PruningRule
+from flagcore.contracts.plugin import Costs, Telemetry
+from flagcore.contracts.predictor import Predictor
+from flagcore.domain.chip import Device, Support
+from flagcore.domain.engine import EngineSupport, ValueRule, device_variables, without_devices
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.prediction import (
-    Components,
-    Labels,
-    ModelPart,
-    Passes,
-    Predictions,
-    RankMeasurement,
-    RankPrediction,
-)
-from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
-from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
-from flagcore.domain.trial import Measurement, Trial
-from flagcore.errors import SpecError
+from flagcore.domain.launch import FailurePattern, Launch, ServerGroups, Start
+from flagcore.domain.prediction import RankMeasurement
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.space import Candidate, KnobValue
+from flagcore.domain.spec import KIND, SLOTS, ImportNote, SettingValue, Spec, Task
+from flagcore.domain.trial import Measurement, TimeLimit
 
 START_SECONDS = 300.0
-"""The default of `Workload.start_seconds`: time for imports, processes on all devices, the model, and the first step.
-Chosen."""
+"""The default of `Workload.start_seconds`. In this time, a trial imports modules, starts a process on each device,
+builds the model and runs the first step. Chosen by hand."""
 
 
-class Workload(ABC):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSetup:
+    """How trials start on the hosts of one of several node groups.
+
+    `kind`: the type of the hosts in host files.
+    `devices`: the number of devices per host.
+    `environment`: environment variables from the chip's plugin.
+    `envs`: the group's environment variables in the spec.
+    """
+
+    kind: str
+    nodes: int
+    devices: int
+    support: EngineSupport
+    environment: Mapping[str, str]
+    envs: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """A task, its engine, and everything that plugins provide for the task.
+
+    `telemetry`: a reader for each device whose metrics can be read.
+    `value_rules`: the values of knobs and settings that do not work on the chips.
+    `knobs`: all plugins' knobs for the chip, including those that the spec does not name.
+    `conflicts`: descriptions of environment variables that the user and a plugin set to different values.
+    `devices`: the detected devices of the task's chips that its trials can use, in order.
+    `cores`: the CPU cores that trials can use. Empty means all.
+    `setups`: how trials start on each node group, in order. Empty if there is only one group.
+    `precision_reason`: why the precision was chosen. Empty if the spec sets it.
+    """
+
+    task: Task
+    workload: Workload
+    costs: Costs
+    support: EngineSupport = field(default_factory=lambda: EngineSupport(support=Support.YES))
+    environment: Mapping[str, str] = field(default_factory=dict)
+    failure_patterns: tuple[FailurePattern, ...] = ()
+    telemetry: Mapping[Device, Telemetry] = field(default_factory=dict)
+    value_rules: tuple[ValueRule, ...] = ()
+    knobs: tuple[Knob, ...] = ()
+    engine_version: str | None = None
+    conflicts: tuple[str, ...] = ()
+    devices: tuple[Device, ...] = ()
+    cores: tuple[int, ...] = ()
+    setups: tuple[HostSetup, ...] = ()
+    precision_reason: str = ""
+
+    @property
+    def group_of_hosts(self) -> dict[str, int]:
+        """The index of each host's node group. Empty if the spec names no hosts."""
+        groups, hosts = self.task.cluster.groups, self.task.spec.cluster.hosts
+        if len(groups) == 1:
+            return dict.fromkeys(hosts, 0)
+        return dict(zip(hosts, (index for index, group in enumerate(groups) for _ in range(group.nodes)), strict=False))
+
+    def on_hosts(self, hosts: tuple[str, ...]) -> Platform:
+        """Return the platform for trials on `hosts` only."""
+        spec = self.task.spec
+        task = replace(self.task, spec=replace(spec, cluster=replace(spec.cluster, hosts=hosts)))
+        devices = tuple(device for host in hosts for device in self.devices if device.host == host)
+        return replace(self, task=task, devices=devices)
+
+    def devices_of(self, host: str = "") -> tuple[Device, ...]:
+        """Return the devices that a trial uses on `host`, or on this machine if `host` is empty.
+
+        Usually these are the first detected devices. They are the devices that the spec's environment variables select,
+        or else devices numbered from 0, if too few devices were detected, or if the spec selects devices on another
+        host, where detection does not see the spec's variables.
+        """
+        spec, group = self.task.spec, self.task.cluster.groups[self.group_of_hosts.get(host, 0)]
+        support, variables = self._variables_of(host)
+        cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
+        count = min(cards or group.devices_per_node, group.devices_per_node)
+        detected = {device.selector: device for device in self.devices if device.host == host}
+        listed = next((variables[name] for name in support.visible_devices if variables.get(name)), None)
+        if len(detected) >= count and not (host and listed):
+            names = list(detected)
+        else:
+            names = [word.strip() for word in listed.split(",")] if listed else [str(place) for place in range(count)]
+        chip = group.chip.name
+        places = enumerate(names[:count])
+        return tuple(
+            detected.get(name) or Device(index=place, chip=chip, host=host, name=name) for place, name in places
+        )
+
+    @property
+    def readers(self) -> tuple[tuple[int, Device, Telemetry], ...]:
+        """The devices of a trial that have telemetry, each with its number in the whole cluster and its reader."""
+        groups = self.task.cluster.groups
+        counts = {host: groups[index].devices_per_node for host, index in self.group_of_hosts.items()}
+        starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+        return tuple(
+            (starts.get(host, 0) + place, device, self.telemetry[device])
+            for host in dict.fromkeys(device.host for device in self.devices)
+            for place, device in enumerate(self.devices_of(host))
+            if device in self.telemetry
+        )
+
+    def _variables_of(self, host: str) -> tuple[EngineSupport, Mapping[str, str]]:
+        """Return the engine support on a host's chip, and the environment variables that the spec sets on that host."""
+        spec = self.task.spec
+        setup = self.setups[self.group_of_hosts[host]] if self.setups and host in self.group_of_hosts else None
+        of_group, of_host = setup.envs if setup else spec.cluster.envs, spec.cluster.host_envs.get(host, {})
+        return setup.support if setup else self.support, {**spec.envs, **of_group, **of_host}
+
+    def selecting(self, devices: Sequence[Device] = ()) -> Platform:
+        """Return the platform with the environment variables that select devices added to its spec.
+
+        On this machine, the variables select `devices`, or the devices of a trial if `devices` is empty. Another host
+        gets variables only if the trial does not use the host's first devices in order.
+        """
+        spec = self.task.spec
+        if not spec.on_each_host:
+            chosen = devices or (self.devices_of() if self.devices else ())
+            variables = device_variables(self.support, chosen) if chosen else {}
+            return replace(self, task=replace(self.task, spec=replace(spec, envs={**spec.envs, **variables})))
+        of_hosts = dict(spec.cluster.host_envs)
+        for host in dict.fromkeys(device.host for device in self.devices):
+            support, own = self._variables_of(host)
+            found = self.devices_of(host)
+            is_default = all(each.selector == str(place) and not each.within for place, each in enumerate(found))
+            if not is_default and not own.keys() & set(support.visible_devices):
+                of_hosts[host] = {**of_hosts.get(host, {}), **device_variables(support, found)}
+        cluster = replace(spec.cluster, host_envs=of_hosts)
+        return replace(self, task=replace(self.task, spec=replace(spec, cluster=cluster)))
+
+    def elsewhere(self) -> Platform:
+        """Return the platform without this machine's devices, for a host or pod that assigns devices itself."""
+        spec = self.task.spec
+        spec = replace(spec, envs=without_devices(self.support, spec.envs))
+        return replace(self, task=replace(self.task, spec=spec), devices=())
+
+    def prepared(self, planned: Launch) -> Launch:
+        """Return the launch `planned` with the environment variables from plugins and from the spec.
+
+        With several node groups, each host gets the variables of its chip, and the placeholders SLOTS and KIND in the
+        command are replaced. Each host also gets the variables that the spec sets for that host.
+        """
+        spec, own = self.task.spec, self.task.spec.cluster.host_envs
+        if not (planned.hosts and (self.setups or own)):
+            return self._with_environment(planned)
+        of_hosts = (each for each in self.setups for _ in range(each.nodes))
+        setups = dict(zip(spec.cluster.hosts, of_hosts, strict=False))
+        on_host = {host: self._with_environment(planned, setups.get(host), own.get(host, {})) for host in planned.hosts}
+        return replace(on_host[planned.hosts[0]], on_host=on_host)
+
+    def _with_environment(
+        self, planned: Launch, setup: HostSetup | None = None, of_host: Mapping[str, str] = MappingProxyType({})
+    ) -> Launch:
+        """Return the launch of one host.
+
+        `setup`: the setup of the host's node group. None if there is only one group.
+        `of_host`: the variables that the spec sets for this host.
+        """
+        spec, argv = self.task.spec, planned.argv
+        of_chip, of_group = self.environment, spec.cluster.envs
+        if setup:
+            of_chip, of_group = setup.environment, setup.envs
+            argv = tuple(word.replace(SLOTS, str(setup.devices)).replace(KIND, setup.kind) for word in argv)
+        environment = {**planned.environment, **of_chip, **spec.envs, **of_group, **of_host}
+        return replace(planned, argv=argv, environment=environment)
+
+    def limited(self, planned: Launch, limit: TimeLimit) -> Launch:
+        """Return the launch `planned` with the time, memory and disk limits of a trial."""
+        return replace(
+            planned,
+            timeout_seconds=limit.seconds,
+            timeout_because=limit.because,
+            memory_limit_bytes=self.memory_limit_bytes,
+            disk_limit_bytes=self.task.spec.control.disk_limit or planned.disk_limit_bytes,
+        )
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The bytes that all processes on a node may use if the devices share the machine's memory, otherwise None."""
+        group = self.task.cluster.groups[0]
+        memory = group.memory_bytes * group.devices_per_node if group.memory_bytes else None
+        return memory if self.support.shared_devices else None
+
+
+class Workload(Predictor):
     """The base class of engines.
 
     An engine must define `name`, `kind`, `knobs`, `predict`, `launch` and `read`. All other members have defaults,
-    which their docstrings state. Arguments named `columns` map each knob's name to an array with one element per
-    candidate. A row is the position of a candidate in these arrays.
+    which their docstrings state.
     """
 
-    name: str
-    kind: str
-    """The kind of job: train or serve."""
-    knobs: tuple[Knob, ...]
-    """All knobs that specs and job records may set."""
     modules: Mapping[str, str] = {}
     """The modules that trials import, and the pip requirement of each."""
     distribution: str = ""
-    """The distribution whose version is the engine's release. Empty: the one in `modules` with the engine's name."""
+    """The distribution whose version is the engine's release. Empty means the distribution in `modules` whose name
+    contains the engine's name."""
     untested: str = ""
-    """A warning to users, if the support for the engine was written from its documentation. Empty if it was tested."""
+    """A warning to users if the support for the engine was written from documentation only. Empty if it was tested."""
     images: Mapping[str, Sequence[str]] = {}
-    """The entry points of public container images with the engine, by repository, or by repository and the start of a
-    tag, such as `example/server` or `example/server:cpu`."""
+    """The entry points of public container images that contain the engine. A key is a repository, optionally with the
+    start of a tag, such as `example/server` or `example/server:cpu`."""
     plans_by_default: bool = False
-    """Whether plans of a model use this engine if none is named. Of several such engines, the first one is used."""
+    """Whether the plan of a model uses this engine if the user names none. If this is true for several engines, the
+    first one is used."""
     start_seconds: float = START_SECONDS
-    """The seconds that a trial may take to start. For a server, they include the seconds of the load."""
-
-    # The search space
-
-    def axes(self, task: Task) -> tuple[Axis, ...]:
-        """Return the axes of the space in the order in which they are crossed.
-
-        By default each searchable knob has an axis, with the values in the spec, or else the values of `Knob.auto`.
-        """
-        return tuple(knob.axis(task.listed_values(knob, AUTO)) for knob in self.knobs if knob.searchable)
-
-    def rules(self, task: Task, /) -> tuple[Rule, ...]:
-        """Return the legality rules. By default there are none.
-
-        Raises SpecError for settings that contradict each other.
-        """
-        return ()
-
-    def merges(self, task: Task, /) -> tuple[Merge, ...]:
-        """Return the merges of equivalent candidates. By default there are none."""
-        return ()
-
-    def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-        """Encode one candidate as one-row columns. Raises SpecError for an invalid value.
-
-        `values`: values of some knobs. By default all other knobs have their neutral value.
-        """
-        columns = {}
-        for axis in self.axes(task):
-            value = values.get(axis.knob, axis.neutral)
-            try:
-                columns[axis.knob] = np.array([axis.encode(value)], dtype=np.int64)
-            except (ValueError, TypeError):
-                raise SpecError(key=axis.knob, value=value, problem="is not a valid value") from None
-        return columns
-
-    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
-        """Return rules that remove legal candidates that are not worth a trial on any chip. By default none."""
-        return ()
-
-    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return a boolean array: which candidates in `columns` certainly need at least as much memory as `candidate`,
-        for any model.
-
-        By default none.
-        """
-        return _no_row(columns)
-
-    def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return a boolean array: which candidates certainly take at least as long as `candidate`. By default none."""
-        return _no_row(columns)
-
-    def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        """Return a small space from which an expert would choose a candidate without measuring.
-
-        By default it contains only the neutral value of each knob.
-        """
-        return {knob.name: (knob.neutral,) for knob in self.knobs if knob.searchable}
-
-    def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
-        """Return the row of the candidate in the usual space that an expert would choose. By default the first."""
-        return 0
-
-    def defaults(self, task: Task) -> Mapping[str, KnobValue]:
-        """Return the knob values that are in effect if the user sets no knob.
-
-        Knobs that are not returned have the value of the baseline. By default the dict is empty.
-        """
-        return {}
-
-    def device_counts(self, task: Task, columns: Columns) -> IntArray:
-        """Return the number of devices of each candidate, as an array. By default all devices of the cluster."""
-        return np.full(_rows(columns), task.cluster.devices, dtype=np.int64)
+    """The time limit in seconds for the start of a trial. For a server, it includes the time of the load."""
 
     # Completing a spec
 
-    def check_release(self, spec: Spec) -> None:  # noqa: B027  (a default, not abstract)
+    def check_release(self, spec: Spec) -> None:
         """Raise SpecError if the engine release in `spec` does not support some of its values.
 
         The error lists all such values. By default nothing is checked.
@@ -145,7 +247,7 @@ class Workload(ABC):
         return None
 
     def as_in_production(self, platform: Platform) -> Platform:
-        """Return `platform` with options that its spec leaves open set to what production uses on its chips.
+        """Return `platform` with the options that the spec leaves open set as in production jobs on the chips.
 
         Called for plans of jobs that cannot run on this machine. By default nothing is set.
         """
@@ -156,7 +258,7 @@ class Workload(ABC):
         return {}
 
     def as_installed(self, platform: Platform) -> Platform:
-        """Return `platform` with options that its spec leaves open set to the defaults of this machine's software.
+        """Return `platform` with the options that the spec leaves open set to the defaults of this machine's software.
 
         By default nothing is set.
         """
@@ -170,7 +272,7 @@ class Workload(ABC):
     """The knobs whose values the engine derives from costs. They exist only on clusters with several node groups."""
 
     def with_derived_values(self, platform: Platform, *, plan: bool = True) -> Platform:
-        """Return the platform with the values of `derived_knobs` in the space of its task.
+        """Return the platform with the derived values of `derived_knobs` added to the task's space.
 
         `plan`: whether no trial will run. Otherwise only values that trials can run are added.
 
@@ -188,84 +290,13 @@ class Workload(ABC):
         """
         return {}
 
-    def splits(self, task: Task, columns: Columns) -> Mapping[str, BoolArray]:
-        """Return the candidates that divide the work over several node groups, by the way in which they divide it. A
-        key is the engine's name of the way. Its value is a boolean array with one element per candidate.
-
-        Candidates on one node group are False in all arrays. By default the result is empty.
-        """
-        return {}
-
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
-        """Return a line for each key of a spec that has no effect on the candidates of its space. By default none."""
+        """Return a warning for each key of the spec that affects no candidate of the space. By default none."""
         return ()
-
-    def learned(self, task: Task, trials: Sequence[Trial]) -> Task:
-        """Return `task` with properties that `trials` revealed and that change predictions. By default unchanged."""
-        return task
-
-    # Predictions
-
-    @abstractmethod
-    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
-        """Return the predicted memory and time of each candidate.
-
-        `columns`: may contain knobs that only job records set.
-        """
-
-    def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
-        """Return the sizes that determine the speed of each candidate's kernels, as logarithms to base 2.
-
-        They are features for learning the errors of predictions. There should be few, with the same meaning in all
-        tasks. By default there are none.
-        """
-        return {}
-
-    labels: Labels = Labels()
-    """The names that reports show for model components and measured step parts."""
-
-    def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
-        """Return the parameters and bytes of each model component, with one element per candidate. By default none.
-
-        `stages`: the index of the pipeline stage to describe, one element per candidate.
-        """
-        return {}
-
-    def parts(self, task: Task) -> tuple[ModelPart, ...]:
-        """Return the parts of the unsplit model with their numbers of parameters. By default none."""
-        return ()
-
-    def pipelines(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Passes]:
-        """Return the pass times of each distinct pipeline of the candidate in the first row of `columns`.
-
-        Returns an empty sequence, the default, if they are unknown.
-        """
-        return ()
-
-    def stage_layers(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Sequence[int]]:
-        """Return the number of layers per pipeline stage for each candidate whose split the engine derives.
-
-        Other candidates have an empty sequence. By default no split is derived.
-        """
-        return ()
-
-    def stage_ranks(self, task: Task, columns: Columns) -> tuple[int, ...]:
-        """Return the first global rank of each pipeline stage of the candidate in `columns`, which have one row.
-
-        By default stages are unknown, and the tuple is empty.
-        """
-        return ()
-
-    def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
-        """Return the prediction of one global rank of the candidate in `columns`, which have one row.
-
-        By default raise SpecError.
-        """
-        raise self._unsupported_probes()
 
     # Trials
 
-    def ready(self, spec: Spec) -> None:  # noqa: B027  (a default, not abstract)
+    def ready(self, spec: Spec) -> None:
         """Raise SpecError or NoDevice, with the reason, if trials of `spec` cannot run on this machine.
 
         By default nothing is checked.
@@ -300,7 +331,7 @@ class Workload(ABC):
         return ()
 
     def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
-        """Return a line for each change that a trial makes to the user's command, except for the candidate's knobs.
+        """Return a line for each change that a trial makes to the user's command, apart from the candidate's knobs.
 
         By default there are none.
         """
@@ -324,16 +355,17 @@ class Workload(ABC):
         return None
 
     replicas: str = ""
-    """The knob for the number of data-parallel replicas, if all replicas do the same work.
+    """The name of the knob for the number of data-parallel replicas, if all replicas do the same work.
 
-    Trials may then run on fewer nodes with fewer replicas and a proportionally smaller global batch. Empty means that
+    Trials may then run on fewer nodes, with fewer replicas and a proportionally smaller global batch. If it is empty,
     trials run on all nodes.
     """
 
     # Probes, which run single ranks of a larger job on one device
 
     work_parts: Collection[str] = ()
-    """The parts of a step in which a stage computes, including `compute_s`. `pp_bubble_s` is proportional to their sum.
+    """The parts of a step in which a pipeline stage computes, including `compute_s`. The part `pp_bubble_s` is
+    proportional to the sum of these parts.
 
     The predictions of an engine with probes must also have the part `optimizer_s`.
     """
@@ -363,7 +395,8 @@ class Workload(ABC):
     # Commands, job records and exports. Engines that also implement `flagcore.contracts.Exporter` have more targets.
 
     def starts(self, command: Sequence[str], directory: str) -> bool:
-        """Return whether a command starts the engine's program. Shells and containers around it are already removed.
+        """Return whether a command starts the engine's program. Wrapping shells and containers were already removed.
+
         By default False.
         """
         return False
@@ -371,15 +404,14 @@ class Workload(ABC):
     def read_command(
         self, start: Start, directory: Path, model: str | None
     ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-        """Convert a launch command, or a script that starts one, to the data of a spec. Also return notes.
+        """Convert a launch command, or a script that runs one, to the data of a spec. Also return notes.
 
         The arguments of the command become the baseline. The notes name each argument that is dropped or has another
         meaning in the spec.
 
         `directory`: the working directory of the command.
         `model`: the path of the model. None means the model that the command names.
-        `start`: the command, and what surrounds it.
-        Raises SpecError, by default always.
+        `start`: the command with its environment, devices and script. Raises SpecError, by default always.
         """
         raise self._unsupported("the import of commands", "write a spec")
 
@@ -388,8 +420,8 @@ class Workload(ABC):
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
         """Return the task and the knobs of a job record with defaults filled in, and the settings found in `notes`.
 
-        A job record describes a published run, and `notes` is free text from its source. Legality rules with the names
-        of the settings that were found are not applied, because the job did run.
+        A job record describes a published run, and `notes` is free text from its source. The legality rules named after
+        these settings are not applied, because the job did run.
 
         Raises SpecError, by default always, or NotModelled if the engine cannot predict the record.
         """
@@ -402,7 +434,7 @@ class Workload(ABC):
         settings: Mapping[str, SettingValue],
         noted: Collection[str],
     ) -> Sequence[str]:
-        """Return a line for each key of a job record that has no effect or was filled in. By default none.
+        """Return a warning for each key of a job record that has no effect or was filled in. By default none.
 
         `task`, `values`, `noted`: the results of `published`.
         `settings`: the settings in the record.
@@ -410,7 +442,7 @@ class Workload(ABC):
         return ()
 
     def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
-        """Return the kinds of servers of a candidate, for an exported job with this `name`. Raises UsageError.
+        """Return the groups of identical servers of a candidate, for an exported job called `name`. Raises UsageError.
 
         Returns None, the default, if all servers are identical.
         """
@@ -422,17 +454,3 @@ class Workload(ABC):
         By default the candidate is one server. Raises UsageError if the servers differ.
         """
         return candidate, 1
-
-    def _unsupported_probes(self) -> SpecError:
-        return self._unsupported("probing", "use auto_tuner.control.fidelity: run or estimate, without probes")
-
-    def _unsupported(self, what: str, fix: str) -> SpecError:
-        return SpecError(key=f"{self.kind}.engine", value=self.name, problem=f"does not support {what}", fix=fix)
-
-
-def _rows(columns: Columns) -> int:
-    return next(iter(columns.values())).size
-
-
-def _no_row(columns: Columns) -> BoolArray:
-    return np.zeros(_rows(columns), dtype=np.bool_)

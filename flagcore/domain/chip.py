@@ -139,8 +139,8 @@ TRAINED = ("bf16", "fp16", "fp32")
 
 
 MUCH_SLOWER = 2.0
-"""If the precision is slower than fp32 by at least this factor, the user gets a message, and a search whose steps do
-not fit in the trials' time limit ends. Chosen, because no candidate gains as much."""
+"""If the job's precision is slower than fp32 by at least this factor, the user gets a message. If the steps of trials
+then do not fit in the time limit, the search ends. Chosen by hand: no choice of knobs gains as much."""
 
 
 def slowness(chip: Chip, precision: str) -> float:
@@ -150,7 +150,7 @@ def slowness(chip: Chip, precision: str) -> float:
 
 
 def usual_precision(chip: Chip, precisions: Iterable[str] = TRAINED) -> str | None:
-    """Return the first of `precisions` that the chip supports at no less than its fp32 rate, or None."""
+    """Return the first of `precisions` that is at least as fast as fp32 on the chip, or None."""
     listed = (name for name in precisions if name in chip.dense_flops_per_second)
     return next((name for name in listed if slowness(chip, name) <= 1.0), None)
 
@@ -203,7 +203,7 @@ ASSUMED_NETWORK = Fact(
         "cluster.nic_bytes_per_second sets it",
     ),
 )
-"""The network rate of accelerators on several hosts, if neither their plugin nor the spec states one."""
+"""The network rate of accelerators on several hosts, used if neither the plugin nor the spec states a rate."""
 
 ASSUMED_NETWORK_RANGE = 2.0
 """The factor by which the network may be slower or faster than ASSUMED_NETWORK."""
@@ -282,22 +282,22 @@ LOW_CLOCK_RATIO = 0.85
 """A device is throttled if its clock is at most this share of the median of the other devices."""
 
 SPEED_TEST, CLOCK, MEMORY_IN_USE = "speed_test_s", "clock_hertz", "memory_used_bytes"
-"""Names of a device's figures in `Measurement.devices` and in telemetry."""
+"""Names of a device's metrics in `Measurement.devices` and in telemetry."""
 
 
 CORES, OTHERS_CORES = "cores", "cores_used_by_others"
-"""Names in a host's telemetry: the number of its cores, and the number of cores that other programs use."""
+"""Metrics in a host's telemetry: the number of cores, and the number of cores that other programs use."""
 DISK_WAIT, SWAPPED = "disk_wait", "swapped_bytes_per_second"
-"""Names in a host's telemetry: the share of core time spent waiting for a disk, and the rate of swapping."""
+"""Metrics in a host's telemetry: the share of core time spent waiting for a disk, and the rate of swapping."""
 BUSY_SHARE, WAIT_SHARE, SWAP_BYTES = 0.1, 0.1, 1e6
-"""A disturbance is reported above these values: share of the cores that other programs use, share of core time spent
-waiting for a disk, and bytes swapped per second. Chosen."""
+"""A disturbance is reported above these values: share of cores that other programs use, share of core time spent
+waiting for a disk, and bytes swapped per second. Chosen by hand."""
 
 
 def disturbances(telemetry: Mapping[str, float]) -> Iterator[Message]:
     """Yield a message for each disturbance of a host: other programs, a slow disk, swapping.
 
-    `telemetry`: the means of the host's figures by name.
+    `telemetry`: the mean of each metric of the host, by name.
     """
     others_cores, cores = telemetry.get(OTHERS_CORES, 0.0), telemetry.get(CORES, 0.0)
     if others_cores > BUSY_SHARE * cores > 0.0:
@@ -316,8 +316,8 @@ def slow_devices(
 ) -> tuple[str, ...]:
     """Return a line for each slow or throttled device.
 
-    `devices`: the figures of each device by name. The figure `device` is its number, counted over all nodes.
-    `slow_ratio`: the ratio of speed test times from which a device is slow.
+    `devices`: the metrics of each device by name. The metric `device` is the device's number, counted over all nodes.
+    `slow_ratio`: a device is slow if its speed test takes at least this many times as long as the median.
     `hosts`: the names of the nodes. Empty if they are unknown.
     """
     slow_text = "takes {ratio:.3g}x the median time of the other devices in the speed test"

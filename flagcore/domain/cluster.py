@@ -14,7 +14,7 @@ class Level:
 
     `bytes_per_second`: the rate of each device in one direction while all devices send.
     `latency_seconds`: the time before the first byte of a message.
-    `hop_seconds`: the time of each further step of a pipelined ring. None means a sixteenth of the latency.
+    `hop_seconds`: the time of each step of a pipelined ring after the first. None means a sixteenth of the latency.
     `efficiency`: the share of the rate that large messages reach.
     `pair_share`: the share of a device's rate that one pair of devices can use: 1 behind a switch, 1/(n-1) in a full
     mesh of n devices.
@@ -36,7 +36,7 @@ class Level:
 
     @property
     def hop(self) -> float:
-        """The seconds of each further step of a ring: `hop_seconds`, or its default."""
+        """The seconds of each step of a ring after the first: `hop_seconds`, or its default."""
         return self.latency_seconds / 16 if self.hop_seconds is None else self.hop_seconds
 
 

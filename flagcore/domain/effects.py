@@ -1,4 +1,4 @@
-"""Applies the effects of knobs that the engine does not know: plugins' knobs, and settings that a space compares.
+"""Applies the effects of knobs that the engine does not handle: plugins' knobs, and settings that a space compares.
 
 The engine is called without these knobs. The effect of a value changes settings of the task, or scales the engine's
 predictions. A combination of values of the compared settings is called a variant. The engine may have different rules
@@ -41,7 +41,7 @@ def has_user_command(spec: Spec) -> bool:
 def plugin_axis(task: Task, knob: Knob) -> Axis:
     """Return the axis of a knob with effects.
 
-    Its values are those that the spec lists. `auto` means all values that trials can use.
+    The axis has the values that the spec lists. `auto` means all values that trials can use.
     """
     listed, user_command = task.spec.space.get(knob.name, (knob.neutral,)), has_user_command(task.spec)
     if isinstance(listed, str):
@@ -70,7 +70,7 @@ def engine_task(task: Task, effects: Sequence[Effect] = ()) -> Task:
 
 
 def task_to_start(task: Task, effects: Sequence[Effect]) -> Task:
-    """Return the task for starting trials. Of `effects`, only those with `passed` change its settings."""
+    """Return the task with which trials start. Only those of `effects` that have `passed` change its settings."""
     return engine_task(task, [effect for effect in effects if effect.passed])
 
 
@@ -168,8 +168,9 @@ def _scale_time(predictions: Predictions, part: str, factor: Factor) -> Predicti
 
 
 def _scale_figure(name: str, values: FloatArray, factor: Factor) -> FloatArray:
-    """Return a server's figure `name` if iterations take `factor` times as long: rates are divided by it, latencies
-    multiplied.
+    """Return the values of a server's metric if iterations take `factor` times as long.
+
+    Rates are divided by the factor, latencies are multiplied by it, and other metrics are unchanged.
     """
     if name in RATES:
         return values / factor.value
@@ -252,7 +253,7 @@ def _variant(task: Task, rules_of: _RulesOf, merges_of: _MergesOf, knobs: Sequen
 
 
 def _require_possible(task: Task, knobs: Sequence[Knob], variants: Sequence[_Variant]) -> None:
-    """Raise SpecError if no variant is legal, or if no variant with a value that the space lists is legal."""
+    """Raise SpecError if no variant is legal, or if the space lists a value for which no variant is legal."""
     errors = [each.error for each in variants if each.error]
     if len(errors) == len(variants):
         raise errors[0]
@@ -307,7 +308,7 @@ def _merge(axes: Sequence[Axis], cases: _Cases[Merge]) -> Merge:
 
 
 def _by_codes(axes: Sequence[Axis], cases: _Cases[T]) -> tuple[tuple[str, ...], dict[tuple[int, ...], T]]:
-    """Return the knobs that select a rule or merge, and the selected one for each combination of the knobs' codes."""
+    """Return the knobs on which a rule or merge depends, and the rule or merge for each combination of their codes."""
     relevant = _relevant_axes(axes, cases)
     codes = {values: tuple(axes[index].encode(values[index]) for index in relevant) for values in cases}
     by_codes = {codes[values]: each for values, each in cases.items() if each}
@@ -324,7 +325,7 @@ def _cases_of(
 
 
 def _relevant_axes(axes: Sequence[Axis], cases: _Cases[T]) -> list[int]:
-    """Return the indices of the axes on which a rule or merge depends."""
+    """Return the indices of the axes on which the rules or merges in `cases` depend."""
     relevant = []
     for index in range(len(axes)):
         first: dict[_Values, T | None] = {}

@@ -1,4 +1,4 @@
-"""Whether and how an engine runs on a chip, and which values and settings work there."""
+"""Whether and how an engine runs on a chip, and which values of knobs and settings work on the chip."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,13 +61,13 @@ class PreferredSetting:
 class TaskAdvice:
     """A plugin's advice about a task.
 
-    `rules`: the values that do not work. Candidates with them are pruned.
+    `rules`: the values that do not work on the chips. Candidates with such values are not legal.
     `impossible`: the reason why no candidate of the task can run. Empty if some can.
     `preferred`: values for settings that the task does not set.
     `warmup`: the number of first training steps, or first requests of a load, that are not measured. They are slow
     because kernels are compiled.
-    `failures`: patterns of log lines that show failures. Patterns for out of memory are tried first, then the others in
-    order, then the engine's. The first pattern that matches a line determines the failure.
+    `failures`: patterns of log lines that show failures. Patterns for out of memory are tried first, then the plugins'
+    other patterns in order, then the engine's patterns. The first pattern that matches a line determines the failure.
     `notes`: sentences for the user.
     """
 
@@ -101,8 +101,8 @@ class EngineSupport:
     comes first, then equivalent variables of other software.
     `outer_variable`: a variable of a lower software layer that selects devices first. The names in `visible_devices`
     refer to that selection. Empty if there is none.
-    `implementation`: the implementation of the engine that production uses on the chip. Plans assume it. Empty if it is
-    not documented.
+    `implementation`: the implementation of the layers that production jobs use on the chip, which plans assume. Empty
+    if it is not documented.
     `cross_vendor_libraries`: the collective libraries that connect the chip with chips of other vendors. Without a
     common library, messages between vendors go through the memory of the hosts.
     `kubernetes`: the resource that a pod requests. None if it is not documented.

@@ -3,8 +3,13 @@
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from flagcore.errors import RunError
+from flagcore.i18n import _
 
 HOME_VARIABLE = "FLAGCORE_HOME"
 """The environment variable that names the folder in which flagcore stores data between runs."""
@@ -52,3 +57,24 @@ def replace(path: Path, text: str, *, private: bool = False) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def writable(path: Path, fix: str = "") -> Iterator[None]:
+    """Convert an OSError in this context to a RunError about `path`.
+
+    `fix`: what the user can do. By default, use another folder for the run. If the disk is full, it is to free space.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = _("free some space and start again; finished trials are saved")
+        fix, reason = fix or _("use --run-dir for another folder"), error.strerror or error
+        raise RunError(_("{file} cannot be written: {why}; {fix}", file=path, why=reason, fix=fix)) from None
+
+
+def write(file: Path, text: str, *, private: bool = False) -> None:
+    """Write a text file of a run atomically. Raises RunError if it cannot be written."""
+    with writable(file):
+        replace(file, text, private=private)

@@ -42,8 +42,8 @@ WHOLE_STEP = "step"
 """The value of `Effect.part` for an effect on the whole step."""
 
 SHARES = tuple(f"{thousandths / 1000:g}" for thousandths in range(1, 1001))
-"""All values of a knob of kind share, as text in steps of 0.001. With this fixed list, a value has the same code in all
-tasks."""
+"""All values of a knob of kind share, as strings in steps of 0.001. Because this list is fixed, a value has the same
+code in all tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Effect:
     `settings`: engine settings for the prediction.
     `passed`: whether the engine also starts trials with `settings`.
     `part`: the part of the step that `time` scales: a key of `Prediction.time_s`, or WHOLE_STEP.
-    `memory`: the factor of the peak of allocated memory.
+    `memory`: the factor by which the peak of allocated memory changes.
     `flags`: arguments that are added to the user's launch command.
     `environment`: environment variables that are added to a trial.
     """
@@ -115,7 +115,7 @@ class Flag:
 
     `name`: the flag that sets a value, or True. Empty if there is none.
     `off`: the flag that sets False. Empty if there is none.
-    `word`: the value that the flag sets. If it is given, the flag has no argument.
+    `word`: the only value that the flag sets. If it is given, the flag has no argument.
     `versions`: a PEP 440 specifier of the engine releases that accept the flag. Empty means all.
     """
 
@@ -143,7 +143,7 @@ class Knob:
     part_of: str = ""
     """The knob that this one refines. Its value is shown after the other knob's value: `recompute full uniform 1`."""
     shows_neutral: bool = False
-    """Whether the text form of a candidate also includes the neutral value."""
+    """Whether a candidate that is written as text also includes the knob's neutral value."""
     layout: bool = False
     """Whether the knob is part of the layout: candidates with equal values of all such knobs have the same layout."""
     kind: Kind = "int"
@@ -151,7 +151,8 @@ class Knob:
     words: tuple[str, ...] = ()
     """The allowed values of a knob of kind word or words. For kind text: the values that a space may list."""
     spellings: Mapping[str, int | str] = field(default_factory=dict)
-    """Other spellings that users may write, and the values they mean: words for numbers, or old names of words."""
+    """Aliases that users may write, and the values they stand for. An alias is a word for a number, such as `off` for
+    -1, or a former name of a word."""
     minimum: float | None = 1
     maximum: float | None = None
     exclusive_minimum: float | None = None
@@ -293,7 +294,8 @@ def in_versions(versions: str, version: str | None) -> bool:
 
 
 def unknown_release(key: str, engine: str, version: str | None, versions: str) -> list[str]:
-    """Return a list with a warning if the release in a spec is not in the engine's known `versions`, else empty.
+    """Return a list with a warning if the engine's known `versions` do not include the spec's release, else an empty
+    one.
 
     `key`: the key of the spec that states the release.
     """
@@ -309,7 +311,7 @@ _INVALID = object()
 def _parsed(knob: Knob, value: object) -> Any:
     """Return `value` as a value of the knob, or _INVALID.
 
-    A value of kind words becomes one sorted, comma-separated text.
+    A value of kind words becomes one sorted, comma-separated string.
     """
     if knob.effects:  # True must not match 1, although Python treats them as equal
         equal = (each for each in knob.values if each == value and isinstance(each, bool) == isinstance(value, bool))

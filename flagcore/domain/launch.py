@@ -24,7 +24,8 @@ class Launch:
     `hosts`: the hosts on which the program is started. Empty means this machine.
     `on_host`: the launch of each host, if hosts differ in command or variables. Only `argv` and `environment` are used.
     `client`: a program that runs in `folder` on this machine during the trial. The trial ends when the client ends.
-    `timeout_seconds`: the limit of the wall-clock time, and `timeout_because`, where this limit comes from.
+    `timeout_seconds`: the limit of the wall-clock time.
+    `timeout_because`: how this limit was derived, in words.
     `memory_limit_bytes`: the memory limit of the whole process tree on one node. None means no limit.
     `disk_limit_bytes`: the size limit of `folder`.
     `warm`: whether the program (`python -m PACKAGE ...`) may be forked from a process that has already imported its
@@ -36,7 +37,7 @@ class Launch:
     `own_script`: whether `argv` runs the user's script.
     `leaves_out`: the other commands of the user's script, if `argv` is one command of it. None otherwise.
     `missing`: what the user must add to the command. Empty if nothing is missing.
-    `sample`: arguments to add instead, with which the command runs on generated data.
+    `sample`: arguments with which the command runs on generated data, to be added instead of what is missing.
     """
 
     argv: tuple[str, ...]
@@ -58,12 +59,63 @@ class Launch:
     warm: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A program that a user's command or file starts.
+
+    `words`: the command.
+    `envs`: the environment variables whose values are known.
+    `devices`: the number of devices per host. None if it is unknown.
+    `hosts`, `instances`: the number of hosts, and of copies of the program.
+    `version`: the engine release in the tag of the container image.
+    `script`: the script that contains the command.
+    `job`: the environment variables that the batch system sets for the script.
+    """
+
+    words: tuple[str, ...] = ()
+    envs: Mapping[str, str] = field(default_factory=dict)
+    devices: int | None = None
+    hosts: int = 1
+    instances: int = 1
+    version: str = ""
+    script: tuple[str, ...] = ()
+    job: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerGroup:
+    """Identical servers of a candidate that has several kinds of servers.
+
+    `launch`: starts one server. Its environment may contain the placeholder `{own_address}`.
+    `devices`: the number of devices of one server.
+    `replicas`: the number of servers.
+    """
+
+    name: str
+    launch: Launch
+    devices: int
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerGroups:
+    """All kinds of servers of a candidate.
+
+    The host name of server N of a group is JOB-GROUP-N.JOB-GROUP.
+
+    `front`: starts the router in front of the servers.
+    """
+
+    groups: tuple[ServerGroup, ...]
+    front: Launch
+
+
 HOSTS = "hosts"
 """The subfolder of a trial's folder that contains one folder per host, with the host's files and logs."""
 
 
 def host_folder(folder: str, hosts: Sequence[str], rank: int) -> str:
-    """Return the folder for copies of a host's files. The first host, `rank` 0, uses the trial's folder itself."""
+    """Return the folder for the files of the host with this `rank`. For rank 0, it is the trial's folder itself."""
     return os.path.join(folder, HOSTS, hosts[rank]) if rank else folder
 
 

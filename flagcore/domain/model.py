@@ -11,10 +11,11 @@ class Vision:
     `full_layers`: the number of layers that attend to the whole image. The others attend to windows of `window_size`
     pixels per side.
     `patch_size`: pixels per side of a patch.
-    `merge_size`: each of the `mergers` networks merges `merge_size` x `merge_size` patches into one prompt token.
+    `mergers`: the number of merger networks. Each merges `merge_size` x `merge_size` patches into one prompt token.
     `min_pixels` and `max_pixels`: an image is scaled to a size in this range, with sides that are multiples of
     `patch_size` x `merge_size`.
-    `channels`: values per pixel of the image and its copy, which the tower reads as two frames.
+    `channels`: input values per pixel. The default is three color channels times two frames, because the tower reads an
+    image as two identical frames.
     """
 
     num_layers: int
@@ -147,7 +148,7 @@ class LinearAttention:
 class Model:
     """The architecture of a transformer. Sizes are numbers of elements. All defaults are filled in.
 
-    A model without MLA or MoE has None for the sizes of that feature, and 0 for its numbers of layers.
+    In a model without MLA or without MoE, the sizes of that feature are None, and its numbers of layers are 0.
 
     `ffn_hidden_size`: the FFN width of a dense layer.
     `moe_ffn_hidden_size`: the width of one routed expert.

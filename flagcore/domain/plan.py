@@ -66,7 +66,7 @@ def measured_alone(trials: Sequence[Trial]) -> Trial | None:
 
 
 def interference(trials: Sequence[Trial]) -> Interference | None:
-    """Return the last measurement of interference in a run, or None if there is none."""
+    """Return the last comparison of interference in a run, or None if a trial for the comparison is missing."""
     alone_times = measured_alone(trials)
     conclusive = [trial for trial in trials if trial.role is Role.INTERFERENCE and trial.is_conclusive]
     if alone_times is None or not conclusive:
@@ -82,7 +82,7 @@ COST = ("cost_per_million_tokens", "planned_days", "planned_cost")
 
 
 def cost_figures(task: Task, step_time_s: float, tokens_per_s_per_device: float | None) -> dict[str, float]:
-    """Return the cost of a million tokens, and the cost and duration of the planned steps. Unknown ones are absent."""
+    """Return the cost of a million tokens, and the cost and duration of the planned steps, as far as known."""
     price, steps = price_per_device_hour(task), task.spec.control.planned_steps
     figures = dict[str, float]()
     if price is not None and tokens_per_s_per_device:
@@ -187,7 +187,7 @@ class Plan:
 
     @property
     def prediction_error(self) -> PredictionError | None:
-        """The errors of predicted step times over the trials with a corrected prediction. None if there are none."""
+        """The errors of predicted step times over the trials with a corrected prediction. None without such trials."""
         pairs = [[measured_to_predicted(trial, name) for name in ("predicted", "believed")] for trial in self.trials]
         log_errors = [[abs(math.log(ratio)) for ratio in pair if ratio] for pair in pairs if None not in pair]
         if not log_errors:
@@ -241,7 +241,7 @@ def measured_to_predicted(trial: Trial, field: Literal["predicted", "believed"])
 
 
 def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
-    """Return the states of the repeats that were not measured, by trial number."""
+    """Return, by trial number, the states of the repeats that were not measured."""
     return {each.number: each.state.value for each in repeats if each.state is not TrialState.MEASURED}
 
 

@@ -41,9 +41,9 @@ class Prediction:
     `step_time_s`: the time that the search minimizes. For a server: the objective in seconds, such as the time per
     output token.
     `low_s` and `high_s`: the bounds of the 80% interval of `step_time_s`.
-    `time_s`: the parts of the step by the names of the job record format (`compute_s`, `tp_comm_s`, ...).
+    `time_s`: the seconds of each part of the step, by the part's name in job records (`compute_s`, `tp_comm_s`, ...).
     `components`: the figures of the worst stage by model component.
-    `figures`: the other figures of a server, with the names of `flagcore.domain.serving`.
+    `figures`: the other metrics of a server, by the names in `flagcore.domain.serving`.
     """
 
     step_time_s: float | None
@@ -194,7 +194,7 @@ class Predictions:
 class RankPrediction:
     """The prediction of one rank. Times are None if they are unknown.
 
-    `compute_time_s`: the time of its forward and backward passes in one step, without communication and waiting.
+    `compute_time_s`: the time of the rank's forward and backward passes in a step, without communication and waiting.
     """
 
     rank: int
@@ -217,7 +217,7 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """The names that reports show for an engine's figures.
+    """The names that reports show for an engine's model components and step parts.
 
     `components`: the names of model components, in the order of the report.
     `measured_parts`: the names of the step parts in a trial's `metrics.json`.

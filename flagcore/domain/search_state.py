@@ -26,7 +26,7 @@ LEARNED_MESSAGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """Which candidates of the space rules have removed. A row is the position of a candidate in the space.
+    """The candidates that rules have removed from the space. A row is the position of a candidate in the space.
 
     `rule`: for each row, the rule that removed it: 0 for an open row, otherwise the index in `rules` plus one.
     `trial`: for each row, the number of the trial from which that rule was learned. -1 for other rules.
@@ -48,7 +48,7 @@ class Pruned:
     def reason(self, row: int) -> str | None:
         """Return the name of the rule that removed `row`, or None for an open row.
 
-        For a learned rule, the text includes the number of the trial.
+        For a learned rule, the number of the trial is added to the name.
         """
         rule = int(self.rule[row])
         if not rule:
@@ -67,10 +67,10 @@ class SearchState:
     `probes`: trials of a lower fidelity.
     """
 
-    by_candidate: dict[Candidate, Trial]
-    repeats: tuple[Trial, ...]
-    baseline: Trial | None
-    best: Trial | None
+    by_candidate: dict[Candidate, Trial] = field(default_factory=dict)
+    repeats: tuple[Trial, ...] = ()
+    baseline: Trial | None = None
+    best: Trial | None = None
     fastest: Trial | None = None
     probes: tuple[Trial, ...] = ()
 
@@ -96,7 +96,7 @@ class SearchState:
         return tuple(trial for trial in preferred if trial.is_final) or preferred
 
     def reported_trial(self, trial: Trial | None) -> Trial | None:
-        """Return the run that reports show for a trial's candidate: the one whose steps were shortened least."""
+        """Return the run that reports show for a trial's candidate: the run whose steps were shortened least."""
         if trial is None or (trial.is_final and not trial.shortened):
             return trial
         runs = self.runs_of(trial.candidate) or (trial,)
@@ -163,9 +163,9 @@ class SearchState:
 
 
 def overheads(control: Control, trials: Iterable[Trial]) -> list[float]:
-    """Return the seconds that each trial spent outside its steps, mostly on its start.
+    """Return the seconds that each trial spent outside its steps, mostly for its start.
 
-    Trials for which this is unknown are skipped.
+    Trials for which these seconds are unknown are skipped.
     """
     overheads_s = (trial.overhead_s(control.train_iters, control.warmup_iters) for trial in trials)
     return [seconds for seconds in overheads_s if seconds is not None]
@@ -274,6 +274,14 @@ def stop_reason(control: Control, search_state: SearchState, elapsed: float, pen
     reserved = max(trial_seconds, default=0.0) + repeats_seconds(control, search_state)
     remaining_s = control.max_time - elapsed
     return Message("max_time = {seconds:g} s reached", seconds=control.max_time) if remaining_s <= reserved else None
+
+
+SLACK = 3.0
+"""The time limit of a trial's steps, relative to the upper bound of their predicted time. It allows for other jobs,
+slow file systems and compilation. Chosen by hand: the limit ends trials that hang, not slow ones."""
+
+UNKNOWN_SECONDS = 3600.0
+"""The time limit of a trial whose step time is not predicted. Chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Serving jobs: their loads, the figures that are measured, and the limits on these figures."""
+"""Serving jobs: the loads, the metrics that are measured, and the limits of these metrics."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MIN_REQUESTS = {"p99": 400, "p90": 40}
 DEFAULT_CONCURRENCY = 64
 """The default number of requests in flight."""
 HIGHEST_LOAD = "highest_load"
-"""The name of the figure for the highest rate or concurrency that meets the SLO, for a load with `auto`."""
+"""The name of the metric for the highest rate or concurrency that meets the SLO, for a load with `auto`."""
 OPEN_LOOP_FLIGHT = 64
 """The number of requests in flight that is assumed for an open loop if its number of requests is not given."""
 
 
 def nest_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures with the statistics of each latency nested: `ttft_s.p50` becomes `p50` in `ttft_s`."""
+    """Return the metrics with the statistics of each latency nested: `ttft_s.p50` becomes `p50` in `ttft_s`."""
     data: dict[str, Any] = {}
     for name, figure in figures.items():
         latency, _, statistic = name.partition(".")
@@ -127,7 +127,7 @@ class ServeSpec:
 
     `loads`: the load points.
     `engine_args`: flags of the engine without dashes, the same for all candidates.
-    `slo`: upper bounds by figure, such as `ttft_s.p99`. They must hold at all load points.
+    `slo`: upper bounds by metric, such as `ttft_s.p99`. They must hold at all load points.
     `weights`: a Hugging Face directory or a GGUF file. Without it, candidates can be predicted but not run.
     `command`: a command that starts a server in `directory`. None means the engine's program.
     `cards`: the maximum number of devices of a candidate. None means all devices.

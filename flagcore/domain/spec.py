@@ -22,7 +22,8 @@ Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 KIND, SLOTS = "{type}", "{slots}"
-"""Placeholders in the user's command on several node groups: the name of the host's group, and its device count."""
+"""Placeholders in the user's command on several node groups: the name of the host's group, and the host's number of
+devices."""
 HOSTFILE = "{hostfile}"
 """The placeholder in the user's command for the path of a file that lists the hosts of the trial."""
 
@@ -30,8 +31,8 @@ LOCAL = "local"
 """The name of the launcher that starts trials on this machine."""
 
 AUTO = "auto"
-"""The word for a value that flagcore chooses: in a space, all values that the engine suggests; for the chip, the
-detected one; for the precision, the fastest one."""
+"""The word for a value that flagcore chooses: all values that the engine suggests for a knob in a space, the detected
+chip, or the fastest precision."""
 
 SettingValue: TypeAlias = KnobValue | float
 
@@ -208,6 +209,21 @@ class Spec:
         return self.work.slo if isinstance(self.work, ServeSpec) else {}
 
 
+@dataclass(frozen=True, slots=True)
+class ImportNote:
+    """A note on how a key of the other tuner was converted.
+
+    `at`: the key path of the spec that the note is about. Empty if there is none.
+    """
+
+    key: str
+    text: str
+    at: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """A spec and the cluster on which it runs.
@@ -279,8 +295,9 @@ class Job:
 TOKENS_PER_SECOND_PER_DEVICE = "tokens_per_second_per_device"
 COST = "cost"
 CHEAPEST = {"train": TOKENS_PER_SECOND_PER_DEVICE, "serve": "output_tokens_per_s_per_device"}
-"""The objective that minimizes the cost per token, by kind of job. Every device in use is paid, so the candidate with
-the most tokens per device is the cheapest. Training uses all devices of the spec, a server those of its instances."""
+"""The objective that minimizes the cost per token, by kind of job. All devices in use are paid, so the candidate with
+the most tokens per device is the cheapest. Training uses all devices of the spec, and serving uses the devices of its
+instances."""
 SERVING = (*RATES, *LATENCIES, *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS))
 """The objectives of serving. The name of a latency without a statistic means its mean."""
 
@@ -291,12 +308,12 @@ def is_rate(objective: str) -> bool:
 
 
 def figure_name(objective: str) -> str:
-    """Return the key of `Measurement.figures` for a serving objective."""
+    """Return the name of a serving objective in `Measurement.figures`."""
     return f"{objective}.mean" if objective in LATENCIES else objective
 
 
 def seconds(objective: str, figure: float) -> float:
-    """Convert a figure of a serving objective to seconds. A rate becomes the seconds per unit."""
+    """Convert the value of a serving objective to seconds. A rate is converted to seconds per unit."""
     if not is_rate(objective):
         return figure
     return 1.0 / figure if figure > 0 else float("inf")

@@ -119,7 +119,7 @@ class Measurement:
 
     @property
     def interval(self) -> float:
-        """Half the width of the 80% interval relative to the step time. 0 if the steps were whole and not too few."""
+        """Half the width of the 80% interval, relative to the step time. 0 if no step was shortened or left out."""
         has_interval = self.few_steps or self.scaled_from is not None
         if not has_interval or self.low_s is None or self.high_s is None:
             return 0.0
@@ -130,7 +130,7 @@ class Measurement:
 class TimeLimit:
     """The time limit of a trial.
 
-    `because`: how the limit was derived, in words.
+    `because`: where the limit comes from, in words.
     `target_s`: after this time, the trial ends as soon as its steps are enough for a measurement. None means that it
     ends only at its limit.
     """
@@ -149,7 +149,8 @@ class Shortened:
     `low`, `high`: the bounds of the 80% interval of `scale`.
     `nodes`, `of_nodes`: the number of nodes of the trial, and of the whole job. 0 if the trial uses all nodes.
     `more_bytes`: the additional memory in use of a device on fewer nodes.
-    `own`: on fewer nodes, half the width of the relative interval, without the error that all candidates share.
+    `own`: on fewer nodes, half the width of the relative interval of `scale`, without the error that all candidates
+    share.
     """
 
     global_batch_size: int
@@ -268,9 +269,9 @@ class Trial:
 
     @property
     def is_final(self) -> bool:
-        """Whether no repeat of the trial is needed for its final figures.
+        """Whether the trial's measurement can be reported without a repeat.
 
-        This is the case if it ran without parallel trials, and with whole steps or on the nodes that are left.
+        This is true if no other trial ran at the same time, and the steps were whole or the trial used fewer nodes.
         """
         if self.measurement is None or self.group is not None:
             return False
@@ -280,7 +281,7 @@ class Trial:
     def interval(self) -> float:
         """Half the width of the relative 80% interval of the step time, without the error that all candidates share.
 
-        0 if the steps were whole and not too few.
+        0 if no step was shortened or left out.
         """
         if self.shortened and self.shortened.nodes:
             return self.shortened.own
@@ -295,7 +296,7 @@ class Trial:
 
     @property
     def has_only_finished_steps(self) -> bool:
-        """Whether the trial has no measurement, but a prediction and finished steps to compare with it."""
+        """Whether the trial has no measurement, but has finished steps that can be compared with its prediction."""
         return self.measurement is None and bool(self.finished_steps_s) and self.predicted_step_s is not None
 
     def overhead_s(self, steps: int, warmup: int) -> float | None:

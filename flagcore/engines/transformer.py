@@ -1,4 +1,4 @@
-"""Widths and numbers of weights of attention, for any engine."""
+"""Attention widths and parameter counts, shared by all engines."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Translates messages to the user's language with the gettext catalogues in `locale/`.
+"""Translates messages to the user's language with the gettext catalogues in `locale/`, and measures wide characters.
 
 The code marks a message with `_("...")` or `ngettext`. Messages without a translation are shown in English. Records,
 logs and machine-readable output are always English. The catalogue is loaded by the first message.
@@ -7,6 +7,7 @@ logs and machine-readable output are always English. The catalogue is loaded by 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -20,7 +21,7 @@ VARIABLE = "FLAGCORE_LANG"
 LANGUAGES = ("en", "zh")
 LOCALE = Path(__file__).parent / "locale"
 
-_chosen = ""
+_chosen_language = ""
 
 
 def choose(language: str) -> bool:
@@ -28,11 +29,11 @@ def choose(language: str) -> bool:
 
     Returns whether the language is known. If it is not, nothing changes.
     """
-    global _chosen
+    global _chosen_language
     name = language.strip().lower().replace("-", "_").replace(".", "_").partition("_")[0] or "en"
     if name not in LANGUAGES:
         return False
-    _chosen = name
+    _chosen_language = name
     return True
 
 
@@ -45,20 +46,20 @@ def choose_by_locale() -> None:
 
 def language() -> str:
     """Return the selected language: that of the environment variable, or else that of the locale."""
-    if not _chosen and not choose(os.environ.get(VARIABLE, "") or "?"):
+    if not _chosen_language and not choose(os.environ.get(VARIABLE, "") or "?"):
         choose_by_locale()
-    return _chosen
+    return _chosen_language
 
 
 @contextmanager
 def in_english() -> Iterator[None]:
     """Switch to English within this context, for records that programs read."""
-    global _chosen
-    before, _chosen = _chosen, "en"
+    global _chosen_language
+    before, _chosen_language = _chosen_language, "en"
     try:
         yield
     finally:
-        _chosen = before
+        _chosen_language = before
 
 
 def _(message: str, /, **values: object) -> str:
@@ -139,3 +140,56 @@ def _catalogue(name: str) -> NullTranslations:
         return NullTranslations()
     with file.open("rb") as stream:
         return GNUTranslations(stream)
+
+
+_CLOSING = re.escape("，。；：、！？）】》」』”’,.;:!?)]}%")
+_OPENING = re.escape("([{（【《「『“‘")
+_NARROW = r"[^\s⺀-鿿豈-﫿＀-￯、-〿]+"
+_PIECES = re.compile(rf"\s+|[{_OPENING}]*(?:{_NARROW}|\S)[{_CLOSING}]*")
+
+
+def columns(text: str) -> int:
+    """Return the width of a line in terminal columns."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def left(text: str, width: int) -> str:
+    """Return a text aligned to the left: padded on its right to `width` columns."""
+    return text + " " * (width - columns(text))
+
+
+def right(text: str, width: int) -> str:
+    """Return a text aligned to the right: padded on its left to `width` columns."""
+    return " " * (width - columns(text)) + text
+
+
+def pieces(text: str) -> list[str]:
+    """Split a text where lines may break: into blanks, words, and wide characters with their punctuation."""
+    return _PIECES.findall(text)
+
+
+def wrapped(text: str, width: int, indent: str = "", cut: bool = True) -> list[str]:
+    """Wrap a text to lines of at most `width` columns.
+
+    `indent`: precedes all lines except the first.
+    `cut`: whether words that are longer than a line are cut. Otherwise their lines are longer.
+    """
+    lines, line = [], ""
+    for piece in pieces(text):
+        while columns(line + piece.rstrip()) > width:
+            if line.strip():
+                lines.append(line.rstrip())
+            elif cut and len(piece) > 1:
+                fitting = max(sum(columns(line + piece[:end]) <= width for end in range(1, len(piece) + 1)), 1)
+                lines.append(line + piece[:fitting])
+                piece = piece[fitting:]
+            else:
+                break
+            line, piece = indent, piece.lstrip()
+        if line.strip() or not lines or not piece.isspace():
+            line += piece
+    return [*lines, line.rstrip()] if line.strip() or not lines else lines

@@ -21,7 +21,6 @@ import functools
 import json
 import os
 import platform
-import secrets
 import select
 import shutil
 import signal
@@ -98,17 +97,16 @@ class Watch:
     """A program that prints readings of the host's devices, with one reading per line."""
 
     def __init__(self, order: dict[str, Any], home: str) -> None:
-        output, theirs = os.pipe()
-        spawn = functools.partial(guarded.spawn_guard, theirs, subprocess.DEVNULL)
-        environment = {**order["environment"], guarded.MARKER: secrets.token_hex(8)}
+        read_end, write_end = os.pipe()
+        spawn = functools.partial(guarded.spawn_guard, write_end, subprocess.DEVNULL)
         try:
-            self.program = guarded.start(order["argv"], environment, home, guarded.NO_FOLDER, guarded.UNLIMITED, spawn)
-            self.wire = Wire(output, output)
+            self.program = guarded.start(order["argv"], order["environment"], home, spawn=spawn)
+            self.wire = Wire(read_end, read_end)
         except OSError:
-            os.close(output)
+            os.close(read_end)
             raise
         finally:
-            os.close(theirs)
+            os.close(write_end)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there are new readings."""
@@ -125,7 +123,7 @@ class Agent:
 
     def __init__(self, home: str, received: bytes, silence: float) -> None:
         self.home, self.silence, self.wire = home, silence, Wire(0, 1, received)
-        self.folder, self.count = "", 0
+        self.folder, self.trial_count = "", 0
         self.trial: guarded.Guarded | None = None
         self.order: dict[str, Any] = {}
         self.templates = Templates()
@@ -202,8 +200,8 @@ class Agent:
         remaining_processes = guarded.sweep(marker) if marker else 0
         if self.folder:
             threading.Thread(target=shutil.rmtree, args=(self.folder, True), daemon=True).start()
-        self.count += 1
-        self.folder = os.path.join(self.home, f"trial-{self.count}")
+        self.trial_count += 1
+        self.folder = os.path.join(self.home, f"trial-{self.trial_count}")
         os.mkdir(self.folder)
         self.mirror = Mirror(self.folder)
         state = {
@@ -217,10 +215,10 @@ class Agent:
         """Send new content of the trial's folder, the end of the trial, and a heartbeat."""
         now = time.monotonic()
         verdict = self.trial.wait(0) if self.trial else None
-        room = MAX_PENDING_BYTES - len(self.wire.outgoing)
-        if room > 0 and self.trial and (verdict is not None or now - self.mirrored_at > MIRROR_SECONDS):
+        free_bytes = MAX_PENDING_BYTES - len(self.wire.outgoing)
+        if free_bytes > 0 and self.trial and (verdict is not None or now - self.mirrored_at > MIRROR_SECONDS):
             self.mirrored_at = now
-            pieces = self.mirror.pieces(room)
+            pieces = self.mirror.pieces(free_bytes)
             for piece in pieces:
                 self.wire.send(**piece)
             if verdict is not None and not pieces:

@@ -1,7 +1,7 @@
 """The channels to the agents on hosts, and the orders that start a trial on them.
 
-Agents stay connected between trials, so that each host connects only once. They also read the telemetry of their
-devices.
+Agents stay connected between trials, so that each host connects only once. Agents also read the telemetry of the
+host's devices.
 """
 
 import base64
@@ -40,6 +40,7 @@ INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recur
 ENDED_BY = (None, "timeout", "memory", "disk", "full_disk", "request", "guard")
 """The reasons that a guard can report for the end of a trial."""
 SMALLEST_FILE_BYTES = 4096
+"""The size at which a smaller file counts towards the limit of a trial's files, because it uses a block on disk."""
 LOGS = ("stdout.log", "stderr.log")
 SENT = ("guard.py", "guarded.py", "template.py", "network.py", "wire.py", "agent.py")
 
@@ -107,9 +108,9 @@ class Connection:
     """An agent on `host`. Its channel is the standard input and output of a process on this machine.
 
     - `problem`: why the agent cannot be used any more, or an empty string.
-    - `ready`: its answer to `prepare`.
-    - `exit`: the exit record of its trial.
-    - `reading`: the last telemetry of its devices, with the time of arrival.
+    - `ready`: the agent's answer to `prepare`.
+    - `exit`: the exit record of the agent's trial.
+    - `reading`: the last telemetry of the host's devices, with the time of arrival.
     """
 
     def __init__(self, host: str, argv: Sequence[str]) -> None:
@@ -131,14 +132,14 @@ class Connection:
         self.assign("")
 
     def assign(self, folder: str, most_bytes: int = 0) -> None:
-        """Use the connection for another trial. Its files, up to `most_bytes` in total, are copied to `folder`."""
+        """Reset the connection for a new trial. Up to `most_bytes` of the trial's files are copied to `folder`."""
         self.folder, self.most_bytes = folder, most_bytes
         self.sizes: dict[str, int] = {}
         self.total_bytes = 0
         self.ready: Mapping[str, Any] | None = None
         self.started = False
         self.exit: Exit | None = None
-        self.news: list[tuple[str, int, bytes]] = []
+        self.pieces: list[tuple[str, int, bytes]] = []
         """New content of the trial's files, in order: name, offset, bytes."""
 
     @property
@@ -214,7 +215,7 @@ class Connection:
         new_size = old_size + len(data) if name in LOGS else at + len(data)  # a log that starts anew is appended
         self.sizes[name] = max(old_size, new_size, SMALLEST_FILE_BYTES)
         self.total_bytes += self.sizes[name] - old_size
-        self.news.append((name, at, data))
+        self.pieces.append((name, at, data))
         if self.total_bytes > self.most_bytes:
             self.problem = f"sent more than {self.most_bytes >> 20} MiB of files"
 
@@ -329,8 +330,8 @@ class Agents:
         return connection.open
 
 
-FILES_PER_HOST = 3
-OTHER_FILES = 64
+FILES_PER_HOST, OTHER_FILES = 3, 64
+"""The number of open files per connection, and of further files that flagcore may open."""
 SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS")
 """Variables of this shell that are copied to every host, because no login shell sets them there."""
 
@@ -348,7 +349,7 @@ def with_variables(launch: Launch) -> Launch:
     """
     places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}
     shared = {**shared_variables(), **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
-    on_host = {host: replace(own, environment={**shared, **own.environment}) for host, own in launch.on_host.items()}
+    on_host = {host: replace(each, environment={**shared, **each.environment}) for host, each in launch.on_host.items()}
     return replace(launch, environment={**shared, **launch.environment}, on_host=on_host)
 
 

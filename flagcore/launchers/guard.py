@@ -137,24 +137,24 @@ class ProcessTree:
             send(pid, number)
 
     def _classify(self, pid: int) -> None:
-        guard, line = os.getpid(), []
+        guard, ancestors = os.getpid(), []
         while pid not in self.members and pid not in self.outsiders:
-            line.append(pid)
+            ancestors.append(pid)
             ids = read_ids(pid)
             if ids is None:
                 return
             pid = ids[0]
             if pid in (0, guard):
                 break
-        (self.members if pid == guard or pid in self.members else self.outsiders).update(line)
+        (self.members if pid == guard or pid in self.members else self.outsiders).update(ancestors)
 
 
 class MemoryMeter:
     """The memory of the process tree in bytes: anonymous pages, shared pages and swap, without file caches.
 
     The sum of RssAnon + RssShmem + VmSwap (proc_pid_status(5)) takes microseconds, but includes a shared page once per
-    process. The proportional figures of smaps_rollup are exact, but take 10 ms per GB. So they are read only rarely,
-    and when the sum exceeds the limit; the difference is subtracted from later sums. `relatives` are other processes
+    process. The proportional sizes in smaps_rollup are exact, but take 10 ms per GB. So they are read only rarely,
+    and when the sum exceeds the limit. The difference is subtracted from later sums. `relatives` are other processes
     that share pages with the tree. Their share of these pages is attributed to the tree.
     """
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import marshal
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -148,18 +149,18 @@ class Guarded:
 def sweep(marker: str, session: int = 0) -> int:
     """Kill all processes with a marker, and all processes of a session. Return how many remain."""
     deadline = time.monotonic() + guard.GIVE_UP_SECONDS
-    while (left := _find_processes(marker, session)) and time.monotonic() < deadline:
-        for pid in left:
+    while (remaining := _find_processes(marker, session)) and time.monotonic() < deadline:
+        for pid in remaining:
             guard.send(pid, signal.SIGKILL)
         time.sleep(0.02)
-    return len(left)
+    return len(remaining)
 
 
 def _find_processes(marker: str, session: int) -> list[int]:
     word, found = f"{MARKER}={marker}\0".encode(), []
     for pid in guard.all_processes():
-        _, _, its_session, zombie = guard.read_ids(pid) or (0, 0, 0, True)
-        if not zombie and ((session and its_session == session) or word in guard.read_proc(pid, "environ")):
+        _, _, session_of_pid, is_zombie = guard.read_ids(pid) or (0, 0, 0, True)
+        if not is_zombie and ((session and session_of_pid == session) or word in guard.read_proc(pid, "environ")):
             found.append(pid)
     return found
 
@@ -186,15 +187,17 @@ def start(
     argv: Sequence[str],
     environment: Mapping[str, str],
     directory: str,
-    folder: str,
-    limits: Limits,
+    folder: str = NO_FOLDER,
+    limits: Limits = UNLIMITED,
+    *,
     spawn: Spawn,
 ) -> Guarded:
     """Start `argv` under a guard in `directory`, and wait until it runs.
 
-    The trial gets the environment of this process, updated with `environment`, which must contain a MARKER. The guard
-    writes the verdict to `exit.json` in `folder`. Raises OSError if the trial cannot be started.
+    The trial gets the environment of this process, updated with `environment`, and a new MARKER if it has none. The
+    guard writes the verdict to `exit.json` in `folder`. Raises OSError if the trial cannot be started.
     """
+    environment = {MARKER: secrets.token_hex(8), **environment}
     order = _encode_order(argv, environment, directory, folder, limits)
     pipes: list[int] = []
     try:

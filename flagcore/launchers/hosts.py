@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import select
 import time
 from collections import Counter
@@ -124,7 +123,7 @@ class HostsLauncher(Launcher):
 
     @property
     def no_hosts(self) -> str:
-        """The message for the case that there are no hosts."""
+        """The message of the error if there are no hosts."""
         return f"auto_tuner.launcher = {self.name}: no hosts; {self.fix}"
 
     def start(self, launch: Launch) -> HostsRunning:
@@ -178,7 +177,7 @@ class HostsRunning:
         return connection
 
     def begin(self) -> None:
-        """Wait for all agents, send each its order, and wait until the program runs on all hosts.
+        """Wait for all agents, send an order to each of them, and wait until the program runs on all hosts.
 
         Processes of a lost trial are ended first. Raises HostLost, and LaunchError if a host cannot start the program.
         """
@@ -201,12 +200,12 @@ class HostsRunning:
             self._client = self._start_client()
 
     def _start_client(self) -> guarded.Guarded:
-        launch, variables = self.launch, {MARKER: secrets.token_hex(8)}
+        launch = self.launch
         limits = guarded.Limits(launch.timeout_seconds, None, launch.disk_limit_bytes)
         with contextlib.ExitStack() as logs, as_launch_error():
             out, err = (logs.enter_context(open(os.path.join(launch.folder, name), "ab")) for name in LOGS)
             spawn = partial(guarded.spawn_guard, out, err)
-            return guarded.start(launch.client, variables, launch.folder, launch.folder, limits, spawn)
+            return guarded.start(launch.client, {}, launch.folder, launch.folder, limits, spawn=spawn)
 
     def _until(self, done: Callable[[Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
         """Wait until `done` is true for all connections.
@@ -224,9 +223,6 @@ class HostsRunning:
         if refused := [each for each in self.connections if each.refused]:
             lost = HostLost(refused[0].host, refused[0].problem)
             raise LaunchError(str(lost)) if len(refused) == len(self.connections) else lost
-
-    def poll(self) -> Exit | None:
-        return self.wait(0)
 
     def wait(self, seconds: float) -> Exit | None:
         deadline = time.monotonic() + seconds
@@ -255,7 +251,7 @@ class HostsRunning:
     def end(self, *, asked: bool = False) -> Exit:
         """End the trial on all hosts where it still runs, and return its exit record.
 
-        If a host was lost, this is the reason of the end, even if the program failed on another host earlier.
+        If a host was lost, the loss is the reason for the end, even if the program failed on another host earlier.
         """
         for each in self.connections:
             # No stop was requested here. Something else ended the trial, as Slurm does at the end of a step.
@@ -321,8 +317,8 @@ class HostsRunning:
 
     def _write(self, connection: Connection, rank: int) -> None:
         """Write the new content of a host's files to the trial's folder."""
-        news, connection.news = connection.news, []
-        for name, at, data in news:
+        pieces, connection.pieces = connection.pieces, []
+        for name, at, data in pieces:
             mirror = host_folder(self.launch.folder, self.launch.hosts, rank)
             path = Path(connection.folder if name in LOGS else mirror, name)
             try:
@@ -333,7 +329,9 @@ class HostsRunning:
                 if name in LOGS:
                     self._merge(connection.host, name, data)
             except (OSError, ValueError) as error:
-                connection.problem = f"its file {name!r} cannot be written here: {getattr(error, 'strerror', error)}"
+                connection.problem = (
+                    f"the host's file {name!r} cannot be written on this machine: {getattr(error, 'strerror', error)}"
+                )
 
     def _merge(self, host: str, name: str, data: bytes) -> None:
         """Append the complete lines of one host's log to the log of the trial."""
@@ -344,11 +342,9 @@ class HostsRunning:
                 file.write(lines + newline)
 
     def close(self) -> None:
-        """Give the agents that have ended the trial back to the launcher, for its next trial.
+        """Keep the agents that have ended the trial for the next trial, and close the channels of all other agents.
 
-        The channels of all other agents are closed, so that these agents end the trial.
-
-        Hosts that did not confirm the end of the trial count as lost.
+        An agent ends its trial when its channel closes. Hosts that did not confirm the end of the trial count as lost.
         """
         if self._client:
             self._client.stop()

@@ -114,7 +114,7 @@ async def serve(path: str, answer: Answer, connect: Connect) -> None:
 
 
 async def run_both(first: Awaitable[None], second: Awaitable[None]) -> None:
-    """Run both directions of a channel until one ends. If this direction raised an exception, raise it."""
+    """Run both directions of a channel until one of them ends, and raise its exception if it failed."""
     tasks = {asyncio.ensure_future(first), asyncio.ensure_future(second)}
     done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in running:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -14,7 +13,7 @@ from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.secrets import redact_arguments, redact_data
 from flagcore.errors import LaunchError
 from flagcore.launchers import guard, guarded, network
-from flagcore.launchers.guarded import MARKER, NO_FOLDER, UNLIMITED, Guarded, Limits
+from flagcore.launchers.guarded import Guarded, Limits
 from flagcore.launchers.template import Template, Templates
 
 
@@ -26,9 +25,6 @@ class LocalRunning:
 
     def __init__(self, running: Guarded, template: Template | None = None) -> None:
         self._running, self._template, self.pid = running, template, running.pid
-
-    def poll(self) -> Exit | None:
-        return self.wait(0)
 
     def wait(self, seconds: float) -> Exit | None:
         verdict = self._running.wait(seconds)
@@ -65,7 +61,7 @@ class LocalLauncher(Launcher):
         LaunchError if the trial cannot be started.
         """
         variables = network.fill(launch.environment, network.placeholders())
-        environment = {"MASTER_ADDR": "127.0.0.1", MARKER: secrets.token_hex(8), **variables}
+        environment = {"MASTER_ADDR": "127.0.0.1", **variables}
         if "MASTER_PORT" not in environment:
             with as_launch_error("no free TCP port on 127.0.0.1: set MASTER_PORT in the trial's environment; "):
                 environment["MASTER_PORT"] = str(network.free_port("127.0.0.1"))
@@ -92,15 +88,14 @@ LAUNCHER: Launcher = LocalLauncher()
 
 
 def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
-    """Start `launch` without limits and files. It writes to the two descriptors, and ends with this process.
+    """Start `launch` without limits and files. The program writes to the two descriptors, and ends with this process.
 
-    Raises LaunchError if it cannot be started.
+    Raises LaunchError if the program cannot be started.
     """
-    environment = {MARKER: secrets.token_hex(8), **launch.environment}
     directory = os.path.abspath(launch.directory or launch.folder)
     spawn = partial(guarded.spawn_guard, stdout, stderr)
     with as_launch_error():
-        return LocalRunning(guarded.start(launch.argv, environment, directory, NO_FOLDER, UNLIMITED, spawn))
+        return LocalRunning(guarded.start(launch.argv, launch.environment, directory, spawn=spawn))
 
 
 @contextlib.contextmanager
@@ -144,7 +139,7 @@ def prepare(launch: Launch, environment: Mapping[str, str], folder: str, directo
         record["hosts"] = list(launch.hosts)
     if launch.on_host:
         record["on_host"] = {
-            host: {"argv": list(redact_arguments(own.argv)), "environment": redact_data(own.environment)}
-            for host, own in launch.on_host.items()
+            host: {"argv": list(redact_arguments(each.argv)), "environment": redact_data(each.environment)}
+            for host, each in launch.on_host.items()
         }
     guard.write_json(os.path.join(folder, "launch.json"), record)

@@ -19,11 +19,10 @@ from pathlib import Path
 SIOCGIFADDR = 0x8915
 OUTSIDE = "192.0.2.1"
 """An address that belongs to no network (RFC 5737), so it is reached by the default route."""
-ADAPTERS = "/sys/class/infiniband"
 
 
 def placeholders(host: str = OUTSIDE) -> dict[str, str]:
-    """Return the value of each placeholder on this machine. It is empty if there is no such device.
+    """Return the value of each placeholder on this machine, empty if the machine has no such device.
 
     The placeholders are the network interface that leads to `host`, and the InfiniBand adapters that are up.
     """
@@ -72,10 +71,10 @@ def _addresses() -> dict[str, str]:
     return by_name
 
 
-def adapters(folder: str = ADAPTERS) -> str:
+def adapters() -> str:
     """Return the InfiniBand adapters with an active port, sorted by number and joined by commas."""
     up = set()
-    for state in Path(folder).glob("*/ports/*/state"):
+    for state in Path("/sys/class/infiniband").glob("*/ports/*/state"):
         with contextlib.suppress(OSError):
             if "ACTIVE" in state.read_text("utf-8"):
                 up.add(state.parts[-4])

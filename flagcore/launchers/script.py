@@ -1,4 +1,4 @@
-"""Shell scripts that start the launch of an export."""
+"""Shell scripts that start an exported job."""
 
 import re
 import shlex
@@ -127,7 +127,7 @@ def _quoted(word: str, secrets: Mapping[str, str] = {}) -> str:
 
 
 def shell_quoted(word: str, variables: Mapping[str, str]) -> str:
-    """Quote a word for a shell. Texts in it that are keys of `variables` are replaced by the variable."""
+    """Quote a word for a shell. Each key of `variables` in the word is replaced by a reference to its variable."""
     for value, name in variables.items():
         before, found, after = word.partition(value)
         if found:

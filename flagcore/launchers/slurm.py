@@ -33,7 +33,9 @@ def find_hosts(nodes: int) -> tuple[str, ...]:
     try:
         completed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"the hosts of the allocation are unknown: {' '.join(command)}: {error}") from error
+        raise LaunchError(
+            f"cannot list the hosts of the Slurm allocation: `{' '.join(command)}` failed: {error}"
+        ) from error
     return tuple(completed.stdout.split())
 
 

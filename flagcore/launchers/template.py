@@ -17,7 +17,6 @@ import gc
 import importlib
 import logging
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -28,7 +27,6 @@ from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
 
 from flagcore.launchers import guard, guarded
-from flagcore.launchers.guarded import NO_FOLDER, UNLIMITED
 
 LOG = logging.getLogger("flagcore")
 START_SECONDS = 300.0
@@ -48,9 +46,8 @@ class Template:
         spawn = functools.partial(
             guarded.spawn_guard, subprocess.DEVNULL, subprocess.DEVNULL, stdin=template_socket.fileno()
         )
-        variables = {**environment, guarded.MARKER: secrets.token_hex(8)}
         with template_socket:
-            self._process = guarded.start(command, variables, directory, NO_FOLDER, UNLIMITED, spawn)
+            self._process = guarded.start(command, environment, directory, spawn=spawn)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when the template is ready."""
@@ -214,12 +211,12 @@ def _descriptors() -> list[int]:
 def fork_problem() -> str:
     """Return why this process must not be forked, or an empty string if it may be."""
     if len(os.listdir("/proc/self/task")) > 1:
-        return "its modules start threads"
+        return "the program's modules start threads"
     for number in _descriptors():
         with contextlib.suppress(FileNotFoundError):  # the descriptor that listed the folder is closed by now
             file = os.readlink(f"/proc/self/fd/{number}")
             if number > 2:
-                return f"its modules leave {file} open"
+                return f"the program's modules leave {file} open"
     return ""
 
 

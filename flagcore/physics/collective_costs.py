@@ -26,8 +26,8 @@ NETWORK_LATENCY_SECONDS = 20e-6
 """The default latency of a message between nodes: the value for InfiniBand in Calculon (Isaev et al. 2023)."""
 
 NETWORK_HOP_SECONDS = 4e-6
-"""The default time of each further ring step between nodes. Source: NCCL 2.30 `tuning.cc`, ring over a network with the
-128-byte protocol."""
+"""The default time of each ring step between nodes after the first. Source: NCCL 2.30 `tuning.cc`, ring over a network
+with the 128-byte protocol."""
 
 NETWORK_EFFICIENCY = 0.9
 """The share of the network rate that large messages reach: the value for InfiniBand in Calculon. Measurements agree:

@@ -41,9 +41,9 @@ def smooth(startup: FloatArray, transfer: FloatArray) -> FloatArray:
 
 
 def sent_share(kind: str, ranks: FloatArray) -> FloatArray:
-    """Return the bytes that a rank sends relative to the payload: 2 (n-1)/n for an all-reduce, else (n-1)/n.
+    """Return the bytes that each of n ranks sends, relative to the payload.
 
-    A send has 1.
+    The share is 2 (n-1)/n for an all-reduce, 1 for a send, and (n-1)/n for other collectives.
     """
     if kind == "send":
         return np.minimum(ranks - 1.0, 1.0)
@@ -198,17 +198,17 @@ def measured_grids(table: CollectiveTable, level: Level) -> Mapping[str, Grid]:
 def _grid(kind: str, table: CollectiveTable, level: Level) -> Grid | None:
     """Return the grid of one kind of collective from its measured curves, or None if there are none for `level`."""
     max_ranks = _rows(kind, level) - 1
-    measured = {curve.ranks: curve for curve in table.curves if curve.kind == kind and curve.ranks <= max_ranks}
-    if not measured or max_ranks < 2:
+    curve_by_ranks = {curve.ranks: curve for curve in table.curves if curve.kind == kind and curve.ranks <= max_ranks}
+    if not curve_by_ranks or max_ranks < 2:
         return None
     rows: dict[int, FloatArray] = {}
-    for ranks in sorted(measured):
+    for ranks in sorted(curve_by_ranks):
         if rows:
             nearest_smaller = max(rows)
             base = _extrapolate(kind, level, rows[nearest_smaller], nearest_smaller, ranks)
         else:
             base = level_seconds(level, kind, SIZES, np.full(OCTAVES, float(ranks)))
-        rows[ranks] = _interpolate(measured[ranks], base)
+        rows[ranks] = _interpolate(curve_by_ranks[ranks], base)
     measured_ranks = sorted(rows)
     for ranks in range(2, max_ranks + 1):
         if ranks in rows:

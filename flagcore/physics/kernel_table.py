@@ -50,19 +50,19 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class KernelArrays:
     """The measured kernels of one kind and precision as arrays, with one row per kernel. Fields are as in `Kernel`."""
 
     sizes: FloatArray
     seconds: FloatArray
     bound: BoolArray
 
-    def select(self, rows: BoolArray) -> Rows:
-        """Return the kernels that the mask `rows` selects."""
-        return Rows(self.sizes[rows], self.seconds[rows], self.bound[rows])
+    def select(self, mask: BoolArray) -> KernelArrays:
+        """Return the kernels that the boolean array `mask` selects."""
+        return KernelArrays(self.sizes[mask], self.seconds[mask], self.bound[mask])
 
     @property
-    def exact(self) -> Rows:
+    def exact(self) -> KernelArrays:
         """The kernels with measured times, without those that have only an upper bound."""
         return self.select(~self.bound)
 
@@ -77,12 +77,12 @@ class KernelSheet:
 
     kernels: tuple[Kernel, ...]
 
-    def rows(self, name: str, precision: str = "") -> Rows:
+    def rows(self, name: str, precision: str = "") -> KernelArrays:
         """Return the kernels of one kind and precision."""
         kernels = [kernel for kernel in self.kernels if kernel.name == name and kernel.precision == precision]
         sizes = np.array([kernel.sizes for kernel in kernels], dtype=np.float64).reshape(len(kernels), len(SIZES[name]))
         seconds = np.array([kernel.seconds for kernel in kernels], dtype=np.float64)
-        return Rows(sizes, seconds, np.array([kernel.bound for kernel in kernels], dtype=bool))
+        return KernelArrays(sizes, seconds, np.array([kernel.bound for kernel in kernels], dtype=bool))
 
     def precisions(self, name: str) -> tuple[str, ...]:
         """Return the precisions in which the kind of kernel `name` was measured."""
@@ -121,7 +121,7 @@ def _with_missing_peaks(roofline: Roofline, sheet: KernelSheet) -> Chip:
 
 
 def _fit_rates(roofline: Roofline, sheet: KernelSheet) -> Roofline:
-    """Fit the parameters that depend on one kind of kernel: minimum time, launch time, memory and host rates."""
+    """Fit the parameters that depend on one kind of kernel each: minimum time, launch time, memory and host rates."""
     curve, fact = roofline.curve, roofline.chip.memory_bandwidth_bytes_per_second
     small, launches = sheet.rows("elementwise").exact, sheet.rows("launch").seconds
     if small.seconds.size and small.sizes.min() < SMALL_BYTES:
@@ -189,7 +189,7 @@ def _excess(sheet: KernelSheet, name: str, modelled: Callable[[AttentionShape, s
     return 1.0
 
 
-def _larger_half(rows: Rows, size: Callable[[FloatArray], FloatArray]) -> Rows:
+def _larger_half(rows: KernelArrays, size: Callable[[FloatArray], FloatArray]) -> KernelArrays:
     if not rows.seconds.size:
         return rows
     sizes = size(rows.sizes)

@@ -44,7 +44,7 @@ class Curve:
     gemm_shares: Mapping[str, Positive] = field(default_factory=dict)
     """The values that replace `gemm_share`, by precision."""
     units: Positive = 132.0
-    """The number of compute units. Tiles run in waves of this size, and the last wave may be incomplete."""
+    """The number of compute units. Tiles run in waves of at most this many tiles."""
     tile: Positive = 64.0
     """The side length of a tile of a matrix product. Products are padded to whole tiles."""
     tile_overhead: NotNegative = 143.0

@@ -21,8 +21,8 @@ from flagcore.plugins.entry_points import (
     workload,
     workload_of,
 )
-from flagcore.plugins.loaded import DISABLE_VARIABLE, GROUP, LoadedPlugins, load_plugins
-from flagcore.plugins.loader import Plugin, PluginFailure
+from flagcore.plugins.loaded import DISABLE_VARIABLE, GROUP, LoadedPlugins, Plugin, load_plugins
+from flagcore.plugins.validation import PluginFailure
 
 __all__ = [
     "DISABLE_VARIABLE",

@@ -1,22 +1,171 @@
-"""Loads engines, launchers, strategies, importers and watchers, one object per entry point."""
+"""Finds the entry points of installed distributions, and loads engines, launchers, strategies, importers and watchers.
 
+Entry points are read anew each time, from one distribution after the other. stevedore's list is not used, because its
+cache may be stale for two minutes after an install, and because one unreadable distribution breaks the whole list.
+"""
+
+import logging
+import os
+import sys
 from collections import UserDict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import requires
-from typing import Any, TypeVar, cast
+from importlib.metadata import Distribution, EntryPoint, distributions, requires, version
+from typing import Any, NoReturn, TypeVar, cast
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from stevedore.named import NamedExtensionManager
 
 from flagcore.contracts import Importer, Launcher, Strategy, Watcher, Workload
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import RunEvent
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
-from flagcore.plugins.loader import installed, load_only, one_line, origins
-from flagcore.plugins.validation import check_protocol
+from flagcore.plugins.validation import BadPlugin, PluginFailure, check_protocol
 
 T = TypeVar("T")
+
+
+class Clash(BadPlugin):
+    """The error for several distributions that contain a plugin with the same name."""
+
+    stage = "discover"
+
+
+def installed(group: str, failures: list[PluginFailure] | None = None) -> dict[str, list[EntryPoint]]:
+    """Return the entry points in `group` by name. A name with several entry points is a clash (see `load_only`).
+
+    If several distributions have the same name, only the first one on the path is used. Distributions that cannot be
+    read are added to `failures`.
+    """
+    points: dict[str, list[EntryPoint]] = {}
+    distribution_names = set()
+    for distribution in distributions():
+        try:
+            if group not in (distribution.read_text("entry_points.txt") or ""):
+                continue
+            key = canonicalize_name(distribution.metadata["Name"])
+            if key in distribution_names:
+                continue
+            distribution_names.add(key)
+            for point in distribution.entry_points.select(group=group):
+                points.setdefault(point.name, []).append(point)
+        except Exception as error:
+            path = str(getattr(distribution, "_path", "?"))
+            if failures is not None:
+                failures.append(PluginFailure(name=path, stage="discover", reason=one_line(error)))
+    return points
+
+
+def origin(point: EntryPoint) -> Distribution:
+    """Return the distribution that defines an entry point."""
+    assert point.dist is not None, "installed() reads entry points from distributions only"
+    return point.dist
+
+
+def origins(points: Iterable[EntryPoint]) -> str:
+    """Return the names of the distributions that define `points`, comma-separated."""
+    return ", ".join(sorted(origin(point).metadata["Name"] for point in points))
+
+
+def _incompatible(distribution: Distribution) -> str | None:
+    """Return why `distribution` does not support this release of flagcore, or None. Reads its `Requires-Dist`."""
+    # Parsing a requirement is slow, so those of other distributions are skipped.
+    requirements = [each for each in distribution.requires or () if each.lower().startswith("flagcore")]
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if canonicalize_name(requirement.name) == "flagcore" and not requirement.specifier.contains(
+            version("flagcore"), prereleases=True
+        ):
+            return (
+                f"needs {requirement}, but this is flagcore {version('flagcore')}; install a version for this release"
+            )
+    return None
+
+
+class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
+    """A stevedore manager that loads one given entry point, and does not search for others."""
+
+    def __init__(self, point: EntryPoint) -> None:
+        self._point = point
+        super().__init__(point.group, [point.name], on_load_failure_callback=_reraise)
+
+    def list_entry_points(self) -> list[EntryPoint]:
+        return [self._point]
+
+
+def load_only(points: Sequence[EntryPoint]) -> object:
+    """Import the object of the only entry point in `points`, which all have the same name.
+
+    Raises Clash if there are several, BadPlugin if it needs another release of flagcore, and any exception of the
+    import itself.
+    """
+    point, *others = points
+    if others:
+        raise Clash(f"several distributions have this name: {origins(points)}; uninstall all but one")
+    if reason := _incompatible(origin(point)):
+        raise BadPlugin(reason)
+    with stdout_to_stderr():
+        (extension,) = _OneEntryPoint(point)
+    return extension.plugin
+
+
+def _reraise(manager: Any, point: EntryPoint, error: Exception) -> NoReturn:
+    raise error
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Redirect stdout to stderr, including the output of native code, because stdout is reserved for results."""
+    copy = None
+    with suppress(OSError, ValueError, AttributeError):  # stdout or stderr may be closed
+        sys.stdout.flush()
+        copy = os.dup(1)
+        os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if copy is not None:
+            os.dup2(copy, 1)
+            os.close(copy)
+
+
+def one_line(error: BaseException, limit: int = 400) -> str:
+    """Return the type and the message of `error` as one printable line."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:
+        message = "(its message cannot be shown)"
+    text = "".join(letter for letter in message if letter.isprintable())
+    if isinstance(error, BadPlugin):
+        return text[:limit]
+    kind = type(error).__name__
+    return f"{kind}: {text}"[:limit] if text else kind
+
+
+@contextmanager
+def capture_warnings() -> Iterator[list[str]]:
+    """Collect the texts of warnings and errors that are logged within this context. They are still logged as usual."""
+    texts: list[str] = []
+    create_record = logging.getLogRecordFactory()
+
+    def record_and_collect(*arguments: object, **named: object) -> logging.LogRecord:
+        record = create_record(*arguments, **named)
+        if record.levelno >= logging.WARNING:
+            texts.append(record.getMessage())
+        return record
+
+    logging.setLogRecordFactory(record_and_collect)
+    try:
+        yield texts
+    finally:
+        logging.setLogRecordFactory(create_record)
+
 
 WORKLOADS = "flagcore.engines"
 LAUNCHERS = "flagcore.launchers"
@@ -30,7 +179,7 @@ KINDS = {
     IMPORTERS: "importer",
     WATCHERS: "watcher",
 }
-"""The word that messages use for an object of each entry point group."""
+"""The noun that messages use for the objects of each entry point group."""
 
 
 def names(group: str) -> tuple[str, ...]:

@@ -1,49 +1,172 @@
-"""Loads the installed plugins, and offers their hooks as typed methods. A failing plugin does not affect others."""
+"""Loads the installed plugins, and offers their hooks as typed methods. A failing plugin does not affect others.
+
+Each plugin has its own pluggy manager, and the objects that it returns are wrapped, so that its errors include its name
+and do not affect other plugins.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import EntryPoint
-from typing import TypeVar
+from threading import current_thread, main_thread
+from typing import Any, TypeVar, cast
 
+import numpy as np
+import pluggy
+
+from flagcore import hooks
 from flagcore.contracts import CollectiveCosts, MemoryModel, Telemetry
 from flagcore.domain.chip import Chip, Device, Support, normalize_name
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Task
+from flagcore.errors import NoDevice
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import CollectiveCostStack, KernelCostStack
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import validation
-from flagcore.plugins.entry_points import kind_of
-from flagcore.plugins.loader import (
-    BadPlugin,
-    Plugin,
-    PluginFailure,
+from flagcore.plugins.entry_points import (
     capture_warnings,
     installed,
+    kind_of,
     load_only,
-    make_plugin,
     one_line,
+    origin,
     origins,
     stdout_to_stderr,
-    wrap_objects,
 )
+from flagcore.plugins.validation import BadPlugin, PluginFailure
 
 LOG = logging.getLogger(__name__)
 SLOW_SECONDS = 5.0
-"""A plugin whose hook takes longer is reported, except for SLOW_HOOKS."""
+"""The user is warned if a hook takes longer than this, unless it is one of SLOW_HOOKS."""
 SLOW_HOOKS = ("flagcore_health", "flagcore_measured_chip")
 GROUP = "flagcore.plugins"
 DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
 
 T = TypeVar("T")
+
+
+HOOK_GROUPS = (hooks.ChipHooks, hooks.CostHooks, hooks.EngineHooks, hooks.TrialHooks)
+HOOKS = tuple(name for group in HOOK_GROUPS for name in vars(group) if name.startswith("flagcore_"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """A loaded plugin.
+
+    `package`: the package that its entry point names. Empty if it has no entry point.
+    `hooks`: the names of the hooks that it implements.
+    `manager`: a pluggy manager that contains only this plugin.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    package: str
+    hooks: tuple[str, ...]
+    manager: pluggy.PluginManager
+
+    def call(self, hook: str, arguments: Mapping[str, object]) -> object:
+        """Call this plugin's implementation of `hook` and return its result, or None if there is no implementation.
+
+        Exceptions of the plugin are not caught.
+        """
+        caller = getattr(self.manager.hook, hook)
+        result = caller(**arguments)
+        if caller.spec.opts["firstresult"]:
+            return result
+        return result[0] if result else None
+
+
+def make_plugin(name: str, module: object, point: EntryPoint | None = None) -> Plugin:
+    """Return the plugin that a module or an object implements. Raises BadPlugin if its hooks are not correct."""
+    if isinstance(module, type):
+        raise BadPlugin(f"the entry point names the class {module.__name__}; name a module, or an object")
+    for member in dir(module):
+        value = getattr(module, member) if member.startswith("flagcore_") else None
+        if inspect.isroutine(value) and not hasattr(value, "flagcore_impl"):
+            raise BadPlugin(f"{member} lacks @hookimpl, so it would never be called; add the decorator")
+    manager = pluggy.PluginManager("flagcore")
+    for group in HOOK_GROUPS:
+        manager.add_hookspecs(group)
+    try:
+        manager.register(module, name)
+    except pluggy.PluginValidationError as error:
+        raise BadPlugin(str(error)) from error
+    callers = manager.get_hookcallers(module) or []
+    for caller in callers:
+        if not caller.has_spec():  # manager.check_pending() also rejects such hooks, but without a suggestion
+            hooks_without_prefix = [hook.removeprefix("flagcore_") for hook in HOOKS]
+            similar = get_close_matches(caller.name.removeprefix("flagcore_"), hooks_without_prefix, n=1)
+            hint = f"did you mean flagcore_{similar[0]}?" if similar else f"the hooks are {', '.join(HOOKS)}"
+            raise BadPlugin(f"{caller.name} is not a hook; {hint}")
+    if not callers:
+        raise BadPlugin("implements no hooks; mark its functions with @hookimpl")
+    return Plugin(
+        name=name,
+        distribution=origin(point).metadata["Name"] if point else "",
+        version=origin(point).version if point else "",
+        package=point.module.partition(".")[0] if point else "",
+        hooks=tuple(sorted(caller.name for caller in callers)),
+        manager=manager,
+    )
+
+
+HOOKS_WITH_OBJECTS = frozenset(
+    f"flagcore_{name}" for name in ("memory_model", "kernel_costs", "collective_costs", "telemetry")
+)
+COLUMNS = frozenset(
+    (
+        *("reserved_bytes", "device_used_bytes", "gemm_seconds", "attention_seconds", "attention_backward_seconds"),
+        *("memory_seconds", "host_copy_seconds", "seconds", "compute_share"),
+    )
+)
+"""Methods of plugins' objects whose results are converted to arrays of float64."""
+
+
+def wrap_objects(plugin: str, hook: str, result: T) -> T:
+    """Return the result of `hook`. An object with methods is wrapped in a `PluginProxy`."""
+    return cast(T, PluginProxy(plugin, result)) if hook in HOOKS_WITH_OBJECTS else result
+
+
+class PluginProxy:
+    """Wraps an object of a plugin. Exceptions in its methods become NoDevice, with a hint to disable the plugin."""
+
+    def __init__(self, plugin: str, wrapped: object) -> None:
+        self._owner, self._wrapped = plugin, wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        member = getattr(self._wrapped, name)
+        return self._guard(name, member) if callable(member) else member
+
+    def _guard(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **named: object) -> object:
+            # Only the main thread redirects stdout. Another thread would also redirect what the main thread prints.
+            quiet = stdout_to_stderr() if current_thread() is main_thread() else nullcontext()
+            try:
+                with quiet:
+                    result = method(*arguments, **named)
+                return np.asarray(result, dtype=np.float64) if name in COLUMNS else result
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                source = f"plugin {self._owner}: {name} of {type(self._wrapped).__name__}"
+                hint = f"disable it with --no-plugin {self._owner}"
+                raise NoDevice(f"{source} raised {one_line(error)}; {hint}") from error
+
+        return call
 
 
 class LoadedPlugins:
@@ -66,7 +189,7 @@ class LoadedPlugins:
 
     @classmethod
     def of(cls, plugins: Mapping[str, object]) -> LoadedPlugins:
-        """Return plugins from modules or objects by name, without looking at installed distributions."""
+        """Return the plugins that the given modules or objects implement, by name, instead of the installed ones."""
         return cls(_plugin(name, partial(lambda module: module, module)) for name, module in plugins.items())
 
     @property
@@ -145,7 +268,7 @@ class LoadedPlugins:
         return tuple(sentence for sentences in found for sentence in sentences)
 
     def topology(self, group: NodeGroup) -> Topology | None:
-        """Return the topology of the first plugin that has one. None means that the core derives it from the chip."""
+        """Return the topology of the first plugin that returns one, or None. The core then derives it from the chip."""
         check = partial(validation.topology, group=group)
         return self._first([group.chip], "flagcore_topology", check, group=group)
 
@@ -195,7 +318,7 @@ class LoadedPlugins:
         return tuple(knob_by_name[name] for name in sorted(knob_by_name))
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the engine support of the first plugin that knows it, or one with the support UNKNOWN."""
+        """Return the engine support of the first plugin that returns one, or else support that is UNKNOWN."""
         arguments = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
         support = self._first([chip], "flagcore_engine_support", validation.one(EngineSupport), **arguments)
         return support or EngineSupport(support=Support.UNKNOWN, reason=f"no plugin supports {engine} on {chip.name}")
@@ -221,7 +344,7 @@ class LoadedPlugins:
         return self._first([chip] if chip else [], "flagcore_telemetry", check, device=device)
 
     def _known_chips(self) -> dict[str, tuple[Chip, str]]:
-        """Return each chip and the name of its plugin, by all spellings of the chip's name and aliases."""
+        """Return each chip with the name of its plugin. The keys are all spellings of the chip's name and aliases."""
         if self._catalogue is None:
             self._catalogue = {}
             for plugin in self.plugins:
@@ -289,7 +412,7 @@ def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
 
 
 def _plugin(name: str, load: Callable[[], object], points: Sequence[EntryPoint] = ()) -> Plugin | PluginFailure:
-    """Return the plugin whose hooks `load` returns, or the reason why it is not usable.
+    """Return the plugin whose module or object `load` returns, or the reason why the plugin cannot be used.
 
     `points`: the entry points of the plugin.
     """

@@ -6,6 +6,7 @@ called with arrays of two elements. Invalid results raise BadPlugin.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -18,13 +19,38 @@ from flagcore.domain.engine import TaskAdvice
 from flagcore.domain.knob import Knob
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.collective_curves import KINDS, CollectiveTable
-from flagcore.plugins.loader import BadPlugin
 
 T = TypeVar("T")
 
 
+class BadPlugin(Exception):
+    """The error of a plugin that does not implement the hooks correctly. `stage`: as in `PluginFailure`."""
+
+    stage = "check"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginFailure:
+    """The failure of a plugin or of one of its hooks.
+
+    `stage`: discover, load, check, ask (a hook raised an exception), answer (a hook returned an invalid result), or
+    disable.
+    `hook`: the name of the hook for ask and answer, else empty.
+    """
+
+    name: str
+    distribution: str = ""
+    stage: str
+    hook: str = ""
+    reason: str
+
+    def __str__(self) -> str:
+        origin = f" ({self.distribution})" if self.distribution else ""
+        return f"plugin {self.name}{origin}: {self.hook + ': ' if self.hook else ''}{self.reason}"
+
+
 def one(kind: type[T]) -> Callable[[object], T]:
-    """Return a function that checks a hook's result: it returns a valid instance of the class `kind` unchanged."""
+    """Return a function that returns a hook's result unchanged if it is a valid instance of the class `kind`."""
     return lambda answer: cast(T, data(kind, answer, kind.__name__))
 
 
@@ -38,7 +64,9 @@ def environment(answer: object) -> dict[str, str]:
     variables = dict(data(Mapping[str, str], answer))
     for name, value in variables.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name) or "\0" in value:
-            raise BadPlugin(f"returned the variable {name!r}: a name has letters, digits and '_', a value no NUL")
+            raise BadPlugin(
+                f"returned the variable {name!r}: names consist of letters, digits and '_', and values contain no NUL"
+            )
     return variables
 
 
@@ -49,20 +77,24 @@ def knobs(answer: object) -> tuple[Knob, ...]:
         values = [(type(value), value) for value in knob.values]
         has_source = knob.source is not None and knob.source.detail.strip()
         if not re.fullmatch(r"[a-z][a-z0-9_]*", knob.name) or not knob.effects or not has_source:
-            raise BadPlugin(f"returned the knob {knob.name!r}: it needs a name of small letters, effects and a source")
+            raise BadPlugin(f"returned the knob {knob.name!r}: it needs a name in lower case, effects and a source")
         if len(set(values)) != len(values) or len({kind for kind, _ in values} - {type(None)}) > 1:
-            raise BadPlugin(f"returned the knob {knob.name}, whose values {knob.values} are equal, or of several kinds")
+            raise BadPlugin(
+                f"returned the knob {knob.name}, whose values {knob.values} are not distinct, or differ in type"
+            )
         for effect in knob.effects.values():
             environment(effect.environment)
     return found
 
 
 def task_advice(answer: object) -> TaskAdvice:
-    """Return `answer` if it is valid advice, whose patterns compile and have failures as states."""
+    """Return `answer` if it is valid advice: all patterns compile, and their states are failures."""
     advice: TaskAdvice = data(TaskAdvice, answer, TaskAdvice.__name__)
     for pattern in advice.failures:
         if not pattern.state.failed:
-            raise BadPlugin(f"returned the pattern {pattern.pattern!r} for {pattern.state.value}, not a failure")
+            raise BadPlugin(
+                f"returned the pattern {pattern.pattern!r}, whose state {pattern.state.value} is not a failure"
+            )
         try:
             re.compile(pattern.pattern)
         except re.error as error:
@@ -75,7 +107,7 @@ def topology(answer: object, group: NodeGroup) -> Topology:
     found: Topology = data(Topology, answer)
     sizes = [level.devices for level in found.levels]
     if not sizes or sizes != sorted(set(sizes)) or sizes[-1] != group.devices:
-        raise BadPlugin(f"returned levels of {sizes} devices; they must increase and end at {group.devices}")
+        raise BadPlugin(f"returned levels with {sizes} devices; the numbers must increase up to {group.devices}")
     return found
 
 

@@ -10,7 +10,7 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SERVING, objective_value
 from flagcore.domain.trial import step_value
 from flagcore.i18n import N_, _
-from flagcore.report.explanation import memory_parts, part_name, used_text
+from flagcore.report.explanation import memory_parts, used_text
 from flagcore.report.formats import IF_KNOWN, NAMES, Notebook, hardware_text, shown, table
 from flagcore.report.text import (
     details,
@@ -19,6 +19,7 @@ from flagcore.report.text import (
     latency_name,
     layers_text,
     objective_text,
+    part_name,
     state_name,
     value_text,
     values_text,
@@ -49,9 +50,10 @@ class PruningRule(ExcludingRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another candidate: the knobs that `differs` lists, its prediction, and its number as a trial.
+    """Another candidate that is named in the report on a candidate.
 
-    `measured`: whether `expected_s` was measured.
+    `differs`: the knobs in which both differ, each with the values of the reported and of the other candidate. `trial`:
+    the number of its trial, if it has one. `measured`: whether `expected_s` was measured.
     """
 
     candidate: Mapping[str, KnobValue]
@@ -211,6 +213,7 @@ def _changes(report: CandidateReport) -> Iterator[str]:
 
 
 def _matches(report: CandidateReport) -> Iterator[str]:
+    """Yield lines with the next candidates that have the knobs of the input."""
     if report.matches:
         yield _("It is the fastest with these knobs. The next ones:")
     for each in report.matches:
@@ -399,17 +402,16 @@ def causes_text(
     objective: str,
     other: str,
     seconds: tuple[float, float],
-    predicted: tuple[float | None, float | None],
-    time: Mapping[str, tuple[float, float]],
+    predictions: Sequence[Mapping[str, Any] | None],
     source: str,
     *,
     has_rounds: bool = False,
 ) -> str:
     """Return a paragraph on where a candidate spends more or less time than another one.
 
-    `other`: the name of the other candidate. `seconds`: the step times of the other and of this candidate. `predicted`:
-    their predicted step times. `time`: the parts of both predicted times. `source`: how `seconds` are known. With
-    `has_rounds`, the text gives no speedup, because the report already shows the speedup over the rounds of repeats.
+    `other`: the name of the other candidate. `seconds`: the step times of the other and of this candidate.
+    `predictions`: their predictions. `source`: how `seconds` are known. With `has_rounds`, the text gives no speedup,
+    because the report already shows the speedup over the rounds of repeats.
     """
     before, after = seconds
     if abs(after - before) <= SAME_TIME * before:
@@ -427,9 +429,10 @@ def causes_text(
     figures = {"value": shown(second), "before": shown(first), "change": second / first - 1.0}
     names = {"unit": heading(objective), "other": other, "source": source}
     paragraph = _(text_without_change if has_rounds else text, **figures, **names)
-    if None in predicted or not (differences := largest_differences(time)):
+    times = figure_pairs(*((each or {}).get("time", {}) for each in predictions))
+    predicted_before, predicted_after = map(step_value, predictions)
+    if predicted_before is None or predicted_after is None or not (differences := largest_differences(times)):
         return paragraph
-    expected = float(predicted[1] or 0.0) - float(predicted[0] or 0.0)
-    if expected * (after - before) <= 0.0:
+    if (predicted_after - predicted_before) * (after - before) <= 0.0:
         return paragraph + " " + _("The prediction expected the opposite, so its parts do not explain it.")
     return paragraph + " " + _(parts_of, parts=parts_text(differences))

@@ -10,10 +10,10 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.search_state import SearchTime
 from flagcore.domain.space import KnobValue
 from flagcore.i18n import N_, _, ngettext
-from flagcore.report.explanation import bottleneck_text
 from flagcore.report.formats import Notebook, hardware_text, known_columns, render, shown, table, table_columns
 from flagcore.report.text import (
     assumed_text,
+    bottleneck_text,
     candidate_columns,
     candidate_line,
     funnel,

@@ -4,15 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flagcore.domain import prediction
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import Counts
 from flagcore.domain.prediction import Labels
 from flagcore.domain.serving import STATISTICS
 from flagcore.domain.trial import RUN
 from flagcore.i18n import N_, _
-from flagcore.report.formats import NAMES, Notebook, hardware_text, render, shown, size_text, table, table_columns
-from flagcore.report.text import funnel, layers_text, repeats_text, values_text
+from flagcore.report.formats import NAMES, Notebook, hardware_text, render, shown, table, table_columns
+from flagcore.report.text import funnel, layers_text, part_name, repeats_text, values_text
 
 HEADINGS = NAMES["component_memory"]
 OTHER = N_("other")
@@ -75,11 +74,6 @@ def explanation_text(explanation: Explanation) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def part_name(part: str) -> str:
-    """Return the name of a part of a step or request as it is shown to users."""
-    return NAMES["parts"].get(part) or prediction.part_name(part)
-
-
 def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
     """Return a prediction as text: the parts of the model, of the memory and of the time, with the engine's labels."""
     if "objective" in record:
@@ -127,19 +121,15 @@ def _served_memory(memory: Mapping[str, Any]) -> str:
         name = _("KV cache") if tokens is None else _("KV cache ({count:,.0f} tokens in all instances)", count=tokens)
         parts[name] = cache
     return _(
-        "Memory per device: {parts} GiB; in use ~{used}{capacity} GiB ({verdict})",
+        "Memory per device: {parts} GiB; in use ~{used} GiB ({verdict})",
         parts=", ".join(f"{name} ~{gib:.2f}" for name, gib in parts.items()),
         used=used_text(memory),
-        capacity="",
         verdict=_(VERDICT[memory.get("fits")]),
     )
 
 
 def used_text(memory: Mapping[str, Any], digits: str = ".2f") -> str:
-    """Return the memory in use of a device, and its capacity if it is known, as text.
-
-    Messages that contain this text also have a field for the capacity, which stays empty.
-    """
+    """Return the memory in use of a device, and its capacity if it is known, as text."""
     return " / ".join(f"{memory[name]:{digits}}" for name in ("device_used_gib", "capacity_gib") if name in memory)
 
 
@@ -173,8 +163,8 @@ def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
         static_mb=static * 1024, activation_mb=activation * 1024, total_mb=(static + activation) * 1024
     )
     peak, reserved = (f"{memory[name]:.2f}" for name in ("peak_allocated_gib", "reserved_gib"))
-    names = {"used": used_text(memory), "capacity": "", "verdict": _(VERDICT[memory.get("fits")])}
-    text = N_("Peak allocated {peak} GiB, reserved {reserved} GiB, in use {used}{capacity} GiB ({verdict})")
+    names = {"used": used_text(memory), "verdict": _(VERDICT[memory.get("fits")])}
+    text = N_("Peak allocated {peak} GiB, reserved {reserved} GiB, in use {used} GiB ({verdict})")
     return "\n".join(
         [
             _("Memory of a device of pipeline stage {number} (highest):", number=memory["worst_stage"]),
@@ -187,7 +177,7 @@ def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
 
 
 def by_component(names: Iterable[str], labels: Labels) -> list[str]:
-    """Return the names of components in the order of reports, with unknown names last."""
+    """Return the names of components in the order in which reports show them, with unknown names last."""
     order = {name: place for place, name in enumerate(labels.components)}
     return sorted(names, key=lambda name: (order.get(name, len(order)), name))
 
@@ -220,7 +210,7 @@ def needs_text(memory: Mapping[str, Any]) -> str:
     """Return the memory in use of a device, its capacity and its parts in one line."""
     sizes = ", ".join(f"{_(name)} {gib:.2f}" for name, gib in memory_parts(memory).items())
     stage = "" if "kv_cache_gib" in memory else ", " + _("stage {number}", number=memory["worst_stage"])
-    return _("needs {used}{capacity} GiB per device", used=used_text(memory), capacity="") + f"{stage}: {sizes}"
+    return _("needs {used} GiB per device", used=used_text(memory)) + f"{stage}: {sizes}"
 
 
 def time_text(data: Mapping[str, Any]) -> str:
@@ -236,19 +226,6 @@ def time_text(data: Mapping[str, Any]) -> str:
     speed = f"{data['tokens_per_second_per_device']['value']:,.0f} tokens/s/device{mfu}"
     limit = _("Bottleneck: {limit}", limit=_(data["limit"]))
     return "\n".join([table([_("Time"), "s", _("share")], rows), "", f"{interval}; {speed}", limit])
-
-
-def bottleneck_text(predicted: Mapping[str, Any]) -> str:
-    """Return the bottleneck of a predicted training step, with its share. Empty if the bottleneck is unknown."""
-    name, time = predicted.get("limit"), predicted.get("time") or {}
-    if name == "memory":
-        memory = predicted["memory"]
-        used, capacity = size_text(memory["device_used_gib"]), size_text(memory.get("capacity_gib"))
-        return _("Bottleneck: memory, ~{used} of {capacity}.", used=used, capacity=capacity)
-    seconds = next((value for part, value in time.items() if part_name(part) == name), None)
-    if not seconds:
-        return ""
-    return _("Bottleneck: {limit}, ~{share:.0%} of a step.", limit=_(str(name)), share=seconds / sum(time.values()))
 
 
 def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:

@@ -15,9 +15,8 @@ from typing import Any
 
 import yaml
 
-from flagcore.i18n import _
-from flagcore.i18n.width import columns as columns_of
-from flagcore.i18n.width import left, pieces, right, wrapped
+from flagcore.i18n import _, left, pieces, right, wrapped
+from flagcore.i18n import columns as columns_of
 
 BETWEEN = "  "
 """The separator between two columns of a table."""

@@ -12,7 +12,7 @@ from flagcore.domain.serving import PER_DEVICE, PER_USER, nest_statistics
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SERVING, is_rate, objective_value, pareto
 from flagcore.domain.trial import SEARCH_FIELDS, Measurement, Role, Trial, TrialState
-from flagcore.i18n import Message, _, from_record
+from flagcore.i18n import N_, Message, _, from_record
 from flagcore.report.text import notes
 
 SCHEMA_VERSION = 1
@@ -271,12 +271,12 @@ def stop_reason(data: Mapping[str, Any]) -> str:
 
 def noise_warnings(plan: Plan) -> Iterator[str]:
     """Yield a warning if the machine became faster or slower."""
+    text = N_(
+        "machine drift: the speed of the baseline changed by {drift:+.1%} between its first and last run; "
+        "results of trials that are far apart in time may differ by as much"
+    )
     if plan.drifted and plan.drift is not None:
-        yield _(
-            "machine drift: the speed of the baseline changed by {drift:+.1%} between its first and last run; "
-            "results of trials that are far apart in time may differ by as much",
-            drift=plan.drift,
-        )
+        yield _(text, drift=plan.drift)
 
 
 def _side_by_side(plan: Plan) -> dict[str, Any] | None:

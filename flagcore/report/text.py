@@ -7,6 +7,7 @@ from itertools import chain, groupby
 from statistics import fmean, median
 from typing import Any, TypeAlias
 
+from flagcore.domain import prediction
 from flagcore.domain.chip import disturbances
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, Plan, Speedup
@@ -16,9 +17,8 @@ from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, ServeSpec
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, step_value
-from flagcore.i18n import N_, _, ngettext
-from flagcore.i18n.width import columns, left
-from flagcore.report.formats import NAMES, shown
+from flagcore.i18n import N_, _, columns, left, ngettext
+from flagcore.report.formats import NAMES, shown, size_text
 
 Stage: TypeAlias = tuple[str | None, str, int]
 """A stage of the search space: the rule that removed candidates, the name of the stage, and the number of candidates.
@@ -89,13 +89,10 @@ def search_time_text(time: SearchTime) -> str:
 
 def assumed_text(assumed: Mapping[str, object]) -> str:
     """Return the assumed implementation and settings of a plan as text."""
-    implementation, *settings = assumed.items()
-    settings_texts = [name if value is True else f"{name}={value}" for name, value in settings]
-    return _(
-        "Assumed: {implementation} layers, {settings} (set train.implementation or train.settings to change).",
-        implementation=implementation[1],
-        settings=", ".join(settings_texts),
-    )
+    implementation, *items = assumed.items()
+    settings = ", ".join(name if value is True else f"{name}={value}" for name, value in items)
+    text = N_("Assumed: {implementation} layers, {settings} (set train.implementation or train.settings to change).")
+    return _(text, implementation=implementation[1], settings=settings)
 
 
 def scaled_text(seconds: float, nodes: int = 0, of_nodes: int = 0) -> str:
@@ -150,7 +147,7 @@ def value_text(value: object) -> str:
 
 
 def knob_of(name: str, knobs: Knobs) -> Knob:
-    """Return the knob with this name. An unknown name gives a knob without other fields."""
+    """Return the knob with this name. For an unknown name, it is a knob that has only this name."""
     return knobs.get(name) or Knob(name=name)
 
 
@@ -175,6 +172,24 @@ def candidate_line(name: str, record: Mapping[str, Any], knobs: Knobs) -> str:
     return f"{text}, ~{memory['device_used_gib']:.4g} GiB" + (", " + _(excess) if (excess := _excess(memory)) else "")
 
 
+def part_name(part: str) -> str:
+    """Return the name of a part of a step or request as it is shown to users."""
+    return NAMES["parts"].get(part) or prediction.part_name(part)
+
+
+def bottleneck_text(predicted: Mapping[str, Any]) -> str:
+    """Return the bottleneck of a predicted training step, with its share. Empty if the bottleneck is unknown."""
+    name, time = predicted.get("limit"), predicted.get("time") or {}
+    if name == "memory":
+        memory = predicted["memory"]
+        used, capacity = size_text(memory["device_used_gib"]), size_text(memory.get("capacity_gib"))
+        return _("Bottleneck: memory, ~{used} of {capacity}.", used=used, capacity=capacity)
+    seconds = next((value for part, value in time.items() if part_name(part) == name), None)
+    if not seconds:
+        return ""
+    return _("Bottleneck: {limit}, ~{share:.0%} of a step.", limit=_(str(name)), share=seconds / sum(time.values()))
+
+
 def _excess(memory: Mapping[str, Any]) -> str:
     """Return a phrase for a prediction that does not fit in memory, or an empty string for one that fits."""
     if memory.get("fits") is not False:
@@ -185,13 +200,13 @@ def _excess(memory: Mapping[str, Any]) -> str:
 
 
 def candidate_columns(records: Sequence[Mapping[str, Any]], knobs: Knobs) -> dict[str, str]:
-    """Return the columns of knobs: their headings and keys.
+    """Return the columns of knobs: the headings, each with the key of the value in a record.
 
-    They are all sizes, and the knobs that differ between records or are not neutral.
+    A knob has a column if it is a size, if it differs between records, or if a value is not neutral.
     """
     names = dict.fromkeys(name for record in records for name in record["candidate"])
     values = {name: [record["candidate"].get(name) for record in records] for name in names}
-    shown_knobs = [name for name, some in values.items() if _has_column(knob_of(name, knobs), some)]
+    shown_knobs = [name for name, of_knob in values.items() if _has_column(knob_of(name, knobs), of_knob)]
     return {knob_of(name, knobs).title: f"candidate.{name}" for name in shown_knobs}
 
 

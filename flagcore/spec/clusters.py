@@ -145,7 +145,7 @@ def _problem(host: str, pairs: Sequence[str], options: dict[str, str], before: S
         return f"must give slots from 1 to {MAX_DEVICES}"
     for key, has in (("slots", [line.slots is not None for line in before]), ("type", [bool(x.kind) for x in before])):
         if has and (key in options) != has[0]:
-            return f"must have {key} if other hosts have it, else not"
+            return f"must have {key} if the other hosts have it, and only then"
     same_kind = [line for line in before if line.kind == options.get("type", "")]
     if same_kind and "slots" in options and same_kind[0].slots != int(slots):
         return UNEQUAL

@@ -10,10 +10,9 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.spec import CHEAPEST, COST, ClusterSpec, Spec
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.knobs import Engines, knobs_of
+from flagcore.spec.knobs import Engines, knobs_of, knobs_of_engine
 from flagcore.spec.plain_data import plain, spec_error
-from flagcore.spec.schema import Document, document_of
-from flagcore.spec.serving import ServeDocument, engines_of, serve_document_of
+from flagcore.spec.schema import CommonSection, Document, document_of
 from flagcore.spec.validate import Context, Section, located, validated
 
 
@@ -40,6 +39,36 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     raise located(problem_of_sections, (), file)
 
 
+def engines_of(data: object, kind: str = "serve") -> tuple[str, ...]:
+    """Return the names of the engines in the section `kind` of a spec's data, without duplicates.
+
+    Only the section `serve` can list several. Returns an empty tuple if there is no such section.
+    """
+    section = data.get(kind) if isinstance(data, Mapping) else None
+    engine = section.get("engine") if isinstance(section, Mapping) else None
+    names = engine if isinstance(engine, list) and kind == "serve" else [engine]
+    return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
+
+
+def select_engine(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """Return a spec's data reduced to one of its engines.
+
+    Raises SpecError if there are knobs of an engine that the spec does not name.
+    """
+    tuner, engines = dict(data.get("auto_tuner") or {}), engines_of(data)
+    for key in ("space", "baseline"):
+        knobs = tuner.get(key)
+        if not isinstance(knobs, Mapping):
+            continue
+        if other := next((name for name in knobs if isinstance(knobs[name], Mapping) and name not in engines), None):
+            problem = "has knobs of an engine that serve.engine does not name"
+            fix = f"remove it, or add the engine to serve.engine ({', '.join(engines)})"
+            raise spec_error(("auto_tuner", key, other), problem, fix=fix)
+        tuner[key] = knobs_of_engine(knobs, engine)
+    selected = {**data, "serve": {**data["serve"], "engine": engine}}
+    return {**selected, "auto_tuner": tuner} if tuner else selected
+
+
 def check_engines(data: Mapping[str, Any], *, file: str, base: Path, engines: Engines) -> None:
     """Check a spec with several serving engines. Raises SpecError with all invalid keys.
 
@@ -52,7 +81,7 @@ def check_engines(data: Mapping[str, Any], *, file: str, base: Path, engines: En
 
 def _document(
     data: Any, file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]
-) -> tuple[Document | ServeDocument | None, list[SpecError]]:
+) -> tuple[CommonSection | None, list[SpecError]]:
     """Validate a spec. Return the document, or None if it is invalid, and its problems.
 
     The sections of the document are already converted to records of `flagcore.domain`.
@@ -69,10 +98,14 @@ def _document(
             knobs[name] = (*knobs_of(name, engines, f"{kind}.engine", file, kind), *plugin_knobs)
         except SpecError as error:
             problems.append(error)
-    document_type: type[Document | ServeDocument] = Document if kind == "train" else ServeDocument
-    if knobs and not problems:
-        rows = tuple(knobs.items())
-        document_type = serve_document_of(rows) if kind == "serve" else document_of(*rows[0])
+    document_type: type[CommonSection] = Document
+    rows = () if problems else tuple(knobs.items())
+    if kind == "serve":
+        from flagcore.spec.serving import ServeDocument, serve_document_of  # specs for training do not need it
+
+        document_type = serve_document_of(rows) if rows else ServeDocument
+    elif rows:
+        document_type = document_of(*rows[0])
     _add_sections(document_type, data)
     document, found = validated(document_type, data, Context(file=file, base=base, data=data))
     return document, problems + found
@@ -90,13 +123,15 @@ def _add_sections(kind: type[BaseModel], data: dict[str, Any]) -> None:
             _add_sections(section, data[name])
 
 
-def _spec_of(document: Document | ServeDocument) -> Spec:
+def _spec_of(document: CommonSection) -> Spec:
     """Return the spec for a valid document. Raises SpecError if its sections contradict each other."""
-    tuner, fields = dict(document.auto_tuner), dict[str, Any](document)
+    fields = dict[str, Any](document)
+    tuner, kind = dict(fields["auto_tuner"]), "serve" if "serve" in fields else "train"
     tuner.pop("cards", None)
-    tuner["objective"] = _objective(document, fields["cluster"])
-    work = fields["serve" if isinstance(document, ServeDocument) else "train"]
-    spec = Spec(**{name: fields[name] for name in ("model", "cluster", "envs")}, work=work, **tuner)
+    if tuner["objective"] == COST:
+        _require_prices(fields["cluster"])
+        tuner["objective"] = CHEAPEST[kind]
+    spec = Spec(**{name: fields[name] for name in ("model", "cluster", "envs")}, work=fields[kind], **tuner)
     nodes, whole = spec.control.trial_nodes, spec.cluster.nodes
     if nodes and (problem := _trial_nodes_problem(spec, nodes)):
         largest = next((whole // each for each in range(2, whole + 1) if whole % each == 0), 1)
@@ -109,7 +144,7 @@ def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
     """Return why trials of `spec` cannot run on `nodes` nodes, or an empty string if they can."""
     total_nodes, hosts = spec.cluster.nodes, len(spec.cluster.hosts)
     if spec.cluster.groups:
-        return _("needs equal nodes, but there are cluster.groups")
+        return _("requires identical nodes, but cluster.groups is set")
     if total_nodes % nodes:
         return _("must divide cluster.nodes = {nodes}", nodes=total_nodes)
     if hosts and nodes > hosts - spec.cluster.spares:
@@ -124,13 +159,9 @@ def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
     return ""
 
 
-def _objective(document: Document | ServeDocument, cluster: ClusterSpec) -> str:
-    """Return the figure that the search optimizes. Raises SpecError if it is `cost`, but a price is missing."""
-    name = str(document.auto_tuner.objective)
-    if name != COST:
-        return name
+def _require_prices(cluster: ClusterSpec) -> None:
+    """Raise SpecError if the price of a device is missing, which the objective `cost` needs."""
     if any(group.price_per_device_hour is None for group in cluster.groups or (cluster,)):
         key = "cluster.groups[].price_per_device_hour" if cluster.groups else "cluster.price_per_device_hour"
         fix = _("set {key}, or choose another objective", key=key)
-        raise spec_error("auto_tuner.objective", _("needs the price of all devices"), value=name, fix=fix)
-    return CHEAPEST["serve" if isinstance(document, ServeDocument) else "train"]
+        raise spec_error("auto_tuner.objective", _("needs the price of all devices"), value=COST, fix=fix)

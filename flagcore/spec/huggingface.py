@@ -30,7 +30,7 @@ NAMES = {
     "moe_router_topk": "num_experts_per_tok",
     "moe_first_dense_layers": "first_k_dense_replace",
 }
-"""For each field of `Model`, the key of config.json that messages name."""
+"""The key of config.json that messages name for a field of `Model`."""
 ALIASES = {
     alias: name
     for name, aliases in {
@@ -343,7 +343,7 @@ def vision_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Vis
 
 
 def _pixels(preprocessor: Mapping[str, Any], key: str, edge: str, default: int) -> int:
-    """Return a limit of the number of pixels: the value of `key`, or else of `edge` in the section `size`."""
+    """Return the smallest or largest number of pixels: the value of `key`, or else of `edge` in the section `size`."""
     value = preprocessor.get(key) or _section(preprocessor, "size").get(edge) or default
     if not isinstance(value, int) or value < 1:
         raise spec_error(("preprocessor_config.json", key), "must be a number of pixels", value=value)

@@ -5,7 +5,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from flagcore.contracts import ImportedSpec, ImportNote
+from flagcore.contracts import ImportedSpec
+from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import dump_yaml, spec_error
 
@@ -40,7 +41,7 @@ class Notes:
 def commented_yaml(spec: ImportedSpec) -> str:
     """Return an imported spec as YAML, with its notes as comments.
 
-    Each note is above its key, or above the closest existing section that would contain the key.
+    Each note is above its key or, if the data lack the key, above the innermost section that would contain it.
     """
     notes_by_key: dict[str, list[ImportNote]] = {}
     for note in spec.notes:

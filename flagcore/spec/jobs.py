@@ -24,7 +24,7 @@ from flagcore.spec.serving import Clients, Distribution, KnobInput, NoTokens, Pe
 from flagcore.spec.validate import Context, Devices, Fraction, Rate, Section, Text, Word, checked, rule
 
 CHAT_DATASETS = ("ShareGPT",)
-"""Values of `dataset` for which lengths are log-normal, with the lengths in the record as their means."""
+"""Values of `dataset` with log-normal lengths. The lengths in the record are the means."""
 
 
 class _Cluster(Section):
@@ -229,7 +229,7 @@ def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
 
 
 def _record(line: bytes, place: str) -> Line:
-    """Return the JSON object in one line of a job file, or the line's error."""
+    """Return the JSON object in one line of a job file, or an error that names `place` if the line is invalid."""
     fix = "write one JSON object per line"
     try:
         record = load_json(line.decode("utf-8-sig"))

@@ -108,10 +108,10 @@ def _parsed(knob: Knob, value: Any) -> KnobValue:
 def settings_of(
     section: Section, knobs: Sequence[Knob], *, exclude: Collection[str] = (), at: str = ""
 ) -> dict[str, SettingValue]:
-    """Return the settings in a section that are not null, sorted by name. Lists become comma-separated text.
+    """Return the settings in a section that are not null, sorted by name. Lists become comma-separated strings.
 
-    `exclude`: names of settings to skip.
-    Raises SpecError, with a key that starts with `at`, if a setting and its negation contradict each other.
+    `exclude`: names of settings to skip. Raises SpecError, with a key that starts with `at`, if a setting and its
+    negation contradict each other.
     """
     settings: dict[str, SettingValue] = {}
     by_name = {knob.name: knob for knob in knobs if "setting" in knob.scope and knob.name not in exclude}
@@ -150,7 +150,7 @@ def _number(text: str) -> int | float | None:
 
 
 def serving_types(knobs: Iterable[Knob], *, listed: bool) -> list[tuple[Knob, Any]]:
-    """Return a knob and the type of its values for each name and alias of serving knobs.
+    """Return a knob and the type of its values for each name and alias of the knobs of serving engines.
 
     If knobs of several engines have the same name, the type is the union of their types.
 
@@ -194,6 +194,12 @@ def serving_values(
     return values
 
 
+def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """Return the values in a space or baseline for one engine. Its own section overrides the values for all engines."""
+    common = {key: value for key, value in space.items() if not isinstance(value, Mapping) and key != engine}
+    return {**common, **(space.get(engine) or {})}
+
+
 def section_of(name: str, doc: str, rows: Sequence[tuple[Knob, Any, Any]]) -> type[Section]:
     """Return the pydantic model of a section of knobs.
 
@@ -218,7 +224,7 @@ def _listed(kind: Any) -> Any:
 def _compared_type(knob: Knob) -> Any:
     """Return the type of a setting in a space: a value, a list of values, or `auto`.
 
-    A value of kind words is one text, because a list means several values.
+    A value of kind words is one string, because a list means several values.
     """
     if knob.kind != "words":
         return _listed(_value_type(knob) | None)
@@ -229,7 +235,7 @@ def _compared_type(knob: Knob) -> Any:
 
 
 def _words_text(knob: Knob) -> Any:
-    """Return the type of a text of several words that are separated by commas or blanks."""
+    """Return the type of a string of several words that are separated by commas or blanks."""
     word = "|".join(map(re.escape, (*knob.words, *knob.spellings)))
     return Annotated[str, Field(pattern=f"^[ ,]*({word})([ ,]+({word}))*[ ,]*$", examples=[",".join(knob.words[:2])])]
 
@@ -237,7 +243,7 @@ def _words_text(knob: Knob) -> Any:
 def _value_type(knob: Knob) -> Any:
     """Return the type of a knob's values, including alternative spellings.
 
-    For a knob with effects, valid values depend on the chip, so the type includes any boolean, integer, text or null.
+    For a knob with effects, valid values depend on the chip, so the type includes any boolean, integer, string or null.
     """
     if knob.effects:
         return bool | int | str | None
@@ -271,7 +277,7 @@ def _nullable_type(knob: Knob) -> Any:
 
 
 def _word_list(word: Any, knob: Knob) -> Any:
-    """Return the type of several words, as a list or as one text in which commas or blanks separate them."""
+    """Return the type of several words: a list, or one string in which commas or blanks separate the words."""
 
     def split(value: object) -> object:
         words = value.replace(",", " ").split() if isinstance(value, str) else value

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from difflib import get_close_matches
+from importlib.resources import files
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -217,18 +218,28 @@ def parse_yaml(text: str, *, file: str) -> Any:
     raise spec_error(place, _("cannot be read as YAML: {why}", why=problem), file=file)
 
 
-class _Loader(yaml.SafeLoader):
+def package_yaml(package: str, name: str) -> Any:
+    """Return the content of a YAML file that is part of a Python package."""
+    return yaml.load(files(package).joinpath(name).read_text("utf-8"), _Loader)
+
+
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # without libyaml, ten times as slow
+
+
+class _Loader(_SafeLoader):  # type: ignore[misc]
     """A SafeLoader with the scalar types of YAML 1.2. It rejects other tags and duplicate keys."""
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own declaration)
-    yaml_constructors = {}  # noqa: RUF012
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own declaration)
+    yaml_constructors: dict[str, Any] = {}  # noqa: RUF012
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         found: dict[Hashable, Any] = {}
         for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str) or key in found:
-                problem = "a key is repeated" if isinstance(key, str) else "keys must be strings: quote the key"
+                problem = "keys must be strings: quote the key"
+                if isinstance(key, str):
+                    problem = f"the key {key} is repeated"
                 raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key_node.start_mark)
             found[key] = self.construct_object(value_node, deep=deep)
         return found
@@ -242,7 +253,7 @@ _CORE = "tag:yaml.org,2002:"
 
 
 class _Dumper(yaml.SafeDumper):
-    """A SafeDumper that quotes text which YAML 1.1 or 1.2 would read as another type, such as 3e-05."""
+    """A SafeDumper that quotes strings which YAML 1.1 or 1.2 would read as another type, such as 3e-05."""
 
 
 def dump_yaml(data: object, **options: Any) -> str:

@@ -3,13 +3,11 @@
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
+from flagcore.spec.plain_data import package_yaml
 
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 FORMATS = {
     **dict.fromkeys(("awq", "gptq", "int4", "w4a16", "4bit", "bnb"), "int4"),
     **dict.fromkeys(("int8", "w8a8", "8bit"), "int8"),
@@ -37,8 +35,8 @@ _SAME_SHAPE = {
 
 @lru_cache(maxsize=1)
 def public_models() -> Mapping[str, Mapping[str, Any]]:
-    """Return the table of public models: the keys of config.json and the format of quantized weights by name."""
-    table: dict[str, dict[str, Any]] = yaml.load(files(__package__).joinpath("public_models.yaml").read_text(), LOADER)
+    """Return the table of public models by name: the keys of config.json, and the format of quantized weights."""
+    table: dict[str, dict[str, Any]] = package_yaml(__package__, "public_models.yaml")
     return table
 
 
@@ -60,7 +58,7 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
 
 
 def absolute_model(source: str, base: Path) -> str:
-    """Return the absolute path of a model. The name of a public model stays, unless a file or directory has it."""
+    """Return the absolute path of a model, or the name itself of a public model that is not a file or directory."""
     path = base / source
     return source if find_public(source) and not path.exists() else str(path.resolve())
 

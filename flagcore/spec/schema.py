@@ -99,7 +99,7 @@ class ControlSection(BudgetSection):
     train_iters: Steps = _CONTROL.train_iters
     """Steps per trial."""
     max_step_time: Seconds | None = _CONTROL.max_step_time
-    """Longer steps run with a smaller global batch, and their time is scaled; null: all steps are whole."""
+    """Seconds; longer steps run with a smaller global batch, and their time is scaled; null: all steps are whole."""
     warmup_iters: NoSteps = _CONTROL.warmup_iters
     """Warm-up steps of a trial, which are not measured; fewer than train_iters."""
     fidelity: Literal["estimate", "probe", "run"] = "run"
@@ -154,7 +154,7 @@ class TunerSection(SearchSection):
     control: Annotated[ControlSection, rule(control_of)] = ControlSection()
     """Budget of the search."""
     objective: Literal["tokens_per_second_per_device", "step_time_s", "cost"] = "tokens_per_second_per_device"
-    """The figure to optimize: tokens per second and device (maximized), seconds per step (minimized), or cost. All
+    """The metric to optimize: tokens per second and device (maximized), seconds per step (minimized), or cost. All
     candidates use all devices, so the one with the most tokens per second has the lowest cost of tokens."""
 
 

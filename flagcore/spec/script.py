@@ -22,7 +22,7 @@ TIMEOUT_SECONDS = 10.0
 SCRIPT_FIX = "give the torchrun command itself as train.command"
 SHELLS = ("bash", "sh", "dash")
 HOSTS_FUNCTION = "() { local i; for ((i = 0; i < ${SLURM_NNODES:-1}; i++)); do echo localhost; done; }"
-"""Stands for Slurm's `scontrol`, with which scripts list their hosts, outside an allocation."""
+"""A shell function that replaces Slurm's `scontrol` outside an allocation. Scripts list their hosts with it."""
 IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_")
 
 
@@ -84,7 +84,7 @@ def _names_shell(file: Path) -> bool:
 
 
 def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping[str, str]) -> str:
-    """Run a traced script until all its processes end. Return why it failed; the text is empty on success.
+    """Run a traced script until all its processes end. Return why it failed, or an empty string if it succeeded.
 
     Processes of a pipeline may outlive the script. They inherit a pipe, which closes when the last process ends.
     """
@@ -118,9 +118,7 @@ def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping
 
 
 def _read_record(file: Path, environment: Mapping[str, str]) -> tuple[str, Record] | None:
-    """Return the kind of a record, and the record. Returns None for an incomplete record of a script that was
-    killed.
-    """
+    """Return the kind of a record, and the record, or None if the record of a killed script is incomplete."""
     text = file.read_bytes().decode("utf-8", errors="surrogateescape")
     if not text.endswith("\0"):
         return None

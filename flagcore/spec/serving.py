@@ -19,7 +19,7 @@ from flagcore.domain.serving import DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUEST
 from flagcore.domain.spec import AUTO, COST, SERVING, Precision
 from flagcore.errors import SpecError
 from flagcore.i18n import _
-from flagcore.spec.knobs import Engines, section_of, serving_types, serving_values
+from flagcore.spec.knobs import Engines, knobs_of_engine, section_of, serving_types, serving_values
 from flagcore.spec.models import model_of
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.public import find_public
@@ -206,8 +206,8 @@ def _check_answers(profile: ProfileSection, figures: Iterable[str]) -> None:
         return
     if name := next((each for each in figures if each.startswith(("tpot_s", "itl_s"))), None):
         problem, fix = (
-            f"leaves {name} undefined, which is the time of tokens after the first",
-            "use 2 or more, or another figure",
+            f"leaves {name} undefined, because an answer has no token after the first",
+            "use 2 or more, or another metric",
         )
         raise spec_error("profile.output_len", problem, value=profile.output_len, fix=fix)
 
@@ -223,7 +223,7 @@ def _stored_format(weights: Path) -> str | None:
 
 
 def _slo_of(section: SloSection) -> dict[str, float]:
-    """Return the upper bounds in the section by the names of their figures, such as `ttft_s.p99`."""
+    """Return the upper bounds in the section by the names of metrics, such as `ttft_s.p99`."""
     return {
         f"{latency}.{statistic}": limit
         for latency, bounds in section
@@ -254,7 +254,7 @@ def _not_with(other: str, key: str, value: object = None, fix: str = "remove one
 
 
 def _loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tuple[Load, ...]:
-    """Return the load points of a profile: one for each value of `concurrency` or `request_rate`."""
+    """Return the load points of a profile, one for each value of `concurrency` or `request_rate`."""
     has_ratio, has_spread = profile.range_ratio != 1.0, profile.range_spread is not None
     if profile.concurrency is not None and profile.request_rate is not None:
         raise _not_with("serve.profile.request_rate", "profile.concurrency", profile.concurrency)
@@ -339,7 +339,7 @@ class ServeTunerSection(SearchSection):
     control: Annotated[ServeControlSection, rule(control_of)] = ServeControlSection()
     """Budget of the search."""
     objective: Literal[OBJECTIVES] = SERVING[0]  # type: ignore[valid-type]
-    """The figure to optimize: rates are maximized, latencies minimized (the mean, unless a statistic is given). cost is
+    """The metric to optimize: rates are maximized, latencies minimized (the mean, unless a statistic is given). cost is
     that of an output token on the devices that a configuration uses, so it maximizes output_tokens_per_s_per_device."""
 
 
@@ -419,42 +419,6 @@ def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
         fields.append((Knob(name=name, help=f"Knobs of {name} alone."), section | None, None))
     doc = "Knobs of the engine, or of each of several engines. Missing knobs keep the engine's default."
     return section_of(f"Serve{title}{suffix}", doc, fields)
-
-
-def engines_of(data: object, kind: str = "serve") -> tuple[str, ...]:
-    """Return the names of the engines in the section `kind` of a spec's data, without duplicates.
-
-    Only the section `serve` can list several. Returns an empty tuple if there is no such section.
-    """
-    section = data.get(kind) if isinstance(data, Mapping) else None
-    engine = section.get("engine") if isinstance(section, Mapping) else None
-    names = engine if isinstance(engine, list) and kind == "serve" else [engine]
-    return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
-
-
-def select_engine(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return a spec's data reduced to one of its engines.
-
-    Raises SpecError if there are knobs of an engine that the spec does not name.
-    """
-    tuner, engines = dict(data.get("auto_tuner") or {}), engines_of(data)
-    for key in ("space", "baseline"):
-        knobs = tuner.get(key)
-        if not isinstance(knobs, Mapping):
-            continue
-        if other := next((name for name in knobs if isinstance(knobs[name], Mapping) and name not in engines), None):
-            problem = "has knobs of an engine that serve.engine does not name"
-            fix = f"remove it, or add the engine to serve.engine ({', '.join(engines)})"
-            raise spec_error(("auto_tuner", key, other), problem, fix=fix)
-        tuner[key] = knobs_of_engine(knobs, engine)
-    selected = {**data, "serve": {**data["serve"], "engine": engine}}
-    return {**selected, "auto_tuner": tuner} if tuner else selected
-
-
-def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the values in a space or baseline for one engine. Its own section overrides the values for all engines."""
-    common = {key: value for key, value in space.items() if not isinstance(value, Mapping) and key != engine}
-    return {**common, **(space.get(engine) or {})}
 
 
 def json_schema(engines: Engines) -> dict[str, Any]:

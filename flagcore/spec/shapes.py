@@ -1,4 +1,4 @@
-"""Inline shapes of models, and rules that concern several sizes of a model."""
+"""Models that a spec describes inline, and rules that concern several sizes of a model."""
 
 from collections.abc import Mapping
 
@@ -117,7 +117,7 @@ def model_of_shape(shape: Shape) -> Model:
 def check_model(model: Model, names: Mapping[str, str]) -> None:
     """Raise SpecError if sizes of `model` contradict each other.
 
-    `names`: for fields of `Model` that have another key in the file, that key. Messages use it.
+    `names`: the keys in the file of those fields of `Model` whose keys have other names. Messages use these keys.
     """
     if found := _contradictions(model, names):
         raise join_errors(list(found.values()))

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from flagcore.contracts import Start
+from flagcore.domain.launch import Start
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore.spec.script import SHELLS, is_script, trace_script
@@ -36,7 +36,7 @@ _SWITCHES = {
 }
 """Options of `docker run` and `podman run` without a value, besides short ones."""
 _NO_DEVICE = re.compile("rdma|hca|roce|efa|nic|fuse|hugepages")
-"""Extended resources of Kubernetes that are no accelerators."""
+"""A pattern of extended resources of Kubernetes that are not accelerators."""
 _MANIFEST = re.compile(r"\s*(#.*\n\s*)*(---|\{|[\w\"'./-]+:(\s|$))")
 _COMPOSE_VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::?-([^}]*))?[^}]*\}|(\w+))")
 _RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?(?:post|rc)\d+)?)(?![\d.])")
@@ -72,7 +72,7 @@ def starts_of(
 
 
 def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, depth: int = 0) -> Iterator[Start]:
-    """Yield the programs that a container, a shell or a script starts in turn; otherwise the program itself."""
+    """Yield the programs that a container, a shell or a script starts. Yield any other program itself."""
     words, envs = list(start.words), dict(start.envs)
     while words and (words[0] == "env" or ASSIGNMENT.match(words[0])):
         name, equals, value = words.pop(0).partition("=")
@@ -119,7 +119,7 @@ def _container_run(start: Start, words: Sequence[str], images: Mapping[str, Sequ
 
 
 def _container(start: Start, image: str, entry: Any, args: Any, images: Mapping[str, Sequence[str]]) -> Start:
-    """Return `start` with the command of a container, and with the engine release in the tag of its image."""
+    """Return `start` with a container's command, and with the engine release that the tag of its image names."""
     path, _at, _digest = image.partition("@")
     repository, _colon, tag = path.rpartition(":") if ":" in path.rpartition("/")[2] else (path, "", "")
     program: Sequence[str] = _words(entry)
@@ -239,7 +239,7 @@ def _variables(entries: Any) -> dict[str, str]:
 
 
 def _words(value: Any) -> list[str]:
-    """Return the words of a command that is a text, a list, or missing."""
+    """Return the words of a command, which is a string, a list, or missing."""
     return split_words(value) if isinstance(value, str) else [str(each) for each in value or ()]
 
 

@@ -22,7 +22,7 @@ BYTES_PATTERN = r"^([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(?:([KMGT])(i?))?B$"
 MAX_PROBLEMS = 20
 """The maximum number of problems that an error lists for one file."""
 LISTED_KEYS = 4
-"""The maximum number of keys of a section that the description of its values lists."""
+"""The maximum number of keys of a section that a description of its valid values lists."""
 DID_YOU_MEAN = N_("did you mean {name}?")
 Schema = Mapping[str, Any]
 M = TypeVar("M", bound=BaseModel)
@@ -102,7 +102,7 @@ def checked(kind: type[M], data: object, context: Context = Context()) -> M:
 def validated(kind: type[M], data: object, context: Context) -> tuple[M | None, list[SpecError]]:
     """Return `data` as an instance of the model `kind`, or None, and all problems.
 
-    Invalid keys are listed first, then broken rules.
+    Problems with single keys come first, then broken rules.
     """
     kinds: dict[KeyPath, str] = {}
     broken: list[SpecError] = []
@@ -119,7 +119,7 @@ def validated(kind: type[M], data: object, context: Context) -> tuple[M | None, 
 
 
 def located(error: SpecError, path: KeyPath, file: str) -> SpecError:
-    """Return an error whose key is relative to `path` as an error with the whole key and the file.
+    """Return a copy of an error whose key is relative to `path`, with the complete key and the file.
 
     An error that names another file is returned unchanged.
     """
@@ -388,6 +388,6 @@ def _environment_of(envs: Mapping[str, str | int], _context: Context) -> dict[st
 
 
 Memory = Annotated[Bytes | Amount | None, rule(_size_of)]
-"""A memory size in bytes, or as text with a unit. Validation converts it to bytes."""
+"""A memory size in bytes, or a string with a unit. Validation converts it to bytes."""
 Envs = Annotated[dict[str, Value | int], rule(_environment_of)]
 """Environment variables by name. Validation checks the names."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.chip import Chip
-from flagcore.domain.files import HOME_VARIABLE, data_folder, read_regular, replace
+from flagcore.domain.files import HOME_VARIABLE, data_folder, read_regular, replace, writable
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import RUN, Measurement, Trial, TrialState
@@ -27,6 +27,7 @@ from flagcore.vendorkit.chip_file import Reading, read_kernel
 from flagcore.vendorkit.fields import build
 
 SCHEMA = 1
+HOME_FIX = f"set {HOME_VARIABLE} to a folder that can be written"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +35,9 @@ class Calibration:
     """Measurements of kernels and collectives on `devices` devices of a chip.
 
     - `rows`: the measurements, as plain data.
-    - `aliases`: other names of the chip at that time; for a CPU, they name the processor.
-    - `driver`, `torch`: versions.
-    - `how`: the tool that measured.
+    - `aliases`: other names of the chip when it was measured. For a CPU, they name the processor.
+    - `driver`, `torch`: the versions of the driver and of torch.
+    - `how`: the tool that measured the kernels and collectives.
     - `date`: ISO 8601.
     - `others`: share of the CPUs that other processes used meanwhile, from 0 to 1; None if unknown.
     - `facts`: figures of a chip that no plugin lists, else None.
@@ -58,10 +59,6 @@ class Calibration:
         """The file name. A new calibration of the same chip, driver and torch version replaces the file."""
         parts = (self.chip, *self.aliases[:1], f"driver {self.driver or 'none'}", f"torch {self.torch}")
         return "--".join(map(_slug, parts)) + ".json"
-
-    def matches(self, chip: Chip) -> bool:
-        """Return whether the calibration was measured on `chip`, as `same_chip` decides."""
-        return same_chip(self.chip, self.aliases, chip)
 
 
 class Calibrations:
@@ -89,29 +86,27 @@ class Calibrations:
     def find(self, chip: Chip, torch: str | None = None) -> tuple[Path, Calibration] | None:
         """Return the path and content of the newest calibration of `chip`, or None.
 
-        One with this version of torch is preferred. Raises RunError if a file of this chip cannot be read.
+        A calibration with this version of torch is preferred. Raises RunError if a file of this chip cannot be read.
         """
         readable, unreadable = self._read()
         for path, error in unreadable:
             if _is_file_of(path, chip):
                 raise error
-        matching = [pair for pair in readable if pair[1].matches(chip)]
+        matching = [pair for pair in readable if same_chip(pair[1].chip, pair[1].aliases, chip)]
         return next((pair for pair in matching if pair[1].torch == torch), matching[0] if matching else None)
 
     def check_writable(self) -> None:
         """Raise RunError unless files can be written to the folder."""
         draft = self.folder / f"{os.getpid()}.draft"
-        try:
+        with writable(self.folder, HOME_FIX):
             self.folder.mkdir(parents=True, exist_ok=True)
             draft.touch()
             draft.unlink()
-        except OSError as error:
-            raise _unwritable(self.folder, error) from None
 
     def save(self, calibration: Calibration) -> Path:
         """Write a calibration and return its path. Raises RunError if it cannot be written."""
         path = self.folder / calibration.file_name
-        replace_file(path, _text(calibration))
+        _write(path, _text(calibration))
         return path
 
     def _read(self) -> tuple[tuple[tuple[Path, Calibration], ...], tuple[tuple[Path, RunError], ...]]:
@@ -147,26 +142,19 @@ def read(path: Path) -> Calibration:
     try:
         data = json.loads(read_regular(path))
         if data.pop("schema") != SCHEMA:
-            raise ValueError(f"its schema is not {SCHEMA}")
+            raise ValueError(f"the schema is not {SCHEMA}")
         calibration: Calibration = build(Calibration, data, str(path))
         return calibration
     except (SpecError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fix = "run `flag calibrate`, or delete the file"
-        raise RunError(f"{path} is not a calibration that can be read ({error}); {fix}") from None
+        raise RunError(f"cannot read the calibration {path} ({error}); {fix}") from None
 
 
-def replace_file(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     """Write a file in the user's data folder atomically. Raises RunError if it cannot be written."""
-    try:
+    with writable(path, HOME_FIX):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace(path, text)
-    except OSError as error:
-        raise _unwritable(path, error) from None
-
-
-def _unwritable(path: Path, error: OSError) -> RunError:
-    fix = f"set {HOME_VARIABLE} to a folder that can be written"
-    return RunError(f"{path} cannot be written: {error.strerror or error}; {fix}")
 
 
 def _is_file_of(path: Path, chip: Chip) -> bool:
@@ -192,9 +180,9 @@ def _text(calibration: Calibration) -> str:
 
 
 def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> Roofline:
-    """Return kernel costs for `chip`: the measured ones, and for other kernels its roofline with `curve`.
+    """Return kernel costs for `chip`: the measured times, and for all other kernels the chip's roofline with `curve`.
 
-    Raises RunError.
+    Raises RunError for an invalid calibration.
     """
     try:
         kernels = tuple(read_kernel(row, Reading()) for row in calibration.rows if "kernel" in row)
@@ -214,19 +202,16 @@ def collective_table(calibration: Calibration) -> CollectiveTable | None:
             if "collective" in row:
                 times = points.setdefault((str(row["collective"]), int(row["ranks"])), {})
                 times[float(row["bytes"])] = float(row["us"]) * 1e-6
-    except (ValueError, TypeError, KeyError) as error:
-        raise _invalid_row(calibration, error) from None
-    try:
         curves = tuple(_curve(kind, ranks, times) for (kind, ranks), times in points.items())
         return CollectiveTable(curves=curves, source=f"flag calibrate, {calibration.date}") if curves else None
-    except ValueError as error:
-        raise RunError(f"the calibration of {calibration.chip}: {error}; run `flag calibrate`") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise _invalid_row(calibration, error) from None
 
 
 def _curve(kind: str, ranks: int, times: Mapping[float, float]) -> CollectiveCurve:
-    """Return the curve of a collective from seconds by payload in bytes.
+    """Return the curve of a collective.
 
-    Times are reduced where they would decrease.
+    `times`: seconds by payload in bytes. If a larger payload takes less time, its time is used instead.
     """
     sizes = tuple(sorted(times))
     seconds = tuple(min(times[larger] for larger in sizes if larger >= size) for size in sizes)
@@ -273,7 +258,7 @@ class Experience:
         if not records:
             return None
         path = self.folder / f"{run}.jsonl"
-        replace_file(path, "".join(json.dumps(each) + "\n" for each in records))
+        _write(path, "".join(json.dumps(each) + "\n" for each in records))
         return path
 
     def records(self, chip: Chip, engine: str, *, exclude_run: str | None = None) -> Iterator[Mapping[str, Any]]:

@@ -1,23 +1,26 @@
-"""Answers from predictions alone: whether candidates fit and meet the limits, why times are unknown, and a dry run."""
+"""Answers from predictions alone.
 
+They are: whether candidates fit and meet the limits, why times are unknown, the time of a search, and a dry run.
+"""
+
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from flagcore.contracts import CollectiveCosts, Costs, Problem
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.plan import Plan, summarize
+from flagcore.domain.search_state import EXTRA_ROUNDS, MAX_RIVALS, SLACK, UNKNOWN_SECONDS, SearchState, SearchTime
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.space import IntArray
-from flagcore.domain.spec import AUTO, PRECISIONS, Task
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.spec import AUTO, PRECISIONS, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.predict import record
-from flagcore.tuner.stages.rank import learn
 
 
 def require_candidate(problem: Problem) -> None:
@@ -37,22 +40,16 @@ def nothing_fits_text(problem: Problem, cheapest_change: Callable[[], str] | Non
     """
     space, predictions, pruned = problem.space, problem.predictions, problem.pruned
     counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
-    if limits := unmet_text(problem):
-        return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=limits)
-    if (rows := np.flatnonzero(predictions.fits)).size:
-        name, message = _main_rule(problem, rows)
-        why = _(
-            "{count:,} candidates fit into memory, but rules remove them, most by {rule}: {message}",
-            count=rows.size,
-            rule=name,
-            message=message,
-        )
-        if fix := cheapest_change() if cheapest_change else "":
-            why += "; " + fix
-        return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=why)
-    smallest = _smallest_text(problem, np.arange(len(space)))
-    smallest += "; " + (cheapest_change or partial(_other_hardware, problem.task))()
-    return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=smallest)
+    if not (why := unmet_text(problem)):
+        rows, why, fix = np.flatnonzero(predictions.fits), "", cheapest_change() if cheapest_change else ""
+        if rows.size:
+            name = pruned.rules[int(np.bincount(pruned.rule[rows]).argmax()) - 1]
+            text = N_("{count:,} candidates fit into memory, but rules remove them, most by {rule}: {message}")
+            why = _(text, count=rows.size, rule=name, message=problem.messages.get(name, ""))
+        else:
+            why, fix = _smallest_text(problem, np.arange(len(space))), fix or _other_hardware(problem.task)
+        why += f"; {fix}" if fix else ""
+    return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=why)
 
 
 def only_baseline_text(problem: Problem) -> str:
@@ -78,19 +75,13 @@ def _smallest_text(problem: Problem, rows: IntArray) -> str:
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(rows[np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)[rows])])
     return _(
-        "the smallest candidate needs ~{need:.2f} GiB per device of {have:.2f} GiB ({budget}): {candidate}",
+        "the candidate with the lowest memory use needs ~{need:.2f} of {have:.2f} GiB per device ({budget}): "
+        "{candidate}",
         need=predictions.device_used_bytes[row] / 2**30,
         have=(predictions.row(row).capacity_bytes or 0) / 2**30,
         budget=_budget_from(problem.task),
         candidate=str(problem.set_knobs(problem.space.candidate(row))) or _("engine defaults"),
     )
-
-
-def _main_rule(problem: Problem, rows: IntArray) -> tuple[str, str]:
-    """Return the name and the message of the rule that removes most of the candidates in `rows`."""
-    place = int(np.bincount(problem.pruned.rule[rows]).argmax()) - 1
-    name = problem.pruned.rules[place]
-    return name, problem.messages.get(name, "")
 
 
 def unmet_text(problem: Problem) -> str:
@@ -147,6 +138,37 @@ def require_predicted_time(problem: Problem) -> None:
         raise NoDevice(_("no time can be predicted: {why}", why=reason))
 
 
+def search_time(problem: Problem) -> SearchTime:
+    """Return the estimated time of a search that tries the candidates with the fastest predictions."""
+    task, control, predictions = problem.task, problem.task.spec.control, problem.predictions
+    start_seconds, rows = problem.workload.start_seconds, problem.pruned.open_rows
+    if rows.size > control.max_trials:
+        step = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
+        rows = rows[np.argpartition(step, control.max_trials)[: control.max_trials]]
+    max_step = control.max_step_time or math.inf
+    # if steps are shortened, the best candidates run again with whole steps
+    is_shortened = bool((predictions.step_time_s[rows] > max_step).any())
+    rounds = control.repeats + EXTRA_ROUNDS if control.repeats and rows.size > 1 else int(is_shortened)
+    repeats = rounds * min(2 + MAX_RIVALS, int(rows.size))
+
+    def seconds_of_steps(seconds: FloatArray) -> float:
+        trial_seconds = float(np.minimum(seconds, max_step).sum())  # longer steps are shortened
+        return control.train_iters * (trial_seconds + repeats * float(np.max(seconds, initial=0.0)))
+
+    is_training = isinstance(task.spec.work, TrainSpec)
+    predicted, high = (seconds_of_steps(column[rows]) for column in (predictions.step_time_s, predictions.high_s))
+    is_unknown = is_training and not math.isfinite(high)
+    steps_limit = SLACK * high if is_training and not is_unknown and control.max_time_per_task is None else 0.0
+    trial_limit = control.max_time_per_task or (UNKNOWN_SECONDS if is_unknown else start_seconds)
+    at_most = (rows.size + repeats) * trial_limit + steps_limit
+    return SearchTime(
+        trials=int(rows.size),
+        repeats=repeats,
+        steps_s=predicted if is_training and math.isfinite(predicted) else None,
+        at_most_s=min(at_most, control.max_time or math.inf),
+    )
+
+
 def dry_run(problem: Problem) -> Plan:
     """Return a plan without trials: the predictions of the baseline and of the `max_trials` fastest candidates."""
     task, row = problem.task, problem.space.find(problem.baseline)
@@ -169,7 +191,7 @@ def dry_run(problem: Problem) -> Plan:
     if best.step_time_s and base.step_time_s and base.fits is not False:
         gains = (base.step_time_s / best.step_time_s - 1.0,)
     stopped_because = N_("fidelity = estimate runs no trials")
-    plan = summarize(task, problem.space, problem.pruned, learn((), ESTIMATE), stopped_because, problem.knobs)
+    plan = summarize(task, problem.space, problem.pruned, SearchState(), stopped_because, problem.knobs)
     return replace(
         plan,
         trials=tuple(trials),
@@ -179,9 +201,7 @@ def dry_run(problem: Problem) -> Plan:
     )
 
 
-MEASURED = "`flag calibrate` measures it on such a device"
-BUDGET = "give cluster.memory_per_device"
-NETWORK = "give cluster.nic_bytes_per_second"
+CALIBRATE = "`flag calibrate` measures it on such a device"
 
 
 def no_time(task: Task, costs: Costs) -> str:
@@ -199,11 +219,11 @@ def no_time(task: Task, costs: Costs) -> str:
     if not by_fix and not unlisted:
         is_serving = isinstance(task.spec.work, ServeSpec)
         rate = "the host's speed for layers that are not on a device" if is_serving else "a rate of the device"
-        by_fix["trials measure it" if is_serving else MEASURED] = [rate]
+        by_fix["trials measure it" if is_serving else CALIBRATE] = [rate]
     rates_text = ", ".join(f"{' and '.join(rates)} ({fix})" for fix, rates in by_fix.items())
     chips = {group.chip.name: group for group in task.cluster.groups}
     unlimited = [
-        f"unknown memory of {name}, so all candidates are assumed to fit ({BUDGET})"
+        f"the memory of {name} is unknown, so all candidates are assumed to fit (give cluster.memory_per_device)"
         for name, group in chips.items()
         if group.memory_bytes is None and group.chip.memory_bytes is None
     ]
@@ -229,13 +249,13 @@ def _unknown_rates(group: NodeGroup, costs: Costs, has_peak: bool, precision: st
     """
     chip = group.chip.name
     if not has_peak:
-        yield f"the peak rate of {chip} in {precision}", MEASURED
+        yield f"the peak rate of {chip} in {precision}", CALIBRATE
     if np.isnan(costs.kernels.memory_seconds(np.array([1024.0]))).any():
-        yield f"the memory bandwidth of {chip}", MEASURED
+        yield f"the memory bandwidth of {chip}", CALIBRATE
     if _is_unknown(costs.collectives, "all_reduce", group.devices_per_node, 1):
-        yield f"the link between the {group.devices_per_node} devices of a node of {chip}", MEASURED
+        yield f"the link between the {group.devices_per_node} devices of a node of {chip}", CALIBRATE
     if _is_unknown(costs.collectives, "all_reduce", group.nodes, group.devices_per_node):
-        yield f"the network between nodes of {chip}", NETWORK
+        yield f"the network between nodes of {chip}", "give cluster.nic_bytes_per_second"
 
 
 def _is_unknown(costs: CollectiveCosts, kind: str, ranks: int, stride: int) -> bool:

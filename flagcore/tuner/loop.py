@@ -14,18 +14,18 @@ import numpy as np
 from flagcore.contracts import Choice, Event, Launcher, OnEvent, Problem, SearchContext, Strategy, Workload
 from flagcore.domain.plan import Plan, interference, measured_alone, summarize
 from flagcore.domain.prediction import PastMeasurements
-from flagcore.domain.search_state import has_time_to_repeat, next_repeat, seconds_left, stop_reason
+from flagcore.domain.search_state import SearchState, has_time_to_repeat, next_repeat, seconds_left, stop_reason
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError, HostLost, Interrupted, LaunchError
 from flagcore.i18n import N_, Message, _
 from flagcore.plugins import LoadedPlugins
-from flagcore.tuner.feasibility import dry_run, require_candidate, require_predicted_time
+from flagcore.tuner.feasibility import dry_run, require_candidate, require_predicted_time, search_time
 from flagcore.tuner.problem import build_problem, require_launchable, with_learned
 from flagcore.tuner.stages.devices import divide, parallel_probe_ranks, require_devices
 from flagcore.tuner.stages.launch import nodes_left
-from flagcore.tuner.stages.limit import cap_limit, search_time, seconds_used, share_of_time, why_no_trial, with_target
+from flagcore.tuner.stages.limit import cap_limit, seconds_used, share_of_time, why_no_trial, with_target
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import learn, rank, search_context, untried
 from flagcore.tuner.stages.shorten import SmallerTask
@@ -49,19 +49,16 @@ MAX_CONSECUTIVE_BUSY = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
-    """The objects that the loop calls.
-
-    `probe_strategy` chooses the candidates to probe before the first run. If it is None, `strategy` chooses them.
-    """
+    """The objects that the loop calls. `probe_strategy` chooses the candidates to probe before the first run."""
 
     plugins: LoadedPlugins
     workload: Workload
     launcher: Launcher
     strategy: Strategy
+    probe_strategy: Strategy
     open_store: Callable[[Problem], OptunaStore]
     on_event: OnEvent
     past: Callable[[Problem], PastMeasurements] = lambda problem: PastMeasurements.empty()
-    probe_strategy: Strategy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +125,7 @@ class _Search:
         counted = [trial for trial in self.store.trials() if trial.fidelity == self.fidelity or control.probes]
         self.seconds_before = seconds_used([trial for trial in counted if not trial.source])
         self.started = started
-        self.state, self.past = learn(()), dependencies.past(problem)
+        self.state, self.past = SearchState(), dependencies.past(problem)
         self.consecutive_busy = 0
         """Consecutive trials whose devices were busy, or that lost a host which cannot be replaced."""
         self.loss: str | None = None
@@ -158,12 +155,12 @@ class _Search:
         A search does not continue once repeats have begun, even if the run is resumed.
         """
         self._run_probes()
-        stopped = next((each.search_ended for each in self.state.repeats if each.search_ended), None)
-        stopped = stopped or self._run_candidates()
-        self._repeat_finalists(stopped)
+        search_ended = next((each.search_ended for each in self.state.repeats if each.search_ended), None)
+        search_ended = search_ended or self._run_candidates()
+        self._repeat_finalists(search_ended)
         if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY and self.loss:
-            raise HostLost("", f"{stopped}: {self.loss}")
-        return stopped
+            raise HostLost("", f"{search_ended}: {self.loss}")
+        return search_ended
 
     def _run_probes(self) -> None:
         """Probe `control.probes` candidates before the first run.
@@ -172,11 +169,10 @@ class _Search:
         """
         if self.fidelity != RUN:
             return
-        strategy = self.dependencies.probe_strategy or self.dependencies.strategy
         while len(probed := self._probed()) < self.control.probes and self._seconds_for_probes() > 0:
             if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY:
                 return
-            choice = rank(strategy, self._context_for_probes(probed))
+            choice = rank(self.dependencies.probe_strategy, self._context_for_probes(probed))
             if choice.row is None:
                 return
             self._run(self._plan(self.problem.space.candidate(choice.row), Role.SEARCH, choice, fidelity=PROBE))

@@ -25,7 +25,7 @@ from flagcore.tuner.stages.launch import launch, with_hosts
 from flagcore.tuner.stages.limit import time_limit
 from flagcore.tuner.stages.measure import measure
 from flagcore.tuner.stages.predict import GIB, predict_stage_layers, record
-from flagcore.tuner.stages.probe import combine, probe, ranks_to_probe, trial_of_probe
+from flagcore.tuner.stages.probe import probe, ranks_to_probe, trial_of_probe
 from flagcore.tuner.stages.shorten import SmallerTask, shorten
 
 if TYPE_CHECKING:
@@ -171,16 +171,16 @@ class TrialRunner:
         folder, limit = self.store.folder(trial), trial.time_limit
         if trial.shortened:
             platform = replace(platform, task=platform.task.with_batch(trial.shortened.global_batch_size))
-        ran = trial
+        trial_to_run = trial
         if trial.fewer_nodes:  # on fewer nodes, the candidate has fewer replicas
             smaller = SmallerTask(self.problem.platform, trial.fewer_nodes)
             columns = self.problem.columns_of(trial.candidate)
-            ran = replace(trial, candidate=smaller.candidate(columns, self.problem.legality.axes))
+            trial_to_run = replace(trial, candidate=smaller.candidate(columns, self.problem.legality.axes))
 
         def started(*, cold: bool) -> Trial:
             with _pinned_to(platform.cores):
-                running = launch(platform, self.launcher, ran.candidate, folder, limit, cold=cold)
-                return measure(running, platform, ran, folder, best, on_poll=partial(self.pool.pause, 0.0))
+                running = launch(platform, self.launcher, trial_to_run.candidate, folder, limit, cold=cold)
+                return measure(running, platform, trial_to_run, folder, best, on_poll=partial(self.pool.pause, 0.0))
 
         # Parallel trials start as new processes: a template process is forked for one trial at a time.
         outcome = started(cold=trial.group is not None)
@@ -206,8 +206,7 @@ class TrialRunner:
             devices=self.probe_devices,
         )
         predicted = self.problem.predictions.row(self.problem.row_of(trial.candidate))
-        combined = combine(predicted, result, platform)
-        return trial_of_probe(platform.task, trial, result, combined)
+        return trial_of_probe(platform, trial, result, predicted)
 
 
 @contextmanager

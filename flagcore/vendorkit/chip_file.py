@@ -114,7 +114,7 @@ BUSY_SIDE = 1024.0
 
 
 OF = {"runs": 1.0, "kernels": RUN_SLOWDOWN}
-"""Slowdown of kernels in a run relative to their curve, by the data to which the curve was fitted."""
+"""The ratio of kernel times in a run to the times of the curve, by the data to which the curve was fitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class CurveFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowed:
-    """A lower clock in long measurements. Times much longer than `after_us` are too long by the share `by`."""
+    """The effect of a lower clock in long measurements: times far above `after_us` are too long by the share `by`."""
 
     after_us: NotNegative
     by: NotNegative

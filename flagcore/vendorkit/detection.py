@@ -65,15 +65,18 @@ def _with_use(row: Row, processes: tuple[str, ...]) -> Row:
 class DeviceDetector:
     """How to find a vendor's devices. torch runs in another process, and only if `device_file` exists.
 
-    `tool` is the name of the management tool in messages. `visible` are the environment variables that restrict the
-    devices of a process, the vendor's first; they have the same meaning, and the first one that is set applies. With
-    `empty_is_unset`, an empty variable counts as unset. `outer` is the variable of a lower software layer: the indices
-    in `visible` refer to the devices that it selects.
-
-    `device_file` is a glob pattern below the root such as `dev/acme*`, `torch_device` torch's name of the devices.
-    `trusts` returns whether the devices in torch's report are this vendor's, because the torch builds of several
-    vendors report devices of type cuda. `uuids` returns UUIDs by index if the tool's listing does not contain them.
-    `topology` is the command that prints the links between devices and network adapters.
+    `tool`: the name of the management tool in messages.
+    `visible`: the environment variables that restrict the devices of a process, the vendor's own variable first. They
+    have the same meaning, and the first one that is set applies.
+    `empty_is_unset`: whether an empty variable counts as unset.
+    `outer`: a variable that a lower software layer applies first. The indices in `visible` then count only the devices
+    that it leaves visible.
+    `device_file`: a glob pattern below the root, such as `dev/acme*`.
+    `torch_device`: torch's name of the devices.
+    `trusts`: returns whether the devices in torch's report are this vendor's, because the torch builds of several
+    vendors report devices of type cuda.
+    `uuids`: returns UUIDs by index, if the tool's listing does not contain them.
+    `topology`: the command that prints the links between devices and network adapters.
     """
 
     vendor: str
@@ -102,11 +105,10 @@ class DeviceDetector:
     None means that the listing contains them."""
 
     def devices(self, root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> tuple[Device, ...]:
-        """Return the devices that processes started from here can use. The result is empty if this shell selects
-        another vendor.
+        """Return the devices that processes started from here can use, or none if this shell selects another vendor.
 
-        `environment` are the environment variables of the processes (None: those of this shell). Device files and the
-        PCI bus are searched below `root`.
+        `environment`: the environment variables of these processes. None means those of this shell.
+        `root`: the folder below which device files and the PCI bus are searched.
         """
         environment = os.environ if environment is None else environment
         if machine.other_vendor_selected(self.vendor, self.vendor_variables):
@@ -137,7 +139,7 @@ class DeviceDetector:
     def vendor_of(self, environment: Mapping[str, str]) -> str | None:
         """Return the vendor that the variables in a job's `environment` select.
 
-        Returns this vendor if none is selected but a variable of its own software is set, or None.
+        If they select none, but a variable of this vendor's software is set, return this vendor. Otherwise return None.
         """
         selected = next((environment[name] for name in self.vendor_variables if environment.get(name)), None)
         if selected is not None:
@@ -149,9 +151,7 @@ class DeviceDetector:
         return (self.reading or self.listing)(READING_SECONDS).rows
 
     def matrix(self) -> str:
-        """Return the management tool's output about links of devices and adapters. It is empty if there is no such
-        tool.
-        """
+        """Return the tool's matrix of links between devices and adapters, or an empty string if there is no tool."""
         return (tool_output(*self.topology) or "") if self.topology else ""
 
     def uses_now(self) -> Mapping[int, DeviceUse]:
@@ -159,13 +159,11 @@ class DeviceDetector:
         return self.uses(READING_SECONDS) if self.uses else {row.device.index: row.use for row in self.rows()}
 
     def torch_devices(self, report: TorchReport | None) -> tuple[Device, ...]:
-        """Return the devices in torch's report if they are this vendor's. torch itself applies the variables
-        `visible`.
-        """
+        """Return the devices in torch's report if they are this vendor's. torch has already applied `visible`."""
         return report.devices if report is not None and self.trusts(report) else ()
 
     def problems(self, root: Path = Path("/")) -> tuple[str, ...]:
-        """Return why this installation's torch cannot use the vendor's devices, and sentences about slow links."""
+        """Return the reason why the installed torch cannot use the devices, and sentences about slow links."""
         return (*self._torch_problems(), *machine.narrow_links(self.pci_vendor, root, self.pci_classes))
 
     def _torch_problems(self) -> tuple[str, ...]:
@@ -178,9 +176,7 @@ class DeviceDetector:
         return (f"torch{version} lists no {self.torch_device} devices of {self.vendor}: install the vendor's build",)
 
     def with_own_adapters(self, group: NodeGroup, root: Path = Path("/")) -> NodeGroup | None:
-        """Return `group` with the network adapters of this machine. Returns None if this machine is not a node of the
-        group.
-        """
+        """Return `group` with this machine's network adapters, or None if the machine is not a node of the group."""
         if group.nodes == 1 or not self.topology:
             return None
         if not any(group.chip.has_name(row.device.chip) for row in self.listing(10.0).rows):
@@ -213,8 +209,8 @@ class DeviceDetector:
 FRESH_SECONDS = 0.9
 
 
-class Shared(Generic[T]):
-    """The tool's last answers, by device index. `read` runs the tool again if they are older than `FRESH_SECONDS`."""
+class CachedAnswers(Generic[T]):
+    """A cache of the management tool's answers, by device index. After FRESH_SECONDS, they are read again."""
 
     def __init__(self, read: Callable[[], Mapping[int, T]]) -> None:
         self._read = read
@@ -222,7 +218,7 @@ class Shared(Generic[T]):
         self._until = float("-inf")
         self._lock = threading.Lock()
 
-    def of(self, index: int) -> T | None:
+    def get(self, index: int) -> T | None:
         """Return the answer about the device with this index, or None if there is none."""
         with self._lock:
             if time.monotonic() >= self._until:
@@ -235,8 +231,8 @@ class Readings:
     """The tool's answers about all devices, shared by the readers of single devices."""
 
     def __init__(self, detector: DeviceDetector) -> None:
-        self.rows = Shared(lambda: {row.device.index: row for row in detector.rows()})
-        self.uses = Shared(detector.uses_now)
+        self.rows = CachedAnswers(lambda: {row.device.index: row for row in detector.rows()})
+        self.uses = CachedAnswers(detector.uses_now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +244,11 @@ class DeviceReading:
 
     def sample(self) -> Mapping[str, float]:
         """Return the device's current telemetry. Raises LookupError if the tool does not list the device."""
-        row = self.readings.rows.of(self.index)
+        row = self.readings.rows.get(self.index)
         if row is None:
             raise LookupError(f"device {self.index} is not in the management tool's table")
         return row.reading
 
     def use(self) -> DeviceUse:
         """Return the users of the device, if the tool reports them."""
-        return self.readings.uses.of(self.index) or DeviceUse()
+        return self.readings.uses.get(self.index) or DeviceUse()

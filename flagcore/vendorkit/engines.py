@@ -74,7 +74,7 @@ SUPPORT = {True: Support.YES, False: Support.IMPOSSIBLE, None: Support.UNKNOWN}
 
 @cache
 def read_engines(package: str) -> Mapping[str, EngineSupport]:
-    """Return the support by kind of engine. It is empty if there is no file. Raises SpecError for an invalid file."""
+    """Return the engine support by kind of engine, or none without a file. Raises SpecError for an invalid file."""
     content, file = read_file(package, FILE) or {}, f"{package}/{FILE}"
     support_by_kind = {}
     for kind in KINDS:
@@ -119,9 +119,7 @@ class Variables:
 
 @cache
 def read_variables(package: str) -> tuple[Variable, ...]:
-    """Return the variables of a plugin's file. There are none if there is no file. Raises SpecError for an invalid
-    file.
-    """
+    """Return the variables in a plugin's file, or none without a file. Raises SpecError for an invalid file."""
     return read_as(Variables, package, "environment.yaml").variables
 
 
@@ -165,7 +163,7 @@ def knobs(package: str, chip: Chip, engine: str, engine_version: str | None = No
 
 @cache
 def all_knobs(package: str) -> tuple[Listed, ...]:
-    """Return the knobs of a plugin's file. There are none if there is no file. Raises SpecError for an invalid file."""
+    """Return the knobs in a plugin's file, or none without a file. Raises SpecError for an invalid file."""
     content, file = read_file(package, KNOBS) or {}, f"{package}/{KNOBS}"
     listed = []
     for path, entry in entries(content, "knobs", file):
@@ -259,7 +257,7 @@ class Quirks:
 
 @cache
 def read_quirks(package: str) -> Quirks:
-    """Return the quirks of a plugin. There are none if there is no file. Raises SpecError for an invalid file."""
+    """Return the quirks in a plugin's file, or none without a file. Raises SpecError for an invalid file."""
     return read_as(Quirks, package, "quirks.yaml")
 
 
@@ -267,7 +265,7 @@ def read_quirks(package: str) -> Quirks:
 class Claim:
     """A statement about what works on some chips, and its evidence.
 
-    `by`: the tool, or the software and its date, that gave the evidence.
+    `by`: the tool that gave the evidence, or the software and the date of the run.
     `files`: transcripts, as file names.
     """
 
@@ -300,9 +298,7 @@ EVIDENCE = {"run_on_hardware": ("software", "date"), "checked_on_transcripts": (
 
 @cache
 def read_maturity(package: str) -> Maturity | None:
-    """Return the maturity of a plugin's data. Returns None if there is no file. Raises SpecError for an invalid
-    file.
-    """
+    """Return the content of a `maturity.yaml`, or None without a file. Raises SpecError for an invalid file."""
     content, file = read_file(package, "maturity.yaml"), f"{package}/maturity.yaml"
     if content is None:
         return None

@@ -10,58 +10,39 @@ from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.knob import in_versions
 from flagcore.errors import SpecError, join_errors
+from flagcore.spec.plain_data import parse_yaml
 
 SOURCE_KEYS = {"measured": "how", "datasheet": "document", "published": "where", "estimated": "method"}
 """The key that each kind of source requires."""
 WORDS = {
-    **dict.fromkeys(("dataclass_type", "dict_type"), "keys with values"),
+    **dict.fromkeys(("dataclass_type", "dict_type"), "a mapping"),
     **dict.fromkeys(("list_type", "tuple_type"), "a list"),
     "string_type": "text",
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
 }
-"""Names of YAML types in messages, by pydantic's error types."""
+"""The names of types in messages, by pydantic's types of errors."""
 FIX = "see docs/write-a-plugin.md for the keys"
 
 Content = dict[str, Any]
 T = TypeVar("T")
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _UniqueKeys(_Loader):  # type: ignore[misc]
-    """A YAML loader that refuses a duplicate key of a mapping, of which YAML would silently keep the last value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen_keys: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen_keys and isinstance(key, yaml.ScalarNode):
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: duplicate key {key.value}; keep one")
-            if isinstance(key, yaml.ScalarNode):
-                seen_keys.add(key.value)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
 
 
 def read_yaml(text: str, file: str) -> Content:
-    """Return the content of a file. Each mapping under `source` or `effect` must have the fields of a Source.
+    """Return the content of a file. Each mapping under `source` or `effect` is converted to the fields of a Source.
 
     Raises SpecError with `file` if it is not YAML, not a mapping, or contains an invalid source.
     """
-    try:
-        content = _plain(yaml.load(text, _UniqueKeys), file, "")
-    except (yaml.YAMLError, RecursionError) as error:
-        problem = f"is not YAML: {' '.join(str(error).split())}"
-        raise SpecError(file=file, key="the file", problem=problem) from error
+    content = _with_sources(parse_yaml(text, file=file), file, "")
     if not isinstance(content, dict):
-        raise SpecError(file=file, key="the file", value=content, problem="must be keys with values")
+        raise SpecError(file=file, key="the file", value=content, problem="must be a mapping")
     return content
 
 
@@ -72,10 +53,13 @@ def read_file(package: str, name: str) -> Content | None:
 
 
 def read_as(kind: Callable[..., T], package: str, name: str) -> T:
-    """Return a file of `package` as a `kind`. A missing file counts as empty. Raises SpecError with every problem."""
+    """Return the content of a file of `package` as an instance of `kind`. A missing file counts as empty.
+
+    Raises SpecError with all problems.
+    """
     content = read_file(package, name) or {}
-    found: T = build(kind, {key: value for key, value in content.items() if value is not None}, f"{package}/{name}")
-    return found
+    built: T = build(kind, {key: value for key, value in content.items() if value is not None}, f"{package}/{name}")
+    return built
 
 
 def entries(content: Content, section: str, file: str) -> Iterator[tuple[str, Content]]:
@@ -92,10 +76,10 @@ def finish(content: Content, file: str, fix: str = FIX) -> None:
 
 
 def build(kind: Any, content: Any, file: str, path: str = "", names: Mapping[str, str] | None = None) -> Any:
-    """Return `content` as a `kind`, which is a dataclass or another type. Raises SpecError with every problem.
+    """Return `content` as an instance of `kind`, a dataclass or another type. Raises SpecError with all problems.
 
-    `path` is the path of the content in the file, with a dot at its end. `names` are the field names by their keys in
-    the file.
+    `path`: the path of the content in the file, with a dot at its end.
+    `names`: the names of fields by their keys in the file.
     """
     if names is not None and isinstance(content, Mapping):
         content = {names.get(key, f"{key}?"): value for key, value in content.items()}
@@ -132,21 +116,19 @@ def _problem(error: Any, file: str, path: str, keys: Mapping[str, str]) -> SpecE
         )
     words = WORDS.get(error["type"])
     problem = f"must be {words}" if words else error["msg"].replace("Input should", "must")
-    # YAML 1.1 reads a number without a sign of the exponent as text
-    is_text = error["type"] == "float_type" and isinstance(value, str)
-    return SpecError(file=file, key=key, value=value, problem=problem, fix="write 3.0e+14, not 3e14" if is_text else "")
+    return SpecError(file=file, key=key, value=value, problem=problem)
 
 
-def _plain(content: Any, file: str, path: str) -> Any:
+def _with_sources(content: Any, file: str, path: str) -> Any:
     if isinstance(content, list):
-        return [_plain(each, file, f"{path.rstrip('.')}[{place}].") for place, each in enumerate(content)]
-    if not isinstance(content, Mapping):
+        return [_with_sources(each, file, f"{path.rstrip('.')}[{place}].") for place, each in enumerate(content)]
+    if not isinstance(content, dict):
         return content
-    plain = {}
+    fields = {}
     for key, value in content.items():
         is_source = key in ("source", "effect") and isinstance(value, Mapping)
-        plain[str(key)] = (_source if is_source else _plain)(value, file, f"{path}{key}.")
-    return plain
+        fields[key] = (_source if is_source else _with_sources)(value, file, f"{path}{key}.")
+    return fields
 
 
 def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:

@@ -43,7 +43,7 @@ def run_tool(*argv: str, timeout_seconds: float = 10.0, environment: Mapping[str
     """Run a command without a shell. Returns None if it is missing or cannot be started.
 
     `environment` replaces this shell's environment. A command that exceeds the time limit is killed with its children.
-    The function does not wait for their end, because a process that is stuck in a driver cannot be killed.
+    The function does not wait until they end, because a process that is stuck in a driver cannot be killed.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
@@ -172,8 +172,8 @@ print(json.dumps({
 class TorchReport:
     """The version of torch, the requested attributes that it has, and its devices with their memory in bytes.
 
-    `kind` is torch's name of the devices. `backend` is the name of the backend of their collectives if the requested
-    kind was `any`.
+    `kind`: torch's name of the devices.
+    `backend`: the name of the backend for collectives. Empty unless the requested kind was `any`.
     """
 
     version: str
@@ -232,7 +232,7 @@ def query_torch(
 
 
 def import_problem(*modules: str, timeout_seconds: float = TORCH_SECONDS) -> str:
-    """Return why the modules cannot be imported in this order; the text is empty if they can.
+    """Return why the modules cannot be imported in this order, or an empty string if they can.
 
     The import runs in a separate process.
     """
@@ -244,7 +244,7 @@ def import_problem(*modules: str, timeout_seconds: float = TORCH_SECONDS) -> str
 
 
 def read_torch(printed: str) -> TorchReport | None:
-    """Return the report in the output of the process. A vendor's library may print a banner before it."""
+    """Return the report that torch's process printed, or None. A vendor's library may print a banner before it."""
     for line in reversed(printed.splitlines()):
         with suppress(ValueError, KeyError, TypeError):
             report = json.loads(line[line.index("{") :])
@@ -270,7 +270,7 @@ ROOT = Path("/")
 def cores() -> int:
     """Return the number of cores that this process may use, at least one.
 
-    It is the number of cores of its CPU affinity, limited by the container's quota.
+    It is the number of cores in the CPU affinity of the process, limited by the container's quota.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = quota_cores()
@@ -278,7 +278,7 @@ def cores() -> int:
 
 
 def quota_cores(root: Path = ROOT) -> float | None:
-    """Return the number of cores whose time this process may use, or None if there is no limit."""
+    """Return the CPU quota of this process's control groups, in cores, or None if there is no limit."""
     limits = []
     for folder in _folders("cpu", root):
         quota = _words(folder / "cpu.max") or [
@@ -291,7 +291,7 @@ def quota_cores(root: Path = ROOT) -> float | None:
 
 
 def allowed_memory_bytes(root: Path = ROOT) -> int | None:
-    """Return the bytes that this process and its siblings may use, or None if there is no limit."""
+    """Return the memory limit of this process's control groups, in bytes, or None if there is no limit."""
     limits = []
     for folder in _folders("memory", root):
         words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")

@@ -21,8 +21,10 @@ _AFFINITY = re.compile(r"(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """The links of a node. `links` are the kinds of links between two devices, `adapters` those from a device to an
-    adapter.
+    """The links of a node.
+
+    `links`: the kind of link between each pair of devices.
+    `adapters`: the kind of link between each device and each network adapter.
     """
 
     devices: tuple[int, ...]
@@ -99,8 +101,10 @@ def devices_per_adapter(matrix: Matrix) -> dict[str, int]:
 def adapter_share(matrix: Matrix, text: str, root: Path = Path("/")) -> float | None:
     """Return a device's share of the rate of its near adapters, in bytes per second one way, or None if it is unknown.
 
-    `text` is the tool's output that contains the matrix: its legend names the adapters. The kernel reports their rates
-    below `root`. Devices that are near the same adapter share it. The result is the smallest share of any device.
+    `text`: the tool's output, which contains the matrix and a legend with the names of adapters.
+    `root`: the folder below which the kernel reports the rates of adapters.
+
+    Devices near the same adapter share its rate. The result is the smallest share of any device.
     """
     names = dict(re.findall(r"^\s*(NIC\d+): (\w+)\s*$", text, re.MULTILINE))
     shared, near = devices_per_adapter(matrix), near_adapters(matrix)
@@ -113,8 +117,8 @@ def adapter_share(matrix: Matrix, text: str, root: Path = Path("/")) -> float | 
 def with_own_adapters(group: NodeGroup, text: str | None, root: Path = Path("/")) -> NodeGroup | None:
     """Return `group` with each device's share of this machine's adapters, from `text` (`topo -m`) and the kernel.
 
-    Returns None if the chip's figure applies: for one node, if the user set the figure, if this machine is another kind
-    of node, or if the share is unknown.
+    Returns None if the network rate of the chip applies: if there is one node, if the user set the rate, if this
+    machine is not a node of the group, or if the share is unknown.
     """
     rate = group.chip.nic_bytes_per_second
     matrix = read_matrix(text or "")

@@ -56,9 +56,7 @@ def strip_controls(text: str) -> str:
 
 
 def parse_json(text: str) -> object:
-    """Return the JSON object or list in `text`, which may begin with titles and warnings. Returns None if there is
-    none.
-    """
+    """Return the JSON object or list in `text`, or None. The text may begin with titles and warnings."""
     text = strip_controls(text)
     start = re.search(r"(?m)^\s*[\[{]", text)
     try:
@@ -68,9 +66,7 @@ def parse_json(text: str) -> object:
 
 
 def cells(line: str) -> list[str]:
-    """Return the cells of a table line that are separated by bars. The result is empty for other and for truncated
-    lines.
-    """
+    """Return the cells of a table line, which bars separate. Other lines and truncated lines have no cells."""
     line = line.strip()
     return [cell.strip() for cell in line[1:-1].split("|")] if line[:1] == line[-1:] == "|" and len(line) > 1 else []
 
@@ -128,7 +124,7 @@ def read_processes(text: str, pattern: re.Pattern[str] = _PROCESS) -> dict[int, 
 
 
 def blocked_reason(mode: str, processes: Sequence[str]) -> str:
-    """Return why no process can start on a device in compute mode `mode`. The text is empty if one can start."""
+    """Return why no process can start on a device in compute mode `mode`, or an empty string if one can start."""
     if mode == "Prohibited":
         return "is in compute mode Prohibited"
     exclusive = mode.startswith(("Exclusive", "E. "))
@@ -136,7 +132,7 @@ def blocked_reason(mode: str, processes: Sequence[str]) -> str:
 
 
 def listing_of(rows: Iterable[Row | str]) -> Listing:
-    """Return a listing of the rows, with the sentences as `left_out`."""
+    """Return a listing of the rows. Strings among them are sentences about devices that were left out."""
     mixed = tuple(rows)
     return _unique(
         Listing(
@@ -161,9 +157,7 @@ def with_driver(listing: Listing, driver: str | None) -> Listing:
 
 
 def parse_memory(cell: str) -> tuple[float, float] | None:
-    """Return the used and total bytes in a cell such as `826/65536 MiB` or `0MiB / 81559MiB`. Returns None for other
-    cells.
-    """
+    """Return the used and total bytes in a cell such as `826/65536 MiB` or `0MiB / 81559MiB`, or else None."""
     match = _PAIR.fullmatch(cell)
     if match is None or match[4] is None:
         return None
@@ -171,9 +165,7 @@ def parse_memory(cell: str) -> tuple[float, float] | None:
 
 
 def parse_power(cell: str) -> tuple[str | None, str | None]:
-    """Return the used power and its limit in a cell such as `P0 70W / 700W` or `61 / 450 W`; None for a missing
-    value.
-    """
+    """Return the used power and its limit in a cell such as `P0 70W / 700W` or `61 / 450 W`. Missing ones are None."""
     pair = _POWER.search(cell)
     return (pair[1], pair[2]) if pair else (search(r"(\d+(?:\.\d+)?) ?W\b", cell)[0], None)
 
@@ -204,7 +196,7 @@ def reading(
 
 
 def search(pattern: str, text: str) -> tuple[str | None, ...]:
-    """Return the groups of the first match of `pattern`. They are all None if there is no match."""
+    """Return the groups of the first match of `pattern`. Without a match, all groups are None."""
     compiled = re.compile(pattern)
     match = compiled.search(text)
     return match.groups() if match else (None,) * compiled.groups

@@ -17,8 +17,7 @@ import yaml
 from flagcore import api
 from flagcore.api.tuning import targets
 from flagcore.errors import FlagError
-from tests.api.test_export import SCHEMAS, server, started, written
-from tests.api.test_export_dynamo import DYNAMO
+from tests.api.test_export import DYNAMO, SCHEMAS, server, started, written
 from tests.api.test_manifest import CRDS, problems
 from tests.cli.conftest import Project
 from tests.engines.megatron.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm

@@ -42,8 +42,9 @@ def test_an_input_comes_in_whole_or_is_refused(
         assert data["model"] == case.get("model", data["model"])
         assert cluster.get("nodes", 1) == case.get("nodes", 1)
         assert cluster.get("devices_per_node", 1) == case.get("devices", 1)
-        assert data["auto_tuner"]["baseline"].items() >= case.get("baseline", {}).items()
-        assert (work.get("engine_args") or {}).items() >= case.get("args", {}).items()
+        for name, found in (("baseline", data["auto_tuner"]["baseline"]), ("args", work.get("engine_args") or {})):
+            assert found == case.get(name, found)
+        assert {*case.get("notes", ())} <= {note.key for note in imported.notes}
         envs = {name: value for name, value in data.get("envs", {}).items() if not name.startswith("SLURM_")}
         assert envs == case.get("envs", envs)
         assert not [secret for secret in SECRETS if secret in written]

@@ -1,7 +1,6 @@
 """A spec from a command: the baseline is the command, and nothing of it is lost without a note."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -91,66 +90,6 @@ def test_the_baseline_of_a_server_starts_with_the_same_arguments(engine: str, tm
         assert value is True or str(value) in words
 
 
-def test_a_llama_server_keeps_its_context_and_has_its_slots_as_the_baseline(tmp_path: Path) -> None:
-    command = "CUDA_VISIBLE_DEVICES=0 ./bin/llama-server -m model.gguf -np 8 -c 16384 -fa on -ngl 99 --metrics"
-    imported = api.read_command("llamacpp", [command], chip="H100-SXM")
-    data = imported.data
-    assert data["auto_tuner"]["baseline"]["parallel"] == 8
-    assert data["serve"]["engine_args"] == {"c": 16384, "fa": "on", "ngl": 99}
-    assert data["serve"]["command"] == [str(tmp_path / "bin" / "llama-server")]
-    assert data["envs"] == {"CUDA_VISIBLE_DEVICES": "0"}
-    assert "--metrics" in keys(imported)
-
-
-def test_a_script_may_start_the_server_and_a_switch_may_precede_the_model(tmp_path: Path) -> None:
-    (tmp_path / "serve.sh").write_text("M=model\nexport A=1\nexec vllm serve --enforce-eager $M \\\n  --tp 4\n")
-    imported = api.read_command("vllm", ["serve.sh"])
-    assert imported.data["model"] == str(tmp_path / "model")
-    assert imported.data["auto_tuner"]["baseline"]["tensor_model_parallel_size"] == 4
-    assert imported.data["serve"]["engine_args"] == {"enforce-eager": True}
-
-
-def test_expert_parallelism_as_a_switch_is_a_size(tmp_path: Path) -> None:
-    imported = api.read_command("vllm", shlex.split("vllm serve model --dp 2 --tp 4 --enable-expert-parallel"))
-    baseline = imported.data["auto_tuner"]["baseline"]
-    assert baseline["expert_model_parallel_size"] == 8
-    assert imported.data["serve"]["engine_args"] == {}
-
-
-@pytest.mark.parametrize(
-    ("flags", "cluster", "baseline"),
-    [
-        ("--tp 8 --dp 8 --enable-dp-attention", {"devices_per_node": 8}, {"tensor": 1, "data": 8}),
-        ("--tp 8 --attn-dp-size 4", {"devices_per_node": 8}, {"tensor": 2, "data": 4}),
-        ("--tp 4 --data-parallel-size 2", {"devices_per_node": 8}, {"tensor": 4, "instances": 2}),
-        (
-            "--tp 16 --nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5000",
-            {"nodes": 2, "devices_per_node": 8},
-            {"tensor": 16},
-        ),
-    ],
-)
-def test_the_layout_of_sglangs_flags_is_the_baseline(
-    flags: str, cluster: dict[str, int], baseline: dict[str, int]
-) -> None:
-    imported = api.read_command(
-        "sglang", [f"python3 -m sglang.launch_server --model-path model {flags}"], chip="H100-SXM"
-    )
-    names = {"tensor": "tensor_model_parallel_size", "data": "data_parallel_size", "instances": "instances"}
-    assert imported.data["cluster"] == {"chip": "H100-SXM", **cluster}
-    assert imported.data["auto_tuner"]["baseline"] == {names[key]: value for key, value in baseline.items()}
-    assert imported.data["serve"]["engine_args"] == {}
-    written = {word.split("=")[0] for word in flags.split() if word.startswith("--")}
-    assert written <= keys(imported)
-
-
-def test_a_server_of_one_kind_is_imported_as_one_that_does_both() -> None:
-    command = "python3 -m sglang.launch_server --model-path model --disaggregation-mode prefill --tp 2"
-    imported = api.read_command("sglang", [command])
-    assert "--disaggregation-mode" in keys(imported)
-    assert imported.data["serve"]["engine_args"] == {}
-
-
 def test_several_values_are_noted_and_comments_stand_above_their_keys() -> None:
     imported = api.read_command("vllm", ["vllm serve model --lora-modules a=b c=d --max-num-seqs 8"])
     assert "--lora-modules" in keys(imported)
@@ -223,11 +162,3 @@ def test_a_given_model_with_another_shape_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         api.read_command("megatron", words, model="model")
     assert {each.key for each in caught.value.problems} == {"--num-layers", "--num-experts"}
-
-
-def test_other_names_of_a_knob_are_the_baseline_too() -> None:
-    words = "--recompute-activations --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-    imported = api.read_command("megatron", [f"torchrun --nproc-per-node=4 pretrain_gpt.py {TRAINING} {words}"])
-    baseline = imported.data["auto_tuner"]["baseline"]
-    assert (baseline["use_recompute"], baseline["recompute_granularity"]) == (True, "selective")
-    assert baseline["num_layers_per_virtual_pipeline_stage"] == 2

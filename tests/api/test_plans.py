@@ -7,7 +7,7 @@ import pytest
 from flagcore import api
 from flagcore.errors import NothingFits
 from flagcore.plugins import load_plugins
-from flagcore.report.explanation import bottleneck_text
+from flagcore.report.text import bottleneck_text
 from tests.small import LLAMA_8B
 
 SPACE = {
@@ -74,6 +74,7 @@ def test_where_nothing_fits_the_cheapest_change_is_named(
     with pytest.raises(NothingFits) as caught:
         api.estimate(data)
     assert change in str(caught.value)
+    assert "(memory of H100-SXM" in str(caught.value)
 
 
 def test_where_only_the_baseline_fits_the_smallest_other_candidate_is_named() -> None:

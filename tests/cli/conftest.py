@@ -99,6 +99,8 @@ class Ran:
 
 Flag = Callable[..., Ran]
 """Calls `flag` in this process: see the fixture."""
+Answer = Callable[..., Any]
+"""Calls a command, and returns its output as JSON: see the fixture."""
 
 
 def _catch_interrupts() -> None:
@@ -253,3 +255,15 @@ def flag(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.
     yield call
     for number, handler in handlers_before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def answer(flag: Flag) -> Answer:
+    """Call a command that succeeds, and return its output as JSON."""
+
+    def call(*arguments: object) -> Any:
+        ran = flag(*map(str, arguments), "--json")
+        assert ran.code == 0, ran.err
+        return json.loads(ran.out)
+
+    return call

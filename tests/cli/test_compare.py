@@ -1,36 +1,28 @@
 """`flag compare`: two candidates part by part, and whether their difference is more than noise."""
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from flagcore.api.explaining.compare import CORRECTED, PREDICTED, compare_subjects, overlap
+from flagcore.api.explaining.reports import CORRECTED, PREDICTED, compare_subjects, overlap
 from flagcore.api.explaining.subject import Subject, columns_of
 from flagcore.api.snapshot import load_snapshot
 from flagcore.domain.trial import TrialState
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.rank import learn
 from tests import small
-from tests.cli.conftest import Flag, Project
+from tests.cli.conftest import Answer, Flag, Project
 
 
 @pytest.fixture
-def compared(flag: Flag) -> Callable[..., Any]:
-    def call(*arguments: object) -> Any:
-        completed = flag("compare", *map(str, arguments), "--json")
-        assert completed.code == 0, completed.err
-        return json.loads(completed.out)
-
-    return call
+def compared(answer: Answer) -> Answer:
+    return lambda *arguments: answer("compare", *arguments)
 
 
 def test_parts_of_two_candidates_of_a_spec_add_up_to_their_steps_and_memory(
-    compared: Callable[..., Any], flag: Flag, project: Project
+    compared: Answer, flag: Flag, project: Project
 ) -> None:
     arguments = ("--spec", project.spec(cluster={"memory_per_device": "2GiB"}), "tp=2, mbs=2", "DP 2, MBS 4")
     comparison = compared(*arguments)
@@ -47,9 +39,7 @@ def test_parts_of_two_candidates_of_a_spec_add_up_to_their_steps_and_memory(
     assert "predicted: not both were measured" in text
 
 
-def test_a_candidate_without_runs_is_compared_by_its_corrected_prediction(
-    compared: Callable[..., Any], finished: Project
-) -> None:
+def test_a_candidate_without_runs_is_compared_by_its_corrected_prediction(compared: Answer, finished: Project) -> None:
     open_one = next(
         both
         for typed in ("pp=2, mbs=2", "pp=2, mbs=1", "tp=2, mbs=1", "dp=2, mbs=2")
@@ -79,7 +69,7 @@ def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared
 
 @pytest.mark.slow
 def test_measured_candidates_are_distinguished_by_more_than_their_noise_or_not(
-    compared: Callable[..., Any], finished: Project, made_run: Path, flag: Flag, tmp_path: Path
+    compared: Answer, finished: Project, made_run: Path, flag: Flag, tmp_path: Path
 ) -> None:
     text = flag("compare", str(finished.run_dir), f"{finished.run_dir}:baseline").out
     assert "(significant: " in text
@@ -111,9 +101,7 @@ def test_a_sure_comparison_has_no_overlapping_runs() -> None:
     assert not overlap((1.2,), (1.0, 1.1))
 
 
-def test_illegal_candidate_and_unknown_run_are_reported(
-    compared: Callable[..., Any], flag: Flag, project: Project
-) -> None:
+def test_illegal_candidate_and_unknown_run_are_reported(compared: Answer, flag: Flag, project: Project) -> None:
     comparison = compared("--spec", project.spec(), "best", "mbs=3")
     assert (comparison["gap"], comparison["certainty"], comparison["time"]) == (None, "unknown", {})
     assert comparison["because"][0].startswith("B is illegal: global_batch_size")

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 import yaml
 
 from flagcore.domain.prediction import PART_NAMES
-from tests.cli.conftest import FLAG, Flag, Project, Ran
+from tests.cli.conftest import FLAG, Answer, Flag, Project, Ran
 from tests.small import LLAMA_8B
 
-Answered = Callable[..., list[dict[str, Any]]]
 LIMITS = {"memory", *PART_NAMES.values()}
 MODEL = {
     "num_layers": 27,
@@ -54,7 +52,7 @@ def answers(ran: Ran) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def answered(flag: Flag, tmp_path: Path) -> Answered:
+def answered(flag: Flag, tmp_path: Path) -> Answer:
     """Return the answers to job records."""
     return lambda *records: answers(flag("estimate", "--jobs", jobs(tmp_path, *records)))
 
@@ -64,8 +62,8 @@ def job(**sections: Any) -> dict[str, Any]:
     return JOB | {name: {**JOB[name], **part} if isinstance(part, dict) else part for name, part in sections.items()}
 
 
-def test_candidates_are_numbered_and_report_their_bottleneck(flag: Flag, project: Project) -> None:
-    listing = json.loads(flag("estimate", "--all", project.spec(), "--json").out)
+def test_candidates_are_numbered_and_report_their_bottleneck(flag: Flag, answer: Answer, project: Project) -> None:
+    listing = answer("estimate", "--all", project.spec())
     assert [each["number"] for each in listing] == list(range(1, len(listing) + 1))
     assert {each["limit"] for each in listing} <= LIMITS
     table = flag("estimate", project.spec())
@@ -75,14 +73,13 @@ def test_candidates_are_numbered_and_report_their_bottleneck(flag: Flag, project
     assert f"{interval['low'] / interval['value']:.2f} to {interval['high'] / interval['value']:.2f}" in table.err
 
 
-def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, project: Project) -> None:
+def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, answer: Answer, project: Project) -> None:
     spec = project.spec()
-    second_run = json.loads(flag("estimate", spec, "--all", "--json").out)[1]
-    output = json.loads(flag("estimate", spec, "--explain", "2", "--json").out)
-    assert {key: output[key] for key in second_run} == second_run
-    assert json.loads(flag("estimate", spec, "--explain", "2", "--top", "1", "--json").out) == output
-    baseline = json.loads(flag("estimate", spec, "--explain", "baseline", "--json").out)
-    assert "number" not in baseline
+    second = answer("estimate", spec, "--all")[1]
+    output = answer("estimate", spec, "--explain", "2")
+    assert {key: output[key] for key in second} == second
+    assert answer("estimate", spec, "--explain", "2", "--top", "1") == output
+    assert "number" not in answer("estimate", spec, "--explain", "baseline")
     assert flag("estimate", spec, "--explain", "baseline").out.startswith("Baseline on 2 x cpu: ")
 
 
@@ -126,13 +123,6 @@ def test_a_candidate_is_explained_with_the_table_of_its_model(flag: Flag, tmp_pa
     assert any(line[:1] == ["other"] for line in lines)
 
 
-def test_a_job_on_an_unknown_chip_is_answered_with_the_way_to_known_ones(answered: Answered) -> None:
-    (answer,) = answered(job(cluster={"chip": "X1"}))
-    assert answer["status"] == "unknown"
-    assert "'X1'" in answer["reason"]
-    assert "`flag plugins chips`" in answer["reason"]
-
-
 @pytest.mark.slow
 def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Flag, tmp_path: Path) -> None:
     other_record = job(train={"global_batch_size": 128})
@@ -147,7 +137,7 @@ def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Fla
     assert [each["status"] for each in combined] == ["ok", "ok", "invalid", "ok", "ok", "ok", "ok"]
 
 
-def test_a_rank_has_the_weights_of_its_pipeline_stage(answered: Answered) -> None:
+def test_a_rank_has_the_weights_of_its_pipeline_stage(answered: Answer) -> None:
     uneven = {**JOB, "candidate": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3}}
     first, last = (answer["rank"] for answer in answered({**uneven, "rank": 3}, {**uneven, "rank": 4}))
     assert (first["rank"], last["rank"]) == (3, 4)
@@ -156,7 +146,7 @@ def test_a_rank_has_the_weights_of_its_pipeline_stage(answered: Answered) -> Non
     assert all(0 < first[figure] < last[figure] for figure in first.keys() - {"rank"})
 
 
-def test_settings_and_notes_of_a_record_change_the_prediction(answered: Answered) -> None:
+def test_settings_and_notes_of_a_record_change_the_prediction(answered: Answer) -> None:
     staged = {"pipeline_model_parallel_size": 4, "use_distributed_optimizer": True}
     plain = {**JOB, "candidate": staged}
     noted = {**job(train={"notes": "no overlap"}), "candidate": staged}
@@ -174,7 +164,7 @@ def test_settings_and_notes_of_a_record_change_the_prediction(answered: Answered
     assert "num_layers is 27" in result[3]["reason"]
 
 
-def test_a_note_does_not_make_a_record_illegal_but_a_setting_does(answered: Answered) -> None:
+def test_a_note_does_not_make_a_record_illegal_but_a_setting_does(answered: Answer) -> None:
     noted, given = answered(job(train={"notes": "tp-comm-overlap"}), job(candidate={"tp_comm_overlap": True}))
     assert (noted["status"], given["status"]) == ("ok", "invalid")
     assert "tp_comm_overlap needs sequence_parallel" in given["reason"]
@@ -205,7 +195,7 @@ def test_a_schedule_without_a_trial_program_is_still_predicted(flag: Flag, proje
     assert not (project.run_dir / "trials").exists()
 
 
-def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, answered: Answered) -> None:
+def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, answered: Answer) -> None:
     nearest = "did you mean H100-NVL or H100-PCIe or H100-SXM?"
     for chip, arguments in (("H100-X", ()), ("cpu", ("--chip", "H100-X"))):
         completed = flag("estimate", project.spec(cluster={"chip": chip}), *arguments)
@@ -230,7 +220,7 @@ def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, answered
     ],
 )
 def test_a_job_without_a_predictable_time_reports_what_is_missing_and_how_to_get_it(
-    cluster: dict[str, Any], train: dict[str, Any], words: tuple[str, ...], answered: Answered
+    cluster: dict[str, Any], train: dict[str, Any], words: tuple[str, ...], answered: Answer
 ) -> None:
     (answer,) = answered(job(cluster=cluster, train=train))
     assert answer["status"] == "ok"
@@ -239,24 +229,13 @@ def test_a_job_without_a_predictable_time_reports_what_is_missing_and_how_to_get
     assert all(word in answer["reason"] for word in words)
 
 
-@pytest.mark.parametrize(
-    ("chip", "precision", "reason", "advises_calibration"),
-    [
-        ("C588", "bf16", "peak rate of C588 in bf16", True),
-        ("A100-80GB", "fp8", "A100-80GB lists no rate in fp8 (use train.precision bf16, fp16 or fp32)", False),
-    ],
-)
-def test_candidates_without_a_time_have_a_reason(
-    flag: Flag, project: Project, chip: str, precision: str, reason: str, advises_calibration: bool
-) -> None:
-    cluster = {"chip": chip, "devices_per_node": 2, "memory_per_device": None}
-    spec = project.spec(cluster=cluster, train={"precision": precision})
-    assert reason in json.loads(flag("estimate", spec, "--json").out)[0]["reason"]
+def test_candidates_without_a_time_have_a_reason(flag: Flag, answer: Answer, project: Project) -> None:
+    spec = project.spec(cluster={"chip": "C588", "devices_per_node": 2, "memory_per_device": None})
+    reason = "peak rate of C588 in bf16"
+    assert reason in answer("estimate", spec)[0]["reason"]
     output = flag("estimate", spec).err
-    assert output.startswith(f"Candidates with the least memory on 2 x {chip}:")
-    assert " have no predicted time" in output
-    assert reason in output
-    assert ("calibrate" in output) == advises_calibration
+    assert output.startswith("Candidates with the least memory on 2 x C588:")
+    assert all(text in output for text in (" have no predicted time", reason, "calibrate"))
     assert "fastest" not in output
 
 
@@ -268,14 +247,11 @@ def test_if_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag, pr
     assert "of 0.00 GiB (cluster.memory_per_device): " in completed.err
     assert "; cluster.chip: auto found cpu here; `flag estimate --chip NAME` plans for other hardware" in completed.err
     assert "None" not in completed.err
-    large_model = {"hidden_size": 2**16, "ffn_hidden_size": 2**18}
-    spec = project.spec(model=large_model, cluster={"chip": "A100-40GB", "memory_per_device": None}, auto_tuner=space)
-    completed = flag("estimate", spec)
-    assert "of 40.00 GiB (memory of A100-40GB): " in completed.err
-    assert "auto found" not in completed.err
+    spec = project.spec(cluster={"memory_per_device": "1MiB"}, auto_tuner=space)
+    assert "auto found" not in flag("estimate", spec).err
 
 
-def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_reported(answered: Answered) -> None:
+def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_reported(answered: Answer) -> None:
     idle = {"sequence_parallel": True, "use_recompute": False, "recompute_granularity": "full"}
     first, second = answered(JOB, job(candidate=idle))
     assert "warnings" not in first
@@ -286,7 +262,7 @@ def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_report
     ]
 
 
-def test_indivisible_layers_of_a_record_are_reported_with_the_assumed_split(answered: Answered) -> None:
+def test_indivisible_layers_of_a_record_are_reported_with_the_assumed_split(answered: Answer) -> None:
     splits = ({VIRTUAL: 1}, {VIRTUAL: 2}, {VIRTUAL: 9, "num_layers_in_first_pipeline_stage": 6})
     records = ({**JOB, "candidate": {"pipeline_model_parallel_size": 4, **split}} for split in splits)
     loss, layout, wrong = answered(*records)
@@ -304,14 +280,14 @@ def test_indivisible_layers_of_a_record_are_reported_with_the_assumed_split(answ
         ({"groups": []}, "cluster.groups is not a known key"),
     ],
 )
-def test_a_cluster_that_no_record_can_have_is_reported(answered: Answered, cluster: dict[str, Any], words: str) -> None:
+def test_a_cluster_that_no_record_can_have_is_reported(answered: Answer, cluster: dict[str, Any], words: str) -> None:
     (answer,) = answered({**JOB, "cluster": cluster})
     assert answer["status"] == "invalid"
     assert words in answer["reason"]
 
 
 def test_modules_that_no_candidate_recomputes_are_reported(
-    flag: Flag, project: Project, answered: Answered, caplog: pytest.LogCaptureFixture
+    flag: Flag, project: Project, answered: Answer, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"settings": {"recompute_modules": "mlp"}}
     assert flag("estimate", project.spec(train=settings)).code == 0

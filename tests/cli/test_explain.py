@@ -2,15 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from flagcore.api.explaining.states import candidate_report, state_of
+from flagcore.api.explaining.reports import candidate_report, state_of
 from flagcore.api.explaining.subject import Subject, columns_of
 from flagcore.api.runs import Run, trial_fields
 from flagcore.api.snapshot import Snapshot, load_snapshot
@@ -21,21 +19,16 @@ from flagcore.report.text import values_text
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.rank import learn
 from tests import small
-from tests.cli.conftest import Flag, Project
+from tests.cli.conftest import Answer, Flag, Project
 
 
 @pytest.fixture
-def explained(flag: Flag) -> Callable[..., Any]:
-    def call(where: object, candidate: str) -> Any:
-        completed = flag("explain", str(where), candidate, "--json")
-        assert completed.code == 0, completed.err
-        return json.loads(completed.out)
-
-    return call
+def explained(answer: Answer) -> Answer:
+    return lambda where, candidate: answer("explain", where, candidate)
 
 
 def test_illegal_candidate_is_reported_with_its_rule_its_values_and_the_smallest_legal_change(
-    explained: Callable[..., Any], project: Project
+    explained: Answer, project: Project
 ) -> None:
     account = explained(project.spec(), "dp=2, mbs=3")
     assert account["state"] == "illegal"
@@ -50,9 +43,7 @@ def test_illegal_candidate_is_reported_with_its_rule_its_values_and_the_smallest
     assert merged_candidate["changes"]["allowed"]["differs"] == {"expert_model_parallel_size": [2, 1]}
 
 
-def test_a_value_outside_the_space_is_reported_and_still_predicted(
-    explained: Callable[..., Any], project: Project
-) -> None:
+def test_a_value_outside_the_space_is_reported_and_still_predicted(explained: Answer, project: Project) -> None:
     account = explained(project.spec(), "tp=2, mbs=8, sp")
     assert account["state"] == "not in the space"
     assert {line.split(":")[1].split("=")[0].strip() for line in account["because"][:2]} == {
@@ -64,7 +55,7 @@ def test_a_value_outside_the_space_is_reported_and_still_predicted(
     assert "it would be removed: selective_recompute_with_flash_attention" in useless["because"][-1]
 
 
-def test_knob_that_does_nothing_is_reported(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
+def test_knob_that_does_nothing_is_reported(explained: Answer, flag: Flag, project: Project) -> None:
     account = explained(project.spec(), "tp=1, dp=2, sp=true")
     assert (account["requested"]["sequence_parallel"], account["candidate"]["sequence_parallel"]) == (True, False)
     assert "equivalent for the engine: SP on -> off" in flag("explain", project.spec(), "dp=2, sp").out
@@ -85,7 +76,7 @@ LAYOUT = "tp=2, mbs=4, recompute full uniform 1"
     ],
 )
 def test_a_candidate_may_be_typed_in_many_forms(
-    explained: Callable[..., Any], project: Project, plain: str, forms: list[str]
+    explained: Answer, project: Project, plain: str, forms: list[str]
 ) -> None:
     space = {"num_layers_per_virtual_pipeline_stage": [None, 1]}
     spec = project.spec(model={"num_layers": 4}, auto_tuner={"space": space})
@@ -102,7 +93,7 @@ def test_knobs_may_be_arguments_of_their_own(flag: Flag, project: Project) -> No
     assert flag("explain", spec, "Baseline").out.startswith("Baseline on ")
 
 
-def test_the_only_value_of_a_knob_is_not_set_without_effect(explained: Callable[..., Any], project: Project) -> None:
+def test_the_only_value_of_a_knob_is_not_set_without_effect(explained: Answer, project: Project) -> None:
     space = {"recompute_granularity": ["selective", "full"], "recompute_method": "uniform", "recompute_num_layers": 1}
     spec = project.spec(train={"attention": "flash"}, auto_tuner={"space": {**space, "use_recompute": [True, False]}})
     selective = explained(spec, "tp=2, mbs=4, recompute selective")
@@ -114,9 +105,7 @@ def test_the_only_value_of_a_knob_is_not_set_without_effect(explained: Callable[
     assert explained(spec, "tp=2, mbs=4, recompute full")["candidate"]["recompute_method"] == "uniform"
 
 
-def test_memory_that_a_candidate_lacks_is_reported_by_parts_that_add_up(
-    explained: Callable[..., Any], project: Project
-) -> None:
+def test_memory_that_a_candidate_lacks_is_reported_by_parts_that_add_up(explained: Answer, project: Project) -> None:
     account = explained(project.spec(cluster={"memory_per_device": "400MiB"}), "dp=2, mbs=4")
     assert account["state"] == "removed"
     (line,) = account["because"]
@@ -136,7 +125,7 @@ def test_if_nothing_fits_no_change_is_suggested(flag: Flag, project: Project) ->
 
 
 @pytest.mark.slow
-def test_the_candidate_can_be_copied_from_a_table(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
+def test_the_candidate_can_be_copied_from_a_table(explained: Answer, flag: Flag, project: Project) -> None:
     space = {"use_recompute": [True, False], "sequence_parallel": [True, False], "use_distributed_optimizer": [True]}
     spec = project.spec(auto_tuner={"space": {**space, "micro_batch_size": [1, 2]}})
     listing = json.loads(flag("estimate", spec, "--json", "--all", "--top", "40").out)
@@ -172,9 +161,7 @@ def test_an_ambiguous_candidate_is_refused_with_the_available_knobs(flag: Flag, 
 
 
 @pytest.mark.slow
-def test_trials_of_a_run_are_listed_next_to_the_best(
-    explained: Callable[..., Any], flag: Flag, finished: Project
-) -> None:
+def test_trials_of_a_run_are_listed_next_to_the_best(explained: Answer, flag: Flag, finished: Project) -> None:
     best = explained(finished.run_dir, "best")
     number = finished.result()["best"]["number"]
     step = f"{finished.result()['best']['measured']['step_time_s']['median']:.4g} s/step"
@@ -199,9 +186,7 @@ def test_trials_of_a_run_are_listed_next_to_the_best(
 
 
 @pytest.mark.slow
-def test_a_run_from_before_a_knob_existed_is_explained(
-    explained: Callable[..., Any], flag: Flag, finished: Project
-) -> None:
+def test_a_run_from_before_a_knob_existed_is_explained(explained: Answer, flag: Flag, finished: Project) -> None:
     journal = finished.run_dir / "journal.log"
     text = journal.read_text(encoding="utf-8")
     without = re.sub('"use_distributed_optimizer":(true|false),', "", text)
@@ -250,7 +235,7 @@ def test_one_candidate_has_no_csv_and_a_run_rejects_another_chip(flag: Flag, fin
     assert flag("explain", str(finished.folder), "best").code == 2
 
 
-def test_a_run_is_reported_with_its_own_chip(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
+def test_a_run_is_reported_with_its_own_chip(explained: Answer, flag: Flag, project: Project) -> None:
     spec = project.spec(cluster={"chip": "H100-SXM", "devices_per_node": 2, "memory_per_device": "4GiB"})
     run = ("tune", spec, "--run-dir", str(project.run_dir), "--fidelity", "estimate", "-q")
     assert flag(*run).code == 0

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.api.explaining.states import candidate_report
+from flagcore.api.explaining.reports import candidate_report
 from flagcore.api.explaining.subject import allowed_rows
 from flagcore.api.snapshot import load_snapshot
 from flagcore.errors import NothingFits

@@ -1,6 +1,5 @@
 """`flag tune` at each fidelity as a user calls it: nothing started, ranks played on one core, and all of it."""
 
-import json
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cli.conftest import Flag, Project
+from tests.cli.conftest import Answer, Flag, Project
 from tests.cli.test_tune import books_balance
 
 pytestmark = pytest.mark.slow
@@ -33,7 +32,9 @@ def world(project: Project, **control: Any) -> str:
     return project.spec(**WORLD, control={**CONTROL, **control})
 
 
-def test_the_example_of_1024_devices_is_estimated_without_any_of_them(flag: Flag, project: Project) -> None:
+def test_the_example_of_1024_devices_is_estimated_without_any_of_them(
+    flag: Flag, answer: Answer, project: Project
+) -> None:
     completed = flag("tune", EXAMPLE, "--fidelity", "estimate", "--run-dir", str(project.run_dir))
     assert completed.code == 0, completed.err
     assert "Best predicted configuration on 1024 x H100-SXM: " in completed.out
@@ -54,15 +55,12 @@ def test_the_example_of_1024_devices_is_estimated_without_any_of_them(flag: Flag
     assert "--nnodes=128" in script
     assert "--num-layers 80" in script
     assert subprocess.run(["bash", "-n", project.run_dir / "best.sh"], check=False).returncode == 0
-    rerun = flag("estimate", str(project.run_dir / "best.yaml"), "--json")
-    assert json.loads(rerun.out)[0]["candidate"] == result["best"]["candidate"]
+    assert answer("estimate", project.run_dir / "best.yaml")[0]["candidate"] == result["best"]["candidate"]
 
 
-def test_the_best_of_an_estimate_for_this_machine_can_be_started(flag: Flag, project: Project) -> None:
+def test_the_best_of_an_estimate_for_this_machine_can_be_started(answer: Answer, project: Project) -> None:
     spec = project.spec(control={"fidelity": "estimate", "run_best": True})
-    completed = flag("tune", spec, "--run-dir", str(project.run_dir), "--json")
-    assert completed.code == 0, completed.err
-    assert json.loads(completed.out) == project.result()
+    assert answer("tune", spec, "--run-dir", project.run_dir) == project.result()
     assert not (project.run_dir / "trials").exists()
     run_output = project.run("run", str(project.run_dir))
     assert run_output.code == 0

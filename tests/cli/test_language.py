@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flagcore.i18n import choose
-from flagcore.i18n.width import columns
+from flagcore.i18n import choose, columns
 from tests.cli.conftest import Flag, Project
 
 CHINESE = re.compile("[\u4e00-\u9fff]")

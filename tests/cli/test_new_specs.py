@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cli.conftest import FLAG, Flag
+from tests.cli.conftest import FLAG, Answer, Flag
 
 CONFIG = {
     "model_type": "qwen3",
@@ -94,13 +94,11 @@ def test_unknown_chip_is_refused_with_near_names(flag: Flag) -> None:
         assert "H200" in refused.err
 
 
-def test_a_public_model_is_planned_without_a_file(flag: Flag) -> None:
-    options = ("--model", "Qwen/Qwen3-8B", "--chip", "H100", "--devices", "2", "--json", "--top", "1")
-    ran = flag("estimate", *options)
-    assert ran.code == 0, ran.err
-    assert "max_num_seqs" in json.loads(ran.out)[0]["candidate"]
-    training = flag("estimate", *options, "--engine", "megatron", "--set", "train.global_batch_size=8")
-    assert "micro_batch_size" in json.loads(training.out)[0]["candidate"]
+def test_a_public_model_is_planned_without_a_file(flag: Flag, answer: Answer) -> None:
+    options = ("--model", "Qwen/Qwen3-8B", "--chip", "H100", "--devices", "2", "--top", "1")
+    assert "max_num_seqs" in answer("estimate", *options)[0]["candidate"]
+    (training,) = answer("estimate", *options, "--engine", "megatron", "--set", "train.global_batch_size=8")
+    assert "micro_batch_size" in training["candidate"]
     for wrong in (("spec.yaml",), ("--jobs", "-")):
         assert flag("estimate", *options[:4], *wrong).code == 2
     assert flag("estimate", "spec.yaml", "--nodes", "2").code == 2

@@ -1,10 +1,12 @@
-"""Effects of plugins; a broken one is reported and affects no other."""
+"""Effects of plugins and of engines in distributions of their own. A broken plugin is reported and affects no other."""
 
 import json
+import os
 
 import pytest
 
-from tests.cli.conftest import Flag, Project
+from tests.cli.conftest import Answer, Flag, Project
+from tests.pages import BLOCKS
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
 
@@ -48,72 +50,87 @@ def flagcore_check_task(task):
 
 
 def test_a_broken_plugin_is_reported_and_others_still_work(
-    flag: Flag, project: Project, install: Install, caplog: pytest.LogCaptureFixture
+    answer: Answer, project: Project, install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install("flagcore-broken", {"broken": "broken_plugin"}, {"broken_plugin": BROKEN})
     output = "plugin broken (flagcore-broken): ImportError: libdriver.so.1: cannot open shared object file"
-    listing = flag("plugins", "list", "--json")
-    assert listing.code == 0
-    plugins = {plugin["name"]: plugin for plugin in json.loads(listing.out)}
+    plugins = {plugin["name"]: plugin for plugin in answer("plugins", "list")}
     assert plugins["broken"]["status"] == "failed"
     assert plugins["broken"]["problem"] == output
     assert plugins["cpu"]["status"] == "loaded"
-    spec = project.spec(control={"max_trials": 2, "repeats": 0})
-    for command in (
-        ("estimate", spec, "--json"),
-        ("tune", spec, "--json", "--run-dir", str(project.run_dir)),
-    ):
-        caplog.clear()
-        completed = flag(*command)
-        assert completed.code == 0, completed.err
-        assert json.loads(completed.out)
-        assert output in caplog.messages
-        assert "Traceback" not in completed.err
     caplog.clear()
-    quiet_run = flag("estimate", spec, "--no-plugin", "broken", "--json")
-    assert quiet_run.code == 0
-    assert "broken" not in quiet_run.err + caplog.text
+    assert answer("estimate", project.spec())
+    assert output in caplog.messages
+    caplog.clear()
+    assert answer("estimate", project.spec(), "--no-plugin", "broken")
+    assert "broken" not in caplog.text
 
 
-def test_an_added_plugin_changes_detection_planning_and_runs(flag: Flag, project: Project, install: Install) -> None:
+def test_an_added_plugin_changes_detection_planning_and_runs(
+    answer: Answer, project: Project, install: Install
+) -> None:
     install("flagcore-newcomer", {"newcomer": "newcomer_plugin"}, {"newcomer_plugin": NEWCOMER})
-    devices = json.loads(flag("devices", "--json").out)
-    assert {"newcomer-1"} <= {device["chip"] for device in devices}
+    assert {"newcomer-1"} <= {device["chip"] for device in answer("devices")}
     spec = project.spec(cluster={"chip": "auto", "memory_per_device": None}, control={"max_trials": 3, "repeats": 0})
-    estimate = flag("estimate", spec, "--json")
-    assert estimate.code == 0, estimate.err
-    assert {row["candidate"]["tensor_model_parallel_size"] for row in json.loads(estimate.out)} == {1}
-    completed = flag("tune", spec, "--json", "--run-dir", str(project.run_dir))
-    assert completed.code == 0, completed.err
-    result = json.loads(completed.out)
+    assert {row["candidate"]["tensor_model_parallel_size"] for row in answer("estimate", spec)} == {1}
+    result = answer("tune", spec, "--run-dir", project.run_dir)
     assert result["chip"] == "newcomer-1"
     assert result["counts"]["illegal"]["newcomer_no_tensor"] > 0
     launch_record = json.loads((project.run_dir / "trials" / "0" / "launch.json").read_text())
     assert launch_record["environment"]["NEWCOMER_FAST"] == "1"
 
 
-def test_plugins_are_switched_off_by_option_and_by_environment(
-    flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
+def test_without_plugins_there_is_no_device(
+    flag: Flag, answer: Answer, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = project.spec()
-    without = flag("estimate", spec, "--no-plugin", "cpu")
-    assert without.code == 4
-    assert "cluster.chip = 'cpu'" in without.err
-    names = [plugin["name"] for plugin in json.loads(flag("plugins", "list", "--json").out)]
-    assert "cpu" in names
+    names = [plugin["name"] for plugin in answer("plugins", "list")]
     monkeypatch.setenv("FLAGCORE_DISABLE_PLUGINS", ",".join(names))
-    assert flag("estimate", spec).code == 4
-    empty = flag("devices")
-    assert empty.code == 4
-    assert "no device found" in empty.err
-    assert json.loads(flag("plugins", "list", "--json").out) == []
+    assert answer("plugins", "list") == []
+    for command, words in ((("estimate", project.spec()), "cluster.chip = 'cpu'"), (("devices",), "no device found")):
+        completed = flag(*command)
+        assert (completed.code, words in completed.err) == (4, True)
 
 
-def test_chips_are_listed_with_their_aliases_and_dashes_for_unknown_facts(flag: Flag) -> None:
-    chips = {chip["chip"]: chip for chip in json.loads(flag("plugins", "chips", "--json").out)}
+def test_chips_are_listed_with_their_aliases_and_dashes_for_unknown_facts(flag: Flag, answer: Answer) -> None:
+    chips = {chip["chip"]: chip for chip in answer("plugins", "chips")}
     assert "NVIDIA H100 PCIe" in chips["H100-PCIe"]["aliases"]
     assert chips["C588"]["peak_tflops"] is None
     row = next(line for line in flag("plugins", "chips").out.splitlines() if line.startswith("C588"))
     assert row.endswith("MetaX C588, MXC588")
     assert " - " in row
-    assert json.loads(flag("devices", "--json").out)[0]["aliases"] == chips["cpu"]["aliases"]
+    assert answer("devices")[0]["aliases"] == chips["cpu"]["aliases"]
+
+
+(ENGINE,) = (block.text for block in BLOCKS if block.file == "acme_serving.py")
+"""The engine of docs/write-an-engine.md."""
+
+
+@pytest.fixture
+def acme(project: Project, install: Install, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A project with the distribution on its import path, and a spec."""
+    install("acme-serving", {"acme": "acme_serving:WORKLOAD"}, {"acme_serving": ENGINE}, group="flagcore.engines")
+    monkeypatch.setenv("PYTHONPATH", str(project.folder), prepend=os.pathsep)  # for trials
+    spec(project)
+    return project
+
+
+def spec(project: Project, **space: list[object]) -> None:
+    project.served(behaviour="plain", engine="acme", baseline={}, strategy="learned", space=space or {"slots": [2, 4]})
+
+
+def test_it_is_tuned(flag: Flag, acme: Project) -> None:
+    completed = flag("tune", "spec.yaml", "--run-dir", str(acme.run_dir))
+    assert completed.code == 0, completed.err
+    result = acme.result()
+    assert {trial["state"] for trial in result["trials"]} == {"measured"}
+    measurement = {trial["candidate"].get("slots"): trial["measured"]["effective"] for trial in result["trials"]}
+    assert [measurement[slots]["slots"] for slots in (2, 4)] == [2, 4]
+
+
+def test_it_is_estimated_and_its_knobs_are_checked(flag: Flag, acme: Project) -> None:
+    completed = flag("estimate", "spec.yaml")
+    assert completed.code == 0, completed.err
+    spec(acme, slot=[1])
+    completed = flag("estimate", "spec.yaml")
+    assert completed.code == 2
+    assert "auto_tuner.space.slot" in completed.err

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,7 @@ import pytest
 from tests.cli.conftest import Flag
 
 pytestmark = pytest.mark.slow
+Failures = Callable[[], list[dict[str, str]]]
 
 
 @pytest.fixture
@@ -19,6 +21,19 @@ def acme(flag: Flag, tmp_path: Path) -> Path:
     assert completed.code == 0, completed.err
     assert f"pip install -e {completed.out.strip()} && flag plugins check {completed.out.strip()}" in completed.err
     return Path(completed.out.strip())
+
+
+@pytest.fixture
+def failures(flag: Flag, acme: Path) -> Failures:
+    """Check the new plugin, in which something is wrong, and return the failures."""
+
+    def check() -> list[dict[str, str]]:
+        completed = flag("plugins", "check", str(acme), "--format", "json")
+        assert completed.code == 4
+        found: list[dict[str, str]] = json.loads(completed.out)["plugins"][0]["failures"]
+        return found
+
+    return check
 
 
 def test_a_new_plugin_passes_every_check_and_lists_its_placeholders(flag: Flag, acme: Path) -> None:
@@ -52,30 +67,25 @@ def test_a_new_plugin_with_all_options_passes_every_check(flag: Flag, tmp_path: 
     ],
 )
 def test_a_plugin_that_crashes_or_does_not_load_is_a_failed_check(
-    flag: Flag, acme: Path, hook: str, reported: str
+    failures: Failures, acme: Path, hook: str, reported: str
 ) -> None:
     hooks = acme / "flagcore_acme/hooks.py"
     hooks.write_text(hooks.read_text().replace("from __future__ import annotations\n", f"{hook}\n"))
-    completed = flag("plugins", "check", str(acme), "--format", "json")
-    assert completed.code == 4
-    (failure,) = json.loads(completed.out)["plugins"][0]["failures"]
+    (failure,) = failures()
     assert failure["check"] == "plugin_loads"
     assert reported in failure["message"]
 
 
 @pytest.mark.parametrize(("old", "reported"), [("[project]", "is not TOML"), ("flagcore.plugins", "names no plugin")])
-def test_a_broken_pyproject_is_a_failed_check(flag: Flag, acme: Path, old: str, reported: str) -> None:
+def test_a_broken_pyproject_is_a_failed_check(failures: Failures, acme: Path, old: str, reported: str) -> None:
     file = acme / "pyproject.toml"
     file.write_text(file.read_text().replace(old, old[:-1], 1))
-    completed = flag("plugins", "check", str(acme), "--format", "json")
-    assert completed.code == 4
-    (failure,) = json.loads(completed.out)["plugins"][0]["failures"]
+    (failure,) = failures()
     assert reported in failure["message"]
     assert failure["fix"]
 
 
-@pytest.mark.slow
-def test_a_hanging_check_is_aborted(flag: Flag, acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_check_is_aborted(failures: Failures, acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flagcore_testing.runner.CHECK_SECONDS", 8.0)
     hooks = acme / "flagcore_acme/hooks.py"
     endless = """
@@ -91,11 +101,7 @@ class Endless(VendorPlugin):
 plugin = Endless(**vars(plugin))
 """
     hooks.write_text(hooks.read_text() + endless)
-    completed = flag("plugins", "check", str(acme), "--format", "json")
-    assert completed.code == 4
-    assert "acme" in completed.err
-    failures = json.loads(completed.out)["plugins"][0]["failures"]
-    assert "it took more than 8 s" in failures[-1]["message"]
+    assert "it took more than 8 s" in failures()[-1]["message"]
     left = [each for each in psutil.process_iter(["cmdline"]) if str(acme) in " ".join(each.info["cmdline"] or ())]
     assert not psutil.wait_procs(left, timeout=5)[1]
 

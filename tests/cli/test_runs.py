@@ -1,16 +1,125 @@
-"""`flag runs`: runs are listed and shown."""
+"""`flag runs`, and runs in which nothing was measured: every command names the cause and the next command."""
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flagcore import api
+from flagcore.api.runs import state_of_ended
+from flagcore.contracts import Event
+from flagcore.errors import EveryTrialFailed, Interrupted
 from flagcore.tuner.store.directory import RunDirectory
-from tests.cli.conftest import Flag
+from tests.cli.conftest import Flag, Project
+from tests.report.page.reading import run_data
 
 pytestmark = pytest.mark.slow
+REASON = "ValueError: it is broken"
+STATES = {"failed": "no measurement", "interrupted": "interrupted", "killed": "interrupted", "estimate": "finished"}
+CODES = {"failed": 5, "interrupted": 2, "killed": 2}
+NEED_THE_BEST = (
+    ("run", "RUN"),
+    ("export", "RUN", "--to", "megatron"),
+    ("explain", "RUN", "best"),
+    ("compare", "RUN", "RUN:baseline"),
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return a folder with a run of each of STATES: all trials failed, none has ended, and an estimate."""
+    project = Project(tmp_path_factory.mktemp("unmeasured"))
+    folder = project.folder / "runs"
+
+    def interrupt(event: Event) -> None:
+        raise KeyboardInterrupt
+
+    api.tune(project.spec(), run_dir=folder / "estimate", fidelity="estimate")
+    with pytest.raises(Interrupted):
+        api.tune(project.spec(does="hang"), run_dir=folder / "interrupted", on_event=interrupt)
+    with pytest.raises(EveryTrialFailed, match=REASON):
+        api.tune(project.spec(does="crash", control={"max_trials": 2}), run_dir=folder / "failed")
+    shutil.copytree(folder / "interrupted", folder / "killed")
+    (folder / "killed" / "result.json").unlink()
+    yield folder
+    assert project.all_gone()
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"),
+    [("failed", each) for each in NEED_THE_BEST] + [(kind, NEED_THE_BEST[0]) for kind in ("interrupted", "killed")],
+)
+def test_a_command_that_needs_the_best_ends_with_the_cause_and_the_next_command(
+    flag: Flag, runs: Path, kind: str, command: tuple[str, ...]
+) -> None:
+    run = str(runs / kind)
+    ended = flag(*(word.replace("RUN", run) for word in command))
+    assert (ended.code, ended.out) == (CODES[kind], "")
+    assert f"`flag tune SPEC --run-dir {run}{' --new' if kind == 'failed' else ''}`" in ended.err
+    assert (REASON in ended.err, f"{run}/trials/0" in ended.err) == (kind == "failed", kind == "failed")
+    assert "(missing)" not in ended.err
+
+
+def test_lists_name_the_state_and_the_cause(flag: Flag, runs: Path) -> None:
+    records = {Path(each["run"]).name: each for each in json.loads(flag("runs", "list", str(runs), "--json").out)}
+    assert {name: each["state"] for name, each in records.items()} == STATES
+    assert REASON in records["failed"]["no_best"]
+    assert records["estimate"]["no_best"] is None
+    listed = flag("runs", "list", str(runs))
+    assert (listed.code, listed.err.count(REASON), listed.err.count("\n")) == (0, 1, 1)
+
+
+def test_runs_of_engines_without_a_best_are_listed(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "failed", tmp_path / "several" / "one")
+    shutil.copytree(runs / "killed", tmp_path / "several" / "other")
+    (tmp_path / "several" / "notes.txt").touch()
+    assert {Path(each["run"]).name for each in api.list_runs(tmp_path)} == {"one", "other"}
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_reports_work_and_name_the_cause(flag: Flag, runs: Path, kind: str) -> None:
+    run = str(runs / kind)
+    explained = flag("explain", run, "--json")
+    no_best = json.loads(explained.out)["no_best"]
+    texts = [no_best, flag("explain", run).out, flag("runs", "show", run).out]
+    assert explained.code == 0
+    for text in texts:
+        assert f"flag tune SPEC --run-dir {run}" in text
+    page = flag("report", run, "-o", "-").out
+    for text in (*texts, page):
+        assert (REASON in text) == (kind == "failed")
+    assert ", measured;" not in page
+
+
+def test_a_reason_of_several_lines_is_shown_in_lines(flag: Flag, runs: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs / "failed", run)
+    result = json.loads((run / "result.json").read_text())
+    reason = {"stopped_because": "a step takes 58 s\nset train.precision: fp32", "stopped_message": None}
+    (run / "result.json").write_text(json.dumps(result | reason))
+    assert "; a step takes 58 s\nset train.precision: fp32; " in flag("run", str(run)).err
+    assert "58 s\n\nset" in flag("runs", "show", str(run)).out
+
+
+BEST = {"number": 0, "candidate": {}}
+
+
+@pytest.mark.parametrize(
+    ("result", "state"),
+    [
+        ({"stopped_because": None, "best": BEST}, "interrupted"),
+        ({"stopped_because": "interrupted", "best": None}, "interrupted"),
+        ({"stopped_because": "max_time = 3 s reached", "best": None}, "no measurement"),
+        ({"stopped_because": "max_time = 3 s reached", "best": None, "fastest": None}, "no measurement"),
+        ({"stopped_because": "all is tried", "best": None, "trials": [BEST], "fastest": 0}, "finished"),
+        ({"stopped_because": "all is tried", "best": BEST}, "finished"),
+    ],
+)
+def test_the_state_follows_from_the_result(result: dict[str, Any], state: str) -> None:
+    assert state_of_ended(run_data(**result)) == state
 
 
 @pytest.fixture

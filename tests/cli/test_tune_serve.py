@@ -39,23 +39,6 @@ def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_reported
     assert measured[4]["figures"]["goodput_requests_per_s"] == 0.0
 
 
-def test_a_trial_that_fails_has_no_figures_and_does_not_compete(flag: Flag, project: Project) -> None:
-    completed = tune(flag, project, behaviour="cuts", space={"parallel": [1, 2]})
-    assert completed.code == 5
-    trials = project.result()["trials"]
-    assert {trial["state"] for trial in trials} == {"invalid"}
-    assert not any(trial["measured"] for trial in trials)
-    assert "do not fit into the context" in completed.err
-
-
-def test_several_instances_get_nginx(flag: Flag, project: Project) -> None:
-    completed = tune(flag, project, space={"parallel": 2, "instances": 2}, baseline={"parallel": 2, "instances": 2})
-    assert completed.code == 0, completed.err
-    folder = project.run_dir / "best"
-    assert {"start.sh", "nginx.conf"} <= {file.name for file in folder.iterdir()}
-    assert str(folder / "start.sh") in (project.run_dir / "best.sh").read_text()
-
-
 def test_a_killed_run_leaves_no_process_and_resumes_to_the_fastest_with_its_start_script(
     flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,20 +69,3 @@ def test_a_killed_run_leaves_no_process_and_resumes_to_the_fastest_with_its_star
     assert launch["argv"][:3] == [sys.executable, str(SERVER), "known"]
     assert "--parallel 4" in (project.run_dir / "best.sh").read_text()
     assert project.all_gone()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"space": {"paralel": [1]}}, ("paralel", "parallel")),
-        ({"space": {"parallel": ["many"]}}, ("parallel", "whole number")),
-        ({"objective": "goodput_requests_per_s"}, ("goodput", "serve.slo")),
-    ],
-)
-def test_a_spec_that_cannot_be_served_is_reported_before_anything_runs(
-    change: dict[str, Any], words: tuple[str, ...], flag: Flag, project: Project
-) -> None:
-    completed = tune(flag, project, **change)
-    assert completed.code == 2
-    assert all(word in completed.err for word in words)
-    assert not (project.run_dir / "trials").exists()

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from flagcore import i18n
-from flagcore.i18n import Message, _, choose, from_record, ngettext
-from flagcore.i18n.width import columns, left, right, wrapped
+from flagcore.i18n import Message, _, choose, columns, from_record, left, ngettext, right, wrapped
 from tests.i18n.messages import FILE, compiled, sources, translations
 
 FIELD = re.compile(r"\{[^{}]*\}")
@@ -17,7 +16,7 @@ FIELD = re.compile(r"\{[^{}]*\}")
 
 @pytest.fixture(autouse=True)
 def _language(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(i18n, "_chosen", "")
+    monkeypatch.setattr(i18n, "_chosen_language", "")
     yield
     choose("en")
 

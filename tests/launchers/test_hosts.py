@@ -127,11 +127,12 @@ def test_files_go_to_every_host_and_come_back(tmp_path: Path, mark: str) -> None
     assert (folder / "sub" / "0").exists()
 
 
-def test_the_first_failure_ends_all(tmp_path: Path, mark: str) -> None:
+def test_the_first_failure_and_the_time_limit_end_all(tmp_path: Path, mark: str) -> None:
     script = "[ $NODE_RANK = 1 ] && { echo broken >&2; exit 7; }; sleep 60"
     began = time.monotonic()
     exit_record = run(script, tmp_path / "trial")
     assert (exit_record.code, exit_record.ended_by, exit_record.detail) == (7, None, "b")
+    assert run("sleep 60", tmp_path / "limited", timeout_seconds=1.0).ended_by == "timeout"
     assert time.monotonic() - began < 30
     assert "broken" in (tmp_path / "trial" / "stderr.log").read_text()
 
@@ -140,14 +141,10 @@ def test_the_first_failure_ends_all(tmp_path: Path, mark: str) -> None:
 def test_stop_ends_the_trial_everywhere(tmp_path: Path, mark: str, client: tuple[str, ...]) -> None:
     script = "setsid sleep 60 & exec sleep 60"
     trial = launcher().start(launch(script, tmp_path / "trial", hosts=("a", "b"), client=client))
-    assert trial.poll() is None
+    assert trial.wait(0) is None
     exit_record = trial.stop()
     assert exit_record.ended_by == "request"
     assert trial.stop() == exit_record
-
-
-def test_limits_hold_on_each_host(tmp_path: Path, mark: str) -> None:
-    assert run("sleep 60", tmp_path / "trial", timeout_seconds=1.0).ended_by == "timeout"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -246,6 +243,8 @@ def test_a_host_that_never_answered_is_an_error_of_the_launch(tmp_path: Path, ma
         launcher(a=lambda host: ["no-such-ssh"]).start(launch("true", tmp_path / "trial"))
     with pytest.raises(LaunchError, match="no hosts"):
         launcher().start(launch("true", tmp_path / "trial", hosts=()))
+    with pytest.raises(LaunchError, match="/no/such"):
+        launcher().start(launch("sleep 60", tmp_path / "trial", client=("/no/such",)))
 
 
 def test_secrets_are_in_no_command_line(tmp_path: Path, mark: str) -> None:
@@ -337,11 +336,6 @@ def test_a_failed_client_is_the_reason_and_a_failed_host_ends_it(tmp_path: Path,
     assert (exit_record.code, exit_record.ended_by, exit_record.detail) == (7, None, "b")
 
 
-def test_a_client_without_a_program_cannot_be_started(tmp_path: Path, mark: str) -> None:
-    with pytest.raises(LaunchError, match="/no/such"):
-        launcher().start(launch("sleep 60", tmp_path / "trial", hosts=("a", "b"), client=("/no/such",)))
-
-
 def test_agents_are_kept_for_the_next_trial_unless_their_host_is_lost(tmp_path: Path, mark: str) -> None:
     started: list[str] = []
 
@@ -402,18 +396,16 @@ def warmed(tmp_path: Path, program: str, codes: Iterable[int]) -> Iterator[tuple
             yield found.code, found.warm, set((tmp_path / str(number) / "stdout.log").read_text().splitlines())
 
 
-def test_a_kept_agent_forks_trials_until_one_fails(tmp_path: Path, mark: str) -> None:
+def test_a_kept_agent_forks_trials_until_one_fails_and_no_program_that_is_unfit(tmp_path: Path, mark: str) -> None:
     trials = list(warmed(tmp_path, WARMED, (0, 0, 3, 0)))
     assert [(code, warm) for code, warm, _ in trials] == [(0, True), (0, True), (3, True), (0, True)]
     templates = [printed for _, _, printed in trials]
     assert len(templates[0]) == 2
     assert templates[0] == templates[1] >= templates[2]  # the other host may be ended before it prints
     assert not templates[0] & templates[3]
-
-
-def test_a_program_that_must_not_be_forked_starts_cold(tmp_path: Path, mark: str) -> None:
-    trials = warmed(tmp_path, WARMED.replace("global template", "raise ValueError"), (0, 0))
-    assert list(trials) == [(0, False, {"0 0", "0 1"})] * 2
+    (tmp_path / "cold").mkdir()
+    unfit = warmed(tmp_path / "cold", WARMED.replace("global template", "raise ValueError"), (0, 0))
+    assert list(unfit) == [(0, False, {"0 0", "0 1"})] * 2
 
 
 def test_a_host_that_never_ends_its_trial_costs_only_its_trial(

@@ -171,7 +171,7 @@ def one_level(**changes: Any) -> Topology:
         ("memory_model", WRONG, "no method workspace_bytes, reserved_bytes, device_used_bytes"),
         ("collective_costs", WRONG, "must return two numbers"),
         ("collective_costs", Greedy(600.0, 1.0), "compute_share is above 1"),
-        ("topology", Topology(levels=()), "must increase and end at 8"),
+        ("topology", Topology(levels=()), "must increase up to 8"),
         ("topology", one_level(devices=4), "[4]"),
         ("topology", one_level(efficiency=0.0), "efficiency"),
         ("topology", one_level(compute_share=15.0), "compute_share"),

@@ -115,8 +115,14 @@ STEP = "tokens_per_second_per_device"
 TIME = {"compute_s": (1.0, 0.7), "tp_comm_s": (0.5, 0.1), "pp_bubble_s": (0.0, 0.2)}
 
 
-def text(seconds: tuple[float, float], predicted: tuple[float | None, float | None], objective: str = STEP) -> str:
-    return causes_text(objective, "the baseline", seconds, predicted, TIME, "measured")
+def text(
+    seconds: tuple[float, float], predicted: tuple[float | None, float], objective: str = STEP, **more: bool
+) -> str:
+    """Return the causes of a time, with TIME as the parts of the predictions."""
+    steps = [{} if each is None else {"step_time_s": {"value": each}} for each in predicted]
+    times = [{"time": {part: pair[place] for part, pair in TIME.items()}} for place in (0, 1)]
+    predictions = [{**step, **time} for step, time in zip(steps, times, strict=True)]
+    return causes_text(objective, "the baseline", seconds, predictions, "measured", **more)
 
 
 def test_only_parts_with_the_sign_of_the_total_are_causes_the_largest_first() -> None:
@@ -135,9 +141,9 @@ def test_the_parts_are_listed_only_if_the_prediction_has_the_sign_of_the_measure
 
 @pytest.mark.parametrize("objective", [STEP, "output_tokens_per_s"])
 def test_the_speedup_of_rounds_is_the_only_one(objective: str) -> None:
-    text = causes_text(objective, "the baseline", (1.6, 1.2), (1.5, 1.0), TIME, "measured", has_rounds=True)
-    assert "%" not in text
-    assert "-0.4 s" in text
+    causes = text((1.6, 1.2), (1.5, 1.0), objective, has_rounds=True)
+    assert "%" not in causes
+    assert "-0.4 s" in causes
 
 
 def test_a_rate_is_compared_as_a_rate() -> None:

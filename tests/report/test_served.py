@@ -30,7 +30,7 @@ COUNTS = Counts(
 
 
 def run_data(plan: Plan) -> RunData:
-    return RunData.from_json(result(plan, "run"), Path("run"), called="run", knobs=plan.knobs)
+    return RunData.from_json(result(plan, "run"), Path("run"), folder_name="run", knobs=plan.knobs)
 
 
 def plan_text(plan: Plan) -> str:

@@ -15,7 +15,7 @@ from flagcore import plugins
 from flagcore.api.tuning.watch import Watchers
 from flagcore.domain.trial import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED, TRIAL_STARTED, RunEvent
 from flagcore.errors import NoDevice, SpecError
-from tests.cli.conftest import Project, Ran, flag, project  # noqa: F401 (fixtures)
+from tests.cli.conftest import Flag, Project
 
 TRIAL = {
     "number": 3,
@@ -150,12 +150,7 @@ def test_unknown_and_broken_watchers_are_errors_before_the_run(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_tune_sends_all_events(
-    server: Server,
-    project: Project,  # noqa: F811
-    flag: Callable[..., Ran],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tune_sends_all_events(server: Server, project: Project, flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(webhook.URL, server.url)
     spec = project.spec(control={"max_trials": 2, "repeats": 0})
     run = ("--run-dir", str(project.run_dir), "--watch", "webhook")

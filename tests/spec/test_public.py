@@ -15,7 +15,9 @@ BILLIONS: dict[str, float] = yaml.safe_load(Path(__file__).with_name("parameters
 
 def test_a_public_model_has_its_published_number_of_parameters() -> None:
     found = {name: parameters(model_from(name, base=Path())) / 1e9 for name in BILLIONS}
-    assert found == pytest.approx(BILLIONS, rel=5e-3)
+    rounded = "baidu/ERNIE-4.5-300B-A47B-PT"
+    assert found.pop(rounded) == pytest.approx(BILLIONS[rounded], rel=4e-3)
+    assert found == pytest.approx({name: BILLIONS[name] for name in found}, rel=1e-3)
 
 
 @pytest.mark.parametrize(

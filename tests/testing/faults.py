@@ -126,7 +126,7 @@ MODULE = (
 CHIPS = (
     hook("chips_and_devices_are_valid", "chips", "return [*own, 'A2']", "flagcore_chips", also=("foreign_chips_get_no_answer",)),
     Fault("chips_and_devices_are_valid", CHIP, "kind: estimated, method", "kind: guessed, method", "a1.yaml: memory_bytes.source.kind"),
-    Fault("chips_and_devices_are_valid", CHIP, "devices_per_node: 8", "devices_per_node: 8\ndevices_per_node: 16", "duplicate key devices_per_node"),
+    Fault("chips_and_devices_are_valid", CHIP, "devices_per_node: 8", "devices_per_node: 8\ndevices_per_node: 16", "the key devices_per_node is repeated"),
     Fault("chips_and_devices_are_valid", CHIP, "TODO: made up, replace it by a figure with its source", " ", "memory_bytes.source.method"),
     Fault("dates_of_sources_are_valid", CHIP, "{kind: estimated, method: \"TODO", "{kind: measured, how: \"TODO", "memory_bytes.source is measured"),
     Fault("dates_of_sources_are_valid", COLLECTIVES, "2026-11-02", "2/11/2026", "collectives.yaml: source.date"),

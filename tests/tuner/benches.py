@@ -46,9 +46,6 @@ class Ended:
     def __init__(self, ended: Exit) -> None:
         self.ended = ended
 
-    def poll(self) -> Exit:
-        return self.ended
-
     def wait(self, seconds: float) -> Exit:
         return self.ended
 
@@ -134,7 +131,7 @@ class Bench:
             workload=self.workload,
             launcher=self.launcher,
             strategy=self.strategy,
-            probe_strategy=self.prober,
+            probe_strategy=self.prober or self.strategy,
             open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
             on_event=self.events.append,
         )

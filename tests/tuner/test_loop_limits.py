@@ -198,17 +198,16 @@ def test_out_of_memory_next_to_other_processes_is_tried_again(bench: BusyBench) 
     assert again[failed[0].candidate].state is TrialState.MEASURED
 
 
-@pytest.mark.parametrize("spares", [0, 1])
-def test_lost_hosts_stop_the_search_unless_others_replace_them(bench: BusyBench, spares: int) -> None:
+def test_a_spare_replaces_a_lost_host_and_a_resumed_search_remembers_the_loss(bench: BusyBench) -> None:
     bench.launcher = player = OnTwoHosts()
-    bench.cluster = ClusterSpec(hosts=("a", "b"), nodes=1, spares=spares)
+    bench.cluster = ClusterSpec(hosts=("a", "b"), nodes=1, spares=1)
     lost_host = Exit(code=1, ended_by="host", duration_s=1.0, detail="a: gone", lost_host="a")
     player.ends = lambda number: lost_host if number <= MAX_CONSECUTIVE_BUSY + 1 else None
     plan = bench.plan(repeats=0, max_trials=3, max_step_time=None)
-    assert len(player.launches) == (MAX_CONSECUTIVE_BUSY + 4 if spares else MAX_CONSECUTIVE_BUSY)
+    assert len(player.launches) == MAX_CONSECUTIVE_BUSY + 4
     assert plan.counts.balanced
     bench.plan(repeats=0, max_trials=3, max_step_time=None)
-    assert player.resumed == ["a"] * (MAX_CONSECUTIVE_BUSY + bool(spares))
+    assert player.resumed == ["a"] * (MAX_CONSECUTIVE_BUSY + 1)
 
 
 def test_trials_whose_time_is_over_after_two_steps_are_measured(bench: BusyBench) -> None:

@@ -7,35 +7,6 @@ import pytest
 
 from flagcore import api
 
-DEEPSEEK_V3 = {
-    "num_layers": 61,
-    "hidden_size": 7168,
-    "ffn_hidden_size": 18432,
-    "num_attention_heads": 128,
-    "vocab_size": 129280,
-    "multi_latent_attention": True,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-    "num_moe_experts": 256,
-    "moe_router_topk": 8,
-    "moe_ffn_hidden_size": 2048,
-    "moe_shared_expert_intermediate_size": 2048,
-    "moe_first_dense_layers": 3,
-    "mtp_num_layers": 1,
-    "untie_embeddings_and_output_weights": True,
-}
-LLAMA_405B = {
-    "num_layers": 126,
-    "hidden_size": 16384,
-    "ffn_hidden_size": 53248,
-    "num_attention_heads": 128,
-    "num_query_groups": 8,
-    "vocab_size": 128256,
-    "untie_embeddings_and_output_weights": True,
-}
 FEW: dict[str, Any] = {
     "data_parallel_size": [64, 128],
     "micro_batch_size": 1,
@@ -47,7 +18,7 @@ FEW: dict[str, Any] = {
 """A part of the space in which both searches end within seconds; the best of the whole space lies in it."""
 
 
-def spec(model: dict[str, Any], chip: str, nodes: int, space: dict[str, Any] | None = None, **train: Any) -> Any:
+def spec(model: str | dict[str, Any], chip: str, nodes: int, space: dict[str, Any] | None = None, **train: Any) -> Any:
     cluster = {"chip": chip, "nodes": nodes, "devices_per_node": 8}
     return {
         "model": model,
@@ -60,7 +31,7 @@ def spec(model: dict[str, Any], chip: str, nodes: int, space: dict[str, Any] | N
 @pytest.mark.parametrize("space", [FEW, pytest.param({}, marks=pytest.mark.long)], ids=["few", "all"])
 def test_deepseek_v3_is_planned_within_a_quarter_of_its_report(space: dict[str, Any]) -> None:
     """14.8T tokens in 2.664M hours of H800 (arXiv 2412.19437)."""
-    job = spec(DEEPSEEK_V3, "H800", 256, space, seq_length=4096, global_batch_size=15360, precision="fp8")
+    job = spec("deepseek-ai/DeepSeek-V3", "H800", 256, space, seq_length=4096, global_batch_size=15360, precision="fp8")
     best = api.estimate(job, top=1).candidates[0]
     assert best["tokens_per_second_per_device"]["value"] == pytest.approx(14.8e12 / (2.664e6 * 3600), rel=0.25)
 
@@ -68,7 +39,15 @@ def test_deepseek_v3_is_planned_within_a_quarter_of_its_report(space: dict[str, 
 @pytest.mark.parametrize("space", [FEW, pytest.param({}, marks=pytest.mark.long)], ids=["few", "all"])
 def test_llama_3_405b_is_planned_within_15_percent_of_its_report(space: dict[str, Any]) -> None:
     """41% of the peak on 16,384 H100 at 8,192 tokens (arXiv 2407.21783, table 4)."""
-    job = spec(LLAMA_405B, "H100-SXM", 2048, space, seq_length=8192, global_batch_size=2048, precision="bf16")
+    job = spec(
+        "meta-llama/Meta-Llama-3.1-405B",
+        "H100-SXM",
+        2048,
+        space,
+        seq_length=8192,
+        global_batch_size=2048,
+        precision="bf16",
+    )
     assert api.estimate(job, top=1).candidates[0]["mfu"] == pytest.approx(0.41, rel=0.15)
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import yaml
 
-from flagcore.contracts import ImportedSpec, Importer, ImportNote
+from flagcore.contracts import ImportedSpec, Importer
 from flagcore.domain.chip import Chip, normalize_name
+from flagcore.domain.spec import ImportNote
 from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
 from flagcore.engines.megatron.layers.stages import LAYOUT
 from flagcore.engines.megatron.space.knobs import SETTINGS
@@ -234,7 +235,7 @@ def translate(
     """Return the data of a spec for a config, and notes.
 
     The recipe's `name` may contain the number and kind of devices. `added` are the keys of overrides that the config
-    does not have. Raises SpecError, also for keys in `added` that have no use.
+    does not have. Raises SpecError, also for keys in `added` that flagcore does not read.
     """
     notes = Notes(file)
     sections = {key: value for key in USED_SECTIONS if isinstance(value := config.get(key), Mapping)}
@@ -383,9 +384,9 @@ def _layout(value: object) -> str:
 def _cluster(
     name: str, baseline: Mapping[str, Any], notes: Notes, chips: Callable[[], Sequence[Chip]]
 ) -> tuple[dict[str, Any], int]:
-    """Return the section `cluster` and its number of devices.
+    """Return the section `cluster`, and the number of devices in it.
 
-    They are in the recipe's name; otherwise they are the fewest devices that can run it.
+    The recipe's name contains both. Otherwise, the cluster has the fewest devices that can run the recipe.
     """
     match = _IN_NAME.search(name)
     sizes = (baseline.get(key) for key in SIZES[:4])

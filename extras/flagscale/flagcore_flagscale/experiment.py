@@ -125,7 +125,7 @@ def environment(source: Source, *, own_devices: bool) -> dict[str, str | int]:
 def add_own_variables(source: Source, cluster: dict[str, Any], lines: Sequence[HostLine]) -> None:
     """Move the variables of device types and of hosts into the section `cluster`; `lines` are those of its host file.
 
-    As in FlagScale, variables of a host override those of its type, and these the others.
+    As in FlagScale, a host's variables override those of the host's type, which override all others.
     """
     envs, groups = source.at("experiment.envs"), cluster.get("groups", ())
     if not isinstance(envs, dict):
@@ -195,7 +195,7 @@ def control(source: Source, kind: str) -> dict[str, Any]:
 
 
 def _first_number(source: Source, key: str, default: int) -> int:
-    """Return the number at `key`, or the first number of a text such as `1:2`."""
+    """Return the number at `key`, or the first number of a string such as `1:2`."""
     value = source.take(key, default)
     first = str(value).partition(":")[0]
     if isinstance(value, bool) or not first.isdecimal() or int(first) < 1:

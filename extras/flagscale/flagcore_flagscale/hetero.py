@@ -136,7 +136,9 @@ def _recompute_of(source: Source, flags: Flags, sizes: Sequence[Sizes]) -> Itera
 
 
 def _of_stages(rows: object) -> list[list[int]]:
-    """Return the values of all micro-batches of each stage from rows such as `[stages, count, value, ...]`."""
+    """Return the values of the micro-batches of each stage. A row such as `[stages, count, value, ...]` is for several
+    stages, and repeats each value for `count` micro-batches.
+    """
     found: list[list[int]] = []
     for row in rows if isinstance(rows, list) else ():
         if isinstance(row, list) and len(row) >= 3 and all(type(each) is int for each in row):
@@ -184,9 +186,7 @@ def _nodes(devices: int, per_node: int) -> dict[str, Any]:
 
 
 def mixed_baseline(hetero: Hetero, baseline: Mapping[str, Any], *, derived: bool) -> dict[str, Any]:
-    """Return a baseline with meshes in place of parallel sizes. With `derived`, flagcore chooses its split of
-    layers.
-    """
+    """Return a baseline with meshes in place of parallel sizes. `derived`: whether flagcore chooses the layer split."""
     recompute = ("use_recompute", *(f"recompute_{name}" for name in ("granularity", "method", "num_layers")))
     if hetero.is_plain:
         tensor, context, expert, data, _ = hetero.sizes[0]
@@ -222,8 +222,9 @@ def meshes_problem(
 
 
 def _devices_of(group: Mapping[str, Any], kind: str, lines: Sequence[HostLine]) -> int:
-    """Return the number of devices of a node group, or 0 if unknown. Without a number of nodes, the host file
-    counts.
+    """Return the number of devices of a node group, or 0 if unknown.
+
+    If the group does not state them, the slots of the hosts of type `kind` in the host file are counted.
     """
     of_hosts = sum(line.slots or 0 for line in lines if line.kind == kind)
     return int(group.get("nodes", 0) * group.get("devices_per_node", 0)) or of_hosts

@@ -161,7 +161,7 @@ def _trial(
         role=Role.SEARCH,
         state=TrialState.FAILED,
         duration_s=elapsed_s,
-        reason=reason or "it has no figure of the objective",
+        reason=reason or "it has no value of the objective",
     )
     is_out_of_memory = any(cells.get(name, "").upper() == OUT_OF_MEMORY for name in ("max_mem", TRAIN_COLUMN))
     is_out_of_memory = is_out_of_memory or OUT_OF_MEMORY in text.split("|")
@@ -204,7 +204,7 @@ def _training(task: Task, cells: Cells, is_cut: bool) -> Measurement | None:
 
 
 def _serving(task: Task, figures: dict[str, float]) -> Measurement | None:
-    """Return the measurement of a server, or None if it has no figure of the objective.
+    """Return the measurement of a server, or None if it has no value of the objective.
 
     Output tokens are derived from all tokens if all prompts of the load have the same length.
     """

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from flagcore.contracts import ExportJob, Platform, ServerGroups
+from flagcore.contracts import ExportJob, Platform
 from flagcore.contracts.exchange import DEVICES_OF_HOST, claim_and_mount, comments, device_limits
 from flagcore.domain.engine import without_devices
+from flagcore.domain.launch import ServerGroups
 from flagcore.domain.secrets import is_secret
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _

@@ -18,9 +18,8 @@ from flagcore.engines.serving.space.hardware import DP, EP, TP, Hardware, count
 from flagcore.engines.serving.space.knobs import CONTEXT, EAGER, or_default
 from flagcore.engines.serving.space.program import Program, as_words
 from flagcore.engines.serving.space.rules import context_rules, forbidden, same_as_unset, split_rules
-from flagcore.engines.serving.space.settings import Settings
+from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.space.weights import weight_bytes
-from flagcore_lmdeploy import REPORTS
 
 BACKEND, BATCH, BLOCK = "backend", "max_batch_size", "block_size"
 CACHE, PREFILL = "cache_max_entry_count", "max_prefill_token_num"
@@ -34,8 +33,8 @@ PYTORCH = PROGRAM.code(BACKEND, "pytorch")
 def _default_batch(task: Task) -> int:
     """Return LMDeploy's default of max_batch_size.
 
-    LMDeploy uses a large value for some chips of one vendor, which it knows by name, otherwise 128 (256 on other device
-    types). All chips with the large value compute in fp8 and have at least 70 GiB, which is the condition here.
+    LMDeploy uses a large value for some chips, which it knows by name, and otherwise 128 (256 on other device types).
+    All chips with the large value compute in fp8 and have at least 70 GiB, which is therefore the condition here.
     """
     hardware = Hardware.of(task)
     return 1024 if hardware.fp8 and hardware.memory_bytes >= 70 * 2**30 else 128
@@ -54,7 +53,7 @@ def _settings(task: Task, columns: Columns) -> Settings:
         max_batched_tokens=prefill,
         pass_tokens=np.where(pytorch, prefill, np.minimum(or_default(values[PER_ITERATION], 1 << 40), prefill)),
         block_size=PROGRAM.values(values, BLOCK),
-        graphs=(pytorch & (values[EAGER] == 0)).astype(np.int64),
+        graph_tokens=np.where(pytorch & (values[EAGER] == 0), GRAPH_TOKENS, 0),
         cache_bytes=_cache_bytes(task, values, prefill + 2 * batch),
         cache_element_bytes=PROGRAM.element_bytes(values),
     )
@@ -63,7 +62,7 @@ def _settings(task: Task, columns: Columns) -> Settings:
 def _cache_bytes(task: Task, get: Columns, buffer_tokens: IntArray) -> FloatArray:
     """Return the bytes of one device's cache.
 
-    They are a share of the memory that weights and, with the PyTorch engine, logit buffers leave free.
+    The cache gets a share of the memory that weights and, with the PyTorch engine, logit buffers leave free.
     """
     free = Hardware.of(task).memory_bytes - weight_bytes(task) / (get[TP] * get[DP])
     buffers = np.where(get[BACKEND] == PYTORCH, 2.0 * buffer_tokens * task.spec.model.vocab_size, 0.0)
@@ -130,6 +129,5 @@ WORKLOAD = Engine(
     merges=lambda task: tuple(same_as_unset(PROGRAM)),
     settings=_settings,
     server=_server,
-    reports=REPORTS,
-    untested="written from its documentation, no trial has run; times are those of its kernels alone",
+    untested="support was written from the documentation, and no trial has run; predicted times include only kernels",
 )

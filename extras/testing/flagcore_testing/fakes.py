@@ -12,8 +12,8 @@ from typing import Any
 from unittest import mock
 
 from flagcore.domain.chip import Device
-from flagcore.plugins.loader import BadPlugin, one_line
-from flagcore.plugins.validation import several
+from flagcore.plugins.entry_points import one_line
+from flagcore.plugins.validation import BadPlugin, several
 from flagcore_testing.kit import Subject
 from flagcore_testing.package import Transcript
 

@@ -31,7 +31,8 @@ import numpy as np
 from flagcore.physics import cost_stack  # noqa: F401 (what plugins usually import is not their own time)
 from flagcore.physics.collective_costs import topology_of
 from flagcore.plugins import LoadedPlugins, Plugin, validation
-from flagcore.plugins.loader import BadPlugin, one_line
+from flagcore.plugins.entry_points import one_line
+from flagcore.plugins.validation import BadPlugin
 from flagcore.vendorkit import plugin as vendor_plugin  # noqa: F401 (as above)
 from flagcore_testing.examples import example_calls
 

@@ -21,7 +21,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.errors import SpecError
 from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names, validation
-from flagcore.plugins.loader import installed, one_line
+from flagcore.plugins.entry_points import installed, one_line
 from flagcore.vendorkit.engines import Maturity, Quirks, Variable, read_maturity, read_quirks, read_variables
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import Package, Transcript, read_installed, read_transcripts, source_of
@@ -43,7 +43,7 @@ class Problem:
 
 
 def fix_of(reason: str) -> str:
-    """Return the fix for an error in a plugin's file, or an empty text for other errors."""
+    """Return the fix for an error in a plugin's file, or an empty string for other errors."""
     if reason.startswith("SpecError"):
         return "correct that key; docs/write-a-plugin.md describes the files"
     missing_fix = "write that file (see docs/write-a-plugin.md), or return None from the hook"
@@ -221,7 +221,7 @@ class Subject:
                 yield Problem(f"{failure.hook}: {failure.reason}", fix=fix)
 
     def places(self, messages: Iterable[str], error: BaseException | None = None) -> str:
-        """Return the lines that an error or messages are about, separated by commas, or an empty text if unknown."""
+        """Return the lines that an error or messages are about, separated by commas, or an empty string if unknown."""
         folders: list[Path] = []
         with suppress(Skip, KeyError):
             folders.append(self.package_folder)

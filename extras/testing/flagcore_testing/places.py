@@ -12,7 +12,7 @@ _WORD = re.compile(r"'([^']+)'|\b([A-Za-z_]\w*(?:\[\d+\])?(?:\.[A-Za-z_]\w*(?:\[
 
 
 def place_of(message: str, folders: Sequence[Path]) -> str:
-    """Return `FILE:LINE` of what a message is about, or an empty text if it is unknown or part of the message.
+    """Return `FILE:LINE` of what a message is about, or an empty string if it is unknown or part of the message.
 
     `folders` are the plugin's package and, if available, its source. The first file that contains a word of the message
     is used. Files are searched in this order: a file that the message names, the chip's file, data files, modules.
@@ -39,7 +39,7 @@ def place_of(message: str, folders: Sequence[Path]) -> str:
 
 
 def line_of_error(error: BaseException | None, folders: Sequence[Path]) -> str:
-    """Return the last line of the plugin in the traceback of an error or of its causes, or an empty text if there is
+    """Return the last line of the plugin in the traceback of an error or of its causes, or an empty string if there is
     none.
     """
     found = ""

@@ -15,7 +15,7 @@ from flagcore.domain.space import Axis, Candidate, Columns, FloatArray, IntArray
 from flagcore.domain.trial import Trial, TrialState, step_value
 from flagcore.errors import UsageError
 from flagcore.i18n import _
-from flagcore.report.candidate_report import causes_text, figure_pairs
+from flagcore.report.candidate_report import causes_text
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.strategies.learned import believed
@@ -156,8 +156,7 @@ class Subject:
             self.snapshot.task.spec.objective,
             name,
             seconds,
-            (other.predicted_s, self.predicted_s),
-            figure_pairs(*((each.predicted or {}).get("time", {}) for each in (other, self))),
+            (other.predicted, self.predicted),
             source,
             has_rounds=has_rounds,
         )
@@ -222,9 +221,8 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
             return best
         if run is not None:
             raise no_best_error(run)
-        raise UsageError(
-            _("{where} has no best configuration: {reason}", where=where, reason=_("no candidate is left"))
-        )
+        reason = _("no candidate is left")
+        raise UsageError(_("{where} has no best configuration: {reason}", where=where, reason=reason))
     digits = name.removeprefix("trial").strip()
     if not digits.isdecimal() or len(digits) > 9:
         return None
@@ -233,10 +231,8 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
         trials = {trial.number: trial for trial in all_trials(run)}
         if number in trials:
             return trials[number].candidate
-        numbers_text = ", ".join(map(str, trials)) or _("none")
-        raise UsageError(
-            _("{where} has no trial {number}; trials: {known}", where=where, number=number, known=numbers_text)
-        )
+        known = ", ".join(map(str, trials)) or _("none")
+        raise UsageError(_("{where} has no trial {number}; trials: {known}", where=where, number=number, known=known))
     order = rows_by_time(snapshot.problem)
     if not 1 <= number <= order.size:
         numbers = {"number": number, "last": order.size}

@@ -49,7 +49,7 @@ class HostReport:
     - `devices`, `versions`: its devices and versions, or None if flagcore is not installed on the host.
     - `torch`: the device type and the backend of torch, or None without torch.
     - `files`: digests of files and folders. The digest of a missing file is empty.
-    - `busy`: a line for each device that does not respond, or whose memory others use.
+    - `busy`: a line for each device that does not respond, or whose memory other processes use.
     - `kind`: the kind of the host. Hosts of the same kind must have the same devices and versions.
     """
 
@@ -127,7 +127,7 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
 def _with_ports(
     launcher: HostsLauncher, reports: Sequence[HostReport], variables: Mapping[str, str]
 ) -> list[HostReport]:
-    """Return the reports. Usable hosts that cannot connect to the first of them have this as their problem."""
+    """Return the reports, with a problem for each usable host that cannot connect to the first usable host."""
     hosts = [report.host for report in reports if not list(host_problems(report, reports))]
     problems = port_problems(launcher, hosts, variables) if len(hosts) > 1 else {}
     return [replace(report, problem=problems.get(report.host, report.problem)) for report in reports]
@@ -298,8 +298,8 @@ SLOW_LINK_RATIO = 2.0
 class HostSpeed:
     """The speed of a host, in seconds.
 
-    It contains the time of a matrix product on each device, and of its fastest all-reduce with a neighbor, if it has
-    one.
+    `products_s`: a matrix product on each device. `link_s`: the fastest all-reduce with a neighbor, or None without a
+    neighbor.
     """
 
     host: str

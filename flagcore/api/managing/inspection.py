@@ -137,7 +137,7 @@ def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
 def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
     """Yield one record per module that an engine needs.
 
-    The fix names the build of the vendor of `chips`, if there are any.
+    The fix names the vendor's build for `chips`, or the extra of flagcore if no vendor has one.
     """
     try:
         engine = plugins.workload(name)
@@ -259,7 +259,7 @@ def _device(loaded: plugins.LoadedPlugins, device: Device, chip: Chip | None) ->
 
 
 def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
-    """Return the use of a device from its telemetry. Unknown values are None."""
+    """Return the memory in use and the processes of a device, from its telemetry. Unknown values are None."""
     figures: Mapping[str, float] = {}
     use = DeviceUse()
     if reader := loaded.telemetry(device):

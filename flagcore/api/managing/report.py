@@ -1,23 +1,35 @@
-"""The report page of a run and its data (insight.json), written at the end of `flag tune` or later from its folder."""
+"""Reports on runs: the list of the runs in a folder, one run as text, and its page with the data of the page."""
 
+import fcntl
 import json
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from flagcore.api.inputs import knobs_of_spec, labels_of_spec, warn
-from flagcore.api.runs import SPEC, count_trials, ended_trials, read_run
+from flagcore.api.inputs import RUNS, knobs_of_spec, labels_of_spec, warn
+from flagcore.api.runs import (
+    INTERRUPTED,
+    RUNNING,
+    SPEC,
+    UNREADABLE,
+    count_trials,
+    ended_trials,
+    read_run,
+    state_of_ended,
+)
 from flagcore.api.snapshot import load_snapshot, run_home
 from flagcore.contracts import Problem
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
-from flagcore.domain.files import read_regular
+from flagcore.domain.files import write
 from flagcore.domain.plan import summarize
 from flagcore.domain.prediction import MEMORY, components_of_row
 from flagcore.domain.search_state import LEARNED_MESSAGES
@@ -27,15 +39,127 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
 from flagcore.i18n import N_, _
-from flagcore.report.page.assembly import page
-from flagcore.report.page.rendering import as_html
-from flagcore.report.page.run import INSIGHT, RunData, json_file
+from flagcore.report.page.assembly import page, result_text
+from flagcore.report.page.blocks import as_html
+from flagcore.report.page.run import INSIGHT, RunData, json_file, predicted
+from flagcore.report.page.summary import no_best
 from flagcore.report.result import result
+from flagcore.report.text import heading
+from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.stages.predict import in_gib, record
-from flagcore.tuner.store.directory import write
+from flagcore.tuner.store.directory import IDENTITY, LOCK
 
 REPORT = "report.html"
+
+
+def list_runs(folder: Path | str = RUNS) -> list[dict[str, Any]]:
+    """Return a record of each run in a folder, latest first, or of the folder itself if it is a run.
+
+    A run with several engines but no best is listed as one run per engine. Each record has `run` (the folder), `state`,
+    `changed` (date and time in UTC), and the known fields of `run_record`. Raises RunError if the folder does not
+    exist.
+    """
+    place = Path(folder)
+    if _is_run(place):
+        return [run_record(place)]
+    try:
+        places = [[each] if _is_run(each) else each.glob("*") for each in place.iterdir()]
+    except OSError as error:
+        raise RunError(_("cannot read {file}: {reason}", file=place, reason=error.strerror)) from None
+    found = filter(_is_run, chain.from_iterable(places))
+    return sorted(map(run_record, found), key=lambda each: str(each["changed"]), reverse=True)
+
+
+def show_run(folder: Path | str, without: Collection[str] = ()) -> tuple[Mapping[str, Any], str]:
+    """Return the result of a run as data and as text. The run may be in progress. Raises RunError."""
+    run = report_data(_required(Path(folder)), without)
+    text = result_text(replace(run, folder_name=str(folder), warnings=()))
+    return run.data, "\n".join([*run.warnings, text])
+
+
+def run_record(folder: Path) -> dict[str, Any]:
+    """Return the main facts of a run from its result.
+
+    `value`, `low` and `high` are the objective of the best in `unit`: the median and the range over its runs. `speedup`
+    is the speedup over the baseline (`flagcore.domain.plan.Speedup`). `seconds` is the sum over all trials. `no_best`
+    is the reason why there is no best.
+    """
+    files = [file for name in ("journal.log", "result.json", IDENTITY) if (file := folder / name).is_file()]
+    changed = max(each.stat().st_mtime for each in files or [folder])
+    record: dict[str, Any] = {
+        "run": str(folder),
+        "state": RUNNING if _is_locked(folder) else INTERRUPTED,
+        "changed": datetime.fromtimestamp(changed, timezone.utc).strftime("%Y-%m-%d %H:%M"),
+    }
+    result = json_file(folder / "result.json")
+    if not result:
+        return record
+    try:
+        return {**record, **_run_facts(folder, result, record["state"])}
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return {**record, "state": UNREADABLE}
+
+
+def _run_facts(folder: Path, data: Mapping[str, Any], state: str) -> dict[str, Any]:
+    """Return the fields of `run_record` that are read from `data`, the content of the run's result.json."""
+    home = folder / str(data["engine"]) if data.get("engines") else folder
+    run = RunData.from_json(data, home, folder_name=str(folder), knobs=knobs_of_spec(_spec(folder)))
+    trials, best, speedup = run.all_trials, run.best, run.speedup
+    value, low, high = (best and run.figures(best)) or (None, None, None)
+    used = best.measurement.device_used_bytes if best and best.measurement else None
+    memory_gib = predicted(best, "memory.device_used_gib") if best else None
+    return {
+        "state": state if state == RUNNING else state_of_ended(run),
+        "hardware": run.hardware,
+        "fidelity": run.fidelity,
+        "trials": len(trials),
+        "seconds": sum(each.duration_s for each in trials),
+        "candidate": best.candidate.as_dict() if best else None,
+        "best": run.configuration(best) if best else None,
+        "unit": heading(run.objective) if run.serves else run.unit,
+        "more_is_better": run.is_rate,
+        "value": value,
+        "low": low,
+        "high": high,
+        "speedup": None if speedup is None else speedup.median,
+        "significant": None if speedup is None else speedup.significant,
+        "memory_gib": memory_gib if used is None else used / 2**30,
+        "cost_per_million_tokens": run.cost.get("cost_per_million_tokens"),
+        "stopped_because": data.get("stopped_because"),
+        "no_best": None if best else no_best(run),
+    }
+
+
+def _required(folder: Path) -> Path:
+    if not _is_run(folder):
+        raise RunError(_("{folder} is not a run; `flag runs list` lists them", folder=folder))
+    return folder
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether flagcore wrote a run to a folder. Other programs also write files with these names."""
+    is_claimed = json_file(folder / IDENTITY).keys() >= {"run", "task", "fixed"}
+    return is_claimed or "schema_version" in json_file(folder / "result.json")
+
+
+def _is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a run, or of one of its engines."""
+    return any(map(_holds, [folder / LOCK, *folder.glob(f"*/{LOCK}")]))
+
+
+def _holds(file: Path) -> bool:
+    try:
+        lock = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def report(run_dir: Path | str, *, without: Collection[str] = ()) -> str:
@@ -116,14 +240,17 @@ def _redacted(data: Mapping[str, Any], insight: Mapping[str, Any], home: Path, f
     Commands on the page name the folder relative to the working directory, or `.` if it is elsewhere, so that the page
     does not reveal paths of this machine.
     """
-    try:
-        spec = yaml.safe_load(read_regular(home / SPEC))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        spec = None
-    secrets = tuple(dict.fromkeys((*secrets_in_environment(os.environ), *secrets_in_data(spec))))
+    secrets = tuple(dict.fromkeys((*secrets_in_environment(os.environ), *secrets_in_data(_spec(home)))))
     relative = os.path.relpath(folder)
-    called = "." if relative.startswith("..") else relative
-    return RunData.redacted(data, insight, secrets, home, called=called, **context)
+    folder_name = "." if relative.startswith("..") else relative
+    return RunData.redacted(data, insight, secrets, home, folder_name=folder_name, **context)
+
+
+def _spec(folder: Path) -> dict[str, Any]:
+    """Return the spec of the run in a folder as data. It is empty if the file cannot be read."""
+    with suppress(FlagError):
+        return spec_as_data(folder / SPEC)
+    return {}
 
 
 SCHEMA_VERSION = 1

@@ -15,6 +15,7 @@ from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
 from flagcore.domain.plan import count
 from flagcore.domain.prediction import components_of_row, idle_of
+from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
 from flagcore.domain.space import Columns, IntArray
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
@@ -24,9 +25,8 @@ from flagcore.plugins import LoadedPlugins, workload_of
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.formats import lookup
 from flagcore.report.text import serving_load_text
-from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, unmet_text
+from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, search_time, unmet_text
 from flagcore.tuner.problem import build_problem, candidate_columns, no_launch_reason, rows_by_time
-from flagcore.tuner.stages.limit import search_time
 from flagcore.tuner.stages.predict import (
     limit,
     model_table,
@@ -35,7 +35,6 @@ from flagcore.tuner.stages.predict import (
     predict_stage_layers,
     record,
 )
-from flagcore.tuner.stages.rank import learn
 
 
 def estimate(
@@ -69,7 +68,7 @@ def estimate(
     return Estimate(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
-        counts=count(problem.space, problem.pruned, learn(())),
+        counts=count(problem.space, problem.pruned, SearchState()),
         baseline=_records(problem, np.array([problem.space.find(problem.baseline)]))[0],
         defaults=_engine_defaults(problem),
         roomier=_roomier(problem, order),

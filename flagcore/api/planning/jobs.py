@@ -1,6 +1,9 @@
-"""Predicts job records, in groups that share a task."""
+"""Job records: their predictions, in groups that share a task, and the measurements of earlier runs in this format."""
 
+import math
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
@@ -11,19 +14,25 @@ import numpy as np
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
 from flagcore.api.planning.estimate import prediction_records
-from flagcore.contracts import Costs, Platform
-from flagcore.domain.chip import unknown_chip_hint, with_network
+from flagcore.contracts import Costs, Platform, Problem, Workload
+from flagcore.domain.chip import Chip, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.effects import engine_task
 from flagcore.domain.engine import ValueRule
+from flagcore.domain.knob import Knob
+from flagcore.domain.prediction import Observations, PastMeasurements, features
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
+from flagcore.tuner.calibration import Experience
+from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
+from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical, legality
 from flagcore.tuner.stages.discover import costs
-from flagcore.tuner.stages.predict import rank_record
+from flagcore.tuner.stages.predict import predict_columns, rank_record
 
 AT_ONCE = 1024
 
@@ -42,8 +51,8 @@ def estimate_jobs(lines: Iterable[Line], *, without: Collection[str] = (), at_on
     """
     with loaded_plugins(without) as loaded:
         jobs, remaining_lines, seen_ids = _Jobs(loaded), iter(lines), set[str]()
-        while some := list(islice(remaining_lines, at_once)):
-            for line, answer in zip(some, jobs.answers(some), strict=True):
+        while batch := list(islice(remaining_lines, at_once)):
+            for line, answer in zip(batch, jobs.answers(batch), strict=True):
                 name = _printable_id(line)
                 if name in seen_ids:
                     duplicate_warning = f"an earlier record has the id {name}"
@@ -195,3 +204,102 @@ def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], colu
         f"{knob} = {value}" for knob, value in knob_values.items() if value is True or value not in OFF
     )
     return "; ".join(rule.message for rule in rules) + (f" (here {values_text})" if values_text else "")
+
+
+GIB = 2**30
+MAX_PAST = 300
+"""Maximum number of earlier measurements. Chosen to limit the run time of the model, which is cubic in this number."""
+MAX_LOG_RATIO = 3.0
+"""A record is skipped if the logarithm of measured over predicted exceeds this (a factor of 20). Chosen by hand: such a
+factor is not a model error."""
+
+
+def past_of_problem(problem: Problem, loaded: LoadedPlugins, run: str) -> PastMeasurements:
+    """Return the measurements of earlier runs, except `run`, on the chip of a problem.
+
+    The result is empty if the spec disables them.
+    """
+    spec, chip = problem.task.spec, problem.task.cluster.groups[0].chip
+    if not spec.control.use_experience:
+        return PastMeasurements.empty()
+    records = Experience.of_user().records(chip, spec.work.engine, exclude_run=run)
+    return past(records, chip, loaded, problem.workload, spec.objective, problem.platform.knobs)
+
+
+def past(
+    records: Iterable[Mapping[str, Any]],
+    chip: Chip,
+    loaded: LoadedPlugins,
+    workload: Workload,
+    objective: str,
+    knobs: Sequence[Knob] = (),
+) -> PastMeasurements:
+    """Return observations from the measured records of `chip`.
+
+    Records that cannot be read or predicted, and records of servers with another `objective`, are skipped. `knobs` are
+    the plugins' knobs that a record may contain.
+    """
+    from flagcore.spec.jobs import read_job
+
+    tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
+    installed = plugins.engines()
+    for job_record in islice(records, MAX_PAST):
+        with suppress(FlagError, KeyError, TypeError, ValueError):
+            kind = job_record["kind"]
+            work_data = dict(job_record[kind])
+            command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for the command
+            if kind == "serve" and job_record["measured"]["objective"] != objective:
+                continue
+            engine_values = dict(job_record["candidate"])
+            own_knobs = tuple(knob for knob in knobs if knob.name in engine_values)
+            plugin_values = {knob.name: engine_values.pop(knob.name) for knob in own_knobs}
+            for knob in own_knobs:
+                knob.parse(plugin_values[knob.name], knob.name)
+            job = read_job({**job_record, kind: work_data, "candidate": engine_values}, installed)
+            work = replace(job.work, command=command)
+            nodes = job.devices // job.devices_per_node
+            group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
+            spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=work, objective=objective)
+            task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=own_knobs)
+            key = repr((job.model, work, group, sorted(plugin_values)))
+            tasks[key].append((task, {**job.candidate, **plugin_values}, job_record["measured"]))
+    past_points = []
+    for number, members in enumerate(tasks.values(), start=1):
+        with suppress(FlagError, TypeError, ValueError, ArithmeticError):
+            past_points.append(_observations(number, members, loaded, workload))
+    return PastMeasurements(
+        time=Observations.join([time for time, _ in past_points]),
+        memory=Observations.join([memory for _, memory in past_points]),
+    )
+
+
+def _observations(
+    number: int,
+    members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]],
+    loaded: LoadedPlugins,
+    workload: Workload,
+) -> tuple[Observations, Observations]:
+    """Return the observed step times and memory of the records `members`, which are runs of task `number`."""
+    task = members[0][0]
+    group_costs = costs(task.cluster, loaded, task.spec.work.engine)
+    platform = Platform(task=task, workload=workload, costs=group_costs)
+    legal = legality(platform)
+    encoded = [candidate_columns(platform, candidate) for _, candidate, _ in members]
+    columns = {knob: np.concatenate([one_row[knob] for one_row in encoded]) for knob in encoded[0]}
+    columns = canonical(columns, legal.merges)
+    predictions = predict_columns(platform, columns)
+    known_features = features(legal.axes, columns, predictions, workload.sizes(engine_task(task), columns))
+    figures = (("step_time_s", predictions.step_time_s, 1.0), ("device_used_gib", predictions.device_used_bytes, GIB))
+    pairs = []
+    for name, expected, unit in figures:
+        measured_values = np.array([float(each.get(name) or math.nan) * unit for _, _, each in members])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = np.log(measured_values) - np.log(expected)
+        rows = np.flatnonzero(np.abs(ratio) < MAX_LOG_RATIO)
+        min_noise = MIN_NOISE if unit == 1.0 else MEMORY_NOISE
+        pairs.append(
+            Observations(
+                known_features.take(rows), ratio[rows], np.full(rows.size, min_noise), np.full(rows.size, number)
+            )
+        )
+    return pairs[0], pairs[1]

@@ -13,6 +13,7 @@ from typing import Any
 
 from flagcore.contracts import ExportJob, Problem
 from flagcore.contracts.exchange import comments
+from flagcore.domain.files import writable, write
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import COST, Plan, cost_figures
 from flagcore.domain.secrets import (
@@ -37,7 +38,6 @@ from flagcore.report.text import best_text, candidate_text
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.problem import no_launch_reason
 from flagcore.tuner.stages.launch import planned_launch
-from flagcore.tuner.store.directory import writable, write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -59,7 +59,7 @@ class Outcome(Notebook):
     @property
     def shown(self) -> RunData:
         """The result without secrets, for output to the user."""
-        return RunData.from_json(self.data, self.run_dir, called=str(self.run_dir), knobs=self.plan.knobs)
+        return RunData.from_json(self.data, self.run_dir, folder_name=str(self.run_dir), knobs=self.plan.knobs)
 
     def __str__(self) -> str:
         return result_text(self.shown)

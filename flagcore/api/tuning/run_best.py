@@ -15,7 +15,7 @@ from flagcore.api.inputs import warn
 from flagcore.api.runs import no_best_error, read_run
 from flagcore.domain.launch import Launch
 from flagcore.errors import LaunchError, RunError, UsageError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.launchers.local import start_for_users
 from flagcore.tuner.store.directory import IDENTITY
 
@@ -47,18 +47,10 @@ def run_best(
         sys.exit(_serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
-    text = _("training the best configuration of {run}; files go to {folder}", run=run_dir, folder=launch["folder"])
-    warn(
-        [
-            _(
-                "the command of the best configuration of {run} is incomplete; add {missing}",
-                run=run_dir,
-                missing=missing,
-            )
-            if missing
-            else text
-        ]
-    )
+    text = N_("training the best configuration of {run}; files go to {folder}")
+    if missing:
+        text = N_("the command of the best configuration of {run} is incomplete; add {missing}")
+    warn([_(text, run=run_dir, folder=launch["folder"], missing=missing)])
     os.execvp(argv[0], argv)
 
 
@@ -80,12 +72,8 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
         if is_missing and ((run := read_run(Path(run_dir))).best is None or run.stopped_because is None):
             raise no_best_error(run) from None
         reason = _("missing") if is_missing else type(error).__name__
-        problem = _(
-            "{file} cannot be read ({reason}); `flag tune` writes it with the best configuration",
-            file=file,
-            reason=reason,
-        )
-        raise RunError(problem) from None
+        text = N_("{file} cannot be read ({reason}); run `flag tune` to write it with the best configuration")
+        raise RunError(_(text, file=file, reason=reason)) from None
 
 
 def _serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int:

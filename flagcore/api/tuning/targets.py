@@ -15,6 +15,7 @@ from flagcore.api.inputs import LoadedSpec
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
+from flagcore.domain.files import writable, write
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.space import Candidate
@@ -24,7 +25,6 @@ from flagcore.launchers.script import checked_name, job_name, start_script
 from flagcore.report.formats import hardware_text
 from flagcore.report.text import candidate_text
 from flagcore.tuner.stages.launch import planned_launch
-from flagcore.tuner.store.directory import writable, write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +84,9 @@ def _require_equal_nodes(job: ExportJob, target: str) -> None:
     importers = plugins.names(plugins.IMPORTERS)
     supported_targets = [each for each in export_targets(job.platform.task.spec.work.engine) if each in importers]
     if job.unequal_nodes and target not in supported_targets:
-        text = _(
-            "--to {target} starts all nodes with one command, but this cluster has several kinds of chips",
-            target=target,
-        )
+        text = N_("--to {target} starts all nodes with one command, but this cluster has several kinds of chips")
         fix = _("use --to {known}", known=", ".join(supported_targets)) if supported_targets else ""
-        raise UsageError("; ".join(filter(None, [text, fix])))
+        raise UsageError("; ".join(filter(None, [_(text, target=target), fix])))
 
 
 def export_targets(engine: str | None = None) -> tuple[str, ...]:
@@ -118,11 +115,8 @@ def _exporter(snapshot: Snapshot, target: str) -> Exporter | None:
     """Return the exporter of a target. Raises UsageError if candidates of the engine cannot be exported to it."""
     exporters = _exporters(snapshot.task.spec.work.engine)
     if target not in exporters:
-        problem = _(
-            "--to {target} is not a target of this job; its targets are {known}",
-            target=target,
-            known=", ".join(exporters),
-        )
+        known = ", ".join(exporters)
+        problem = _("--to {target} is not a target of this job; its targets are {known}", target=target, known=known)
         extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
         fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
         raise UsageError("; ".join(filter(None, [problem, fix])))

@@ -30,11 +30,12 @@ from flagcore.api.inputs import (
 from flagcore.api.managing.host_report import host_telemetry
 from flagcore.api.managing.hosts import require_any_host, require_hosts
 from flagcore.api.managing.report import save_report, save_report_of_engines
-from flagcore.api.snapshot import past_of_problem
+from flagcore.api.planning.jobs import past_of_problem
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.api.tuning.watch import Watchers
 from flagcore.contracts import Event, OnEvent, Problem, Telemetry, Workload
 from flagcore.domain.chip import Device
+from flagcore.domain.files import writable, write
 from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.space import KnobValue
@@ -45,11 +46,11 @@ from flagcore.i18n import N_, _, ngettext
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import noise_warnings
-from flagcore.spec.serving import engines_of, select_engine
+from flagcore.spec.convert import engines_of, select_engine
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.loop import Dependencies, TuneResult
 from flagcore.tuner.loop import tune as run_loop
-from flagcore.tuner.store.directory import RunDirectory, writable, write
+from flagcore.tuner.store.directory import RunDirectory
 
 if TYPE_CHECKING:
     from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow
@@ -80,11 +81,11 @@ def tune(
     engine is returned. Raises the errors of `flagcore.errors`. The result is written if a trial has run.
     """
     file, data = spec_data(spec if objective is None else changed_spec(spec, {"auto_tuner.objective": objective}))
+    data = data if fidelity is None else with_fidelity(data, fidelity)
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
 
-    def tune_one(some: Mapping[str, Any], folder: Path) -> Outcome:
-        run = _EngineRun(some, file, folder, new, without, storage, fidelity, watch)
-        return run.tune(on_event or (lambda event: None))
+    def tune_one(content: Mapping[str, Any], folder: Path) -> Outcome:
+        return _EngineRun(content, file, folder, new, without, storage, watch).tune(on_event or (lambda event: None))
 
     if len(engines) < 2:
         return tune_one(data, directory)
@@ -104,13 +105,9 @@ class _EngineRun:
         new: bool,
         without: Collection[str],
         storage: str | None,
-        fidelity: str | None,
         watch: Collection[str],
     ) -> None:
         spec = parsed(data, file=str(file), base=file.parent, without=without)
-        if fidelity is not None:
-            spec = replace(spec, control=replace(spec.control, fidelity=fidelity))
-            data = with_fidelity(data, fidelity)
         self.spec, self.data, self.base = spec, data, file.parent
         self.new, self.without, self.storage = new, without, storage
         self.workload = plugins.workload_of(spec.work)

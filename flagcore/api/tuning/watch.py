@@ -15,7 +15,7 @@ from flagcore.domain.secrets import redact_data, secrets_in_data, secrets_in_env
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED, TRIAL_STARTED, RunEvent
 from flagcore.i18n import _
-from flagcore.plugins.loader import one_line
+from flagcore.plugins.entry_points import one_line
 from flagcore.report.result import trial as trial_record
 
 LOG = logging.getLogger("flagcore")

@@ -4,27 +4,28 @@ For any model, a larger micro-batch and an unsharded gradient buffer or optimize
 adds a buffer, which may be larger than the memory that it saves when layers are recomputed in full.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from flagcore import contracts
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern
+from flagcore.domain.launch import FailurePattern, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
-from flagcore.domain.spec import AUTO, Task
+from flagcore.domain.spec import AUTO, ImportNote, Task
 from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import reading, start
 from flagcore.engines.megatron.command import checks
 from flagcore.engines.megatron.command.user_command import starts_megatron
-from flagcore.engines.megatron.importing.command import spec_of_command
 from flagcore.engines.megatron.layers.split import SPLIT
 from flagcore.engines.megatron.mixed import meshes
 from flagcore.engines.megatron.mixed import planner as mesh_planner
 from flagcore.engines.megatron.mixed.rules import merges_with_meshes, with_meshes
 from flagcore.engines.megatron.space import knobs as knob_rows
-from flagcore.engines.megatron.space import options, production, setting_rules
+from flagcore.engines.megatron.space import options, production
 from flagcore.engines.megatron.space import rules as legality
 from flagcore.engines.megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
 from flagcore.engines.megatron.space.rules import DIST_OPT, DP, EP, PP, RECOMPUTE, SP, TP
@@ -56,7 +57,7 @@ class Megatron(contracts.Workload):
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         options.check(task, options.settings_in_force(task.spec))
-        return with_meshes(task, (*legality.rules(task), *setting_rules.setting_rules(task)))
+        return with_meshes(task, (*legality.rules(task), *legality.setting_rules(task)))
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         return merges_with_meshes(task, legality.merges(task))
@@ -84,7 +85,6 @@ class Megatron(contracts.Workload):
     step_limit = staticmethod(reading.step_limit)
     command_changes = staticmethod(checks.command_changes)
     starts = staticmethod(starts_megatron)
-    read_command = staticmethod(spec_of_command)
     as_in_production = staticmethod(production.as_in_production)
     assumed = staticmethod(production.assumed)
     derived_knobs: Collection[str] = (meshes.MESHES,)
@@ -137,6 +137,13 @@ class Megatron(contracts.Workload):
         ties = [columns[name] for name in (RECOMPUTE, EP, DIST_OPT, PP)]
         keys = (missing_bytes, columns[SPLIT], columns[TP] * columns[PP], *ties, -columns[SP])
         return int(np.lexsort(keys[::-1])[0])
+
+    def read_command(
+        self, start: Start, directory: Path, model: str | None
+    ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+        from flagcore.engines.megatron.importing.command import spec_of_command  # other commands do not need it
+
+        return spec_of_command(start, directory, model)
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         return reading.FAILURES

@@ -32,7 +32,7 @@ from flagcore.engines.megatron.space.knobs import BLOCK, FULL, SELECTIVE, candid
 from flagcore.engines.megatron.space.knobs import columns as row_of
 from flagcore.engines.megatron.space.options import options, precision, settings_in_force
 from flagcore.engines.training.layout import Layout, Mesh, Placement, Training
-from flagcore.engines.training.memory.training import component_table, memory_in_use, rank_memory, used_bytes
+from flagcore.engines.training.memory.training import component_table, memory_in_use, stages_in_use
 from flagcore.engines.training.stages import (
     edge_parameters,
     layer_parameters,
@@ -124,13 +124,6 @@ def _on_meshes(task: Task, columns: Columns) -> Layout:
     return replace(first, further=tuple(Mesh(start, each) for start, each in zip(starts, others, strict=False)))
 
 
-def layout_texts(task: Task, columns: Columns, costs: Costs) -> list[str]:
-    """Return the `pipeline_model_parallel_layout` of each candidate's derived split; empty if it has none."""
-    train, layout = inputs(task, columns, costs)
-    texts = layouts(train, layout)
-    return [text if derived else "" for text, derived in zip(texts, balanced(columns).tolist(), strict=True)]
-
-
 def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
     """Return the number of layers of each pipeline stage for each candidate; empty if it has no derived split."""
     if not balanced(columns).any():
@@ -196,21 +189,19 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
     row, group_costs, rank = on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
     train, layout = inputs(task, row, group_costs)
     stage_ends, placement = np.cumsum(stage_devices(task, row)), Placement.from_layout(layout, group_costs)
-    stage = np.searchsorted(stage_ends, [rank], side="right")
-    index = np.minimum(stage, stage_ends.size - 1).astype(np.float64)
+    number = np.searchsorted(stage_ends, [rank], side="right")
+    index = np.minimum(number, stage_ends.size - 1).astype(np.float64)
+    rank_stage = stage(train.model, layout, index, train.options)
+    (in_use,) = stages_in_use(train, layout, group_costs, [rank_stage])
     group = int(placement.group(index)[0])
-    layout, costs = placement.layouts[group], group_costs.groups[group]
-    first_rank = index * layout.tensor * layout.context * layout.data
-    memory = rank_memory(train, layout, first_rank, costs.memory.workspace_bytes())
-    reserved = costs.memory.reserved_bytes(memory.peak)
-    times = [float(time[0]) for time in rank_time(train, layout, costs, index)]
+    times = [float(time[0]) for time in rank_time(train, placement.layouts[group], group_costs.groups[group], index)]
     compute, optimizer = (time if np.isfinite(time) else None for time in times)
     return RankPrediction(
         rank=rank,
-        static_bytes=float(memory.static[0]),
-        peak_allocated_bytes=float(memory.peak[0]),
-        reserved_bytes=float(reserved[0]),
-        device_used_bytes=float(used_bytes(costs.memory, reserved, layout)[0]),
+        static_bytes=float(in_use.memory.static[0]),
+        peak_allocated_bytes=float(in_use.memory.peak[0]),
+        reserved_bytes=float(in_use.reserved[0]),
+        device_used_bytes=float(in_use.used[0]),
         compute_time_s=compute,
         optimizer_time_s=optimizer,
     )
@@ -383,7 +374,7 @@ def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue
     if values.pop(SPLIT, None) != "balanced":
         return values
     ((_, ((row, costs), *_)),) = by_kinds(task, row_of(task, candidate.as_dict()), platform.costs)
-    (text,) = layout_texts(task, row, costs)
+    (text,) = layouts(*inputs(task, row, costs))
     return values | ({LAYOUT: text, LAYERS_PER_VIRTUAL: None} if text else {})
 
 

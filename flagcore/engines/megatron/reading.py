@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,10 +91,10 @@ def log_files(folder: str) -> list[Path]:
     return [*trial_logs, *sorted(rank_logs)]
 
 
-def read_logs(files: Iterable[Path]) -> MegatronLog:
-    """Return the metrics in the log files of a run. Invalid bytes and missing files are ignored."""
+def read_logs(folder: str) -> MegatronLog:
+    """Return the metrics in the logs of a trial. Invalid bytes and missing files are ignored."""
     log = MegatronLog()
-    for file in files:
+    for file in log_files(folder):
         read_on(file, 0, log, unfinished=True)
     return log
 
@@ -266,7 +266,7 @@ def _read_program(task: Task, candidate: Candidate, folder: str, *, partial: boo
 
 
 def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
-    log = read_logs(log_files(folder))
+    log = read_logs(folder)
     steps = list(log.steps.values())
     warmup = warmup_steps([step.seconds for step in steps], task.spec.control.warmup_iters)
     warmup = warmup_of_fewer(len(steps), warmup)

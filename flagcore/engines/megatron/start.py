@@ -29,7 +29,14 @@ from flagcore.engines.megatron.command.launch import own_launch, reference_launc
 from flagcore.engines.megatron.command.user_command import DISTRIBUTION
 from flagcore.engines.megatron.mixed import hetero
 from flagcore.engines.megatron.mixed.meshes import MESHES, stage_devices
-from flagcore.engines.megatron.mixed.trials import data_problem, hosts_of, on_groups, plain_values, runs_meshes, shares
+from flagcore.engines.megatron.mixed.trials import (
+    data_problem,
+    hosts_of,
+    on_groups,
+    plain_values,
+    program_runs_meshes,
+    shares,
+)
 from flagcore.engines.megatron.predict import inputs, rank_figures, with_layout
 from flagcore.engines.megatron.reading import INVALID_JSON
 from flagcore.engines.megatron.space import production
@@ -73,7 +80,7 @@ def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
     if (
         not isinstance(listed, str)
         and any(listed)
-        and not (hetero.runs_meshes(spec) or (runs_meshes(spec) and spec.cluster.groups))
+        and not (hetero.command_runs_meshes(spec) or (program_runs_meshes(spec) and spec.cluster.groups))
     ):
         problem, fix = "cannot run in trials", "remove it; `flag estimate` can predict it"
         raise SpecError(key=f"auto_tuner.space.{MESHES}", value=list(listed), problem=problem, fix=fix)

@@ -63,8 +63,8 @@ class Engine(EngineProfile, Workload):
     def defaults(self, task: Task) -> dict[str, KnobValue]:
         """Return the knob values of a candidate that sets no knob itself.
 
-        They are the neutral values, the minimum number of devices for the weights, and the values that `engine_args`
-        fix.
+        Knobs have their neutral values, the split of the weights has the minimum number of devices, and `engine_args`
+        may fix other values.
         """
         neutral = {knob.name: knob.neutral for knob in self.knobs}
         return neutral | {self.split_by: min_devices(task)} | self.program.parse(task.spec).fixed
@@ -96,7 +96,6 @@ class Engine(EngineProfile, Workload):
             self.settings(task, kinds.columns),
             costs,
             self.overheads_for(task, on_host=costs.synchronous),
-            graph_tokens=self.graph_tokens(task),
             untested=bool(self.untested),
             kinds=kinds,
         )
@@ -165,7 +164,10 @@ class Engine(EngineProfile, Workload):
         """Raise SpecError or NoDevice if servers of `spec` cannot be started from this machine."""
         serve, cluster = spec.serve, spec.cluster
         if cluster.groups:
-            chips, problem = [group.chip for group in cluster.groups], "are several chips, but one machine has one"
+            chips, problem = (
+                [group.chip for group in cluster.groups],
+                "are several kinds of chips, but one machine has only one kind",
+            )
             fix = "predict with `flag estimate`"
             raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
         if cluster.nodes > 1 and not spec.on_each_host:
@@ -195,7 +197,7 @@ class Engine(EngineProfile, Workload):
     def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
         values = candidate.as_dict()
         if (pair := values.get(PREFILL_DECODE)) is not None:
-            raise UsageError(f"{PREFILL_DECODE} = {pair}: this target starts equal servers only")
+            raise UsageError(f"{PREFILL_DECODE} = {pair}: this target only starts identical servers")
         return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
     def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
@@ -215,8 +217,8 @@ class Engine(EngineProfile, Workload):
 
 
 CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
-"""Published runs raise the engine's share of a device's memory to `RAISED_SHARE` if the weights take more than
-`CROWDED_SHARE` of it."""
+"""Published runs raise the engine's memory share to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE` of a
+device's memory."""
 
 
 def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) -> tuple[Task, dict[str, KnobValue]]:
@@ -252,8 +254,9 @@ token were below 0.49 of the prediction."""
 class SloImpossible:
     """Prunes candidates whose predictions miss an SLO limit by far.
 
-    The value compared with the limit lies below the prediction, at twice the distance of the lower end of its 80%
-    interval on a logarithmic scale. It is at most `CERTAIN_SHARE` of the prediction.
+    A candidate is pruned if even an optimistic value exceeds the limit. This value lies below the prediction, at twice
+    the distance of the lower end of the 80% interval on a logarithmic scale, and is at most `CERTAIN_SHARE` of the
+    prediction.
     """
 
     name = "slo_impossible"
@@ -283,8 +286,8 @@ LONG_LIMITS = {"ttft_s": 100.0, "tpot_s": 5.0, "itl_s": 5.0}
 def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     """Yield a warning of one line for each doubtful setting of a spec.
 
-    They are an unknown release, limits that look like milliseconds, too few requests, an objective that the load
-    determines, speculation with unknown acceptance, and quantized weights of an unknown format.
+    Doubtful are an unknown release, limits that look like milliseconds, too few requests, an objective that the load
+    determines, speculation with unknown acceptance, and quantized weights in an unknown format.
     """
     serve = spec.serve
     yield from unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)
@@ -295,7 +298,7 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     min_requests = {name: MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in serve.slo}
     name = max(min_requests, key=lambda each: min_requests[each], default="")
     if fewest < min_requests.get(name, 0):
-        yield f"serve.slo.{name}: {fewest} requests are too few, use serve.profile.num_prompts >= {min_requests[name]}"
+        yield f"serve.slo.{name}: {fewest} requests are too few; use serve.profile.num_prompts >= {min_requests[name]}"
     is_open = all(in_flight(load).concurrency is None and load.request_rate != math.inf for load in serve.loads)
     if is_open and serve.highest is None and spec.objective in FIXED_RATES:
         fix = (

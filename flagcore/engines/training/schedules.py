@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray
 from flagcore.engines.training import critical_path
 from flagcore.engines.training.critical_path import StageTimes
@@ -119,24 +118,6 @@ def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray) -> FloatArray:
     warm = np.minimum(2.0 * p - r, 1.0 + (p - 1.0 - r) * turn / np.maximum(f, 1e-30))
     delayed = np.minimum((2.0 * p - 1.0) / times.weight_share + 1.0, r * turn / np.maximum(w, 1e-30) + 1.0)
     return np.minimum(with_1p_plan, critical_path.deferred_weights(times, m, warm, delayed, barrier=barrier))
-
-
-def pipeline_seconds(passes: Passes) -> float:
-    """Return the seconds of a step of the pipeline that `passes` describes, for one candidate."""
-    forward, backward, weight, paired = (
-        np.array(each)[:, None] for each in (passes.forward_s, passes.backward_s, passes.weight_s, passes.paired_s)
-    )
-    times = StageTimes(
-        forward=forward,
-        backward_input=backward - weight if passes.weight_s else backward,
-        backward_weight=weight if passes.weight_s else np.zeros_like(backward),
-        send=np.array([passes.send_s]),
-        blocking=float(passes.sender_waits),
-        weight_share=passes.weight_share,
-        paired=paired if passes.paired_s else None,
-    )
-    counts = np.array([float(passes.microbatches)]), np.array([float(passes.virtual)])
-    return float(makespan(passes.schedule, times, *counts)[0])
 
 
 V_HALF = (

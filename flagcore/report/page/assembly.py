@@ -8,14 +8,25 @@ from flagcore.domain.plan import failed_repeats
 from flagcore.domain.trial import TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.formats import NAMES, shown, size_text
-from flagcore.report.page.blocks import Block, Cell, Chart, Code, Collapsed, Facts, Page, Section, Text, table
-from flagcore.report.page.rendering import plain_table, plain_text
+from flagcore.report.page.blocks import (
+    Block,
+    Cell,
+    Chart,
+    Code,
+    Collapsed,
+    Facts,
+    Page,
+    Section,
+    Text,
+    plain_table,
+    plain_text,
+    table,
+)
 from flagcore.report.page.resources import improvements, memory, pipeline, step_time
 from flagcore.report.page.run import RunData
-from flagcore.report.page.search import accuracy, funnel, learning, progress
+from flagcore.report.page.search import accuracy, funnel, learning, progress, trial_table, trials
 from flagcore.report.page.serving import front_table, serving
 from flagcore.report.page.summary import stopped, summary
-from flagcore.report.page.trials import trial_table, trials
 from flagcore.report.text import funnel as funnel_text
 from flagcore.report.text import repeats_text
 

@@ -1,17 +1,27 @@
-"""The elements of a page, and the traces and layouts of its charts. Their text is not escaped; renderers escape it.
+"""The elements of a page, the traces and layouts of its charts, and their rendering as HTML and as plain text.
 
-Charts are readable without colour: each series also has its own symbol or dash.
+Charts are readable without colour: each series also has its own symbol or dash. In plain text, charts become tables.
+
+The HTML file opens offline: style, script and plotly's library are inline. Elements contain unescaped text. jinja2
+escapes it; the data of charts is escaped so that it cannot close its script element. A content security policy blocks
+network access and all other scripts.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from importlib.resources import files
 from typing import Any, TypeAlias
 
-from flagcore.i18n.width import columns, pieces
-from flagcore.report.formats import shown, size_text
+from flagcore.i18n import _, columns, language, pieces
+from flagcore.report import formats
+from flagcore.report.formats import NAMES, shown, size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +124,14 @@ class Page:
     sections: tuple[Section, ...] = ()
 
 
-def cell(value: Any) -> Cell:
-    """Return a value as a cell. Numbers get four significant digits, None becomes `-`."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return Cell(f"{value:,}" if isinstance(value, int) else shown(value), float(value))
-    return Cell(shown(value))
+def cell(value: Any, mark: str = "") -> Cell:
+    """Return a value as a cell. Numbers get four significant digits and a mark before them. None becomes `-`.
 
-
-def highlighted(value: float | None, mark: str = "~") -> Cell:
-    """Return a number as a cell with a mark before it. The mark `~` means predicted or partly modelled.
-
-    None becomes `-`.
+    The mark `~` means predicted or partly modelled.
     """
-    return cell(value) if value is None else Cell(mark + cell(value).text, float(value))
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return Cell(mark + (f"{value:,}" if isinstance(value, int) else shown(value)), float(value))
+    return Cell(shown(value))
 
 
 def percent(share: float | None, mark: str = "", *, signed: bool = False) -> Cell:
@@ -134,9 +139,9 @@ def percent(share: float | None, mark: str = "", *, signed: bool = False) -> Cel
     return Cell("-") if share is None else Cell(mark + (f"{share:+.1%}" if signed else f"{share:.1%}"), share)
 
 
-def size(gib: float | None, mark: str = "") -> Cell:
-    """Return a size in GiB as a cell in a suitable unit, with a mark before it. None becomes `-`."""
-    return Cell("-") if gib is None else Cell(mark + size_text(gib), float(gib))
+def size(gib: float | None) -> Cell:
+    """Return a size in GiB as a cell in a suitable unit. None becomes `-`."""
+    return Cell("-") if gib is None else Cell(size_text(gib), float(gib))
 
 
 def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], *, sortable: bool = False) -> Table:
@@ -212,3 +217,70 @@ def label(text: str, width: int = TEXTS["y"]) -> str:
         line += piece
     lines.append(line)
     return "<br>".join(each.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") for each in lines)
+
+
+TEMPLATES = files("flagcore.report.page") / "templates"
+TAGS = {"en": "en", "zh": "zh-CN"}
+"""The HTML language tags."""
+
+
+def as_html(page: Page) -> str:
+    """Return a page as HTML."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    charts = [block for section in page.sections for block in section.blocks if isinstance(block, Chart)]
+    script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
+    library = get_plotlyjs() if charts else ""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    template = environment.from_string((TEMPLATES / "page.html").read_text(encoding="utf-8"))
+    data = [drawn({"traces": chart.traces, "layout": chart.layout}) for chart in charts]
+    numbers = {id(chart): number for number, chart in enumerate(charts)}
+
+    def description_of(chart: Chart) -> str:
+        return _("Chart: {title}. {summary} The table below shows its data.", title=chart.title, summary=chart.summary)
+
+    return template.render(
+        page=page,
+        language=TAGS[language()],
+        words={name: _(text).replace("{version}", version("flagcore")) for name, text in NAMES["html"].items()},
+        version=version("flagcore"),
+        policy=_policy([library, script] if charts else [script]),
+        style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
+        charts=Markup(_inside_script(json.dumps(data, allow_nan=False))),
+        charted=bool(charts),
+        plotly=Markup(library),
+        script=Markup(script),
+        kind_of=lambda block: type(block).__name__,
+        number_of=lambda block: numbers[id(block)],
+        description_of=description_of,
+    )
+
+
+def _policy(scripts: list[str]) -> str:
+    hashes = " ".join(f"'sha256-{b64encode(sha256(each.encode()).digest()).decode()}'" for each in scripts)
+    return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
+
+
+def _inside_script(text: str) -> str:
+    """Return JSON that cannot end the enclosing script element or start a comment."""
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def plain_text(block: Block | None) -> Iterator[str]:
+    """Yield the paragraphs of a block as plain text. Code and collapsed blocks have none."""
+    if isinstance(block, Text):
+        yield block.text
+    elif isinstance(block, Facts):
+        lines = [f"  {name}: {cell.whole}" for name, cell in block.items]
+        yield "\n".join([lines[0].lstrip(), *lines[1:]] if block.lead else lines)
+    elif isinstance(block, Chart):
+        yield f"{block.summary}\n{plain_table(block.table)}"
+    elif isinstance(block, Table):
+        yield f"{block.caption}:\n{plain_table(block)}"
+
+
+def plain_table(table: Table) -> str:
+    """Return a table as plain text."""
+    return formats.table(table.headings, [[cell.text for cell in row] for row in table.rows])

@@ -8,12 +8,12 @@ from flagcore.domain.prediction import Passes
 from flagcore.domain.trial import RUN, Trial
 from flagcore.i18n import N_, _
 from flagcore.physics.pipelines import SCHEDULES
-from flagcore.report.explanation import bottleneck_text, by_component, memory_parts, part_name
+from flagcore.report.explanation import by_component, memory_parts
 from flagcore.report.formats import NAMES, lookup, shown, size_text
 from flagcore.report.page.blocks import Block, Collapsed, Section, Table, Text, cell, percent, size, table
-from flagcore.report.page.run import Record, RunData, measured_s, memory_of, predicted_s, served, time_parts
+from flagcore.report.page.run import Record, RunData, measured_s, memory_of, served, time_parts
 from flagcore.report.result import number
-from flagcore.report.text import knob_of, value_text, values_text
+from flagcore.report.text import bottleneck_text, knob_of, part_name, value_text, values_text
 
 
 def improvements(run: RunData) -> Section | None:
@@ -21,7 +21,7 @@ def improvements(run: RunData) -> Section | None:
 
     Returns None if there is no best, or if it has no predicted time.
     """
-    if run.best is None or predicted_s(run.best) is None:
+    if run.best is None or run.best.predicted_step_s is None:
         return None
     predicted = _("Predicted: {value} {unit}.", value=shown(run.predicted(run.best)), unit=run.unit)
     blocks: list[Block] = [Text(bottleneck_text(run.best.predicted) or predicted)]
@@ -43,13 +43,11 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:
             row: list[Any] = [name, value_text(value["value"]), _("yes") if value["value"] == knob["best"] else ""]
             row += [percent(_seconds(value) / fastest_s - 1.0, signed=True), cell(figure), cell(value["candidates"])]
             rows.append([*row, values_text(value["fastest"]["candidate"], run.knobs)])
-    text = _(
+    text = N_(
         "{knob} has the largest influence: its worst value makes the fastest candidate {share:.1%} slower. Other "
-        "knobs are re-optimized for each value.",
-        knob=names[0],
-        share=slowdowns[0][0],
+        "knobs are re-optimized for each value."
     )
-    yield Text(text)
+    yield Text(_(text, knob=names[0], share=slowdowns[0][0]))
     figure_heading = f"~{run.unit}" if run.serves else _("~step s")
     headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure_heading, _("candidates that fit in memory")]
     caption = _("The fastest predicted candidate with each value, compared to the fastest of all")
@@ -94,9 +92,9 @@ def memory(run: RunData) -> Section | None:
             [_(text), size(prediction.get(level)), size(used.get(level))]
             for level, text in {**LEVELS, "capacity_gib": N_("capacity")}.items()
         ]
-        caption = _("Device with the highest memory")
+        caption = _("Device with the highest memory use")
         if len(stages) > 1:
-            caption = _("Device with the highest memory (stage {number})", number=prediction["worst_stage"])
+            caption = _("Device with the highest memory use (stage {number})", number=prediction["worst_stage"])
         blocks.append(table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows))
     else:
         blocks.append(Text(_("The memory was not predicted.")))
@@ -130,7 +128,7 @@ def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Iter
     ]
     headings = [_("stage"), *(f"~{_(text)}" for text in (*names, *LEVELS.values()))]
     headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
-    yield table(_("Memory of a device of each stage"), headings, rows)
+    yield table(_("Memory per device, by pipeline stage"), headings, rows)
 
 
 def _components(run: RunData, title: str) -> Table:

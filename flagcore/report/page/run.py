@@ -47,7 +47,8 @@ class RunData(Plan):
     """The plan of a run as read from its result.json, and its `insight` (`flagcore.api.managing.report`).
 
     - `folder`: the folder with the files of trials.
-    - `called`: the name of the folder in commands, relative to the working directory, or `.` if it is elsewhere.
+    - `folder_name`: the folder as commands on the page name it: relative to the working directory, or `.` if it is
+      elsewhere.
     - `warnings`: shown at the top of the page.
     - `secrets`: values that must not be shown.
     - `labels`: the labels of the engine.
@@ -58,7 +59,7 @@ class RunData(Plan):
     """
 
     folder: Path
-    called: str = ""
+    folder_name: str = ""
     insight: Record = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
@@ -119,7 +120,7 @@ class RunData(Plan):
 
     @property
     def all_trials(self) -> list[Trial]:
-        """All probes, trials and repeats, in this order."""
+        """All probes, trials and repeats, in the order of their numbers."""
         return sorted([*self.probes, *self.trials, *self.repeats], key=lambda trial: trial.number)
 
     @property
@@ -129,7 +130,7 @@ class RunData(Plan):
 
     @property
     def is_unmeasured(self) -> bool:
-        """Whether there is no measurement that could be the best or that exceeds the latency limits."""
+        """Whether no trial was measured, neither within the latency limits nor beyond them."""
         return self.best is None and self.fastest is None
 
     def figure(self, trial: Trial) -> float | None:
@@ -241,7 +242,10 @@ class RunData(Plan):
         return state_name(trial.state.value, trial.fidelity)
 
     def text_of(self, file: Path) -> str:
-        """Return a text file without secrets and absolute paths. It is empty if the file is missing or too large."""
+        """Return the content of a text file without secrets and absolute paths.
+
+        It is empty if the file is missing or too large.
+        """
         return str(_shortened(text_file(file, self.secrets), own_paths(self.folder)))
 
     def trial_folder(self, trial: Trial) -> Path:
@@ -280,11 +284,6 @@ def believed(trial: Trial, key: str) -> float | None:
     return number(lookup(trial.believed or {}, key))
 
 
-def predicted_s(trial: Trial) -> float | None:
-    """Return the predicted seconds of a step (for servers, the objective in seconds), or None if unknown."""
-    return predicted(trial, "step_time_s.value")
-
-
 def time_parts(trial: Trial) -> Mapping[str, float]:
     """Return the predicted seconds of each part of a step or request. It is empty if they are unknown."""
     return lookup(trial.predicted, "time") or {}
@@ -302,7 +301,7 @@ def measured_s(trial: Trial) -> float | None:
 
 def seconds(trial: Trial) -> float | None:
     """Return the measured step time in seconds. For an estimate, it is the predicted step time."""
-    return predicted_s(trial) if trial.state is TrialState.PREDICTED else measured_s(trial)
+    return trial.predicted_step_s if trial.state is TrialState.PREDICTED else measured_s(trial)
 
 
 def served(trial: Trial, name: str) -> float | None:
@@ -311,7 +310,7 @@ def served(trial: Trial, name: str) -> float | None:
 
 
 def tail(file: Path) -> str:
-    """Return the last lines of a text file. It is empty if the file cannot be read."""
+    """Return the last lines of a text file, or an empty string if the file cannot be read."""
     try:
         with open_regular(file) as log:
             size = os.fstat(log.fileno()).st_size
@@ -326,9 +325,9 @@ def tail(file: Path) -> str:
 
 
 def text_file(file: Path, secrets: Collection[str] = ()) -> str:
-    """Return a text file without `secrets` and other texts that look like secrets.
+    """Return the content of a text file without `secrets` and other strings that look like secrets.
 
-    The result is empty if the file is missing or too large.
+    It is empty if the file is missing or too large.
     """
     try:
         text = read_regular(file, MAX_FILE).decode("utf-8", errors="replace")
@@ -338,7 +337,8 @@ def text_file(file: Path, secrets: Collection[str] = ()) -> str:
 
 
 def own_paths(folder: Path) -> Mapping[str, str]:
-    """Return the absolute paths that a page shortens: folders around the run, of the user, and of Python.
+    """Return the absolute paths that a page shortens: the run's folder and its parents, the home directory, and the
+    prefixes of Python, each with its short form.
 
     Paths around the run become relative to it. Other paths, such as shared storage, are not shortened.
     """

@@ -11,7 +11,7 @@ from flagcore.domain.serving import nest_statistics
 from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
-from flagcore.report.candidate_report import causes_text, figure_pairs
+from flagcore.report.candidate_report import causes_text
 from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.page.blocks import (
     COLOURS,
@@ -37,9 +37,7 @@ from flagcore.report.page.run import (
     measured_s,
     memory_of,
     predicted,
-    predicted_s,
     served,
-    time_parts,
 )
 from flagcore.report.result import noise_warnings, number, slow_devices
 from flagcore.report.text import (
@@ -114,10 +112,10 @@ def no_best(run: RunData) -> str:
         values, reason = run.configuration(closest), run.broken_limits(closest)
         text_of_trial = N_("nearest: trial {number} ({values}): {reason}")
         nearest = _(text_of_trial, number=closest.number, values=values, reason=reason)
-    return "; ".join(filter(None, [text, nearest, run.stop_reason, *(_ways_on(run) if run.is_unmeasured else ())]))
+    return "; ".join(filter(None, [text, nearest, run.stop_reason, *(_next_steps(run) if run.is_unmeasured else ())]))
 
 
-def _ways_on(run: RunData) -> Iterator[str]:
+def _next_steps(run: RunData) -> Iterator[str]:
     """Yield the most frequent failure with its logs, and the command that resumes the run or starts it again.
 
     The failure is left out if it is the reason why the run stopped.
@@ -128,14 +126,14 @@ def _ways_on(run: RunData) -> Iterator[str]:
         (state, reason), count = Counter((each.state, each.reason) for each in failures).most_common(1)[0]
         log = next(each.log for each in failures if (each.state, each.reason) == (state, reason))
         yield _(
-            "{part} of {count} {state}: {reason} (logs in {folder})",
+            "{part} of {count} trials ended as '{state}': {reason} (logs in {folder})",
             part=count,
             count=len(run.trials),
             state=state_name(state.value),
             reason=reason,
-            folder=Path(run.called, log).parent,
+            folder=Path(run.folder_name, log).parent,
         )
-    command = f"flag tune SPEC --run-dir {shlex.quote(run.called)}"
+    command = f"flag tune SPEC --run-dir {shlex.quote(run.folder_name)}"
     if run.was_interrupted:
         yield _("`{command}` resumes it", command=command)
     else:
@@ -212,7 +210,7 @@ def _step(run: RunData, best: Trial) -> Cell:
     if len(runs) > 1 and step is not None and step.scaled_from is None and step.modelled_s is None:
         note = _("({count} runs: {low} to {high})", count=len(runs), low=shown(min(runs)), high=shown(max(runs)))
         return Cell(f"{shown(run.median_s(best))} s", run.median_s(best), note=note)
-    value = step.step_time_s if step else predicted_s(best)
+    value = step.step_time_s if step else best.predicted_step_s
     bounds = (predicted(best, f"step_time_s.{bound}") for bound in ("low", "high"))
     low, high = (step.low_s, step.high_s) if step else bounds
     text = f"{_mark(run)}{shown(value)} s"
@@ -222,9 +220,8 @@ def _step(run: RunData, best: Trial) -> Cell:
         nodes = (best.shortened.nodes, best.shortened.of_nodes) if best.shortened else ()
         text += ", " + scaled_text(step.scaled_from, *nodes)
     elif step and step.modelled_s is not None:
-        text += ", " + _(
-            "of which ~{seconds} s are predicted communication and waiting", seconds=shown(step.modelled_s)
-        )
+        modelled = N_("of which ~{seconds} s are predicted communication and waiting")
+        text += ", " + _(modelled, seconds=shown(step.modelled_s))
     elif step:
         steps = N_("(spread {spread} s over {count} steps)")
         text += " " + _(steps, spread=shown(step.spread_s), count=len(step.step_times_s))
@@ -238,9 +235,8 @@ def _gain(run: RunData, best: Trial) -> Cell:
     values = run.configuration(baseline)
     if speedup is None:
         if baseline.measurement and baseline.state is not TrialState.STOPPED:
-            return Cell(
-                _("unknown: the best or the baseline ({baseline}) has no measurement of whole steps", baseline=values)
-            )
+            text = N_("unknown: the best or the baseline ({baseline}) has no measurement of whole steps")
+            return Cell(_(text, baseline=values))
         does_not_fit = run.fidelity == ESTIMATE and memory_of(baseline).get("fits") is False
         state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state.value)
         return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state_text))
@@ -294,8 +290,10 @@ def _commands(run: RunData, best: Trial) -> Iterator[Block]:
     script, launch = run.text_of(run.folder / "best.sh"), run.folder / "best" / "launch.json"
     is_complete = launch.exists() and not json_file(launch).get("missing")
     if is_complete:
-        caption = _("Start command, to be run in the folder of the run") if run.called == "." else _("Start command")
-        yield Code(caption, f"flag run {shlex.quote(run.called)}", copied=True)
+        caption = (
+            _("Start command, to be run in the folder of the run") if run.folder_name == "." else _("Start command")
+        )
+        yield Code(caption, f"flag run {shlex.quote(run.folder_name)}", copied=True)
     elif launch.exists():
         yield Code(_("Command of the best configuration, for you to complete (best.sh)"), script, copied=True)
     elif script:
@@ -417,7 +415,7 @@ def why(run: RunData) -> str:
         if not other_trials:
             return ""
         other = min(other_trials, key=lambda each: run.median_s(each) or 0.0)
-        name = _("the second, trial {number}", number=other.number)
+        name = _("the second-best (trial {number})", number=other.number)
     times = (run.median_s(other), run.median_s(best))
     if times[0] is None or times[1] is None:
         return ""
@@ -425,8 +423,7 @@ def why(run: RunData) -> str:
         run.objective,
         name,
         (times[0], times[1]),
-        (predicted_s(other), predicted_s(best)),
-        figure_pairs(time_parts(other), time_parts(best)),
+        (other.predicted, best.predicted),
         _(NAMES["trials_made"][run.fidelity]),
         has_rounds=other is run.baseline and run.speedup is not None,
     )

@@ -1,1 +1,1 @@
-"""Learns the ratio of measured to predicted figures, and how uncertain it is."""
+"""Learns the ratio of measured to predicted times, memory use and latencies, and how uncertain it is."""

@@ -1,4 +1,4 @@
-"""Gaussian processes for the logarithm of the ratio of measured to predicted figures.
+"""Gaussian processes for log(measured / predicted), for step times, memory use and latencies.
 
 In the prior, the error of a prediction is a sum of independent terms. There is one term for the chip, one for the task,
 one for each part of the step (a slow link affects all candidates that use it), and one for each part in each task.
@@ -25,7 +25,7 @@ from flagcore.domain.space import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Standard deviations of the prior of the logarithm of measured over predicted.
+    """Standard deviations of the prior of log(measured / predicted).
 
     Each is the deviation of one term of the sum (see the module). Length scales are in octaves.
 
@@ -177,7 +177,7 @@ MIN_PROBABILITY = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """The posterior of the logarithm of the ratio, as a mixture of processes.
+    """The posterior of log(measured / predicted), as a mixture of processes.
 
     `means` and `deviations` have the shape (processes, candidates). `probabilities` contains the probability of each
     process.
@@ -280,7 +280,7 @@ class _Process:
 
 
 class Ratios:
-    """The posterior of the ratios of measured to predicted figures in the current task, which is task 0 of `observed`.
+    """The posterior of log(measured / predicted) in the current task, which is task 0 of `observed`.
 
     As in a Student-t process (Shah et al. 2014), the variances of each process are scaled by its prediction errors.
     Intervals become wide if the model does not match the measurements.
@@ -293,13 +293,11 @@ class Ratios:
         points = Points.from_features(self._features, observed.task)
         task_rows, past_rows = np.flatnonzero(observed.task == 0), np.flatnonzero(observed.task != 0)
         self._own = points.take(task_rows)
-        task_ratio = observed.log_ratio[task_rows]
-        task_priors = _new_priors(scales, task_ratio, 1.0)
+        task_ratio, past_ratio = observed.log_ratio[task_rows], observed.log_ratio[past_rows]
+        task_priors = _new_priors(scales, task_ratio, 1.0 - PRIOR_VALIDITY if past_rows.size else 1.0)
         if past_rows.size:
-            task_priors = _task_priors(
-                scales, task_ratio, points.take(past_rows), observed.log_ratio[past_rows], observed.noise[past_rows]
-            )
-        self._processes = _processes(task_priors, self._own, observed.log_ratio[task_rows], observed.noise[task_rows])
+            task_priors.append(_past_prior(scales, points.take(past_rows), past_ratio, observed.noise[past_rows]))
+        self._processes = _processes(task_priors, self._own, task_ratio, observed.noise[task_rows])
 
     def posterior(self, rows: Features) -> Posterior:
         """Return the posterior of the log ratio of each candidate in `rows`."""
@@ -353,20 +351,18 @@ class Ratios:
         return Points.from_features(aligned, np.zeros(len(rows)))
 
 
-def _task_priors(
-    scales: Scales, task_ratio: FloatArray, past: Points, measured: FloatArray, noise: FloatArray
-) -> list[_TaskPrior]:
-    """Return the priors of the task: those without earlier runs, and one fitted to the earlier runs `past`."""
-    shared = covariance(scales, past, past)
-    fits = [_Fit.from_covariance(shared, noise**2 + (factor * scales.row) ** 2, measured) for factor in ERROR_FACTORS]
+def _past_prior(scales: Scales, past: Points, measured: FloatArray, noise: FloatArray) -> _TaskPrior:
+    """Return the prior of the task that is fitted to the earlier runs `past`."""
+    covariance_of_past = covariance(scales, past, past)
+    fits = [
+        _Fit.from_covariance(covariance_of_past, noise**2 + (factor * scales.row) ** 2, measured)
+        for factor in ERROR_FACTORS
+    ]
     log_posterior = np.log(FACTOR_PROBABILITIES) + [fit.log_likelihood for fit in fits]
     log_posterior -= scipy.special.logsumexp(log_posterior)
     best = fits[int(np.argmax(log_posterior))]
     mixed = np.logaddexp(np.log(FACTOR_PROBABILITIES), log_posterior) - np.log(2.0)
-    return [
-        *_new_priors(scales, task_ratio, 1.0 - PRIOR_VALIDITY),
-        _TaskPrior(scales, PRIOR_VALIDITY, mixed, past, best),
-    ]
+    return _TaskPrior(scales, PRIOR_VALIDITY, mixed, past, best)
 
 
 def _new_priors(scales: Scales, task_ratio: FloatArray, probability: float) -> list[_TaskPrior]:

@@ -1,6 +1,6 @@
 """Estimates for untried candidates from finished trials.
 
-They are the ratios of measured to predicted figures, the duration of a trial, and the probabilities that it succeeds,
+They are the ratios of measured to predicted values, the duration of a trial, and the probabilities that it succeeds,
 fits, meets the limits, and is faster than the best.
 """
 
@@ -155,9 +155,9 @@ def observed_memory(context: SearchContext) -> Observations:
 
 
 def observed_figure(context: SearchContext, name: str) -> Observations:
-    """Return the ratios of measured to predicted values of a serving figure for the trials of the search.
+    """Return the ratios of measured to predicted values of a serving metric for the trials of the search.
 
-    `name` is the name of the figure, such as a latency.
+    `name`: the metric, such as a latency.
     """
     predicted = context.predictions.figures[name]
     figures = [
@@ -387,8 +387,8 @@ QUANTILE_95 = 1.6448536269514722
 def min_memory_share(ratios: Sequence[float]) -> float:
     """Return the 95% lower bound of a candidate's memory, as a share of its predicted memory.
 
-    `ratios`: logarithms of measured over predicted memory, one per measured trial. They are assumed to be normal with
-    the variances of `MEMORY`. The result is 1 if there are no trials.
+    `ratios`: log(measured / predicted) of memory, one per measured trial. They are assumed to be normal with the
+    variances of `MEMORY`. The result is 1 if there are no trials.
     """
     if not ratios:
         return 1.0

@@ -66,18 +66,18 @@ def rejection_rules(axes: Sequence[Axis], value_rules: Sequence[ValueRule], spec
     Values that a knob does not have are ignored, because a plugin may support other releases of the engine. Raises
     NoDevice if a plugin names something that is neither a knob nor a key of a job.
     """
-    by_knob = {axis.knob: axis for axis in axes}
+    axis_by_knob = {axis.knob: axis for axis in axes}
     rules = []
     for refused in (each for each in value_rules if isinstance(each, RefusedValues)):
-        if refused.knob in by_knob:
-            rules.append(_knob_rule(by_knob[refused.knob], refused))
+        if refused.knob in axis_by_knob:
+            rules.append(_knob_rule(axis_by_knob[refused.knob], refused))
         elif refused.knob in JOB_KEYS or refused.knob.startswith(SHARED_PREFIXES):
             value = _value_of(spec, refused.knob)
             broken = value in refused.values
             rules.append(_job_rule(axes[0], refused.name, refused.knob, value, broken, refused.reason))
         else:
             problem = f"a plugin rejects values of {refused.knob}, which is not a knob (rule {refused.name})"
-            raise NoDevice(f"{problem}; knobs: {', '.join(by_knob)}; or {', '.join(JOB_KEYS)}, settings.NAME")
+            raise NoDevice(f"{problem}; knobs: {', '.join(axis_by_knob)}; or {', '.join(JOB_KEYS)}, settings.NAME")
     for forced in (each for each in value_rules if not isinstance(each, RefusedValues)):
         value = _value_of(spec, forced.setting)
         reason = f"it must be {forced.value}: {forced.reason}"
@@ -184,7 +184,7 @@ def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) 
 
 
 def check(columns: Columns, rules: Sequence[Rule], merges: Sequence[Merge]) -> tuple[dict[str, IntArray], list[Rule]]:
-    """Return the canonical form of one candidate, and the rules that its given form breaks.
+    """Return the canonical form of one candidate, and the rules that it breaks before it is made canonical.
 
     `columns` has one row.
     """

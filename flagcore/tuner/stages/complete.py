@@ -177,15 +177,15 @@ def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting
 
     They apply to servers and to the user's command, but not to flagcore's trial program.
     """
-    for given in values:
-        section, _, name = given.setting.partition(".")
+    for setting in values:
+        section, _, name = setting.setting.partition(".")
         work = spec.work
-        if section == "settings" and isinstance(work, TrainSpec) and work.command and given.value is not None:
-            spec = replace(spec, work=replace(work, settings={name: given.value, **work.settings}))
-        elif section == "engine_args" and isinstance(work, ServeSpec) and given.value is not None:
+        if section == "settings" and isinstance(work, TrainSpec) and work.command and setting.value is not None:
+            spec = replace(spec, work=replace(work, settings={name: setting.value, **work.settings}))
+        elif section == "engine_args" and isinstance(work, ServeSpec) and setting.value is not None:
             arguments = {each.lstrip("-").replace("_", "-") for each in work.engine_args}
             if name.replace("_", "-") not in arguments:
-                spec = replace(spec, work=replace(work, engine_args={**work.engine_args, name: given.value}))
+                spec = replace(spec, work=replace(work, engine_args={**work.engine_args, name: setting.value}))
     return spec
 
 

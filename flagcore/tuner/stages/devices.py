@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import nan
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from flagcore.domain.spec import AUTO
 from flagcore.domain.trial import RUN
 from flagcore.errors import NoDevice
 from flagcore.i18n import N_, Message, _
-
-Unit: TypeAlias = str | int | Device
-"""A host, a core or a device."""
 
 
 def divide(platform: Platform) -> tuple[tuple[Platform, ...], str]:
@@ -33,7 +30,7 @@ def divide(platform: Platform) -> tuple[tuple[Platform, ...], str]:
         return (platform,), ""
     if problem := _problem(platform):
         return (platform,), Message("trials run one at a time: {why}", why=problem)
-    units, needed = _units(platform)
+    units, needed, platform_on = _units(platform)
     on_hosts = platform.task.spec.on_each_host
     count = (len(units) - (platform.task.spec.cluster.spares if on_hosts else 0)) // needed
     if count < 2:
@@ -43,7 +40,7 @@ def divide(platform: Platform) -> tuple[tuple[Platform, ...], str]:
     groups = [units[index * needed : (index + 1) * needed] for index in range(count)]
     if on_hosts:  # distribute the other hosts as spares
         groups = [(*group, *units[count * needed :][index::count]) for index, group in enumerate(groups)]
-    return tuple(_platform_on(platform, group) for group in groups), ""
+    return tuple(platform_on(tuple(group)) for group in groups), ""
 
 
 def _problem(platform: Platform) -> str:
@@ -60,24 +57,20 @@ def _problem(platform: Platform) -> str:
     return ""
 
 
-def _units(platform: Platform) -> tuple[tuple[Unit, ...], int]:
-    """Return the hosts, cores or devices that trials can use, and how many of them one trial needs."""
+def _units(platform: Platform) -> tuple[Sequence[Any], int, Callable[[Any], Platform]]:
+    """Return the hosts, cores or devices that trials can use, how many of them one trial needs, and a function.
+
+    The function returns the platform of trials that run on the hosts, cores or devices in a tuple.
+    """
     spec, group = platform.task.spec, platform.task.cluster.groups[0]
     if spec.on_each_host:
-        return spec.cluster.hosts, spec.trial_nodes
+        return spec.cluster.hosts, spec.trial_nodes, platform.on_hosts
     if platform.support.shared_devices:
-        return tuple(sorted(os.sched_getaffinity(0))[: len(platform.devices)]), group.devices_per_node
+        cores = sorted(os.sched_getaffinity(0))[: len(platform.devices)]
+        return cores, group.devices_per_node, lambda units: replace(platform, cores=units)
     cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
-    return platform.devices, min(cards or group.devices_per_node, group.devices_per_node)
-
-
-def _platform_on(platform: Platform, units: Sequence[Unit]) -> Platform:
-    """Return the platform of trials that run on `units`: hosts, cores or devices."""
-    if platform.task.spec.on_each_host:
-        return platform.on_hosts(tuple(each for each in units if isinstance(each, str)))
-    if platform.support.shared_devices:
-        return replace(platform, cores=tuple(each for each in units if isinstance(each, int)))
-    return replace(platform, devices=tuple(each for each in units if isinstance(each, Device)))
+    needed = min(cards or group.devices_per_node, group.devices_per_node)
+    return platform.devices, needed, lambda units: replace(platform, devices=units)
 
 
 FREE_SHARE = 0.95
@@ -124,20 +117,19 @@ def wait_for_devices(
 
 def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
     """Yield a line for each device that a trial cannot use, or for each host if devices share its memory."""
-    trial_devices = _trial_devices(platform)
     if platform.support.shared_devices:
-        of_hosts = {
-            device.host: reader for device, reader in reversed(trial_devices)
-        }  # each reader reports the memory of the whole machine
-        for host, reader in of_hosts.items():
+        # each reader reports the memory of the whole machine
+        reader_by_host = {device.host: reader for _, device, reader in reversed(platform.readers)}
+        for host, reader in reader_by_host.items():
             free = _use(reader).free_bytes
             if free is not None and free < need_bytes:
                 place = f" on {host}" if host else ""
                 memory_text = f"the trial needs ~{need_bytes / GIB:.1f} GiB"
                 yield f"{free / GIB:.1f} GiB of memory are free{place}, and {memory_text}"
         return
-    readings, groups = [_read(reader) for _, reader in trial_devices], platform.group_of_hosts
-    for (device, reader), figures in zip(trial_devices, readings, strict=True):
+    readers, groups = platform.readers, platform.group_of_hosts
+    readings = [_read(reader) for _, _, reader in readers]
+    for (_number, device, reader), figures in zip(readers, readings, strict=True):
         if figures is not None:
             total = float(device.memory_bytes or nan)
             group = groups.get(device.host, 0)
@@ -150,14 +142,8 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
             yield f"{device.title} {reason}"
 
 
-def _trial_devices(platform: Platform) -> list[tuple[Device, Telemetry]]:
-    """Return the devices of a trial that have telemetry, each with its reader."""
-    hosts, readers = dict.fromkeys(device.host for device in platform.devices), platform.telemetry
-    return [(device, readers[device]) for host in hosts for device in platform.devices_of(host) if device in readers]
-
-
 def _read(reader: Telemetry) -> dict[str, float] | None:
-    """Return the figures of a device. Returns None if it does not respond, and an empty dict if its telemetry fails."""
+    """Return the readings of a device, None if it does not respond, or an empty dict if its telemetry fails."""
     try:
         return dict(reader.sample())
     except LookupError:
@@ -206,16 +192,16 @@ def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: 
         return  # the devices of the hosts are unknown
     if platform.setups and platform.task.spec.on_each_host:
         for group, host in zip(cluster.groups, _first_hosts(platform), strict=True):
-            of_host = [device for device in devices if device.host == host]
-            usable = [device for device in of_host if group.chip.has_name(device.chip)]
-            if of_host and len(usable) < group.devices_per_node:
+            host_devices = [device for device in devices if device.host == host]
+            usable = [device for device in host_devices if group.chip.has_name(device.chip)]
+            if host_devices and len(usable) < group.devices_per_node:
                 names = {"host": host, "wanted": group.devices_per_node, "count": len(usable), "chip": group.chip.name}
                 text = N_("cluster.groups needs {wanted} {chip} on {host}, but it has {count}")
                 raise NoDevice(_(text, **names))
         return
-    of_first_host = [each for each in devices if each.host == devices[0].host]
+    first_host_devices = [each for each in devices if each.host == devices[0].host]
     devices_of_groups = (
-        (group, [each for each in of_first_host if group.chip.has_name(each.chip)]) for group in cluster.groups
+        (group, [each for each in first_host_devices if group.chip.has_name(each.chip)]) for group in cluster.groups
     )
     group, usable = max(devices_of_groups, key=lambda pair: bool(pair[1]))
     if not usable:
@@ -241,6 +227,6 @@ def parallel_probe_ranks(platform: Platform) -> int:
 
     It is one per device, or one in total if devices share memory, as on a CPU.
     """
-    first = [each for each in platform.devices if each.host == platform.devices[0].host]
-    usable = [each for each in first if platform.task.cluster.groups[0].chip.has_name(each.chip)]
+    first_host_devices = [each for each in platform.devices if each.host == platform.devices[0].host]
+    usable = [each for each in first_host_devices if platform.task.cluster.groups[0].chip.has_name(each.chip)]
     return 1 if platform.support.shared_devices else max(1, len(usable))

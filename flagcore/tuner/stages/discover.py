@@ -65,15 +65,15 @@ def discover(spec: Spec, plugins: LoadedPlugins, engine_version: str | None = No
             chip = replace(chip, nic_bytes_per_second=ASSUMED_NETWORK)
         groups.append(_group(requested, chip, devices, support))
         supports.append(support)
-    joined = _join_supports(supports, [group.chip.name for group in groups])
+    joint_support = _join_supports(supports, [group.chip.name for group in groups])
     if isinstance(spec.work, TrainSpec) and not has_common_library(groups, supports):
         text = N_(
             "messages between {chips} are copied through the memory of the hosts: no collective library connects all "
             "of them, according to the installed plugins"
         )
         note = _(text, chips=" and ".join(dict.fromkeys(group.chip.name for group in groups)))
-        joined = replace(joined, notes=(*joined.notes, note))
-    return Hardware(groups=tuple(groups), supports=tuple(supports), support=joined, devices=devices)
+        joint_support = replace(joint_support, notes=(*joint_support.notes, note))
+    return Hardware(groups=tuple(groups), supports=tuple(supports), support=joint_support, devices=devices)
 
 
 def costs(cluster: Cluster, plugins: LoadedPlugins, engine: str) -> Costs:
@@ -95,8 +95,8 @@ def _network(group: NodeGroup, plugins: LoadedPlugins) -> Level:
 
     A group that lies within one link domain is enlarged, so that its topology has a network level.
     """
-    linked = (group.chip.link and group.chip.link.domain_size) or group.devices_per_node
-    extended = replace(group, nodes=max(group.nodes, linked // group.devices_per_node + 1))
+    devices_in_link_domain = (group.chip.link and group.chip.link.domain_size) or group.devices_per_node
+    extended = replace(group, nodes=max(group.nodes, devices_in_link_domain // group.devices_per_node + 1))
     return (plugins.topology(extended) or topology_of(extended)).levels[-1]
 
 
@@ -105,12 +105,14 @@ def _costs_of(group: NodeGroup, support: EngineSupport, plugins: LoadedPlugins, 
     kernels = plugins.kernel_costs(group.chip, engine)
     synchronous = support.shared_devices
     run_slowdown = UNMEASURED_RUN_SLOWDOWN if kernels is None else kernels.run_slowdown()
-    used: KernelCosts = kernels or Roofline(chip=group.chip)
+    used_kernels: KernelCosts = kernels or Roofline(chip=group.chip)
     ranks_per_core = max(1.0, group.devices_per_node / group.chip.devices_per_node) if synchronous else 1.0
-    times = ranks_per_core / group.speed
+    slowdown = ranks_per_core / group.speed
+    if slowdown != 1.0:
+        used_kernels = with_slowdown(used_kernels, slowdown, launches=slowdown if synchronous else 1.0)
     return Costs(
         memory=plugins.memory_model(group, engine) or PlainMemory.of(group),
-        kernels=used if times == 1.0 else with_slowdown(used, times, launches=times if synchronous else 1.0),
+        kernels=used_kernels,
         collectives=plugins.collective_costs(group, engine)
         or Collectives(topology=plugins.topology(group) or topology_of(group)),
         guessed=kernels is None,

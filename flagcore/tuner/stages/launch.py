@@ -42,9 +42,9 @@ def launch(
 ) -> RunningLaunch:
     """Start a trial of `candidate` in `folder`, and return the running launch.
 
-    The launcher ends it after `limit` or, if devices share the memory of the machine, if it exceeds the memory budget.
-    The engine gets the target of `limit` as `max_time_per_task`, or else the limit itself. A `cold` trial starts as a
-    new process. Raises FlagError if it cannot be started.
+    The launcher ends the trial after `limit` or, if devices share the memory of the machine, when it exceeds the memory
+    budget. The engine gets the target of `limit` as `max_time_per_task`, or else the limit itself. A `cold` trial
+    starts as a new process. Raises FlagError if the trial cannot be started.
     """
     platform = replace(platform, task=platform.task.with_time_limit(limit.target_s or limit.seconds)).selecting()
     planned = platform.prepared(planned_launch(platform, candidate, folder))
@@ -78,11 +78,11 @@ def host_lines(task: Task, hosts: Sequence[str]) -> list[str]:
     groups, requested = task.cluster.groups, task.spec.cluster
     kinds = [f" type={each.kind}" for each in requested.groups] or [""]
     group_lines = [f"slots={group.devices_per_node}{kind}" for group, kind in zip(groups, kinds, strict=True)]
-    of_hosts = group_lines * len(requested.hosts)
+    line_of_hosts = group_lines * len(requested.hosts)
     if len(groups) > 1:
-        of_hosts = [row for row, group in zip(group_lines, groups, strict=True) for _ in range(group.nodes)]
-    lines = dict(zip(requested.hosts, of_hosts, strict=False))
-    return [f"{host} {lines[host]}" for host in hosts]
+        line_of_hosts = [row for row, group in zip(group_lines, groups, strict=True) for _ in range(group.nodes)]
+    line_by_host = dict(zip(requested.hosts, line_of_hosts, strict=False))
+    return [f"{host} {line_by_host[host]}" for host in hosts]
 
 
 def _with_hostfile(argv: tuple[str, ...], hosts: Sequence[str], folder: str) -> tuple[str, ...]:

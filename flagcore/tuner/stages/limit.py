@@ -1,4 +1,4 @@
-"""limit: the time limits of trials and of the search, and the reasons to start no trial."""
+"""limit: the time limits of trials, and the reasons to start no trial."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,20 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Platform, Problem, SearchContext
+from flagcore.contracts import Platform, SearchContext
 from flagcore.domain.chip import MUCH_SLOWER, disturbances, slowness
 from flagcore.domain.effects import engine_candidate, engine_task
 from flagcore.domain.plan import measured_to_predicted
-from flagcore.domain.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, SearchTime, min_repeats, overheads
-from flagcore.domain.space import FloatArray
+from flagcore.domain.search_state import SLACK, UNKNOWN_SECONDS, SearchState, min_repeats, overheads
 from flagcore.domain.spec import Control, Task, TrainSpec
 from flagcore.domain.trial import MIN_STEPS, Role, TimeLimit, Trial, TrialState
 from flagcore.i18n import N_, Message
 from flagcore.tuner.learning.trials import expected_step_times, fastest_open_rows, overhead_seconds
-
-SLACK = 3.0
-"""The time limit of a trial's steps, relative to the upper bound of their predicted time. It allows for other jobs,
-slow file systems and compilation. Chosen by hand: the limit ends trials that hang, not slow ones."""
 
 START_SLACK = 2.0
 """The time limit of a trial's start, relative to the longest start of the run so far. Chosen by hand."""
@@ -30,9 +25,6 @@ START_SLACK = 2.0
 RESERVE = 0.05
 """The share of a trial's time limit that is reserved for the time after its steps: writing results, and the end of its
 processes. Chosen by hand."""
-
-UNKNOWN_SECONDS = 3600.0
-"""The limit of a trial whose step time is not predicted. Chosen by hand."""
 
 
 def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], launches: int = 1) -> TimeLimit:
@@ -43,8 +35,8 @@ def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], launc
     they were measured.
     """
     task, control = platform.task, platform.task.spec.control
-    if (given := control.max_time_per_task) is not None:
-        return TimeLimit(seconds=given, because=f"auto_tuner.control.max_time_per_task = {given:g} s")
+    if (limit_s := control.max_time_per_task) is not None:
+        return TimeLimit(seconds=limit_s, because=f"auto_tuner.control.max_time_per_task = {limit_s:g} s")
     start = platform.workload.start_seconds
     longest = START_SLACK * max(overheads(control, earlier), default=0.0)
     because = f"{start:g} s to start" if start >= longest else f"{longest:.0f} s to start, twice the longest so far"
@@ -62,9 +54,9 @@ def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], launc
 def with_target(limit: TimeLimit, task: Task, trial: Trial, share_s: float, earlier: Sequence[Trial]) -> TimeLimit:
     """Return `limit` with a target, the time after which a training trial ends with fewer steps.
 
-    The target is `share_s`, the trial's share of the remaining time of the search. It is at least the time that the
-    trial is predicted to take, and leaves RESERVE of the limit for the end of the trial. The time that a
-    trial takes to start is the median of the `earlier` trials.
+    The target is `share_s`, the trial's share of the remaining time of the search. It is at least the predicted
+    duration of the trial, and leaves RESERVE of the limit for the end of the trial. The trial is assumed to start in
+    the median time of the `earlier` trials.
     """
     if not isinstance(task.spec.work, TrainSpec):
         return limit
@@ -77,7 +69,7 @@ def with_target(limit: TimeLimit, task: Task, trial: Trial, share_s: float, earl
 def cap_limit(limit: TimeLimit, seconds_left: float, key: str) -> TimeLimit:
     """Return `limit`, reduced to `seconds_left` if that is less, but to no less than a second.
 
-    `key` names the option that limits the remaining time; the reason of the limit quotes it.
+    `key`: the option that limits the remaining time. The reason for the limit names it.
     """
     if seconds_left >= limit.seconds:
         return limit
@@ -98,42 +90,6 @@ def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
     ]
     high: float = max([step["high"], *(ratio * step["value"] for ratio in ratios)])
     return high / trial.scale
-
-
-def search_time(problem: Problem) -> SearchTime:
-    """Return the estimated time of a search that tries the candidates with the fastest predictions."""
-    task, control, predictions = problem.task, problem.task.spec.control, problem.predictions
-    start_seconds, rows = problem.workload.start_seconds, problem.pruned.open_rows
-    if rows.size > control.max_trials:
-        step = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
-        rows = rows[np.argpartition(step, control.max_trials)[: control.max_trials]]
-    max_step = control.max_step_time or math.inf
-    # if steps are shortened, the best candidates run again with whole steps
-    is_shortened = bool((predictions.step_time_s[rows] > max_step).any())
-    rounds = control.repeats + EXTRA_ROUNDS if control.repeats and rows.size > 1 else int(is_shortened)
-    repeats = rounds * min(2 + MAX_RIVALS, int(rows.size))
-
-    def seconds_of_steps(seconds: FloatArray) -> float:
-        trial_seconds = float(np.minimum(seconds, max_step).sum())  # longer steps are shortened
-        return control.train_iters * (trial_seconds + repeats * float(np.max(seconds, initial=0.0)))
-
-    is_training = isinstance(task.spec.work, TrainSpec)
-    predicted, high = (seconds_of_steps(column[rows]) for column in (predictions.step_time_s, predictions.high_s))
-    limit = control.max_time_per_task
-    if limit is not None:
-        at_most = (rows.size + repeats) * limit
-    elif not is_training:
-        at_most = (rows.size + repeats) * start_seconds
-    elif math.isfinite(high):
-        at_most = (rows.size + repeats) * start_seconds + SLACK * high
-    else:
-        at_most = (rows.size + repeats) * UNKNOWN_SECONDS
-    return SearchTime(
-        trials=int(rows.size),
-        repeats=repeats,
-        steps_s=predicted if is_training and math.isfinite(predicted) else None,
-        at_most_s=min(at_most, control.max_time or math.inf),
-    )
 
 
 def seconds_used(trials: Sequence[Trial]) -> float:
@@ -169,11 +125,11 @@ def share_of_time(control: Control, state: SearchState, role: Role, candidates: 
 
 
 def why_no_trial(context: SearchContext) -> Message | None:
-    """Return why no further trial can be measured in its time, and what to change. Returns None if one can.
+    """Return why no further trial has enough time for a measurement, and what to change. Returns None if one has.
 
-    A decision is made only after a trial that ended before its last step. The search ends if fp32 is much faster than
-    the precision of the job. It also ends if nothing is measured, and either no open candidate is expected to finish
-    two steps in a trial, or MAX_WITHOUT_STEP trials finished no step or hung. A search of servers ends if
+    The result is None unless the last trial ended before its last step. Otherwise, the search ends if fp32 is much
+    faster than the precision of the job. If nothing is measured, it also ends if no open candidate is expected to
+    finish two steps in a trial, or if MAX_WITHOUT_STEP trials finished no step or hung. A search for servers ends if
     MAX_WITHOUT_STEP trials reached their time limit, and nothing is measured.
     """
     task, control = context.task, context.task.spec.control
@@ -183,17 +139,16 @@ def why_no_trial(context: SearchContext) -> Message | None:
     if not isinstance(task.spec.work, TrainSpec):
         return _why_no_load(trials)
     last, start = trials[-1], overhead_seconds(context)
-    found = context.space.find(last.candidate)
+    last_row = context.space.find(last.candidate)
     rows = fastest_open_rows(context)
-    rows = rows if found is None else np.append(rows, found)
+    rows = rows if last_row is None else np.append(rows, last_row)
     steps = expected_step_times(context, rows)
     row, step = int(rows[np.argmin(steps)]), float(steps.min())
     seconds_left = math.inf if context.seconds_left is None else context.seconds_left
     limit = min(control.max_time_per_task or math.inf, seconds_left)
     is_measured = any(trial.state is TrialState.MEASURED for trial in trials)
     if not is_measured and sum(trial.silent_s > 0 for trial in trials) >= MAX_WITHOUT_STEP:
-        text = N_("trials hang after their first step; trial {number}: {reason}")
-        return Message(text, number=last.number, reason=last.reason or last.state.value)
+        return _about(last, N_("trials hang after their first step; trial {number}: {reason}"))
     if len(trials) >= MAX_WITHOUT_STEP and not any(trial.step_seen_s for trial in trials):
         step = max(step, last.duration_s - start)
     faster = _faster_precision(task)
@@ -207,7 +162,7 @@ def why_no_trial(context: SearchContext) -> Message | None:
     fits = (limit - start) / control.train_iters
     if change := _shorter_steps(context, row, step, fits):
         changes.append(change)
-    text = Message("trial {number}: {reason}", number=last.number, reason=last.reason or last.state.value)
+    text = _about(last, N_("trial {number}: {reason}"))
     if causes:
         text = Message("{trial}; {why}", trial=text, why=joined(causes, N_("{first}; {second}")))
     changes_text = joined(changes, N_("{first}, or {second}"))
@@ -219,8 +174,12 @@ def _why_no_load(trials: Sequence[Trial]) -> Message | None:
     if len(timed_out) < MAX_WITHOUT_STEP or any(trial.state is TrialState.MEASURED for trial in trials):
         return None
     longest = max(timed_out, key=lambda trial: trial.duration_s)  # its reason has the best estimate of the needed time
-    text = N_("trials have too little time to send their load; trial {number}: {reason}")
-    return Message(text, number=longest.number, reason=longest.reason or longest.state.value)
+    return _about(longest, N_("trials have too little time to send their load; trial {number}: {reason}"))
+
+
+def _about(trial: Trial, template: str) -> Message:
+    """Return a message with the number of a trial, and its reason or else its state."""
+    return Message(template, number=trial.number, reason=trial.reason or trial.state.value)
 
 
 def is_cut_short(trial: Trial) -> bool:
@@ -248,7 +207,7 @@ def _faster_precision(task: Task) -> tuple[Message, Message] | None:
 
 
 def _more_time(control: Control, step: float, start: float) -> list[str]:
-    """Return changes of the spec, as text, that give trials enough time for all steps.
+    """Return the keys and values of a spec, such as `max_time: 120`, that give trials enough time for all steps.
 
     `step`: the seconds of a step. `start`: the seconds from the start of a trial to its first step.
     """

@@ -13,9 +13,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
-from flagcore.contracts import Platform, RunningLaunch, Telemetry
+from flagcore.contracts import Platform, RunningLaunch
 from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.effects import engine_task
 from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, failure
@@ -77,10 +76,8 @@ class _Monitor:
     def outcome(self, running: RunningLaunch, on_poll: Callable[[], object]) -> Trial:
         """Wait until the trial ends, or stop it, and return it with its outcome."""
         readings, workload = Readings(self.platform), self.platform.workload
-        progress, step_limit = (
-            workload.progress(self.platform.task, self.folder),
-            workload.step_limit(self.platform.task),
-        )
+        progress = workload.progress(self.platform.task, self.folder)
+        step_limit = workload.step_limit(self.platform.task)
         start, warmup, steps_to_run = time.monotonic(), self.control.warmup_iters, step_limit
         has_run_steps = is_slower = is_too_long = False
         step_count, last_step_at = 0, 0.0
@@ -201,7 +198,7 @@ class _Monitor:
         """Return the trial as measured, or as failed if its measurement is invalid."""
         group, trial = self.platform.task.cluster.groups[0], replace(self.trial, measurement=measured)
         checks_ranks = self.platform.support.shared_devices and self.is_training
-        budget = group.memory_bytes if checks_ranks else None  # the launcher limits the memory of servers
+        budget = group.memory_bytes if checks_ranks else None  # servers need no check: the launcher limits their memory
         if budget and measured.device_used_bytes and measured.device_used_bytes > budget:
             used_bytes = measured.device_used_bytes
             reason = f"one rank used {used_bytes / 2**30:.2f} GiB of a budget of {budget / 2**30:.2f} GiB"
@@ -225,7 +222,7 @@ class _Monitor:
         return f"it failed after all its steps were measured: {reason}"[:LONGEST_REASON]
 
     def _with_fewer_steps(self, outcome: Trial, steps: Sequence[float]) -> Trial:
-        """Return `outcome` with what is known from fewer steps than planned.
+        """Return `outcome` with the information from the steps, if they are fewer than planned.
 
         A measured trial gets a wider interval and a reason. A trial without a measurement gets the times of its
         finished steps.
@@ -290,38 +287,30 @@ class Readings:
     """Collects telemetry of a trial's devices about once per second, and returns its means and peaks."""
 
     def __init__(self, platform: Platform) -> None:
-        groups = platform.task.cluster.groups
-        counts = {host: groups[index].devices_per_node for host, index in platform.group_of_hosts.items()}
-        starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
-        self._readers: list[tuple[int, Telemetry]] = [
-            (starts.get(host, 0) + place, platform.telemetry[device])
-            for host in dict.fromkeys(device.host for device in platform.devices)
-            for place, device in enumerate(platform.devices_of(host))
-            if device in platform.telemetry
-        ]
+        self._readers = {number: reader for number, _, reader in platform.readers}
         self._samples: dict[int, dict[str, list[float]]] = {}
         self._next_time = 0.0
         self._used_before = math.inf
-        """The memory in use at the first reading, of the device that uses most."""
+        """The memory in use on the fullest device at the first reading."""
 
     def take(self) -> None:
         """Read all devices, at most once per second. A reader that raises is not called again."""
         if time.monotonic() < self._next_time:
             return
         self._next_time = time.monotonic() + 1.0
-        for number, reader in list(self._readers):
+        for number, reader in list(self._readers.items()):
             try:
                 for name, value in reader.sample().items():
                     if math.isfinite(value):
                         self._samples.setdefault(number, {}).setdefault(name, []).append(float(value))
             except Exception as error:
                 LOG.warning("telemetry of device %s is disabled: %s", number, error)
-                self._readers.remove((number, reader))
+                del self._readers[number]
         if math.isinf(self._used_before):
             self._used_before = max(self._memory(), default=math.inf)
 
     def memory_used(self) -> int | None:
-        """Return the memory in use of the device that uses most, in bytes.
+        """Return the memory in use on the fullest device, in bytes.
 
         Returns None if there are no readings, or if other programs used much of the memory before the trial.
         """

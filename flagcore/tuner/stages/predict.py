@@ -42,10 +42,9 @@ def predict_columns(platform: Platform, columns: Columns) -> Predictions:
 
 
 def predict_components(platform: Platform, columns: Columns, stages: IntArray) -> dict[str, dict[str, FloatArray]]:
-    """Return the figures of the model's components, each with one value per row.
+    """Return the metrics of each component of the model, with one value per row.
 
-    `stages`: the pipeline stage of each row for which the figures are wanted. Factors of knobs' effects are not
-    applied.
+    `stages`: for each row, the pipeline stage whose metrics are returned. Factors of knobs' effects are not applied.
     """
     figures_by_component: dict[str, dict[str, FloatArray]] = {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
@@ -58,7 +57,7 @@ def predict_components(platform: Platform, columns: Columns, stages: IntArray) -
 
 
 def predict_stage_layers(platform: Platform, columns: Columns) -> dict[int, Sequence[int]]:
-    """Return the numbers of layers per pipeline stage by row, for rows whose split the engine derives."""
+    """Return the number of layers of each pipeline stage, by row, for rows whose layer split the engine chooses."""
     layers_by_row = {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
         layers = platform.workload.stage_layers(engine_task(platform.task, effects), group_columns, platform.costs)
@@ -92,7 +91,7 @@ def model_table(parts: Sequence[ModelPart]) -> list[dict[str, object]]:
 def record(task: Task, prediction: Prediction, layers: Sequence[int] = ()) -> dict[str, object]:
     """Return a prediction as plain data in the format of job records, in GiB and seconds.
 
-    Unknown figures are left out. `layers`: the numbers of layers per pipeline stage if the engine derived them.
+    Unknown figures are left out. `layers`: the number of layers of each pipeline stage, if the engine chose the split.
     """
     if isinstance(task.spec.work, ServeSpec):
         return _serving_record(task, prediction)
@@ -140,7 +139,7 @@ def _memory(prediction: Prediction) -> dict[str, object]:
 
 
 def in_gib(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures with each name that ends in `_bytes` changed to `_gib`, and its value converted."""
+    """Return `figures` with the values of all names that end in `_bytes` in GiB, under names that end in `_gib`."""
     return {
         name.replace("_bytes", "_gib"): value / GIB if name.endswith("_bytes") and value is not None else value
         for name, value in figures.items()

@@ -53,9 +53,9 @@ def probe(
     - `on_rank`: called before each rank starts.
     - `finish`: if it is false, the probe ends when a rank fails, and ranks that still run are dropped.
     """
-    chosen = tuple(ranks) or ranks_to_probe(platform, candidate)
-    predicted = _predict_ranks(platform, candidate, chosen)
-    results, waiting, running = dict[int, RankProbe](), [*chosen], list[_RunningRank]()
+    chosen_ranks = tuple(ranks) or ranks_to_probe(platform, candidate)
+    predicted = _predict_ranks(platform, candidate, chosen_ranks)
+    results, waiting, running = dict[int, RankProbe](), [*chosen_ranks], list[_RunningRank]()
     deadline, places = time.monotonic() + limit.seconds, _places(platform, devices)
     with ThreadPoolExecutor(len(places)) as threads:
         try:
@@ -79,7 +79,7 @@ def probe(
             for each in running:
                 with suppress(FlagError):
                     each.process.result().stop()
-    return Probe(candidate=candidate, ranks=tuple(results[rank] for rank in chosen if rank in results))
+    return Probe(candidate=candidate, ranks=tuple(results[rank] for rank in chosen_ranks if rank in results))
 
 
 def ranks_to_probe(platform: Platform, candidate: Candidate) -> tuple[int, ...]:
@@ -202,7 +202,10 @@ def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Predic
 
 
 def _used(rank: RankMeasurement, memory: MemoryModel, buffers: float) -> tuple[float, float]:
-    """Return the reserved memory of a rank and its memory in use, in bytes, including `buffers` of communicators."""
+    """Return a rank's reserved memory and its memory in use, in bytes.
+
+    Only the second includes `buffers`, the memory of communicators.
+    """
     allocated = np.array([float(rank.peak_allocated_bytes)])
     reserved = float(memory.reserved_bytes(allocated)[0]) if rank.reserved_bytes is None else float(rank.reserved_bytes)
     return reserved, max(_device_used(reserved, memory), float(rank.device_used_bytes)) + buffers
@@ -239,8 +242,8 @@ def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> 
     )
 
 
-def trial_of_probe(task: Task, trial: Trial, probe: Probe, combined: Prediction) -> Trial:
-    """Return the finished `trial` of a probe, with the measurement from `combined` or with the reason for the failure.
+def trial_of_probe(platform: Platform, trial: Trial, probe: Probe, predicted: Prediction) -> Trial:
+    """Return the finished `trial` of a probe, with its measurement or with the reason for the failure.
 
     The trial fails if a rank failed. It is out of memory if a rank ran out of memory, or needs more than a device has.
     """
@@ -252,9 +255,10 @@ def trial_of_probe(task: Task, trial: Trial, probe: Probe, combined: Prediction)
     if failed:
         reason, lost = f"rank {failed[0].rank}: {failed[0].reason}", failed[0].inconclusive
         return replace(finished, state=failed[0].state, reason=reason, inconclusive=lost)
+    combined = combine(predicted, probe, platform)
     if combined.step_time_s is None:
         return replace(finished, state=TrialState.FAILED, reason="the time of communication is unknown")
-    finished = replace(finished, measurement=_measurement(task, probe, combined, combined.step_time_s))
+    finished = replace(finished, measurement=_measurement(platform.task, probe, combined, combined.step_time_s))
     if combined.fits is False:
         needed, available = combined.device_used_bytes / GIB, (combined.capacity_bytes or 0.0) / GIB
         reason = f"a rank of stage {combined.worst_stage} needs {needed:.2f} GiB of {available:.2f} GiB"

@@ -11,7 +11,6 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import DOES_AS_MUCH_WORK, DOES_NOT_FIT, NEEDS_AS_MUCH_MEMORY, Pruned
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, Space
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.tuner.learning.trials import min_memory_share
 
 CHUNK = 1 << 16
 """The number of candidates per call of a rule."""
@@ -19,7 +18,7 @@ CHUNK = 1 << 16
 
 def prune(space: Space, predictions: Predictions, rules: Sequence[PruningRule]) -> Pruned:
     """Return which rows of `space` are pruned: those that do not fit in memory, and those that `rules` remove."""
-    return _by_prediction(space, predictions, rules, _exceeds_memory(space, predictions, ()))
+    return _by_prediction(space, predictions, rules, predictions.share_in_use > 1.0)
 
 
 def prune_by_trials(problem: Problem, trials: Sequence[Trial], probes: Sequence[Trial] = ()) -> Pruned:
@@ -29,22 +28,15 @@ def prune_by_trials(problem: Problem, trials: Sequence[Trial], probes: Sequence[
     a probe that ran out of memory also removes its own candidate. Only new trials are applied to `problem.pruned`,
     unless the corrected memory now excludes other candidates.
     """
-    exceeds_memory = _exceeds_memory(problem.space, problem.predictions, (*trials, *probes))
-    pruned = problem.pruned
+    predictions, pruned = problem.predictions, problem.pruned
+    exceeds_memory = predictions.share_in_use * needed_share(problem.space, predictions, (*trials, *probes)) > 1.0
     if not np.array_equal(pruned.exceeds_memory, exceeds_memory):
-        pruned = _by_prediction(problem.space, problem.predictions, problem.rules, exceeds_memory)
-    pruning_trials = [(trial, _by_trial) for trial in trials]
-    pruning_trials += [(trial, _by_memory) for trial in probes if trial.state is TrialState.OUT_OF_MEMORY]
-    for trial, remove in pruning_trials:
+        pruned = _by_prediction(problem.space, predictions, problem.rules, exceeds_memory)
+    for trial in (*trials, *(probe for probe in probes if probe.state is TrialState.OUT_OF_MEMORY)):
         if trial.number not in pruned.applied_trials:
-            pruned = remove(pruned, problem, trial)
+            pruned = _by_trial(pruned, problem, trial, itself=trial in probes)
             pruned = replace(pruned, applied_trials=pruned.applied_trials | {trial.number})
     return pruned
-
-
-def _exceeds_memory(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> BoolArray:
-    exceeds: BoolArray = predictions.share_in_use * needed_share(space, predictions, trials) > 1.0
-    return exceeds
 
 
 def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> float:
@@ -52,6 +44,8 @@ def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]
 
     It is learned from `trials`.
     """
+    from flagcore.tuner.learning.trials import min_memory_share  # importing scipy is slow, and plans have no trials
+
     ratios = []
     for trial in trials:
         row, measured = space.find(trial.candidate), trial.measurement
@@ -77,35 +71,26 @@ def _by_prediction(
     return pruned
 
 
-def _by_trial(pruned: Pruned, problem: Problem, trial: Trial) -> Pruned:
-    rows, space = pruned.open_rows, problem.space
+def _by_trial(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool) -> Pruned:
+    """Remove the rows that cannot be better than a trial that was measured or ran out of memory.
+
+    They do at least as much work, or need at least as much memory. `itself`: whether the candidate of the trial is
+    removed, too.
+    """
+    workload, predictions, rows, space = problem.workload, problem.predictions, pruned.open_rows, problem.space
+    if trial.state is TrialState.OUT_OF_MEMORY:
+        name, is_at_least, predicted = NEEDS_AS_MUCH_MEMORY, workload.needs_at_least, predictions.device_used_bytes
+    else:
+        name, is_at_least, predicted = DOES_AS_MUCH_WORK, workload.takes_at_least, predictions.step_time_s
     if not rows.size or trial.state not in (TrialState.OUT_OF_MEMORY, TrialState.MEASURED):
         return pruned
-    if trial.state is TrialState.OUT_OF_MEMORY:
-        return _by_memory(pruned, problem, trial, itself=False)
-    columns, row = space.columns(rows), space.find(trial.candidate)
-    mask = problem.workload.takes_at_least(columns, trial.candidate)
-    mask &= ~_same(columns, space.axes, trial.candidate)
-    mask &= _same(columns, [axis for axis in space.axes if axis.is_unordered], trial.candidate)
-    mask &= _predicted_at_least(problem.predictions.step_time_s, rows, row)
-    return _remove(pruned, DOES_AS_MUCH_WORK, rows, mask, trial.number)
-
-
-def _by_memory(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool = True) -> Pruned:
-    """Remove the rows that need at least as much memory as a trial that ran out of memory.
-
-    `itself`: whether the candidate of the trial is removed, too.
-    """
-    rows, space = pruned.open_rows, problem.space
-    if not rows.size:
-        return pruned
-    columns, row = space.columns(rows), space.find(trial.candidate)
-    mask = problem.workload.needs_at_least(columns, trial.candidate)
-    mask &= _predicted_at_least(problem.predictions.device_used_bytes, rows, row)
+    columns = space.columns(rows)
+    mask = is_at_least(columns, trial.candidate)
+    mask &= _predicted_at_least(predicted, rows, space.find(trial.candidate))
     mask &= _same(columns, [axis for axis in space.axes if axis.is_unordered], trial.candidate)
     if not itself:
         mask &= ~_same(columns, space.axes, trial.candidate)
-    return _remove(pruned, NEEDS_AS_MUCH_MEMORY, rows, mask, trial.number)
+    return _remove(pruned, name, rows, mask, trial.number)
 
 
 def _predicted_at_least(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArray:

@@ -20,9 +20,9 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     """Return the state of the search after its finished trials.
 
     The result of a candidate is its first conclusive trial that did not fail, or its last trial if there is none.
-    A trial of this run replaces one from another tool. Imported trials, repeats, interference trials and trials of
-    another `fidelity` are no results. If parallel trials disturb each other, those that were timed are marked
-    inconclusive.
+    A trial of this run replaces a trial from another tool. Imported trials, repeats, interference trials and trials of
+    another `fidelity` do not count as results. If parallel trials disturb each other, parallel trials with step times
+    are marked inconclusive.
     """
     trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
     own_trials = [trial for trial in trials if trial.fidelity == fidelity]
@@ -44,7 +44,6 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
         by_candidate=by_candidate,
         repeats=repeats,
         baseline=baseline[0] if baseline else None,
-        best=None,
         probes=tuple(trial for trial in trials if trial.fidelity != fidelity),
     )
     order = sorted(measured, key=lambda trial: -search_state.speed_of(trial.candidate))

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from flagcore.contracts import Platform
 from flagcore.domain.effects import engine_candidate, engine_legality, engine_task
 from flagcore.domain.prediction import Prediction, Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, IntArray, Merge, Rule, as_candidate
+from flagcore.domain.spec import Task
 from flagcore.domain.trial import Shortened
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import canonical
@@ -31,29 +31,26 @@ exposed communication are that far off."""
 MIN_SCALE = 0.1
 
 
-class Scale(NamedTuple):
-    """The factor from the step time on fewer nodes to the step time on all nodes of the task.
+def scale_nodes(task: Task, nodes: int, predicted: float) -> Shortened:
+    """Return the scale from steps on `nodes` nodes to steps on all nodes of `task`.
 
-    - `low`, `high`: its 80% interval.
-    - `own`: half the width of the relative interval, without the error that all candidates share.
+    `predicted`: the predicted factor of the step time. Growth that the model does not include is the same for all
+    candidates, so it does not change their order.
     """
-
-    factor: float
-    low: float
-    high: float
-    own: float
-
-
-def scale_of(predicted: float, nodes: int, of_nodes: int) -> Scale:
-    """Return the factor from the step time on `nodes` nodes to the step time on `of_nodes` nodes.
-
-    `predicted`: the predicted factor. Growth that the model does not include is the same for all candidates, so it does
-    not change their order.
-    """
+    of_nodes = task.spec.cluster.nodes
     model_error = QUANTILE * GROWTH_DEVIATION * abs(predicted - 1.0)
     spread = math.hypot(model_error, QUANTILE * UNMODELLED_DEVIATION * math.log2(of_nodes / nodes))
     low, middle, high = (max(each, MIN_SCALE) for each in (predicted - spread, predicted, predicted + spread))
-    return Scale(middle, low, high, model_error / middle)
+    return Shortened(
+        global_batch_size=task.on_nodes(nodes).spec.train.global_batch_size,
+        whole=task.spec.train.global_batch_size,
+        scale=middle,
+        low=low,
+        high=high,
+        own=model_error / middle,
+        nodes=nodes,
+        of_nodes=of_nodes,
+    )
 
 
 FIXED_FACTOR = 2.0
@@ -104,7 +101,7 @@ def scale_steps(batch: int, whole_batch: int, short_s: float, whole_s: float) ->
 class SmallerTask:
     """The task as trials run it on `nodes` of the nodes of `whole`.
 
-    It is also the pruning rule for candidates that are predicted to fit on all nodes, but not on these.
+    It is also the pruning rule for candidates that are predicted to fit on all nodes, but not on `nodes` nodes.
     """
 
     whole: Platform
@@ -160,20 +157,8 @@ class SmallerTask:
         if not whole.step_time_s or not math.isfinite(step):
             problem, fix = "needs predicted step times, which the chip's facts do not give", "leave it out"
             raise SpecError(key="auto_tuner.control.trial_nodes", value=self.nodes, problem=problem, fix=fix)
-        whole_spec = self.whole.task.spec
-        of_nodes = whole_spec.cluster.nodes
-        scale = scale_of(whole.step_time_s / step, self.nodes, of_nodes)
-        return Shortened(
-            global_batch_size=self.platform.task.spec.train.global_batch_size,
-            whole=whole_spec.train.global_batch_size,
-            scale=scale.factor,
-            low=scale.low,
-            high=scale.high,
-            own=scale.own,
-            nodes=self.nodes,
-            of_nodes=of_nodes,
-            more_bytes=int(added_bytes) if math.isfinite(added_bytes) else 0,
-        )
+        shortened = scale_nodes(self.whole.task, self.nodes, whole.step_time_s / step)
+        return replace(shortened, more_bytes=int(added_bytes) if math.isfinite(added_bytes) else 0)
 
     def runs(self, columns: Columns) -> BoolArray:
         """Return a mask of the candidates that can run in trials, and whose steps can be scaled."""

@@ -1,17 +1,15 @@
 """The run directory. One process locks it, and it belongs to one task."""
 
-import errno
 import fcntl
 import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from flagcore.domain.files import read_regular, replace
+from flagcore.domain.files import read_regular, writable, write
 from flagcore.domain.secrets import redact_data, secrets_in_data
 from flagcore.errors import RunError
 from flagcore.i18n import _
@@ -52,12 +50,12 @@ class RunDirectory:
         """
         file = self.path / IDENTITY
         try:
-            found = json.loads(read_regular(file))
-            fixed = dict(found["fixed"])
+            stored = json.loads(read_regular(file))
+            fixed = dict(stored["fixed"])
             dict(fixed.get("baseline") or {})
-            task = dict(found["task"])
+            task = dict(stored["task"])
             int(dict(task.get("hardware") or {}).get("devices_per_node", 1))
-            return {"run": str(found["run"]), "task": redact_data(task), "fixed": fixed}
+            return {"run": str(stored["run"]), "task": redact_data(task), "fixed": fixed}
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -116,28 +114,6 @@ class RunDirectory:
         with writable(self.path):
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename} since {time.ctime()}".encode(), 0)
-
-
-@contextmanager
-def writable(path: Path) -> Iterator[None]:
-    """Convert an OSError in this context to a RunError about `path`."""
-    try:
-        yield
-    except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        fix = (
-            _("free some space and start again; finished trials are saved")
-            if is_full
-            else _("use --run-dir for another folder")
-        )
-        reason = error.strerror or error
-        raise RunError(_("{file} cannot be written: {why}; {fix}", file=path, why=reason, fix=fix)) from None
-
-
-def write(file: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file of a run atomically. Raises RunError if it cannot be written."""
-    with writable(file):
-        replace(file, text, private=private)
 
 
 def differences(old: object, new: object, key: str = "") -> Iterator[str]:

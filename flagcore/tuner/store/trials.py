@@ -15,13 +15,12 @@ from optuna.trial import FrozenTrial, create_trial
 from optuna.trial import TrialState as OptunaState
 from pydantic import TypeAdapter
 
-from flagcore.domain.files import open_regular, read_regular
+from flagcore.domain.files import open_regular, read_regular, writable
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import is_rate, objective_value
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.i18n import _
-from flagcore.tuner.store.directory import writable
 
 JOURNAL = "journal.log"
 TRIAL = TypeAdapter(Trial)

@@ -62,7 +62,7 @@ hand: with two thirds, the search finds the same candidates, but needs more tria
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
-    """The figures of the open candidates that were evaluated, with one element per candidate.
+    """The estimates for the evaluated candidates, with one element per candidate.
 
     - `log_predicted`, `log_time`: logarithms of the predicted and the expected step time in seconds.
     - `fits`: probability that a trial fits.
@@ -223,14 +223,14 @@ def believed(context: SearchContext, row: int) -> Mapping[str, object]:
     return _belief(_evaluate(replace(context, open_rows=np.array([row], dtype=np.int64))), 0)
 
 
-def _choice(found: _Evaluation, index: int, because: str) -> Choice:
-    return Choice(row=int(found.rows[index]), because=because, belief=_belief(found, index))
+def _choice(evaluation: _Evaluation, index: int, because: str) -> Choice:
+    return Choice(row=int(evaluation.rows[index]), because=because, belief=_belief(evaluation, index))
 
 
-def _belief(found: _Evaluation, index: int) -> Mapping[str, object]:
-    center, spread = found.log_time[index], QUANTILE_90 * found.posterior.deviation[index]
+def _belief(evaluation: _Evaluation, index: int) -> Mapping[str, object]:
+    center, spread = evaluation.log_time[index], QUANTILE_90 * evaluation.posterior.deviation[index]
     step = {"value": math.exp(center), "low": math.exp(center - spread), "high": math.exp(center + spread)}
-    return {"step_time_s": step, "chance_to_fit": float(found.fits[index])}
+    return {"step_time_s": step, "chance_to_fit": float(evaluation.fits[index])}
 
 
 STRATEGY: Strategy = Learned()

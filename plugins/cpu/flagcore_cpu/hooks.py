@@ -13,9 +13,9 @@ from flagcore.hooks import hookimpl
 from flagcore.physics.roofline import Roofline
 from flagcore.vendorkit.chip_file import kernel_costs, load_chips
 from flagcore.vendorkit.plugin import VendorPlugin
-from flagcore_cpu import discover, load, rates
+from flagcore_cpu import load, rates
 from flagcore_cpu.costs import MeasuredCosts, ServerCosts
-from flagcore_cpu.machine import Processor, this_machine
+from flagcore_cpu.machine import Processor, devices, this_machine
 
 CONTEXT_BYTES = 305 * 2**20
 """Memory of a rank before its first tensor: 305 MiB resident with Python, torch 2.13 and megatron-core 0.16.1.
@@ -80,7 +80,7 @@ class CpuPlugin(VendorPlugin):
 
     @hookimpl
     def flagcore_devices(self, environment: Mapping[str, str]) -> Sequence[Device]:
-        return discover.devices()
+        return devices()
 
     @hookimpl
     def flagcore_kernel_costs(  # type: ignore[override]  # hooks are called with the arguments that they name

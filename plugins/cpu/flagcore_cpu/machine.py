@@ -1,15 +1,36 @@
-"""The rates of one core of this machine: measured, or else estimated from what the processor reports."""
+"""The devices of this machine, one per core, and the rates of a core: measured, or else estimated from what the
+processor reports.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flagcore.domain.chip import Chip, Fact, Link, Source
+import psutil
+
+from flagcore.domain.chip import Chip, Device, Fact, Link, Source
 from flagcore.physics.collective_costs import EFFICIENCY
 from flagcore.vendorkit import machine
-from flagcore_cpu.discover import memory_bytes_per_device
 from flagcore_cpu.rates import Rates
+
+SHARE_OF_TOTAL = 0.75
+SHARE_OF_AVAILABLE = 0.9
+"""Memory that all trials together may use; the rest is for the system and flagcore. The smaller value applies."""
+
+
+def memory_bytes_per_device() -> int:
+    """Return the memory of one device: a safe share of the memory of the machine or container, divided by the cores."""
+    memory = psutil.virtual_memory()
+    total = min(memory.total, machine.allowed_memory_bytes() or memory.total)
+    return int(min(total * SHARE_OF_TOTAL, memory.available * SHARE_OF_AVAILABLE)) // machine.cores()
+
+
+def devices() -> tuple[Device, ...]:
+    """Return one device per usable core."""
+    memory = memory_bytes_per_device()
+    return tuple(Device(index=index, chip="cpu", memory_bytes=memory) for index in range(machine.cores()))
+
 
 BOOST = 1.4
 """Ratio of the boost clock to the nominal clock that a virtual machine reports, as on an AMD EPYC 9004 (3.7 and 2.6

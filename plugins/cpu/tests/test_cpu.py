@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from flagcore_cpu import discover, load, rates
+from flagcore_cpu import load, rates
 from flagcore_cpu.costs import ServerCosts
 from flagcore_cpu.hooks import plugin
 from flagcore_cpu.machine import Processor, this_machine
+from flagcore_cpu.machine import devices as devices_here
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
@@ -44,7 +45,7 @@ CPU part\t: 0xd0c
 
 def test_each_available_core_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5}, raising=False)
-    assert [device.index for device in discover.devices()] == list(range(machine.cores()))
+    assert [device.index for device in devices_here()] == list(range(machine.cores()))
     monkeypatch.setattr(machine, "quota_cores", lambda: 2.5)
     assert machine.cores() == 2
     monkeypatch.setattr(machine, "quota_cores", lambda: 0.3)
@@ -53,7 +54,7 @@ def test_each_available_core_is_a_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_devices_share_less_memory_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "allowed_memory_bytes", lambda: 2**30)
-    devices = discover.devices()
+    devices = devices_here()
     assert 0 < sum(device.memory_bytes or 0 for device in devices) <= 0.75 * 2**30
 
 
@@ -195,7 +196,7 @@ def test_megatron_runs_on_gloo_with_one_thread_per_rank() -> None:
 
 
 def test_a_reading_of_the_machine_has_memory_and_load() -> None:
-    telemetry = plugin.flagcore_telemetry(discover.devices()[0])
+    telemetry = plugin.flagcore_telemetry(devices_here()[0])
     assert telemetry is not None
     reading = telemetry.sample()
     assert reading["memory_used_bytes"] > 2**20

@@ -10,9 +10,8 @@ from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.vendorkit.plugin import VendorPlugin
-from flagcore_metax.discover import DETECTOR, adapters, topology
+from flagcore_metax.discover import DETECTOR, adapters, peer_memory_problem, topology
 from flagcore_metax.islands import c500_topology, island_size
-from flagcore_metax.preflight import peer_memory_problem
 
 DRIVER_BYTES = 826 * 2**20
 """Memory in use on an idle device: mx-smi on C500 (drivers 3.4.4 and 3.8.30) shows 826 MiB, on C550 (driver 2.5.014)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flagcore_metax.discover import peer_memory_problem
 from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import c500_topology, island_size
-from flagcore_metax.preflight import peer_memory_problem
 from flagcore_testing.examples import task_on
 
 from flagcore.domain.chip import Chip, with_network

@@ -9,7 +9,7 @@ from flagcore_nvidia.hooks import plugin
 
 from flagcore.contracts import AttentionShape, KernelCosts
 from flagcore.domain.chip import Chip
-from flagcore.physics.kernel_table import KernelSheet, Rows, with_measured
+from flagcore.physics.kernel_table import KernelArrays, KernelSheet, with_measured
 from flagcore.physics.roofline import RUNS_AS, Roofline
 from flagcore.vendorkit.chip_file import read_curve, read_kernels, read_provenance
 
@@ -48,12 +48,12 @@ def costs_of(name: str) -> KernelCosts:
     return costs
 
 
-def modelled(costs: KernelCosts, kind: str, rows: Rows) -> np.ndarray:
+def modelled(costs: KernelCosts, kind: str, rows: KernelArrays) -> np.ndarray:
     sizes = rows.sizes.T if kind == "gemm" else (rows.attention_shape(),)
     return getattr(costs, f"{kind}_seconds")(*sizes, "bf16")
 
 
-def errors(costs: KernelCosts, kind: str, rows: Rows) -> np.ndarray:
+def errors(costs: KernelCosts, kind: str, rows: KernelArrays) -> np.ndarray:
     return np.abs(np.log(modelled(costs, kind, rows) / rows.seconds))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flagcore_flagscale import Imported, translate
 
-from flagcore.contracts import ImportNote
+from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError
 
 TREES = Path(__file__).parent / "trees"

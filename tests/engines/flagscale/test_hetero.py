@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from flagcore.spec.convert import parse_spec
 from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.launch import planned_launch
 from tests import small
-from tests.engines.flagscale.test_same_job import DATA, HERE, TABLE, arguments, meaning
+from tests.engines.flagscale.test_same_job import DATA, HERE, TABLE, arguments, meaning, run_flagscale
 
 RECORDED = HERE / "recorded" / "hetero.json"
 """Answers of FlagScale 0.8.0: `FLAGSCALE=FOLDER RECORD=1 pytest tests/engines/flagscale/test_hetero.py`."""
@@ -104,14 +103,9 @@ def case(name: str, folder: Path, wheel: Path) -> dict[str, Any]:
     if name in ("first", "second", "third"):
         where += ["++experiment.runner.nproc_per_node=null", "~experiment.envs.CUDA_VISIBLE_DEVICES"]
         where.append("++experiment.envs.SOME_VISIBLE_DEVICES='0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15'")
-    directory, top = (
-        (wheel / "examples" / name.split("/")[0] / "conf", name.split("/")[1])
-        if tree == "wheel"
-        else (
-            folder / tree,
-            "tune",
-        )
-    )
+    directory, top = folder / tree, "tune"
+    if tree == "wheel":
+        directory, top = wheel / "examples" / name.split("/")[0] / "conf", name.split("/")[1]
     where.append("++experiment.exp_dir=/tmp/flagcore-tests/exp")
     return {"directory": str(directory), "name": top, "overrides": [*overrides, *where]}
 
@@ -179,20 +173,7 @@ def test_a_mixed_job_has_the_arguments_of_flagscales_own_runner(tmp_path: Path) 
         (own := tmp_path / str(number)).mkdir()
         (own / "train_hetero").symlink_to(tmp_path / "train_hetero")
         cases[name] = case(name, own, WHEEL)
-    folders = os.pathsep.join([str(WHEEL), str(WHEEL / "third_party" / "Megatron-LM")])
-    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]  # its scripts end processes by name
-    command += [sys.executable, str(HERE / "hetero_runner.py")]
-    done = subprocess.run(
-        command,
-        input=json.dumps(list(cases.values())),
-        env={**os.environ, "PYTHONPATH": folders},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers = dict(zip(cases, json.loads(done.stdout), strict=True))
+    answers = dict(zip(cases, run_flagscale(sys.executable, WHEEL, list(cases.values())), strict=True))
     if os.environ.get("RECORD"):
         own_answers = {name: each for name, each in answers.items() if CASES[name][0] != "wheel"}
         RECORDED.write_text(json.dumps(own_answers).replace(str(tmp_path), "/trees") + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from flagcore_flagscale import FlagScale, Imported, translate
+from flagcore_flagscale import FlagScale, Imported, history, source, translate
 from flagcore_flagscale.compose import compose
 from flagcore_flagscale.source import RESERVED_ARGUMENTS
 
@@ -27,6 +27,7 @@ from flagcore.spec.importing import commented_yaml
 from tests.cli.conftest import Ran
 from tests.cli.conftest import flag as flag
 from tests.engines.flagscale.accounting import TREES, unaccounted
+from tests.pages import ROOT
 from tests.small import ENGINES
 
 pytestmark = pytest.mark.slow
@@ -528,3 +529,9 @@ def test_an_imported_file_is_a_spec_and_is_not_written_twice(folder: Path, flag:
     assert (done.code, done.out) == (0, "")
     assert parse_spec(yaml.safe_load((folder / "spec.yaml").read_text()), file="x", base=folder, engines=ENGINES)
     assert flag(*arguments).code == 2
+
+
+def test_docs_describe_every_column_of_a_history_that_is_read() -> None:
+    page = (ROOT / "docs" / "flagscale.md").read_text(encoding="utf-8").partition("## Conversion of keys")[0]
+    names = {*history.NO_KNOBS, *source.KNOB_NAMES} - {"", *history.SPLITS}
+    assert [name for name in names if f"`{name}`" not in page] == []

@@ -11,11 +11,14 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import components_of_row
 from flagcore.domain.spec import Task
+from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.predict import components, predict
 from flagcore.engines.megatron.space.knobs import candidate_columns
 from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.pipelines import SCHEDULES
 from tests import small
 from tests.engines.training.candidates import LLAMA
+from tests.engines.training.simulation import step_seconds
 
 DENSE = dataclasses.replace(
     LLAMA, num_layers=16, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_query_groups=8
@@ -111,13 +114,6 @@ def test_interleaving_shrinks_the_bubble_and_recompute_costs_compute() -> None:
     assert 1.2 < compute[1] / compute[0] < 1.4
 
 
-def test_model_flops_are_six_per_weight_and_token_and_the_scores() -> None:
-    weights = 16 * (2048 * 2048 * 2 + 2048 * 1024 * 2 + 3 * 2048 * 5632) + 2048 * 32000
-    scores = 16 * 2048 * 4096
-    found = predict(task(), columns(), costs()).model_flops
-    assert found == pytest.approx(6 * 64 * 4096 * (weights + scores))
-
-
 def test_an_unknown_rate_leaves_the_time_out_and_keeps_the_memory() -> None:
     bare = Chip(name="bare", vendor="test")
     row = predict(task(chip=bare), columns(), costs(bare, capacity=None)).row(0)
@@ -159,3 +155,22 @@ def test_components_come_from_the_worst_stage() -> None:
     states = ("weights_bytes", "gradients_bytes", "main_params_bytes", "optimizer_bytes")
     assert sum(part[name] for part in table.values() for name in states) == pytest.approx(row.static_bytes, rel=1e-12)
     assert sum(part["activation_bytes"] for part in table.values()) == pytest.approx(row.activation_bytes, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("interleaved", 2), *((name, 1) for name in SCHEDULES if name != "1f1b")]
+)
+def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual: int) -> None:
+    settings = {} if schedule == "interleaved" else {"pipeline_schedule": schedule}
+    model = dataclasses.replace(small.EXPERTS, num_layers=8)
+    job = small.task(model, devices=4, settings=settings, global_batch_size=16)
+    knobs = {"pipeline_model_parallel_size": 4, "micro_batch_size": 1}
+    row = WORKLOAD.columns(job, {**knobs, "num_layers_per_virtual_pipeline_stage": 1 if virtual > 1 else None})
+    (passes,) = WORKLOAD.pipelines(job, row, small.costs(job))
+    assert (passes.schedule, passes.microbatches, passes.virtual) == (schedule, 16, virtual)
+    assert bool(passes.paired_s) is schedule.startswith("dualpipe")
+    step = WORKLOAD.predict(job, row, small.costs(job)).time_s
+    pipeline_s = sum(float(step[name][0]) for name in PARTS[:6])
+    assert passes.predicted_s == pytest.approx(pipeline_s, rel=1e-6)
+    if schedule in ("gpipe", "interleaved", "zb-h1", "zb-h2"):
+        assert step_seconds(passes) == pytest.approx(pipeline_s, rel=0.035)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,22 +12,19 @@ from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.engines.training.layout import Layout, Training
-from flagcore.engines.training.memory.training import Memory, memory_in_use
-from flagcore.physics.collective_costs import Collectives, topology_of
+from flagcore.engines.training.memory.training import Memory, memory_in_use, stages_in_use
+from flagcore.engines.training.stages import Stage, stage
 from flagcore.physics.cost_stack import PlainMemory
-from flagcore.physics.roofline import Roofline
+from flagcore.spec.models import model_from
 from tests import small
 
-LLAMA = Model(
-    name="llama-7b-like",
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=11008,
-    num_attention_heads=32,
-    num_query_groups=32,
-    kv_channels=128,
-    vocab_size=32000,
-)
+
+def public(name: str, **changes: Any) -> Model:
+    """Return a public model, with other values of some of its fields."""
+    return dataclasses.replace(model_from(name, base=Path()), **changes)
+
+
+LLAMA = public("meta-llama/Llama-2-7b-hf")
 LATENT: dict[str, Any] = {
     "multi_latent_attention": True,
     "kv_lora_rank": 512,
@@ -67,8 +65,6 @@ NEUTRAL = {**dict.fromkeys(ONES, 1.0), **dict.fromkeys(ZEROS, 0.0), "microbatche
 NODE = Level(name="node", devices=8, bytes_per_second=400e9, latency_seconds=5e-6)
 NETWORK = Level(name="network", devices=1024, bytes_per_second=50e9, latency_seconds=20e-6)
 TOPOLOGY = Topology(levels=(NODE, NETWORK))
-NUMBER = 400
-"""Random candidates of one draw."""
 
 
 def layout(**values: Any) -> Layout:
@@ -82,12 +78,27 @@ def train(model: Model = LLAMA, **values: Any) -> Training:
     return Training(model=model, **{"sequence": 4096, "global_batch": 64, "precision": "bf16", **values})
 
 
+def plain_costs(workspace_bytes: float = 0.0) -> Costs:
+    """Return the costs of a device without a memory limit."""
+    device = PlainMemory(capacity=None, workspace=workspace_bytes)
+    return dataclasses.replace(small.costs(small.task()), memory=device)
+
+
 def training_memory(work: Training, split: Layout, workspace_bytes: float = 0.0) -> Memory:
     """Return the memory of the worst stage of each candidate."""
-    device = PlainMemory(capacity=None, workspace=workspace_bytes)
-    collectives = Collectives(topology=topology_of(small.task().cluster.groups[0]))
-    costs = Costs(memory=device, kernels=Roofline(chip=small.CHIP), collectives=collectives)
-    return memory_in_use(work, split, costs).memory
+    return memory_in_use(work, split, plain_costs(workspace_bytes)).memory
+
+
+def stage_of_rank(work: Training, split: Layout, rank: float) -> Stage:
+    """Return the pipeline stage of a global rank of each candidate, in Megatron's rank order tp-cp-ep-dp-pp."""
+    index = np.minimum(np.floor(rank / (split.tensor * split.context * split.data)), split.pipeline - 1.0)
+    return stage(work.model, split, index, work.options)
+
+
+def rank_memory(work: Training, split: Layout, rank: float, workspace_bytes: float = 0.0) -> Memory:
+    """Return the memory of a global rank of each candidate."""
+    (found,) = stages_in_use(work, split, plain_costs(workspace_bytes), [stage_of_rank(work, split, rank)])
+    return found.memory
 
 
 def state_bytes(component: Mapping[str, FloatArray]) -> FloatArray:
@@ -96,14 +107,21 @@ def state_bytes(component: Mapping[str, FloatArray]) -> FloatArray:
     return sum((component[name] for name in names), np.zeros(()))
 
 
-def random_layouts(model: Model) -> Layout:
-    """Return candidates of any kind; those with experts have their kinds of parallelism too."""
-    draw = np.random.default_rng(7)
-    pick = {
-        name: draw.choice([1.0, 2.0, 4.0, 8.0], NUMBER) for name in ("data", "tensor", "micro_batch", "microbatches")
-    }
-    sizes = {"pipeline": draw.choice([1.0, 2.0, 4.0], NUMBER), "context": draw.choice([1.0, 2.0], NUMBER)}
-    flags = {name: draw.choice([0.0, 1.0], NUMBER) for name in ("sharded_optimizer", "sequence_parallel")}
-    virtual = np.where(sizes["pipeline"] > 1, draw.choice([1.0, 2.0], NUMBER), 1.0)
-    expert = np.minimum(draw.choice([1.0, 2.0, 4.0, 8.0], NUMBER), pick["data"]) if model.num_moe_experts else 1.0
-    return layout(**pick, **sizes, **flags, virtual=virtual, expert=expert, expert_tensor=pick["tensor"])
+def random_layouts(draw: np.random.Generator, model: Model, number: int = 24) -> Layout:
+    """Return candidates with all kinds of splits and nothing recomputed."""
+    data, tensor = draw.choice([1.0, 2.0, 8.0], number), draw.choice([1.0, 2.0, 4.0], number)
+    pipes = draw.choice([1.0, 2.0, 4.0], number)
+    expert = np.minimum(draw.choice([1.0, 2.0, 8.0], number), data) if model.num_moe_experts else np.ones(number)
+    return layout(
+        data=data,
+        tensor=tensor,
+        pipeline=pipes,
+        virtual=np.where(pipes > 1, draw.choice([1.0, 2.0], number), 1.0),
+        context=draw.choice([1.0, 2.0], number),
+        expert=expert,
+        expert_tensor=tensor,
+        micro_batch=draw.choice([1.0, 4.0], number),
+        microbatches=draw.choice([1.0, 2.0, 16.0], number),
+        sharded_optimizer=draw.choice([0.0, 1.0], number),
+        sequence_parallel=draw.choice([0.0, 1.0], number),
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import torch.optim.optimizer as optimizers
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from megatron.core.fusions import fused_bias_swiglu
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.tensor_parallel import mappings
@@ -35,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.trial import model as trial_model
+from flagcore.engines.megatron.trial import rank, training
 from flagcore.engines.megatron.trial.config import transformer_config
 from flagcore.engines.megatron.trial.job import Candidate, Device, Job, Train
 
@@ -317,20 +317,11 @@ def tell_shapes(job: dict[str, Any], config: Any) -> None:
 
 def join(job: dict[str, Any]) -> None:
     """Become rank `rank` of `world` ranks."""
-    candidate = job["candidate"]
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=job["rank"], world_size=job["world"], store=FakeStore())
-    parallel_state.initialize_model_parallel(
-        candidate.get("tensor_model_parallel_size", 1),
-        candidate.get("pipeline_model_parallel_size", 1),
-        candidate.get("virtual_pipeline_model_parallel_size"),
-        context_parallel_size=candidate.get("context_parallel_size", 1),
-        expert_model_parallel_size=candidate.get("expert_model_parallel_size", 1),
-        expert_tensor_parallel_size=candidate.get("expert_tensor_parallel_size"),
-        create_gloo_process_groups=False,
-    )
+    rank._make_groups(job_of(job))
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     MTPLossLoggingHelper.tracker = {}
 
@@ -357,47 +348,22 @@ def train(job: dict[str, Any]) -> dict[str, int]:
 def _train(job: dict[str, Any]) -> dict[str, int]:
     ALLOCATOR.forget()
     built, candidate = build(job), job["candidate"]
-    config, wrapped, optimizer = built.config, built.chunks, built.optimizer
-    tell_shapes(job, config)
+    tell_shapes(job, built.config)
     copies = parallel_state.get_data_parallel_world_size()
+    shape = (candidate["micro_batch_size"], job["seq_length"] // built.config.context_parallel_size)
     count = job["global_batch_size"] // (candidate["micro_batch_size"] * copies)
-    figures = {"parameters": sum(weight.numel() for chunk in wrapped for weight in chunk.parameters())}
+    figures = {"parameters": sum(weight.numel() for chunk in built.chunks for weight in chunk.parameters())}
     for _ in range(2):
-        for chunk in wrapped:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+        training.clear_gradients(built)
         ALLOCATOR.peak = ALLOCATOR.live
-        batches = [_batches(job, config, count) for _ in wrapped]
-        get_forward_backward_func()(
-            forward_step_func=_forward,
-            data_iterator=batches if len(wrapped) > 1 else batches[0],
-            model=wrapped if len(wrapped) > 1 else wrapped[0],
-            num_microbatches=count,
-            seq_length=job["seq_length"],
-            micro_batch_size=candidate["micro_batch_size"],
-            forward_only=False,
-        )
+        tokens = [[torch.empty(shape, dtype=torch.int64, device=META) for _ in range(3)] for _ in range(count)]
+        training.forward_backward(job_of(job), built, [training.Batch(*each) for each in tokens])
         figures["forward_backward"] = ALLOCATOR.peak
+        del tokens
         ALLOCATOR.peak = ALLOCATOR.live
-        optimizer.step()
+        built.optimizer.step()
         figures["optimizer"], figures["static"] = ALLOCATOR.peak, ALLOCATOR.live
     return figures
-
-
-def _batches(job: dict[str, Any], config: Any, count: int) -> Iterator[tuple[Any, ...]]:
-    shape = (job["candidate"]["micro_batch_size"], job["seq_length"] // config.context_parallel_size)
-    for _ in range(count):
-        yield tuple(torch.empty(shape, dtype=torch.int64, device=META) for _ in range(3))
-
-
-def _forward(batches: Iterator[tuple[Any, ...]], model: Any) -> tuple[Any, Callable[..., Any]]:
-    tokens, labels, positions = next(batches)
-    return model(tokens, positions, None, labels=labels), _loss
-
-
-def _loss(losses: Any) -> tuple[Any, dict[str, Any]]:
-    loss = losses.float().mean()
-    return loss, {"loss": loss.detach().clone()}
 
 
 def run(jobs: list[dict[str, Any]]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Memory of a rank equals what megatron-core allocates for it, on a simulated allocator and on a device.
+"""Parameters and memory of a rank equal what megatron-core builds and allocates for it on a simulated allocator.
 
 The simulated allocator counts the tensors that live while megatron-core's own code trains two steps (`meta_ranks.py`).
 On an accelerator it is exact but for routing, which is never quite even.
@@ -10,13 +10,19 @@ from typing import Any
 
 import pytest
 
-from flagcore.engines.training.memory.training import rank_memory
+from flagcore.engines.training.layout import Layout, Training
+from flagcore.engines.training.memory.training import split_parameters
+from flagcore.engines.training.stages import stage_parameters
+from tests.engines.training.candidates import rank_memory, stage_of_rank
 from tests.engines.training.ranks import (
     DP,
+    EMBEDDING,
     EP,
     ETP,
     FIRST,
+    LAST,
     LETTERS,
+    LOSS,
     MICRO,
     PP,
     SHARDED,
@@ -26,6 +32,7 @@ from tests.engines.training.ranks import (
     of_megatron,
     of_physics,
     run_ranks,
+    world,
 )
 
 pytestmark = pytest.mark.slow
@@ -143,6 +150,41 @@ REPEATS = {
 """Cases whose memory other cases cover in parts."""
 
 
+WHOLE = {**DEEP, "num_layers": 8, "moe_first_dense_layers": 3, "vocab_size": 33000}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "data": {DP: 4, EP: 2},
+    "tensor": {TP: 8, SP: True, ETP: 1, EP: 4},
+    "experts": {DP: 8, EP: 8},
+    "expert tensor": {TP: 4, SP: True, ETP: 2, EP: 2},
+    "tensor and experts": {TP: 2, SP: True, DP: 4, EP: 4, ETP: 1},
+    "pipeline": {PP: 4, TP: 2, SP: True},
+    "long pipeline": {PP: 8, DP: 2, EP: 2},
+    "interleaved": {PP: 4, VP: 2, TP: 2, SP: True},
+    "short ends": {PP: 4, FIRST: 1, LAST: 3},
+    "long last stage": {PP: 3, LAST: 4, DP: 2, EP: 2},
+    "short ends, interleaved": {PP: 3, VP: 2, FIRST: 2, LAST: 2},
+    "embedding and loss count": {PP: 5, EMBEDDING: True, LOSS: True},
+    "loss counts, interleaved": {PP: 3, VP: 3, LOSS: True},
+    "letters": {PP: 4, LETTERS: "Ett|tt|ttt|tmL"},
+    "letters, interleaved with empty stages": {PP: 4, VP: 2, LETTERS: "E|tt|tt|t||t|tt|mL"},
+}
+TIED = {"untie_embeddings_and_output_weights": False}
+BUILT: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    f"{name}, rank {rank}": (WHOLE, rank, knobs)
+    for name, knobs in LAYOUTS.items()
+    for rank in {world(knobs) // 2, world(knobs) - 1}
+} | {
+    "biases": ({**DENSE, "add_qkv_bias": True}, 1, {TP: 2, SP: True}),
+    "biases and shared experts": ({**SHARED, "add_qkv_bias": True}, 3, {TP: 4, SP: True, ETP: 2, EP: 2}),
+    "narrow heads with norms": ({**LONG, **TIED, "kv_channels": 64, "qk_layernorm": True}, 1, {PP: 2, VP: 2}),
+    "tied, no gate": (GPT, 0, {}),
+    "dense latent attention, tied": ({**LATENT, **TWO, **TIED}, 1, {PP: 2}),
+    "copied key heads": ({**DENSE, "num_query_groups": 4}, 5, {TP: 8, SP: True}),
+}
+"""Ranks that are built, but not trained."""
+
+
 def steps(knobs: dict[str, Any]) -> int:
     return 4 if knobs.get(PP, 1) > 1 else 2
 
@@ -172,7 +214,8 @@ def allocated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """What megatron-core allocates, by case. All jobs of the chosen tests run in one process."""
     mine = [item for item in request.session.items if item.path == request.path]
     chosen = [item.callspec.params["name"] for item in mine if hasattr(item, "callspec")]
-    jobs = {name: of_megatron(CASES[name][0], *CASES[name][1:], steps=steps(CASES[name][2])) for name in chosen}
+    jobs = {name: of_megatron(*BUILT[name]) for name in BUILT}
+    jobs |= {name: of_megatron(CASES[name][0], *CASES[name][1:], steps=steps(CASES[name][2])) for name in chosen}
     for name, (model, knobs) in GATHERED.items():
         jobs[f"gathered, {name}"] = of_megatron(model, 0, knobs, steps=steps(knobs), dispatcher="allgather")
     jobs["plain activation"] = of_megatron(DENSE, 0, TP2, steps=2, plain_activation=True)
@@ -186,11 +229,24 @@ def allocated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 )
 def test_memory_of_a_rank_matches_megatron(allocated: dict[str, dict[str, int]], name: str) -> None:
     model, rank, knobs = CASES[name]
-    found, counted = rank_memory(*of_physics(model, knobs, steps=steps(knobs)), rank), allocated[name]
+    inputs, counted = of_physics(model, knobs, steps=steps(knobs)), allocated[name]
+    found = rank_memory(*inputs, rank)
+    assert parameters(*inputs, rank) == counted["parameters"]
     assert found.static[0] == pytest.approx(
         counted["static"], rel=1e-3 if name == "two tokens alone, stage 3" else 2e-4
     )
     assert found.peak[0] == pytest.approx(peak(counted), rel=LOOSE.get(name, 1e-3))
+
+
+@needs_megatron
+def test_parameters_of_a_rank_are_those_that_megatron_builds(allocated: dict[str, Any]) -> None:
+    expected = {name: parameters(*of_physics(model, knobs), rank) for name, (model, rank, knobs) in BUILT.items()}
+    assert {name: allocated[name] for name in BUILT} == expected
+
+
+def parameters(train: Training, split: Layout, rank: int) -> float:
+    parts = stage_parameters(train, split, stage_of_rank(train, split, rank))
+    return float(sum(part.sum() for part in split_parameters(parts)))
 
 
 @needs_megatron

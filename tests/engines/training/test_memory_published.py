@@ -10,58 +10,15 @@ from flagcore.domain.model import Model
 from flagcore.engines.training.layout import Options, Training
 from flagcore.engines.training.memory.training import component_table
 from flagcore.physics.cost_stack import PlainMemory
-from tests.engines.training.candidates import DEEPSEEK_16B, LATENT, layout, state_bytes, train, training_memory
+from tests.engines.training.candidates import DEEPSEEK_16B, layout, public, state_bytes, train, training_memory
 
 MIB, GIB = 2.0**20, 2.0**30
 
-LLAMA_70B = Model(
-    name="Llama 3 70B, 12 layers",
-    num_layers=12,
-    hidden_size=8192,
-    ffn_hidden_size=28672,
-    num_attention_heads=64,
-    num_query_groups=8,
-    kv_channels=128,
-    vocab_size=128256,
-)
-LLAMA_405B = dataclasses.replace(
-    LLAMA_70B,
-    name="Llama 3.1 405B, 4 layers",
-    num_layers=4,
-    hidden_size=16384,
-    ffn_hidden_size=53248,
-    num_attention_heads=128,
-    num_query_groups=16,
-)
+LLAMA_70B = public("meta-llama/Meta-Llama-3-70B", num_layers=12)
+LLAMA_405B = public("meta-llama/Meta-Llama-3.1-405B", num_layers=4, num_query_groups=16)
 """With twice the published model's key and value heads, as the run was."""
-DEEPSEEK_V2 = Model(
-    name="DeepSeek-V2, 4 layers",
-    num_layers=4,
-    hidden_size=5120,
-    ffn_hidden_size=12288,
-    num_attention_heads=128,
-    num_query_groups=128,
-    kv_channels=128,
-    vocab_size=102400,
-    num_moe_experts=160,
-    moe_router_topk=6,
-    moe_ffn_hidden_size=1536,
-    moe_shared_expert_intermediate_size=3072,
-    moe_first_dense_layers=1,
-    q_lora_rank=1536,
-    **LATENT,
-)
-DEEPSEEK_V3 = dataclasses.replace(
-    DEEPSEEK_V2,
-    name="DeepSeek-V3, 4 layers",
-    hidden_size=7168,
-    ffn_hidden_size=18432,
-    vocab_size=129280,
-    num_moe_experts=256,
-    moe_router_topk=8,
-    moe_ffn_hidden_size=2048,
-    moe_shared_expert_intermediate_size=2048,
-)
+DEEPSEEK_V2 = public("deepseek-ai/DeepSeek-V2", num_layers=4)
+DEEPSEEK_V3 = public("deepseek-ai/DeepSeek-V3", num_layers=4, moe_first_dense_layers=1, mtp_num_layers=0)
 
 MEASURED: list[tuple[Model, dict[str, Any], int, float]] = [
     (LLAMA_70B, {"pipeline": 2, "data": 4, "microbatches": 4}, 4096, 66.55),

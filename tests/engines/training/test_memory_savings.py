@@ -13,7 +13,7 @@ from flagcore.domain.model import Model
 from flagcore.engines.training import stages as pipeline
 from flagcore.engines.training.layout import Layout, Options, Training
 from flagcore.engines.training.memory.stored_activations import Kinds
-from flagcore.engines.training.memory.training import component_table, rank_memory
+from flagcore.engines.training.memory.training import component_table
 from flagcore.physics.pipelines import SCHEDULES
 from tests.engines.training.candidates import (
     DEEPSEEK_16B,
@@ -21,6 +21,8 @@ from tests.engines.training.candidates import (
     LLAMA,
     MOE,
     layout,
+    random_layouts,
+    rank_memory,
     state_bytes,
     train,
     training_memory,
@@ -89,27 +91,6 @@ def work(draw: np.random.Generator, model: Model, **changes: Any) -> Training:
     )
 
 
-def layouts(draw: np.random.Generator, model: Model) -> Layout:
-    """Return a few candidates with all kinds of splits and nothing recomputed."""
-    number = 24
-    data, tensor = draw.choice([1.0, 2.0, 8.0], number), draw.choice([1.0, 2.0, 4.0], number)
-    pipes = draw.choice([1.0, 2.0, 4.0], number)
-    expert = np.minimum(draw.choice([1.0, 2.0, 8.0], number), data) if model.num_moe_experts else np.ones(number)
-    return layout(
-        data=data,
-        tensor=tensor,
-        pipeline=pipes,
-        virtual=np.where(pipes > 1, draw.choice([1.0, 2.0], number), 1.0),
-        context=draw.choice([1.0, 2.0], number),
-        expert=expert,
-        expert_tensor=tensor,
-        micro_batch=draw.choice([1.0, 4.0], number),
-        microbatches=draw.choice([1.0, 2.0, 16.0], number),
-        sharded_optimizer=draw.choice([0.0, 1.0], number),
-        sequence_parallel=draw.choice([0.0, 1.0], number),
-    )
-
-
 def assert_never_more(less: Job, more: Job, times: float = 1.0 + 1e-12) -> None:
     """Fail where the second needs more than the first."""
     one, two = training_memory(*less).peak, training_memory(*more).peak
@@ -134,7 +115,7 @@ Pairs = Iterator[tuple[Job, Job]]
 
 
 def recompute_of_layers(draw: np.random.Generator, model: Model) -> Pairs:
-    job, split, number = work(draw, model), layouts(draw, model), int(draw.integers(0, 9))
+    job, split, number = work(draw, model), random_layouts(draw, model), int(draw.integers(0, 9))
     yield (job, full(split, block=number)), (job, full(split, block=number + 1))
     yield (job, split), (job, full(split, uniform=float(draw.integers(1, 4))))
     if not model.mtp_num_layers:  # block recompute leaves multi-token prediction out
@@ -142,7 +123,7 @@ def recompute_of_layers(draw: np.random.Generator, model: Model) -> Pairs:
 
 
 def recompute_of_modules(draw: np.random.Generator, model: Model) -> Pairs:
-    job, split = work(draw, model), layouts(draw, model)
+    job, split = work(draw, model), random_layouts(draw, model)
     selective = full(split, selective=1)
     changed_job = changed(job, recompute_modules=job.options.recompute_modules | {str(draw.choice(MODULES))})
     yield (job, split), (job, selective)
@@ -151,14 +132,14 @@ def recompute_of_modules(draw: np.random.Generator, model: Model) -> Pairs:
 
 
 def offload(draw: np.random.Generator, model: Model) -> Pairs:
-    job, split = work(draw, model, offload_stages=()), saved(draw, layouts(draw, model))
+    job, split = work(draw, model, offload_stages=()), saved(draw, random_layouts(draw, model))
     more = changed(job, offload_modules=job.options.offload_modules | {str(draw.choice(OFFLOAD))})
     yield (job, split), (more, split)
     yield (changed(more, offload_stages=(1,)), split), (more, split)
 
 
 def shards_and_states(draw: np.random.Generator, model: Model) -> Pairs:
-    job, split = work(draw, model, fsdp=False, precision_aware_optimizer=False), layouts(draw, model)
+    job, split = work(draw, model, fsdp=False, precision_aware_optimizer=False), random_layouts(draw, model)
     yield (job, split), (changed(job, fsdp=True), split)
     yield (job, full(split, sharded_optimizer=0)), (job, full(split, sharded_optimizer=1))
     aware = changed(job, precision_aware_optimizer=True)
@@ -168,20 +149,20 @@ def shards_and_states(draw: np.random.Generator, model: Model) -> Pairs:
 
 
 def smaller_batches_and_models(draw: np.random.Generator, model: Model) -> Pairs:
-    job, split = work(draw, model), saved(draw, layouts(draw, model))
+    job, split = work(draw, model), saved(draw, random_layouts(draw, model))
     for values in ({"micro_batch": 2 * split.micro_batch}, {"microbatches": 2 * split.microbatches}):
         yield (job, dataclasses.replace(split, **values)), (job, split)
     yield (dataclasses.replace(job, sequence=2 * job.sequence), split), (job, split)
 
 
 def larger_models(draw: np.random.Generator, model: Model) -> Pairs:
-    job, split = work(draw, model, schedule=None, offload_modules=frozenset()), layouts(draw, model)
+    job, split = work(draw, model, schedule=None, offload_modules=frozenset()), random_layouts(draw, model)
     deeper = dataclasses.replace(model, num_layers=2 * model.num_layers)
     yield (dataclasses.replace(job, model=deeper), split), (job, split)
 
 
 def wider_tensor_parallelism(draw: np.random.Generator, model: Model) -> Pairs:
-    split = full(layouts(draw, model), sequence_parallel=1)  # experts require it
+    split = full(random_layouts(draw, model), sequence_parallel=1)  # experts require it
     job = train(model, transformer_engine=bool(draw.integers(2)), flash=bool(draw.integers(2)))
     yield (
         (job, split),
@@ -208,7 +189,7 @@ def test_a_saving_never_needs_more_memory(saving: Callable[[np.random.Generator,
 def test_sequence_parallel_hardly_needs_more_memory(model: Model) -> None:
     draw = np.random.default_rng(9)
     for _ in range(PAIRS):
-        job, split = train(model, transformer_engine=bool(draw.integers(2))), layouts(draw, model)
+        job, split = train(model, transformer_engine=bool(draw.integers(2))), random_layouts(draw, model)
         assert_never_more((job, full(split, sequence_parallel=0)), (job, full(split, sequence_parallel=1)), 1.02)
 
 
@@ -253,7 +234,7 @@ def test_states_of_a_finer_split_never_need_more(model: Model, knob: str) -> Non
         return np.max(np.stack(found), axis=0)
 
     for _ in range(PAIRS):
-        job, split = work(draw, model, schedule=None), full(layouts(draw, model), virtual=1)
+        job, split = work(draw, model, schedule=None), full(random_layouts(draw, model), virtual=1)
         if knob == "sharded_optimizer":
             finer = full(split, sharded_optimizer=1)
         else:

@@ -14,7 +14,7 @@ from flagcore.domain.space import FloatArray
 from flagcore.engines.training.critical_path import StageTimes
 from flagcore.engines.training.schedules import deferred, in_flight, makespan
 from flagcore.physics.pipelines import SCHEDULES
-from tests.engines.training.simulation import Pass, orders_of, simulate, step_seconds
+from tests.engines.training.simulation import Pass, orders_of, step_seconds
 
 FOLDED_SCHEDULES = [name for name, schedule in SCHEDULES.items() if schedule.folded]
 WHOLE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
@@ -70,8 +70,7 @@ def passes_of(schedule: str, seconds: Seconds, *, m: int = 1, v: int = 1, **extr
 
 
 def simulated_seconds(schedule: str, m: int, seconds: Seconds, send: float = 0.0, **extra: Any) -> float:
-    passes = passes_of(schedule, seconds, m=m, send_s=send, **extra)
-    return step_seconds(passes, simulate(passes, m))
+    return step_seconds(passes_of(schedule, seconds, m=m, send_s=send, **extra))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -275,7 +274,8 @@ def held_by_order(schedule: str, p: int, m: int, v: int = 1) -> list[tuple[float
     """Return the result of `held_of` for each stage."""
     if published := PUBLISHED["held"].get(schedule):
         return [tuple(each) for each in published[str(p)]]
-    return [held_of(order, v) for order in orders_of(passes_of(schedule, {kind: [1.0] * p for kind in "FBW"}, v=v), m)]
+    passes = passes_of(schedule, {kind: [1.0] * p for kind in "FBW"}, m=m, v=v)
+    return [held_of(order, v) for order in orders_of(passes)]
 
 
 def held_of(order: list[Pass], parts: int) -> tuple[float, float]:

@@ -54,12 +54,6 @@ def with_options(train: Training = TRAIN, **options: object) -> Training:
     return replace(train, options=Options(**options))  # type: ignore[arg-type]
 
 
-def test_compute_stays_above_the_peak_rate_and_near_it() -> None:
-    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
-    flops = 6.0 * weights * 4096 * 32
-    assert 1.1 < parts()["compute_s"] / (flops / 900e12) < 1.8
-
-
 def test_predictions_do_not_depend_on_other_candidates() -> None:
     rng = np.random.default_rng(0)
     rows = 500

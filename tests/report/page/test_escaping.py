@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from flagcore.report.page.blocks import Chart, Code, Collapsed, Page, Section, Text, label, table
-from flagcore.report.page.rendering import as_html
+from flagcore.report.page.blocks import Chart, Code, Collapsed, Page, Section, Text, as_html, label, table
 from flagcore.report.page.run import tail
 from flagcore.report.result import read_trial
 from tests.report.page.conftest import HOSTILE, Runs

@@ -10,7 +10,7 @@ import pytest
 from flagcore import api
 from flagcore.api.managing import report
 from flagcore.errors import RunError
-from tests.cli.conftest import Flag, Ran, flag, project  # noqa: F401 (fixtures)
+from tests.cli.conftest import Flag, Project
 from tests.report.page.conftest import KINDS, Runs
 from tests.report.page.reading import read
 
@@ -35,7 +35,7 @@ def test_without_its_predictions_the_rest_of_a_run_is_reported(copied: Copied) -
     page = read(api.report(folder, without=["cpu"]))
     assert "Details of predictions are omitted" in page.section("summary").text
     assert page.facts("summary")["Speedup over the baseline"].value is not None
-    assert page.rows("memory", "Device with the highest memory")
+    assert page.rows("memory", "Device with the highest memory use")
 
 
 @pytest.mark.parametrize("text", ["{", '{"schema_version": 99}'])
@@ -88,16 +88,13 @@ def test_a_run_without_any_trial_is_reported(copied: Copied) -> None:
 
 
 def test_a_failed_report_page_does_not_lose_the_run(
-    tmp_path: Path,
-    project: object,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, project: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*given: object) -> str:
         raise ZeroDivisionError("of the page")
 
     monkeypatch.setattr(report, "as_html", broken)
-    outcome = api.tune(project.spec(control={"max_trials": 2, "repeats": 0}), run_dir=tmp_path / "run")  # type: ignore[attr-defined]
+    outcome = api.tune(project.spec(control={"max_trials": 2, "repeats": 0}), run_dir=tmp_path / "run")
     assert not outcome.reported
     assert outcome.plan.best is not None
     assert (tmp_path / "run" / "result.json").exists()
@@ -112,7 +109,7 @@ def test_an_unreadable_result_is_reported_in_one_line(copied: Copied, text: str)
         api.report(folder)
 
 
-def test_a_folder_without_a_run_is_one_line(flag: Flag, tmp_path: Path) -> None:  # noqa: F811
+def test_a_folder_without_a_run_is_one_line(flag: Flag, tmp_path: Path) -> None:
     for where in (tmp_path, tmp_path / "none"):
         completed = flag("report", str(where))
         assert completed.code == 2
@@ -122,10 +119,7 @@ def test_a_folder_without_a_run_is_one_line(flag: Flag, tmp_path: Path) -> None:
 
 
 def test_the_command_writes_into_the_run_to_stdout_or_to_a_file(
-    flag: Flag,  # noqa: F811
-    copied: Copied,
-    runs: Runs,
-    tmp_path: Path,
+    flag: Flag, copied: Copied, runs: Runs, tmp_path: Path
 ) -> None:
     folder = copied("dense")
     (folder / "report.html").unlink()

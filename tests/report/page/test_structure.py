@@ -98,7 +98,7 @@ def test_series_of_a_chart_differ_by_more_than_colour(report: Made) -> None:
 
 def test_each_stage_has_its_chip_and_layers(runs: Runs) -> None:
     page = runs("mixed").page
-    timeline, memory = page.rows("pipeline", "Seconds per"), page.rows("memory", "Memory of a device of")
+    timeline, memory = page.rows("pipeline", "Seconds per"), page.rows("memory", "Memory per device")
     assert [row["chip"].text for row in timeline] == ["old", "old", "new"]
     assert sum(row["layers"].value or 0 for row in timeline) == 4
     assert all(0 <= (row["~idle, %"].value or 0) < 1 for row in timeline)

@@ -39,16 +39,6 @@ def test_measured_trials_are_found_again_by_chip_and_engine(experience: Experien
     assert list(experience.records(chip, engine, exclude_run="one")) == []
 
 
-def test_a_run_without_measurements_leaves_no_experience(experience: Experience) -> None:
-    assert experience.save("one", small.task(small.DENSE), [trial(0, TrialState.FAILED)]) is None
-    assert not experience.folder.exists()
-
-
-def test_a_model_that_a_record_cannot_describe_leaves_no_experience(experience: Experience) -> None:
-    task = small.task(replace(small.DENSE, windows=Windows(num_layers=1, tokens=128)))
-    assert experience.save("one", task, [trial(0)]) is None
-
-
 def serving(*loads: Load) -> Task:
     task = small.task(small.DENSE)
     work = ServeSpec(engine="vllm", loads=loads, engine_args={"max_model_len": 2048})
@@ -80,5 +70,15 @@ def test_a_weights_file_is_stored_in_the_record_and_a_folder_is_not(experience: 
         assert record["serve"].get("weights") == reported
 
 
-def test_a_run_under_several_loads_is_not_kept(experience: Experience) -> None:
-    assert experience.save("one", serving(Load(concurrency=1), Load(concurrency=8)), [trial(0)]) is None
+@pytest.mark.parametrize(
+    ("task", "done"),
+    [
+        (small.task(small.DENSE), trial(0, TrialState.FAILED)),
+        (small.task(replace(small.DENSE, windows=Windows(num_layers=1, tokens=128))), trial(0)),
+        (serving(Load(concurrency=1), Load(concurrency=8)), trial(0)),
+    ],
+    ids=["no measurement", "a model that a record cannot describe", "several loads"],
+)
+def test_what_a_record_cannot_describe_leaves_no_experience(experience: Experience, task: Task, done: Trial) -> None:
+    assert experience.save("one", task, [done]) is None
+    assert not experience.folder.exists()

@@ -160,17 +160,9 @@ def test_a_value_that_failed_once_among_many_successes_is_hardly_suspected() -> 
     assert np.median(chances(*ended, out_of_memory(int(rows[0]), 10))[rows]) > 0.5
 
 
-def test_trials_that_need_less_than_predicted_readmit_candidates() -> None:
+def test_the_least_memory_is_learned_with_an_uncertainty_that_more_trials_reduce() -> None:
+    assert min_memory_share([]) == 1.0
+    assert min_memory_share([0.0]) < min_memory_share([0.0] * 4) < min_memory_share([0.0] * 64) < 1.0
     few, many = (min_memory_share([math.log(0.7)] * count) for count in (1, 8))
     assert 0.6 < many < few * 1.05
-    assert many < 0.7
-
-
-def test_more_trials_reduce_the_uncertainty() -> None:
-    assert min_memory_share([0.0]) < min_memory_share([0.0] * 4) < min_memory_share([0.0] * 64) < min_memory_share([])
-    assert min_memory_share([]) == 1.0
-
-
-@pytest.mark.parametrize("ratio", [0.5, 1.0, 1.3])
-def test_the_probe_peak_is_at_most_that_of_trials(ratio: float) -> None:
-    assert min_memory_share([math.log(ratio)] * 20) < ratio
+    assert all(min_memory_share([math.log(ratio)] * 20) < ratio for ratio in (0.5, 0.7, 1.0, 1.3))

@@ -67,33 +67,46 @@ def test_a_chip_can_be_planned_for_without_the_hardware() -> None:
         require_devices(platform, ())
 
 
-def test_the_specs_cluster_comes_first() -> None:
-    expected = spec(devices_per_node=2, memory_bytes_per_device=1 << 30)
-    group = completed(expected, loaded(x=plugin(small.CHIP, 4))).task.cluster.groups[0]
-    assert (group.devices, group.memory_bytes) == (2, 1 << 30)
+SECOND = replace(small.CHIP, name="other", aliases=())
 
 
-def test_an_unknown_chip_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(NoDevice, match=r"'nosuch' is not supported .* known chips: plain-cpu, test-chip"):
-        completed(spec(chip="nosuch"), loaded(x=plugin(small.CHIP), y=plugin(CPU, 2)))
+@pytest.mark.parametrize(
+    ("cluster", "plugins", "name", "devices", "memory"),
+    [
+        ({"devices_per_node": 2, "memory_bytes_per_device": 1 << 30}, [plugin(small.CHIP, 4)], "test-chip", 2, 1 << 30),
+        ({}, [plugin(CPU, 64, support=SHARED), plugin(small.CHIP, 1)], "test-chip", 1, 40 << 30),
+        ({}, [plugin(SECOND, 2), plugin(small.CHIP, 3)], "test-chip", 3, 40 << 30),
+        ({"chip": "other"}, [plugin(SECOND, 2), plugin(small.CHIP, 3)], "other", 2, 40 << 30),
+    ],
+    ids=["the cluster of the spec", "a CPU comes last", "more devices", "a chip of the spec"],
+)
+def test_the_chip_is_that_of_the_spec_or_the_accelerator_with_most_devices(
+    cluster: dict[str, Any], plugins: list[SimpleNamespace], name: str, devices: int, memory: int
+) -> None:
+    found = loaded(**{f"p{place}": each for place, each in enumerate(plugins)})
+    group = completed(spec(**cluster), found).task.cluster.groups[0]
+    assert (group.chip.name, group.devices, group.memory_bytes) == (name, devices, memory)
 
 
-def test_nothing_found_is_refused() -> None:
-    with pytest.raises(NoDevice, match="no device at all"):
-        completed(spec(), loaded(x=plugin(small.CHIP)))
-    with pytest.raises(NoDevice, match="no device at all"):
-        completed(spec(), loaded())
-
-
-def test_an_unknown_device_is_named() -> None:
-    with pytest.raises(NoDevice, match="found Strange 1"):
-        completed(spec(), loaded(x=plugin(small.CHIP, 1, called="Strange 1")))
-
-
-def test_the_plain_cpu_is_the_last_resort() -> None:
-    cpu = plugin(CPU, 64, support=SHARED)
-    assert completed(spec(), loaded(a=cpu, z=plugin(small.CHIP, 1))).task.cluster.groups[0].chip.name == "test-chip"
-    assert completed(spec(), loaded(a=cpu)).task.cluster.groups[0].chip.name == "plain-cpu"
+@pytest.mark.parametrize(
+    ("cluster", "plugins", "words"),
+    [
+        ({"chip": "nosuch"}, [plugin(small.CHIP), plugin(CPU, 2)], "'nosuch' .* known chips: plain-cpu, test-chip"),
+        ({"groups": (ClusterSpec(chip="test-chip"), ClusterSpec(chip="nosuch"))}, [plugin(small.CHIP)], r"groups\[1\]"),
+        ({}, [plugin(small.CHIP)], "no device at all"),
+        ({}, [], "no device at all"),
+        ({}, [plugin(small.CHIP, 1, called="Strange 1")], "found Strange 1"),
+        *(
+            ({}, [plugin(small.CHIP, 1, support=EngineSupport(support=each, reason="no send"))], "megatron.*no send")
+            for each in (Support.IMPOSSIBLE, Support.NOT_YET)
+        ),
+    ],
+)
+def test_a_chip_that_is_missing_or_unsupported_is_refused_with_the_reason(
+    cluster: dict[str, Any], plugins: list[SimpleNamespace], words: str
+) -> None:
+    with pytest.raises(NoDevice, match=words):
+        completed(spec(**cluster), loaded(**{f"p{place}": each for place, each in enumerate(plugins)}))
 
 
 def test_the_cpu_is_not_used_if_a_vendors_tool_failed() -> None:
@@ -105,16 +118,9 @@ def test_the_cpu_is_not_used_if_a_vendors_tool_failed() -> None:
     vendor.flagcore_devices = hookimpl(failing)
     with pytest.raises(NoDevice, match=r"only plain-cpu is left.*x-smi failed with exit status 9.*chip: plain-cpu"):
         completed(spec(), loaded(a=cpu, z=vendor))
-    assert completed(spec(chip="plain-cpu"), loaded(a=cpu, z=vendor)).task.cluster.groups[0].chip.name == "plain-cpu"
-    other = plugin(replace(small.CHIP, name="other", aliases=()), 1)
-    assert completed(spec(), loaded(a=cpu, b=other, z=vendor)).task.cluster.groups[0].chip.name == "other"
-
-
-def test_the_accelerator_with_more_devices_is_used() -> None:
-    other = replace(small.CHIP, name="other", aliases=())
-    plugins = loaded(a=plugin(other, 2), b=plugin(small.CHIP, 3))
-    assert completed(spec(), plugins).task.cluster.groups[0].chip.name == "test-chip"
-    assert completed(spec(chip="other"), plugins).task.cluster.groups[0].devices == 2
+    for requested, plugins in ((spec(chip="plain-cpu"), loaded(a=cpu, z=vendor)), (spec(), loaded(a=cpu))):
+        assert completed(requested, plugins).task.cluster.groups[0].chip.name == "plain-cpu"
+    assert completed(spec(), loaded(a=cpu, b=plugin(SECOND, 1), z=vendor)).task.cluster.groups[0].chip.name == "other"
 
 
 def test_more_devices_than_available_can_be_planned_but_not_run() -> None:
@@ -132,31 +138,12 @@ def test_processes_may_outnumber_the_cores_of_a_shared_machine() -> None:
     assert seconds[0] == pytest.approx(4 * seconds[1])
 
 
-@pytest.mark.parametrize("unsupported", [Support.IMPOSSIBLE, Support.NOT_YET])
-def test_an_engine_that_does_not_run_there_is_refused_with_the_reason(unsupported: Support) -> None:
-    support = EngineSupport(support=unsupported, reason="its collectives lack send")
-    with pytest.raises(NoDevice, match=r"megatron does not run on test-chip: .*lack send"):
-        completed(spec(), loaded(x=plugin(small.CHIP, 1, support=support)))
-
-
 def test_unknown_support_allows_planning_only() -> None:
     silent = SimpleNamespace(**{k: v for k, v in vars(plugin(small.CHIP, 1)).items() if "support" not in k})
     platform = completed(spec(), loaded(x=silent))
     assert platform.support.support is Support.UNKNOWN
     with pytest.raises(NoDevice, match="no installed plugin defines how megatron runs on test-chip"):
         require_devices(platform, (Device(index=0, chip="test-chip"),) * 8)
-
-
-def test_every_hook_is_called_once_for_this_chip_and_engine() -> None:
-    calls: list[tuple[str, str]] = []
-
-    def environment(chip: Chip, engine: str) -> Mapping[str, str]:
-        calls.append((chip.name, engine))
-        return {"FABRIC": "1"}
-
-    platform = completed(spec(), loaded(x=plugin(small.CHIP, 2, environment=environment)))
-    assert platform.environment == {"FABRIC": "1"}
-    assert calls == [("test-chip", "megatron")]
 
 
 OTHER = replace(
@@ -237,12 +224,6 @@ def test_a_mixed_cluster_runs_only_the_users_command() -> None:
     require_devices(with_command, plugins.devices())
     with pytest.raises(NoDevice, match="on this machine"):
         require_devices(with_command, ())
-
-
-def test_an_unknown_chip_of_a_group_is_named_by_its_place() -> None:
-    groups = (GROUPS[0], ClusterSpec(chip="nosuch"))
-    with pytest.raises(NoDevice, match=r"cluster\.groups\[1\]\.chip = 'nosuch'"):
-        completed(spec(groups=groups), loaded(x=plugin(small.CHIP)))
 
 
 def test_two_groups_of_one_chip_are_predicted_as_one_cluster() -> None:

@@ -1,4 +1,4 @@
-"""The time limits of trials and of the search, and the reasons to start no trial."""
+"""The time limits of trials, the time of a search, and the reasons to start no trial."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,19 +8,17 @@ import pytest
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.chip import Fact
-from flagcore.domain.search_state import EXTRA_ROUNDS
+from flagcore.domain.search_state import EXTRA_ROUNDS, SLACK, UNKNOWN_SECONDS
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.i18n import choose, from_record
+from flagcore.tuner.feasibility import search_time
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.limit import (
-    SLACK,
     START_SLACK,
-    UNKNOWN_SECONDS,
     cap_limit,
-    search_time,
     share_of_time,
     time_limit,
     why_no_trial,
@@ -70,21 +68,20 @@ def test_steps_slower_than_predicted_and_longer_starts_make_later_limits_longer(
     assert seconds(planned(), measured_trial(36.0, 200.0)) == START + SLACK * 5 * 36.0  # three times the high end
     assert seconds(planned(), measured_trial(6.0, 100.0)) == START + SLACK * 5 * 12.0
     assert seconds(planned(), measured_trial(10.0, 450.0)) == START_SLACK * 400.0 + SLACK * 5 * 12.0
+    unmeasured = replace(planned(), state=TrialState.TIMED_OUT, finished_steps_s=(100.0,), duration_s=120.0)
+    assert seconds(planned(), unmeasured) == START + SLACK * 5 * 100.0
+
+
+def test_the_ranks_of_a_probe_add_up_and_the_start_of_a_server_comes_from_its_engine() -> None:
+    assert seconds(planned(), launches=3) == 3 * (START + SLACK * 5 * 12.0)
+    serving = replace(TASK, spec=replace(TASK.spec, work=ServeSpec(engine="vllm", loads=(Load(),))))
+    assert seconds(planned(), task=serving) == 1200.0
 
 
 def test_shortened_steps_get_less_time_and_have_their_own_start() -> None:
     short = Shortened(global_batch_size=2, whole=8, scale=4.0, low=3.5, high=4.1)
     assert seconds(planned(shortened=short)) == START + SLACK * 5 * 3.0
     assert seconds(planned(), measured_trial(10.0, 412.5, scaled_from=2.5)) == START_SLACK * 400.0 + SLACK * 5 * 12.0
-
-
-def test_ranks_of_a_probe_add_up() -> None:
-    assert seconds(planned(), launches=3) == 3 * (START + SLACK * 5 * 12.0)
-
-
-def test_the_start_limit_of_a_server_comes_from_its_engine() -> None:
-    task = replace(TASK, spec=replace(TASK.spec, work=ServeSpec(engine="vllm", loads=(Load(),))))
-    assert time_limit(small.platform(task), planned(), ()).seconds == 1200.0
 
 
 def test_the_rest_of_the_run_is_the_limit_if_that_is_less() -> None:
@@ -123,11 +120,6 @@ def test_a_trial_has_a_target_within_its_limit(share: float, expected: float) ->
     assert limit.target_s == pytest.approx(expected)
 
 
-def test_the_limit_grows_with_steps_of_a_trial_that_was_not_measured() -> None:
-    slow = replace(planned(), state=TrialState.TIMED_OUT, finished_steps_s=(100.0,), duration_s=120.0)
-    assert seconds(planned(), slow) == START + SLACK * 5 * 100.0
-
-
 KNOWN = predictions()
 FASTEST = float(KNOWN.step_time_s.min())
 
@@ -162,6 +154,9 @@ def test_a_search_ends_if_no_candidate_has_time_for_two_steps() -> None:
     assert why_no_trial(after(hung[0])) is None
     assert why_no_trial(after(*hung))
     assert why_no_trial(after(trial_of(2, 1.0, 2), *hung)) is None
+    hung = [replace(each, silent_s=0.0, duration_s=100 * FASTEST, finished_steps_s=()) for each in hung]  # no step
+    assert why_no_trial(after(hung[0])) is None
+    assert "auto_tuner.control.max_time_per_task: " in why_no_trial(after(*hung))
 
 
 def test_a_search_of_servers_ends_if_two_loads_had_too_little_time() -> None:
@@ -212,9 +207,3 @@ def test_the_remaining_time_is_shared_by_trials_and_repeats() -> None:
     later = learn([baseline, *(trial_of(row, 1.0 - row / 10, row) for row in range(1, 6))])
     assert share_of_time(control, later, Role.SEARCH, 100, 300.0) == 100.0
     assert share_of_time(control, later, Role.REPEAT, 100, 300.0) == pytest.approx(150.0)
-
-
-def test_two_trials_without_a_step_end_a_search() -> None:
-    hung = [cut_short(row, 1.0, duration_s=100 * FASTEST, finished_steps_s=()) for row in (0, 1)]
-    assert why_no_trial(after(hung[0])) is None
-    assert "auto_tuner.control.max_time_per_task: " in why_no_trial(after(*hung))

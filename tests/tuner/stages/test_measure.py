@@ -38,9 +38,6 @@ class Ran:
     def __init__(self, ended: Exit, polls: int = 0, seconds: float = 0.5) -> None:
         self.ended, self.polls, self.seconds, self.stopped, self.now = ended, polls, seconds, False, -seconds
 
-    def poll(self) -> Exit | None:
-        return self.wait(0)
-
     def wait(self, seconds: float) -> Exit | None:
         self.polls -= 1
         self.now += self.seconds
@@ -108,7 +105,7 @@ ENDS: dict[str, tuple[Exit, str, TrialState, str]] = {
     "by itself, with a word": (ended(3), "one\nlast words\n\n", TrialState.FAILED, "last words"),
     "by a signal": (ended(-11), "", TrialState.FAILED, "signal 11"),
     "by the kernel": (ended(-9), "", TrialState.OUT_OF_MEMORY, "SIGKILL"),
-    "by its time": (ended(-15, "timeout"), "step 3", TrialState.TIMED_OUT, "still running after 12 s"),
+    "by its time": (ended(-15, "timeout"), "step 3", TrialState.TIMED_OUT, "still running after 12 s (300 s to start)"),
     "by its time, with exit 0": (ended(0, "timeout"), "", TrialState.TIMED_OUT, "still running"),
     "by its memory": (ended(-9, "memory"), "", TrialState.OUT_OF_MEMORY, "3.00 GiB"),
     "by its folder": (ended(-9, "disk"), "out of memory: no", TrialState.FAILED, "disk_limit"),
@@ -149,7 +146,8 @@ ENDS: dict[str, tuple[Exit, str, TrialState, str]] = {
 def test_an_unsuccessful_trial_has_its_state_and_reason(name: str, tmp_path: Path) -> None:
     end, log, state, words = ENDS[name]
     (tmp_path / "stderr.log").write_text(log)
-    done = measured(Ran(end), tmp_path, platform=small.platform(TASK, failure_patterns=(VENDOR,)))
+    trial = replace(TRIAL, time_limit=TimeLimit(seconds=12.0, because="300 s to start"))
+    done = measured(Ran(end), tmp_path, platform=small.platform(TASK, failure_patterns=(VENDOR,)), trial=trial)
     assert done.state is state
     assert words in (done.reason or "")
     assert done.measurement is None
@@ -214,21 +212,6 @@ def test_trial_slower_than_the_best_is_stopped_and_keeps_its_steps(tmp_path: Pat
     assert done.state is TrialState.STOPPED
     assert done.measurement.partial
     assert re.findall(r"[\d.]+", done.reason or "") == ["1.3", "1.2", "1", "0"]  # fastest step, limit, best, its trial
-
-
-@pytest.mark.parametrize("steps", [(9.0,), (9.0, 9.0), (9.0, 9.0, EARLY_STOP_RATIO), (0.1, 9.0), ()])
-def test_a_trial_that_may_still_win_is_not_stopped(steps: tuple[float, ...], tmp_path: Path) -> None:
-    run = Ran(ended(), polls=3)
-    assert measured(run, tmp_path, Engine(steps), best=BEST).state is TrialState.MEASURED
-    assert not run.stopped
-    assert measured(Ran(ended(), polls=3), tmp_path, Engine((9.0, 99.0, 99.0))).state is TrialState.MEASURED  # no best
-
-
-def test_the_noise_of_the_best_keeps_a_trial_from_being_stopped(tmp_path: Path) -> None:
-    assert BEST.measurement is not None
-    for spread, state in ((0.1, TrialState.STOPPED), (0.2, TrialState.MEASURED)):
-        noisy = replace(BEST, measurement=replace(BEST.measurement, spread_s=spread))
-        assert measured(Ran(ended(), polls=3), tmp_path, Engine((9.0, 1.3, 1.3)), best=noisy).state is state
 
 
 def test_an_interrupt_ends_the_trial_and_passes(tmp_path: Path) -> None:
@@ -341,21 +324,20 @@ def test_a_long_warm_up_ends_once_steps_are_steady(steady: int, stopped: bool, t
     assert run.stopped is stopped
 
 
-@pytest.mark.parametrize("end", [ended(1), ended(-11), ended(-9, "disk"), ended(-15, "timeout")])
-def test_trial_that_fails_after_its_steps_counts_and_the_reason_is_kept(end: Exit, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "steps", "counts"),
+    [
+        *((each, 4, True) for each in (ended(1), ended(-11), ended(-9, "disk"), ended(-15, "timeout"))),
+        *((each, 4, False) for each in (ended(-9, "memory"), ended(-15, "request"))),
+        (ended(1), 3, False),
+    ],
+)
+def test_a_failure_after_the_last_step_is_a_remark(end: Exit, steps: int, counts: bool, tmp_path: Path) -> None:
     (tmp_path / "stderr.log").write_text("OSError: [Errno 28] No space left on device\n")
-    done = measured(Ran(end), tmp_path, Engine([1.0] * 4, limit=4))
-    assert done.state is TrialState.MEASURED
-    assert done.reason is not None
-    assert "failed after all its steps" in done.reason
-
-
-@pytest.mark.parametrize("end", [ended(1), ended(-9, "memory"), ended(-15, "request")])
-def test_trial_that_fails_before_its_last_step_does_not_count(end: Exit, tmp_path: Path) -> None:
-    steps = [1.0] * (3 if end.ended_by is None else 4)
-    done = measured(Ran(end), tmp_path, Engine(steps, limit=4))
-    assert done.state.failed
-    assert done.measurement is None
+    done = measured(Ran(end), tmp_path, Engine([1.0] * steps, limit=4))
+    assert (done.state is TrialState.MEASURED, done.measurement is not None) == (counts, counts)
+    assert done.state.failed is not counts
+    assert ("failed after all its steps" in (done.reason or "")) == counts
 
 
 SHORT = replace(TRIAL, shortened=Shortened(global_batch_size=2, whole=8, scale=3.5, low=3.2, high=3.8))
@@ -371,20 +353,24 @@ def test_a_shortened_trial_is_measured_as_whole_steps_if_it_ran_the_smaller_batc
     assert "global_batch_size = 8 instead of 2" in whole.reason
 
 
-@pytest.mark.parametrize(("step", "state"), [(0.38, TrialState.STOPPED), (0.37, TrialState.MEASURED)])
-def test_shortened_steps_are_compared_with_the_best_as_whole_ones(
-    step: float, state: TrialState, tmp_path: Path
+@pytest.mark.parametrize(
+    ("steps", "spread", "trial", "stopped"),
+    [
+        *((steps, 0.0, TRIAL, False) for steps in [(9.0,), (9.0, 9.0), (9.0, 9.0, EARLY_STOP_RATIO), (0.1, 9.0), ()]),
+        ((9.0, 99.0, 99.0), None, TRIAL, False),
+        ((9.0, 1.3, 1.3), 0.1, TRIAL, True),
+        ((9.0, 1.3, 1.3), 0.2, TRIAL, False),
+        ((9.0, 0.38, 0.38), 0.0, SHORT, True),  # x 3.2 is more than 1.2 times the best
+        ((9.0, 0.37, 0.37), 0.0, SHORT, False),
+    ],
+)
+def test_a_trial_is_stopped_if_its_whole_steps_are_slower_than_the_noise_of_the_best(
+    steps: tuple[float, ...], spread: float | None, trial: Trial, stopped: bool, tmp_path: Path
 ) -> None:
-    engine = Engine((9.0, step, step))  # x 3.2 is more, or less, than 1.2 times the best
-    done = measured(Ran(ended(), polls=3), tmp_path, engine, best=BEST, trial=SHORT)
-    assert done.state is state
-
-
-def test_the_reason_of_a_timeout_has_the_origin_of_the_limit(tmp_path: Path) -> None:
-    trial = replace(TRIAL, time_limit=TimeLimit(seconds=12.0, because="300 s to start"))
-    done = measured(Ran(ended(-15, "timeout")), tmp_path, trial=trial)
-    assert done.state is TrialState.TIMED_OUT
-    assert "300 s to start" in (done.reason or "")
+    best = None if spread is None else replace(BEST, measurement=replace(MEASURED, spread_s=spread))
+    run = Ran(ended(), polls=3)
+    done = measured(run, tmp_path, Engine(steps), best=best, trial=trial)
+    assert (done.state, run.stopped) == (TrialState.STOPPED if stopped else TrialState.MEASURED, stopped)
 
 
 def test_loss_of_a_peer_counts_only_if_nothing_else_explains_the_failure() -> None:

@@ -8,32 +8,12 @@ import pytest
 
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.prediction import PART_NAMES, Prediction
+from flagcore.domain.prediction import PART_NAMES
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.stages import predict as predict_module
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.predict import limit, predict, record
 from tests import small
-
-
-def prediction(used: float = 1.0, capacity: float | None = 100.0, **time_s: float) -> Prediction:
-    total = sum(time_s.values())
-    return Prediction(
-        step_time_s=total,
-        low_s=total,
-        high_s=total,
-        time_s=time_s,
-        static_bytes=used,
-        activation_bytes=0.0,
-        peak_allocated_bytes=used,
-        reserved_bytes=used,
-        device_used_bytes=used,
-        capacity_bytes=capacity,
-        fits=True,
-        worst_stage=0,
-        model_flops=1.0,
-    )
-
 
 LIMITS = {part: name for part, name in PART_NAMES.items() if part != "compute_s"} | {"host_offload_s": "host offload"}
 
@@ -41,15 +21,15 @@ LIMITS = {part: name for part, name in PART_NAMES.items() if part != "compute_s"
 @pytest.mark.parametrize("part", LIMITS)
 def test_the_largest_part_besides_compute_is_the_bottleneck_if_large_enough(part: str) -> None:
     others = {name: 0.01 for name in LIMITS if name != part}
-    assert limit(prediction(compute_s=5.0, **others, **{part: 1.0})) == LIMITS[part]
-    assert limit(prediction(compute_s=5.0, **others, **{part: 0.1})) == "compute"
+    assert limit(small.prediction(compute_s=5.0, **others, **{part: 1.0})) == LIMITS[part]
+    assert limit(small.prediction(compute_s=5.0, **others, **{part: 0.1})) == "compute"
 
 
 def test_memory_is_the_bottleneck_on_a_nearly_full_device() -> None:
-    assert limit(prediction(used=91.0, compute_s=5.0, optimizer_s=0.1)) == "memory"
-    assert limit(prediction(used=91.0, compute_s=5.0, optimizer_s=1.0)) == "optimizer"
-    assert limit(prediction(used=89.0, compute_s=5.0)) == "compute"
-    assert limit(prediction(used=91.0, capacity=None, compute_s=5.0)) == "compute"
+    assert limit(small.prediction(used=91.0, compute_s=5.0, optimizer_s=0.1)) == "memory"
+    assert limit(small.prediction(used=91.0, compute_s=5.0, optimizer_s=1.0)) == "optimizer"
+    assert limit(small.prediction(used=89.0, compute_s=5.0)) == "compute"
+    assert limit(small.prediction(used=91.0, capacity=None, compute_s=5.0)) == "compute"
 
 
 @pytest.mark.slow
@@ -84,7 +64,7 @@ def test_the_peak_of_a_mixed_cluster_is_the_mean_over_its_devices() -> None:
         counts = (4, 12)[: len(chips)]
         groups = tuple(NodeGroup(chip=chip, nodes=1, devices_per_node=n) for chip, n in zip(chips, counts, strict=True))
         task = dataclasses.replace(small.task(), cluster=Cluster(groups=groups))
-        figures = dataclasses.replace(prediction(compute_s=1.0), model_flops=16 * 45e12)
+        figures = dataclasses.replace(small.prediction(compute_s=1.0), model_flops=16 * 45e12)
         return record(task, figures).get("mfu")
 
     assert mfu(small.CHIP, slow) == pytest.approx(45 / (0.25 * 900 + 0.75 * 300))
@@ -96,7 +76,7 @@ def test_a_record_has_memory_in_gib_and_rates_with_the_inverse_bounds_of_the_tim
     task = small.task()
     tokens = task.spec.train.global_batch_size * task.spec.train.seq_length / task.cluster.devices
     figures = dataclasses.replace(
-        prediction(used=3.0 * 2**30, capacity=4.0 * 2**30, compute_s=2.0), low_s=1.0, high_s=4.0, model_flops=8e12
+        small.prediction(used=3.0 * 2**30, capacity=4.0 * 2**30, compute_s=2.0), low_s=1.0, high_s=4.0, model_flops=8e12
     )
     data: Any = record(task, figures)
     memory = data["memory"]

@@ -14,7 +14,7 @@ from flagcore.contracts import Platform
 from flagcore.domain.chip import Device
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
-from flagcore.domain.prediction import Prediction, Probe, RankMeasurement, RankPrediction, RankProbe
+from flagcore.domain.prediction import Probe, RankMeasurement, RankPrediction, RankProbe
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.engines.megatron.adapter import Megatron
@@ -155,29 +155,13 @@ def test_ranks_run_on_separate_hosts_and_a_lost_host_proves_nothing(tmp_path: Pa
 
 MEMORY = PlainMemory(capacity=80e9, context_bytes=1e9, fragmentation=0.1)
 PLATFORM = small.platform(TASK, costs=replace(small.costs(TASK), memory=MEMORY))
-PREDICTED = Prediction(
-    step_time_s=4.0,
+PARTS = {"compute_s": 2.0, "tp_comm_s": 0.5, "pp_bubble_s": 1.0, "pp_comm_s": 0.1, "dp_comm_exposed_s": 0.2}
+PREDICTED = replace(
+    small.prediction(45e9, 80e9, **PARTS, optimizer_s=0.2),
     low_s=3.0,
     high_s=6.0,
-    time_s={
-        "compute_s": 2.0,
-        "tp_comm_s": 0.5,
-        "cp_comm_s": 0.0,
-        "ep_comm_s": 0.0,
-        "pp_bubble_s": 1.0,
-        "pp_comm_s": 0.1,
-        "dp_comm_exposed_s": 0.2,
-        "optimizer_s": 0.2,
-    },
-    static_bytes=20e9,
-    activation_bytes=20e9,
     peak_allocated_bytes=40e9,
     reserved_bytes=44e9,
-    device_used_bytes=45e9,
-    capacity_bytes=80e9,
-    fits=True,
-    worst_stage=0,
-    model_flops=1e15,
 )
 FIRST = RankMeasurement(
     stage=0,
@@ -238,9 +222,12 @@ def test_buffers_of_collectives_that_a_probe_does_not_have_are_added() -> None:
     assert combine(PREDICTED, probe_of(shown), PLATFORM).device_used_bytes == 70e9
 
 
-def test_a_probe_that_needs_more_memory_corrects_the_prediction() -> None:
+def test_a_rank_that_needs_too_much_or_ran_out_of_memory_excludes_its_candidate() -> None:
     large = replace(FIRST, reserved_bytes=79_500_000_000)
     assert combine(PREDICTED, probe_of(large), PLATFORM).fits is False
+    found = combine(PREDICTED, probe_of(FIRST, failed=TrialState.OUT_OF_MEMORY), PLATFORM)
+    assert found.fits is False
+    assert found.device_used_bytes >= 80e9
 
 
 def test_a_missing_allocator_is_modelled() -> None:
@@ -248,12 +235,6 @@ def test_a_missing_allocator_is_modelled() -> None:
     found = combine(PREDICTED, probe_of(plain), PLATFORM)
     assert found.reserved_bytes == pytest.approx(66e9)
     assert found.device_used_bytes == pytest.approx(67e9)
-
-
-def test_running_out_of_memory_excludes_a_candidate() -> None:
-    found = combine(PREDICTED, probe_of(FIRST, failed=TrialState.OUT_OF_MEMORY), PLATFORM)
-    assert found.fits is False
-    assert found.device_used_bytes >= 80e9
 
 
 def test_the_slowest_rank_determines_the_time_and_communication_stays_modelled() -> None:
@@ -273,12 +254,8 @@ def test_the_interval_is_narrow_if_all_parts_were_measured() -> None:
     assert 0.9 * 2.6 < found.low_s < 2.6 < found.high_s < 1.25 * 2.6
 
 
-def test_without_measurements_nothing_changes() -> None:
+def test_without_measurements_nothing_changes_and_an_unknown_time_stays_unknown() -> None:
     assert combine(PREDICTED, probe_of(failed=TrialState.FAILED), PLATFORM) == PREDICTED
-
-
-def test_an_unpredictable_time_stays_unknown() -> None:
     unknown = replace(PREDICTED, step_time_s=None, low_s=None, high_s=None, time_s={})
     found = combine(unknown, probe_of(FIRST), PLATFORM)
-    assert found.step_time_s is None
-    assert found.peak_allocated_bytes == 60e9
+    assert (found.step_time_s, found.peak_allocated_bytes) == (None, 60e9)

@@ -10,7 +10,7 @@ from flagcore.contracts import PruningRule
 from flagcore.domain.plan import count
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import DOES_AS_MUCH_WORK, NEEDS_AS_MUCH_MEMORY, Pruned
-from flagcore.domain.space import BoolArray, Candidate, Columns, Space
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, Space
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.stages.build import build
@@ -91,16 +91,10 @@ def test_the_candidate_of_a_trial_is_not_pruned_by_its_own_trial() -> None:
         assert SPACE.find(one) in pruned([trial(one, state)]).open_rows.tolist()
 
 
-def test_more_work_than_a_measured_candidate_is_pruned() -> None:
-    one = small.candidate(data_parallel_size=4, micro_batch_size=1)
-    found = pruned([trial(one, TrialState.MEASURED, 3)])
-    recomputed = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=1, **FULL))
-    assert recomputed in rows_of(found, DOES_AS_MUCH_WORK)
-
-
-def test_more_work_does_not_prune_a_candidate_with_less_predicted_time() -> None:
+def test_more_work_than_a_measured_candidate_is_pruned_unless_less_time_is_predicted() -> None:
     one = small.candidate(data_parallel_size=4, micro_batch_size=1)
     recomputed = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=1, **FULL))
+    assert recomputed in rows_of(pruned([trial(one, TrialState.MEASURED, 3)]), DOES_AS_MUCH_WORK)
     predicted = predictions()
     faster = predicted.step_time_s.copy()
     faster[recomputed] = 0.5 * faster[SPACE.find(one)]
@@ -108,7 +102,16 @@ def test_more_work_does_not_prune_a_candidate_with_less_predicted_time() -> None
     assert recomputed in found.open_rows.tolist()
 
 
-def test_candidates_are_readmitted_when_trials_need_less_than_predicted() -> None:
+@pytest.mark.parametrize("state", [TrialState.OUT_OF_MEMORY, TrialState.MEASURED])
+def test_one_value_of_a_knob_without_an_order_proves_nothing_about_the_others(state: TrialState) -> None:
+    axis = Axis(knob="fabric", values=(1, 2), neutral=1, is_unordered=True)
+    space = build([*WORKLOAD.axes(TASK), axis], WORKLOAD.rules(TASK), WORKLOAD.merges(TASK))
+    one = Candidate.of({**small.candidate(data_parallel_size=4, micro_batch_size=1).as_dict(), "fabric": 2})
+    found = pruned([trial(one, state)], of=predict(small.platform(TASK), space), space=space)
+    assert set(space.columns(np.flatnonzero(found.rule))["fabric"]) == {2}
+
+
+def test_candidates_are_readmitted_or_removed_when_trials_need_less_or_more_than_predicted() -> None:
     needed = predictions().device_used_bytes
     capacity = 0.9 * float(needed.min())
     predicted = predictions(capacity)
@@ -118,13 +121,9 @@ def test_candidates_are_readmitted_when_trials_need_less_than_predicted() -> Non
     assert set(rows_of(after, "does_not_fit")) >= set(np.flatnonzero(0.7 * needed > capacity).tolist())
     assert rows_of(after, "no_small_batches")
     assert after.open_rows.size
-
-
-def test_candidates_are_removed_when_trials_need_more_than_predicted() -> None:
-    needed = predictions().device_used_bytes
-    predicted = predictions(1.01 * float(needed.max()))
-    completed = [used(row, 1.4 * float(needed[row]), row) for row in (0, 1, 2)]
-    assert rows_of(pruned(completed, of=predicted), "does_not_fit")
+    roomy = predictions(1.01 * float(needed.max()))
+    larger = [used(row, 1.4 * float(needed[row]), row) for row in (0, 1, 2)]
+    assert rows_of(pruned(larger, of=roomy), "does_not_fit")
 
 
 def used(row: int, memory: float, number: int) -> Trial:

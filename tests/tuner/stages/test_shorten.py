@@ -21,7 +21,7 @@ from flagcore.tuner.stages.predict import predict_columns
 from flagcore.tuner.stages.shorten import (
     FIXED_FACTOR,
     UNMODELLED_SHARE,
-    scale_of,
+    scale_nodes,
     scale_steps,
     shorten,
 )
@@ -210,8 +210,11 @@ def test_without_spares_trials_continue_on_the_hosts_that_are_left(bench: BusyBe
 
 
 def test_the_scale_to_all_nodes_is_as_predicted_and_uncertain_by_the_growth() -> None:
-    scale = scale_of(1.3, 8, 64)
-    assert scale.factor == pytest.approx(1.3)
+    def scaled(of_nodes: int) -> Shortened:
+        return scale_nodes(replace(LONG, spec=replace(LONG.spec, cluster=ClusterSpec(nodes=of_nodes))), 8, 1.3)
+
+    scale = scaled(64)
+    assert scale.scale == pytest.approx(1.3)
     assert scale.low < 1.3 - 0.3 * 0.6 < 1.3 + 0.3 * 0.6 < scale.high
-    assert scale_of(1.3, 8, 4096).high > scale.high  # growth that the model does not include
-    assert scale.own < (scale.high - scale.low) / 2 / scale.factor  # its own part of it
+    assert scaled(4096).high > scale.high  # growth that the model does not include
+    assert scale.own < (scale.high - scale.low) / 2 / scale.scale  # its own part of it

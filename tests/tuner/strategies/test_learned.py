@@ -32,15 +32,27 @@ from tests.tuner.strategies.contexts import SPACE, TASK, WORKLOAD, distorted, pr
 KNOWN = predictions()
 
 
-def search(known: Predictions, real: FloatArray, capacity: float = np.inf, memory: float = 1.0) -> list[Trial]:
-    """Run the strategy to its end against a made-up ground truth."""
-    trials: list[Trial] = []
-    while len(trials) < len(SPACE):
-        row = STRATEGY.next(search_context(known, trials)).row
+def search(
+    known: Predictions,
+    real: FloatArray,
+    capacity: float = np.inf,
+    memory: float = 1.0,
+    *,
+    most: int = len(SPACE),
+    fails: Any = None,
+    first: Sequence[Trial] = (),
+    **context: Any,
+) -> list[Trial]:
+    """Run the strategy for at most `most` trials against a made-up ground truth, where what `fails` marks fails."""
+    trials = [*first]
+    while len(trials) < most:
+        row = STRATEGY.next(search_context(known, trials, **context)).row
         if row is None:
             break
         needed = memory * float(known.device_used_bytes[row])
-        trials.append(trial_of(row, float(real[row]) if needed <= capacity else None, len(trials), needed))
+        done = trial_of(row, float(real[row]) if needed <= capacity else None, len(trials), needed)
+        has_failed = fails is not None and fails[row]
+        trials.append(replace(done, state=TrialState.FAILED, measurement=None) if has_failed else done)
     return trials
 
 
@@ -63,12 +75,7 @@ def test_it_ends_near_the_best_after_few_trials(seed: int, times: float, most: f
 def test_without_any_predicted_time_only_trials_are_learned_from() -> None:
     unknown = np.full(len(SPACE), np.nan)
     untimed = replace(KNOWN, step_time_s=unknown, low_s=unknown, high_s=unknown)
-    trials: list[Trial] = []
-    for number in range(25):
-        row = STRATEGY.next(search_context(untimed, trials)).row
-        if row is None:
-            break
-        trials.append(trial_of(row, float(KNOWN.step_time_s[row]), number))
+    trials = search(untimed, KNOWN.step_time_s, most=25)
     mean_best = np.random.default_rng(0).choice(KNOWN.step_time_s, (200, 25)).min(axis=1).mean()
     assert best_of(trials) <= mean_best
 
@@ -206,25 +213,13 @@ def test_partial_measurements_of_a_failed_trial_do_not_bound_the_time(state: Tri
     assert observed_times(search_context(KNOWN, [first, broken])).log_ratio.tolist() == pytest.approx([0.0])
 
 
-def broken_by(known: Predictions, real: FloatArray, fails: np.ndarray, most: int) -> list[Trial]:
-    """Run the strategy, where what `fails` marks fails."""
-    trials: list[Trial] = []
-    while len(trials) < most:
-        row = STRATEGY.next(search_context(known, trials)).row
-        if row is None:
-            break
-        done = trial_of(row, float(real[row]), len(trials))
-        trials.append(replace(done, state=TrialState.FAILED, measurement=None) if fails[row] else done)
-    return trials
-
-
 @pytest.mark.parametrize(
     ("knob", "value"), [("tensor_model_parallel_size", 1), ("micro_batch_size", 4), ("use_distributed_optimizer", 1)]
 )
 def test_a_value_that_always_fails_is_detected_after_three_failures(knob: str, value: int) -> None:
     real = distorted(KNOWN, 5, spread=0.01)
     fails = SPACE.columns()[knob] == value
-    trials = broken_by(KNOWN, real, fails, 25)
+    trials = search(KNOWN, real, most=25, fails=fails)
     assert sum(trial.measurement is None for trial in trials) <= 3
     assert best_of(trials) <= 1.05 * real[~fails].min()
 
@@ -352,14 +347,9 @@ def misleading(rows: IntArray, seed: int) -> PastMeasurements:
 def has_missed_gain(real: FloatArray, rows: IntArray, past: PastMeasurements) -> bool:
     """Search, and return whether something was left that is enough faster than the best."""
     slowest = int(rows[np.argmax(KNOWN.step_time_s[rows])])
-    trials: list[Trial] = [trial_of(slowest, float(real[slowest]), 0)]
-    while len(trials) < rows.size:
-        row = STRATEGY.next(search_context(KNOWN, trials, open_rows=rows, past=past)).row
-        if row is None:
-            break
-        trials.append(trial_of(row, float(real[row]), len(trials)))
-    best = min(trial.measurement.step_time_s for trial in trials if trial.measurement)
-    return bool(real[rows].min() * (1 + MIN_GAIN) < best)
+    first = [trial_of(slowest, float(real[slowest]), 0)]
+    trials = search(KNOWN, real, most=rows.size, first=first, open_rows=rows, past=past)
+    return bool(real[rows].min() * (1 + MIN_GAIN) < best_of(trials))
 
 
 @pytest.mark.parametrize(

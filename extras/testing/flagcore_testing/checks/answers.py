@@ -5,7 +5,7 @@ from typing import Any
 
 from flagcore.domain.chip import Chip, Device
 from flagcore.errors import SpecError
-from flagcore.plugins.loader import one_line
+from flagcore.plugins.entry_points import one_line
 from flagcore_testing.examples import FOREIGN_CHIP, example_calls
 from flagcore_testing.kit import Check, Problems, Subject, check
 

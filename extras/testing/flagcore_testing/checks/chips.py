@@ -223,7 +223,7 @@ def large_matmuls_reach_the_peak(chip: Chip, costs: KernelCosts) -> Problems:
 
 
 def _peak_problem(chip: Chip, name: str) -> str:
-    """Return why a 16-bit peak looks like a sparse rate, or an empty text if it does not."""
+    """Return why a 16-bit peak looks like a sparse rate, or an empty string if it does not."""
     peaks, rate = chip.dense_flops_per_second, chip.memory_bandwidth_bytes_per_second
     peak = peaks[name].value
     if rate and USUAL_OPERATIONS_PER_BYTE * rate.value < peak <= OPERATIONS_PER_BYTE[1] * rate.value:
@@ -282,7 +282,7 @@ def rates_match_their_sources(plugin: Subject) -> Problems:
 
 
 def _unlike(fact: Fact, chip: Chip) -> str:
-    """Return how a rate differs from the gigabits that its source states, or an empty text if it does not differ."""
+    """Return how a rate differs from the gigabits that its source states, or an empty string if it does not differ."""
     for number in map(float, GIGABITS.findall(fact.source.detail)):
         stated = number * 1e9 / 8
         if abs(fact.value / (8 * stated) - 1) < 0.01:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from flagcore.domain.chip import Device
 from flagcore.errors import SpecError
-from flagcore.plugins.loader import capture_warnings
+from flagcore.plugins.entry_points import capture_warnings
 from flagcore_testing import fakes
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 from flagcore_testing.package import FOLDER, SOURCES, Transcript

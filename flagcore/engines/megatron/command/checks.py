@@ -216,8 +216,8 @@ def _change_line(change: Change) -> str:
     return f"{before} -> {after.removeprefix(change.flag).lstrip(' =')}" if before else after
 
 
-def _truncate(text: str) -> str:
-    return text if len(text) <= MAX_ARGUMENT_LENGTH else text[: MAX_ARGUMENT_LENGTH - 3] + "..."
+def _truncate(text: str, maximum: int = MAX_ARGUMENT_LENGTH) -> str:
+    return text if len(text) <= maximum else text[: maximum - 3] + "..."
 
 
 def check_release(spec: Spec) -> None:
@@ -312,7 +312,7 @@ def job_warnings(
     lines += [f"{key} = {values[key]!r} does nothing: use_recompute is False" for key in unused]
     split_settings = {key: str(task.spec.train.settings.get(key) or "") for key in (LAYOUT, EMBEDDING, LOSS)}
     completed_settings = [
-        f"{key} = {text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 3] + '...'}"
+        f"{key} = {_truncate(text, MAX_VALUE_LENGTH)}"
         for key, text in split_settings.items()
         if text and key not in {*settings, *noted}
     ]

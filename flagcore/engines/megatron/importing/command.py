@@ -6,7 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flagcore.contracts import ImportNote, Start
+from flagcore.domain.launch import Start
+from flagcore.domain.spec import ImportNote
 from flagcore.engines.megatron.command.arguments import release_table
 from flagcore.engines.megatron.command.user_command import UserCommand, detected_release, read_command
 from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape

@@ -134,7 +134,7 @@ def _step_seconds(layers: FloatArray, times: FloatArray, microbatches: FloatArra
 
 
 def layouts(train: Training, layout: Layout) -> list[str]:
-    """Return each candidate's pipeline layout in Megatron's grammar, or an empty text if its split is not derived."""
+    """Return each candidate's pipeline layout in Megatron's syntax, or "" if flagcore does not choose its split."""
     texts, splits = [], train.options.splits
     for row, number in enumerate(layout.split.astype(np.int64).tolist()):
         if splits is None or not number:

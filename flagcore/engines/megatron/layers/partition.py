@@ -114,7 +114,7 @@ class Fronts:
         return minima
 
     def most(self, virtual: FloatArray) -> list[FloatArray]:
-        """Return the maximum number of layers of each of these stages."""
+        """Return the maximum number of layers of each stage, for candidates with `virtual` chunks per stage."""
         full = len(self.dense) - (self.last == 0)
         any_number = np.full_like(virtual, np.inf)
         limits = [np.where(virtual > 1, np.inf, float(count)) for count in self.dense[:full]]

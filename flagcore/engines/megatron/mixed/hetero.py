@@ -61,7 +61,7 @@ class Mixed:
     groups: tuple[int, ...]
 
 
-def runs_meshes(spec: Spec) -> bool:
+def command_runs_meshes(spec: Spec) -> bool:
     """Return whether a spec's command starts FlagScale with meshes, so that trials can run meshes."""
     command = readable_command(spec)
     return command is not None and ENABLE in command.arguments

@@ -45,7 +45,7 @@ from flagcore.engines.megatron.mixed.meshes import (
 )
 from flagcore.engines.megatron.mixed.options import MeshOptions, mesh_columns, mesh_options, recompute_words
 from flagcore.engines.megatron.mixed.rules import tied
-from flagcore.engines.megatron.mixed.trials import require_runnable, runs_meshes
+from flagcore.engines.megatron.mixed.trials import program_runs_meshes, require_runnable
 from flagcore.engines.megatron.predict import base_inputs
 from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.engines.training.memory.training import memory_in_use
@@ -79,14 +79,14 @@ def with_meshes(platform: Platform, *, plan: bool = True) -> Platform:
     task = platform.task
     if len(task.cluster.groups) == 1:
         return platform
-    any_sizes = plan or hetero.runs_meshes(task.spec)
+    any_sizes = plan or hetero.command_runs_meshes(task.spec)
     if not any_sizes:
         require_runnable(task)
     listed = task.spec.space.get(MESHES, AUTO)
-    if listed != AUTO or not derived(engine_task(task)) or not (any_sizes or runs_meshes(task.spec)):
+    if listed != AUTO or not derived(engine_task(task)) or not (any_sizes or program_runs_meshes(task.spec)):
         return platform
     texts = planned(engine_task(task), platform.costs, plan=any_sizes)
-    if not hetero.runs_meshes(task.spec):
+    if not hetero.command_runs_meshes(task.spec):
         texts += planned_replicas(engine_task(task), platform.costs)
     task_with_meshes = _with_space(task, {MESHES: (None, *texts)})
     return replace(
@@ -215,7 +215,10 @@ def _microbatches(task: Task, options: Sequence[MeshOptions]) -> float:
 
 
 def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[FloatArray, list[MeshOptions]]:
-    """Return the best scores up to `limit`, and their options of each mesh, in the order of the pipeline."""
+    """Return the shortest step times, at most `limit` seconds, in ascending order, and the options that give them.
+
+    The options are one MeshOptions per mesh, in the order of the pipeline.
+    """
     legal = np.flatnonzero(_legal(options, shares_weights=tied(task)))
     chosen = [each[legal] for each in options]
     if not legal.size:

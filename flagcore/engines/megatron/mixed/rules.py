@@ -163,7 +163,11 @@ def _of_knobs(task: Task, table: Meshes) -> Iterator[Rule]:
 
 
 def merges_with_meshes(task: Task, merges: Sequence[Merge]) -> tuple[Merge, ...]:
-    """Return the merges of a task whose candidates may have meshes, from the `merges` without meshes."""
+    """Extend `merges` to tasks whose candidates may have meshes.
+
+    The given merges apply only to candidates without meshes. Further merges reset the knobs that a candidate's meshes
+    set or make irrelevant.
+    """
     if len(task.cluster.groups) == 1:
         return tuple(merges)
     table = Meshes.from_task(task)

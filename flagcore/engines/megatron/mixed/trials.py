@@ -31,7 +31,7 @@ Source: megatron-core 0.16 `parallel_state.py`, `initialize_model_parallel` acce
 and derives DP; `TransformerConfig` has one recompute for all stages."""
 
 
-def runs_meshes(spec: Spec) -> bool:
+def program_runs_meshes(spec: Spec) -> bool:
     """Return whether trials can run meshes, because the trial program starts on the hosts of each group."""
     return spec.train.command is None and spec.on_each_host
 
@@ -50,7 +50,7 @@ def require_runnable(task: Task) -> None:
     table = Meshes.from_task(task)
     for number, text in enumerate(table.texts if not isinstance(listed, str) else (), start=1):
         if table.splits_data[number]:
-            if not runs_meshes(task.spec):
+            if not program_runs_meshes(task.spec):
                 problem, fix = data_problem(), "remove it: flagcore's own trial program runs it, without train.command"
                 raise SpecError(key=f"auto_tuner.space.{MESHES}", value=text, problem=problem, fix=fix)
             continue
@@ -86,11 +86,12 @@ def shares(task: Task, candidate: Candidate) -> list[dict[str, Any]]:
 
 
 def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
-    """Return the values of a candidate. If flagcore's trial program runs its meshes, their common sizes replace
-    `meshes`.
+    """Return the knob values of a candidate, for a trial.
+
+    If flagcore's trial program runs the candidate's meshes, the knobs of a single mesh replace the knob `meshes`.
     """
     values = candidate.as_dict()
-    if not runs_meshes(task.spec):
+    if not program_runs_meshes(task.spec):
         return values
     text = values.pop(MESHES, None)
     if text is None:

@@ -30,7 +30,7 @@ from flagcore.engines.megatron.layers.stages import (
 )
 from flagcore.engines.megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
 from flagcore.engines.megatron.space.options import check, settings_in_force
-from flagcore.engines.megatron.space.setting_rules import EXPERT_OVERLAP, settings_with_rules
+from flagcore.engines.megatron.space.rules import EXPERT_OVERLAP, settings_with_rules
 from flagcore.errors import SpecError
 from flagcore.spec.knobs import setting_from_text
 

@@ -105,7 +105,7 @@ def ready(arguments: list[str]) -> None:
     prepare(job)
     import_rank(job)
     if job.device.type != "cpu" and getattr(sys.modules["torch"], job.device.type).is_initialized():
-        raise RuntimeError(f"its modules initialize {job.device.type}")
+        raise RuntimeError(f"importing its modules initializes {job.device.type}")
 
 
 def read_job(arguments: list[str]) -> Job:

@@ -224,7 +224,10 @@ def check_layers(job: Job) -> None:
     if not job.transformer_engine:
         return
     if job.device.type == "cpu":
-        raise JobError("train.implementation = transformer_engine needs an accelerator, this is a CPU; remove it")
+        raise JobError(
+            "train.implementation = transformer_engine needs an accelerator, but this device is a CPU;"
+            " remove train.implementation or set it to local"
+        )
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:

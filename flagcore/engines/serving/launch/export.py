@@ -344,7 +344,7 @@ def _notes(job: ExportJob, components: Sequence[_Component], routing: Mapping[st
     """Return the manifest's comments, which explain its choices."""
     lines = [f"kubectl apply -f {job.name}.yaml: the service {job.name}-frontend takes requests at port 8000."]
     if routing:
-        target = "that has its prefix" if routing is PREFIX_AWARE else "with the fewest"
+        target = "that has its prefix" if routing is PREFIX_AWARE else "with the fewest requests"
         lines.append(
             f"DYN_ROUTER_MODE = {routing['DYN_ROUTER_MODE']}: a request goes to the worker {target}, as in trials."
         )

@@ -9,9 +9,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flagcore.contracts import ImportNote, Start
+from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.serving import Load
+from flagcore.domain.spec import ImportNote
 from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP
 from flagcore.engines.serving.space.installed import strip_dashes
@@ -97,9 +98,11 @@ def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -
         notes.note(key, f"{NODE} is assumed: {devices} devices on hosts of usual size", key)
     if each and devices > each and devices % each == 0:
         return {"nodes": devices // each, "devices_per_node": each}
-    notes.note(key, "is the number of devices of the command", key)
+    notes.note(key, "is the number of devices that the command uses", key)
     if start.devices and start.devices > devices:
-        notes.note(key, f"the container or job has {start.devices}: the search may use all if you set it", key)
+        notes.note(
+            key, f"the container or job has {start.devices} devices; set it to let the search use all of them", key
+        )
     return {"devices_per_node": devices}
 
 
@@ -136,8 +139,8 @@ def _arguments(
 ) -> tuple[str | None, dict[str, Any], int, int]:
     """Return the parts of a server's command line.
 
-    They are the model, the flags with their values (True for a flag without a value), the number of hosts, and the
-    number of data-parallel ranks of each host (0 if unknown).
+    The result contains the model, the flags with their values (True for a flag without a value), the number of hosts,
+    and the data-parallel ranks per host (0 if unknown).
     """
     model, arguments, hosts, local = None, dict[str, Any](), 1, 0
     for flag, values in pairs:
@@ -158,13 +161,13 @@ def _arguments(
             notes.note(flag, "is the number of hosts of the cluster", "cluster")
         elif name == engine.program.local_flag and len(values) == 1 and values[0].isdecimal():
             local = int(values[0])
-            notes.note(flag, "is the number of data-parallel ranks of each host", "cluster")
+            notes.note(flag, "is the number of data-parallel ranks per host", "cluster")
         elif reason := engine.program.reserved.get(name):
             notes.note(flag, f"dropped: {reason}", "serve.engine_args")
         elif is_secret(name):
             notes.note(flag, "dropped: secrets are not copied", "serve.engine_args")
         elif len(values) > 1:
-            notes.note(flag, f"dropped ({' '.join(values)}): a spec has single values", "serve.engine_args")
+            notes.note(flag, f"dropped ({' '.join(values)}): a spec supports only single values", "serve.engine_args")
         else:
             arguments[name] = _value(name, values[0]) if values else True
     known_arguments = engine.program.known_args(arguments)
@@ -176,7 +179,7 @@ def _arguments(
             )
     added = " and ".join(name for name in known_arguments if name not in arguments)
     for name in (name for name in arguments if name not in known_arguments):
-        notes.note(f"--{name}", f"is expressed by {added}" if added else "dropped: has no effect", "serve.engine_args")
+        notes.note(f"--{name}", f"is replaced with {added}" if added else "dropped: has no effect", "serve.engine_args")
     return model, known_arguments, hosts, local
 
 

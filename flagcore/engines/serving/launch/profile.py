@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pkgutil import resolve_name
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.space import Axis, Columns, KnobValue, Merge, Rule
@@ -11,7 +13,7 @@ from flagcore.engines.serving.launch.server import Instance, Router
 from flagcore.engines.serving.space import knobs as common_knobs
 from flagcore.engines.serving.space.hardware import TP
 from flagcore.engines.serving.space.program import Program
-from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
+from flagcore.engines.serving.space.settings import PublishedRuns, Settings
 
 
 @dataclass(kw_only=True, eq=False)
@@ -23,8 +25,7 @@ class EngineProfile:
 
     name: str
     where: str
-    """The import path of `reports`, as module:attribute, from which the trial program loads it."""
-    reports: ServerReports
+    """The import path of the engine's `ServerReports`, as module:attribute, from which the trial program loads it."""
     program: Program
     modules: Mapping[str, str]
     """Modules that the server imports, each with its pip requirement."""
@@ -55,11 +56,7 @@ class EngineProfile:
     """Overheads of the host in seconds, per iteration and per sequence in it, if devices are CPU cores."""
     receive_flag: str = ""
     """The flag for the number of iterations between two polls for new requests."""
-    graph_tokens: Callable[[Task], int] = lambda task: GRAPH_TOKENS
-    """Returns the largest batch, in tokens, that the engine captures as a graph."""
     published_runs: PublishedRuns = field(default_factory=PublishedRuns)
-    distribution: str = ""
-    """The pip distribution of the engine if it differs from the engine's name."""
     untested: str = ""
     """Why predictions for this engine are less certain. Empty if runs of the engine were measured."""
     plans_by_default: bool = False
@@ -71,6 +68,12 @@ class EngineProfile:
 
     def __post_init__(self) -> None:
         self.knobs, self.images = self.program.knobs, self.program.images
+
+    @cached_property
+    def reports(self) -> ServerReports:
+        """The API of the engine's server, and the format of its reports."""
+        reports: ServerReports = resolve_name(self.where)
+        return reports
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the axes of a task's knobs in the order of enumeration. Raises SpecError."""

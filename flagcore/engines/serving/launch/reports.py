@@ -26,8 +26,8 @@ class ServerReports:
     """The API of an engine's server, and the format of its reports: all that the trial program knows about an engine.
 
     - `counters`: samples at /metrics, with their names in the metrics of a trial.
-    - `shares`: metrics of a load that are the ratio of two increases: of the first counter, and of the sum of the
-      others.
+    - `shares`: metrics of a load that are ratios: the increase of the first counter, divided by the summed increases of
+      the other counters.
     - `settings`: regular expressions for the log, by knob. Their only group is the value in use; the first match
       counts.
     - `memory_lines`: regular expressions for memory in the log, by metric. The largest match counts.
@@ -70,7 +70,7 @@ class ServerReports:
         """Return the memory that the log reports, by metric.
 
         The metrics are weights_gib, kv_cache_gib, graphs_gib and compute_gib (GiB on the fullest device), and
-        kv_cache_tokens (tokens of the whole instance). Those that the log does not report are omitted.
+        kv_cache_tokens (tokens of the whole instance). Metrics that the log does not report are omitted.
         """
         return {**largest_matches(log, self.memory_lines), **self.own_memory(log)}
 

@@ -37,7 +37,7 @@ def address(task: Task) -> str:
 
 
 ROUTER_HEALTH = "/health"
-"""Path that returns status 200 when a router is ready. It is the same for all routers."""
+"""Path that returns status 200 when a router is ready, for all routers."""
 LOCAL_ADDRESS = ("--host", "127.0.0.1", "--port", PORT)
 """Flags for the address on which routers listen."""
 
@@ -50,7 +50,7 @@ class Instance:
     - `cores`: the CPU cores to which it is pinned; empty for all cores.
     - `requested`: the knob values that the server must report. None means that the engine chooses.
     - `host`: the index of the host on which it runs.
-    - `further`: the command lines for the next hosts if it spans several. They serve no requests.
+    - `further`: the command lines for the other hosts if it spans several. Only the first host serves requests.
     - `kind`: prefill or decode if it does only one of both, else empty.
     """
 
@@ -87,7 +87,7 @@ class Router:
 
     - `argv`: the command line, with the placeholder PORT.
     - `prefill`: the words to add for each instance that only prefills, with the placeholders URL and TRANSFER_PORT.
-    - `decode`: the same for all other instances.
+    - `decode`: the words to add for each other instance, with the same placeholders.
 
     Source of the flags: `--help` of vllm-router 0.1.17 and sglang-router 0.3.2.
     """

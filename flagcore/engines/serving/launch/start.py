@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from flagcore.contracts import ExportJob, Platform, ServerGroup, ServerGroups
+from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.engine import device_variables, without_devices
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import Launch, ServerGroup, ServerGroups
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Candidate, KnobValue
@@ -117,7 +117,7 @@ def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str,
     if target == export.DYNAMO:
         return export.dynamo_files(engine, job, instances, placements(task, job.candidate.as_dict()))
     if any(each.further or each.host for each in instances):
-        raise UsageError("--to compose starts servers of one host; use --to slurm or dynamo")
+        raise UsageError("--to compose starts servers on one host only; use --to slurm or dynamo")
     variables = {**job.platform.environment, **task.spec.envs}
     common = {name: value for name, value in variables.items() if value not in export.NETWORK_DEVICES}
     router = router_of(job.platform, engine, job.candidate, len(instances))

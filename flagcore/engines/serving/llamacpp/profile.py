@@ -17,7 +17,6 @@ from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
-from flagcore.engines.serving.llamacpp.reports import REPORTS
 from flagcore.engines.serving.llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
@@ -31,7 +30,7 @@ from flagcore.engines.serving.space.rules import (
     speculation_rules,
     split_rules,
 )
-from flagcore.engines.serving.space.settings import Settings
+from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token
 from flagcore.errors import FlagError, NoDevice, SpecError
 from flagcore.spec.models import context_length
@@ -48,7 +47,8 @@ UBATCH, HOST_CACHE_MIB = 512, 8192
 SPIN_COUNT = 10_000
 """How often libgomp's threads check a barrier before they sleep. With libgomp's default, a server beside two busy
 processes on two cores took 2.5 times longer per iteration; with threads that sleep at once, 1.8 times longer on idle
-cores. With this value it was as fast as the better one of both (xllamacpp, two threads, 4 and 16 sequences)."""
+cores. With this value, the server was as fast as the better of both settings in each case (xllamacpp, two threads, 4
+and 16 sequences)."""
 PACKAGE = "xllamacpp"
 
 
@@ -78,8 +78,8 @@ class LlamaProgram(Program):
             installed.find_command(spec, serve.command)
         elif find_spec(PACKAGE) is None:
             raise NoDevice(
-                f"{PACKAGE} is not installed; pip install 'flagcore[llamacpp]', or set a serve.command such as "
-                "[llama-server]"
+                f"{PACKAGE} is not installed; run pip install 'flagcore[llamacpp]', or set serve.command, such "
+                "as [llama-server]"
             )
         else:
             installed.check_version(spec, installed.package_version(sys.executable, PACKAGE))
@@ -109,7 +109,7 @@ def slot_context(task: Task, context: int | None) -> int:
 
 
 def slot_share(columns: Columns, total: int) -> IntArray:
-    """Return the context of one slot for a fixed `total`: an even share, or all of it if the cache is unified."""
+    """Return the context of one slot for a fixed `total`: an even share, or `total` if the cache is unified."""
     slots, on = columns[PARALLEL], PROGRAM.code(UNIFIED, "on")
     is_unified = (columns[UNIFIED] == on) | ((columns[UNIFIED] == 0) & (slots <= 0))
     return np.where(is_unified, total, total // np.maximum(slots, 1))
@@ -162,7 +162,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_batched_tokens=batch,
         pass_tokens=np.minimum(or_default(values[N_UBATCH], UBATCH), batch),
         context_len=slot_share(values, total) if total else context,
-        graphs=np.ones_like(devices),
+        graph_tokens=np.full_like(devices, GRAPH_TOKENS),
         cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
         cache_element_bytes=element,
         on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),
@@ -319,7 +319,6 @@ WORKLOAD = Engine(
     merges=merges,
     settings=settings,
     server=_server,
-    reports=REPORTS,
     split_by=PP,
     host_times=(0.2e-3, 0.2e-3),  # a model of one layer on one core, 1 to 16 sequences; and the HTTP server of 16
 )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 AUTO_SLOTS = 4
-"""Number of slots if `-np` is -1. They share one KV cache (llama.cpp `tools/server/server.cpp`)."""
+"""Number of slots if `-np` is -1. These slots share one KV cache (llama.cpp `tools/server/server.cpp`)."""
 
 LOG_SECONDS = 0.5
 """Seconds in which llama.cpp's log thread can write the cause of a failure before the process exits."""

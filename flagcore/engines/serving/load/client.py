@@ -1,14 +1,25 @@
-"""Sends single requests over HTTP and classifies their failures."""
+"""Sends single requests over HTTP and classifies their failures.
+
+Sources of the protocols between servers that only prefill and servers that only decode: vllm 0.32
+`distributed/kv_transfer/kv_connector/v1/nixl`, vllm 0.23 `v1/p2p/p2p_nccl_connector.py` (addresses in the request's
+id), sglang 0.5.23 `srt/disaggregation` (bootstrap room).
+"""
 
 import asyncio
 import contextlib
+import json
+import random
 import time
 import types
-from collections.abc import AsyncIterator, Mapping
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
-from flagcore.engines.serving.load.result import ProblemKind, RequestFailed
+from flagcore.engines.serving.load.result import ProblemKind, RequestFailed, Target
+from flagcore.engines.serving.load.routing import BOOTSTRAP, NIXL, P2P, LeastBusy
 from flagcore.engines.serving.load.stream import Stream, message_of
 
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -33,7 +44,10 @@ def session() -> aiohttp.ClientSession:
 
 
 class _Sending:
-    """The `time.perf_counter()` at which the first bytes of a request's body are sent; until then, of its creation."""
+    """The `time.perf_counter()` value at which the first bytes of a request's body were sent.
+
+    Until then, it is the time at which this object was created.
+    """
 
     def __init__(self) -> None:
         self.time_s, self.has_begun = time.perf_counter(), False
@@ -53,7 +67,7 @@ async def send_request(
     """Send one request, feed its answer to `stream`, and return the `time.perf_counter()` at which it was sent.
 
     The time to open the connection does not count, because clients that reuse connections do not measure it either.
-    Raises RequestFailed for every failure of the network or the server. The caller is responsible for a timeout.
+    Raises RequestFailed if the network or the server fails. The caller must set a timeout.
     """
     sending = _Sending()
     async with _answer(http, url, body, headers, sending, stream) as response:
@@ -102,3 +116,68 @@ async def _answer(
         reason = str(error) or type(error).__name__
         events = 0 if stream is None else stream.events
         raise RequestFailed(ProblemKind.CONNECTION_LOST, f"after {events} events: {reason}") from None
+
+
+_REMOTE_KEYS = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+_REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(_REMOTE_KEYS)}
+
+
+class Pairs:
+    """Sends each request to the least busy of the servers `prefill`, and to the server that decodes its answer."""
+
+    def __init__(self, protocol: str, prefill: Sequence[Target]) -> None:
+        self._protocol, self._prefill, self._router = protocol, prefill, LeastBusy(len(prefill))
+
+    async def send(self, http: aiohttp.ClientSession, decode: Target, body: bytes, stream: Stream) -> float:
+        """Send one request to both servers and feed the answer of the server `decode` to `stream`.
+
+        Returns the `time.perf_counter()` of the first send. Raises RequestFailed.
+        """
+        place = self._router.choose()
+        prefill, request, headers = self._prefill[place], json.loads(body), dict[str, str]()
+        self._router.begin(place)
+        try:
+            if self._protocol == BOOTSTRAP:
+                host = urlsplit(prefill.url).hostname
+                room = {"bootstrap_host": host, "bootstrap_port": prefill.transfer_port}
+                body_for_both = _encoded({**request, **room, "bootstrap_room": random.getrandbits(62)})
+                first = asyncio.ensure_future(post(http, prefill.address, body_for_both))
+                second = asyncio.ensure_future(send_request(http, decode.address, body_for_both, stream))
+                try:  # cancel both if one fails, because the other one would wait for it
+                    return (await asyncio.gather(first, second))[1]
+                finally:
+                    first.cancel()
+                    second.cancel()
+            if self._protocol == P2P:
+                places = [f"{urlsplit(each.url).hostname}:{each.transfer_port}" for each in (prefill, decode)]
+                addresses = "___prefill_addr_{}___decode_addr_{}".format(*places)
+                headers["X-Request-Id"] = f"{addresses}_{uuid.uuid4().hex}"
+            sent = time.perf_counter()
+            answer = await post(http, prefill.address, _encoded(self._prompt_only(request)), headers)
+        finally:
+            self._router.end(place)
+        if self._protocol == NIXL:
+            request["kv_transfer_params"] = _transfer_params(answer, prefill.url)
+        await send_request(http, decode.address, _encoded(request), stream, headers)
+        return sent
+
+    def _prompt_only(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the request for the prefill server. The server answers with one token, which is not used."""
+        dropped = ("stream", "stream_options")
+        prompt = {key: value for key, value in request.items() if key not in dropped} | {"max_tokens": 1}
+        return prompt | ({"kv_transfer_params": _REMOTE_DECODE} if self._protocol == NIXL else {})
+
+
+def _transfer_params(answer: bytes, url: str) -> Any:
+    """Return the location of a prompt's cache from the answer of the prefill server at `url`. Raises RequestFailed."""
+    try:
+        params = json.loads(answer)["kv_transfer_params"]
+    except (ValueError, LookupError, TypeError):
+        params = None
+    if params is None:
+        raise RequestFailed(ProblemKind.BROKEN, f"{url} answered without kv_transfer_params")
+    return params
+
+
+def _encoded(request: dict[str, Any]) -> bytes:
+    return json.dumps(request, separators=(",", ":")).encode()

@@ -22,12 +22,12 @@ requests as are in flight, so that batches are nearly independent."""
 T_QUANTILE = 2.776
 """0.975 quantile of Student's t distribution with BATCHES - 1 degrees of freedom."""
 PRECISION = 0.05
-"""A load ends when the half-widths of the 95% intervals of its means are at most this share of the means."""
+"""A load ends when the half-width of each 95% interval is at most this share of the mean."""
 MAX_RATIO = 3
 """A load ends without the precision `PRECISION` after this multiple of the minimum number of requests."""
 MAX_TOKENS = 20_000_000
-"""Maximum number of tokens of all prompts of a load, which are held in memory. The minimum number of requests is sent
-even if their prompts have more tokens.
+"""Maximum total prompt tokens of a load, because all prompts are held in memory. A load that needs more tokens for its
+minimum number of requests exceeds this limit.
 """
 RAMP_BATCH = 5
 """Requests per batch of the method MSER-5 (see `_ramp`)."""
@@ -72,7 +72,7 @@ class SteadyState:
 
     @property
     def enough(self) -> int:
-        """The minimum number of requests from which a load can have precise metrics."""
+        """The minimum number of requests that a load needs for precise metrics."""
         flight = self._concurrency or OPEN_LOOP_FLIGHT
         return self._fewest(flight) + flight
 
@@ -129,8 +129,8 @@ def cut(answers: Sequence[Answer], end_s: float, fewest: int) -> Window | None:
 def _ramp(values: FloatArray) -> int | None:
     """Return the number of values before the steady state, or None if it is at least half of them.
 
-    It is the cut that minimizes the standard error of the mean of the remaining values (MSER-5: White, Cobb and Spratt,
-    "A comparison of five steady-state truncation heuristics for simulation", Winter Simulation Conference 2000).
+    The cut minimizes the standard error of the mean of the remaining values (MSER-5: White, Cobb and Spratt, "A
+    comparison of five steady-state truncation heuristics for simulation", Winter Simulation Conference 2000).
     """
     count = values.size // RAMP_BATCH
     if count < 4:

@@ -40,7 +40,7 @@ RequestImages: TypeAlias = Sequence[Sequence[Image]]
 
 
 def draw_images(images: Images, count: int, rng: np.random.Generator) -> RequestImages:
-    """Draw the number and the sizes of the images of each of `count` requests."""
+    """Draw the number of images and their sizes for each of `count` requests."""
     low, high = images.counts
     counts = rng.integers(low, high, size=count, endpoint=True)
     shares = np.array([share for _, _, share in images.buckets])
@@ -84,7 +84,7 @@ def image_tokens(images: RequestImages, vision: Vision) -> IntArray:
 
 
 def data_uri(image: Image, seed: Sequence[int]) -> str:
-    """Return an image as a data URI. It contains the image's file, or random squares that depend on `seed`."""
+    """Return an image as a data URI: the content of the image's file, or random squares that depend on `seed`."""
     if image.path:
         return _uri_of_file(image.path)
     shape = (-(-image.height // BLOCK), -(-image.width // BLOCK), 3)

@@ -115,8 +115,8 @@ class Request:
 
     - `input_tokens`: tokens of the prompt; 0 for a text, whose tokens the server counts.
     - `arrive_s`: when to send it, in seconds after the start of the load; None in a closed loop.
-    - `follows`: whether it continues the conversation of the request before it. It is then sent when that one is
-      answered and the load's think time has passed.
+    - `follows`: whether it continues the conversation of the request before it. It is then sent after the answer to
+      that request and the load's think time.
     - `pieces`: the pieces of its prompt for `routing.Prefixes`.
     """
 
@@ -131,9 +131,9 @@ class Request:
 class Watch:
     """Follows a load: stores its answers and its requests in flight, and decides whether it has ended.
 
-    - `has_ended`: whether the load is certain to exceed one of `limits` (`is_stopped`), or its metrics are precise. -
-    `window`: the time whose requests count, if the load has a steady state or was cut off. - `progress`: what the load
-    achieved, if it did not end in its time.
+    - `has_ended`: whether the load is certain to exceed one of `limits` (`is_stopped`), or its metrics are precise.
+    - `window`: the time whose requests count, if the load has a steady state or was cut off.
+    - `progress`: the progress of a load that did not end in its time.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class Answer:
     - `tpot_s`: the time between both pieces per token after the first one; None for one token or one piece.
     - `gaps_s`: the times between pieces.
     - `input_tokens`: tokens of the prompt, from the request or, for a text, as the server counted them.
-    - `output_tokens`: tokens of the answer, which are as many as requested.
+    - `output_tokens`: tokens of the answer. The number always equals the requested one.
     - `target`: the index of the instance in the load's targets.
     """
 
@@ -117,8 +117,8 @@ class LoadResult:
     - `problems`: why requests failed, one line each.
     - `requests`: the answers. In a steady state they are only those that count.
     - `notes`: notes to the user about estimated values, and about a client that may be the bottleneck.
-    - `stopped`: whether the load was stopped because it was certain to exceed a limit. It then has no figures, and
-      `requests` are the answers so far.
+    - `stopped`: whether the load was stopped because it was certain to exceed a limit. A stopped load has no figures,
+      and `requests` are the answers so far.
     - `window`: the time in which the requests that count were sent, in seconds after the first send; None if all count.
     - `error`: the relative uncertainty of the means if the load ended before they were precise.
     - `progress`: the progress of a load that did not end in its time; None for others. Such a load has figures if

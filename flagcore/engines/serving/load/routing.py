@@ -1,28 +1,6 @@
-"""Decides which of several servers gets a request, as a production router would. Trials therefore need no router.
+"""Decides which of several servers gets a request, as a production router would. Trials therefore need no router."""
 
-`Prefixes` chooses by the prefixes of prompts, so that prefix caches are used. `Pairs` sends a request to a server that
-only prefills and to one that only decodes.
-
-Sources of the protocols: vllm 0.32 `distributed/kv_transfer/kv_connector/v1/nixl`, vllm 0.23
-`v1/p2p/p2p_nccl_connector.py` (addresses in the request's id), sglang 0.5.23 `srt/disaggregation` (bootstrap room).
-"""
-
-from __future__ import annotations
-
-import asyncio
-import json
-import random
-import time
-import uuid
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
-
-from flagcore.engines.serving.load.result import ProblemKind, RequestFailed, Target
-from flagcore.engines.serving.load.stream import Stream
-
-if TYPE_CHECKING:
-    import aiohttp
 
 PREFILL, DECODE = "prefill", "decode"
 """Kinds of servers that only prefill or only decode."""
@@ -30,8 +8,6 @@ NIXL, P2P, BOOTSTRAP = "nixl", "p2p", "bootstrap"
 """How the decode server finds the cache of a prompt. NIXL: the answer of the prefill server says where it is. P2P: the
 request's id contains the addresses of both servers. BOOTSTRAP: both servers get the request at the same time, with a
 common number."""
-_REMOTE_KEYS = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-_REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(_REMOTE_KEYS)}
 PIECE_TOKENS, PIECE_CHARACTERS = 16, 64
 """Size of a piece of a prompt, in tokens or, for texts, in characters. Only whole pieces are stored."""
 MIN_MATCH = 0.3
@@ -43,6 +19,30 @@ MAX_RATIO, MAX_MORE = 1.5, 4
 `MAX_MORE`. A choice: the routers' own limit of 64 more requests would leave small instances idle."""
 MAX_PIECES = 1 << 18
 """Maximum number of stored pieces per instance. The least recently used pieces are removed."""
+
+
+class LeastBusy:
+    """Chooses the instance with the fewest requests in flight.
+
+    Ties go to the instance that got the fewest requests so far. `busy`: the requests in flight on each of `count`
+    instances.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.busy, self._sent = [0] * count, [0] * count
+
+    def choose(self) -> int:
+        """Return the index of an instance."""
+        return min(range(len(self.busy)), key=lambda index: (self.busy[index], self._sent[index]))
+
+    def begin(self, index: int) -> None:
+        """Store that the instance got a request."""
+        self.busy[index] += 1
+        self._sent[index] += 1
+
+    def end(self, index: int) -> None:
+        """Store that the instance answered a request, or that the request failed."""
+        self.busy[index] -= 1
 
 
 class Prefixes:
@@ -87,68 +87,3 @@ def pieces_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
         last = hash((last, piece if isinstance(piece, str) else tuple(piece)))
         pieces.append(last)
     return tuple(pieces)
-
-
-class Pairs:
-    """Sends each request to the least busy of the servers `prefill`, and to the server that decodes its answer."""
-
-    def __init__(self, protocol: str, prefill: Sequence[Target]) -> None:
-        self._protocol, self._prefill = protocol, prefill
-        self._busy, self._sent = [0] * len(prefill), [0] * len(prefill)
-
-    async def send(self, http: aiohttp.ClientSession, decode: Target, body: bytes, stream: Stream) -> float:
-        """Send one request to both servers and feed the answer of the server `decode` to `stream`.
-
-        Returns the `time.perf_counter()` of the first send. Raises RequestFailed.
-        """
-        from flagcore.engines.serving.load.client import post, send_request
-
-        place = min(range(len(self._busy)), key=lambda index: (self._busy[index], self._sent[index]))
-        prefill, request, headers = self._prefill[place], json.loads(body), dict[str, str]()
-        self._busy[place] += 1
-        self._sent[place] += 1
-        try:
-            if self._protocol == BOOTSTRAP:
-                host = urlsplit(prefill.url).hostname
-                room = {"bootstrap_host": host, "bootstrap_port": prefill.transfer_port}
-                body_for_both = _encoded({**request, **room, "bootstrap_room": random.getrandbits(62)})
-                first = asyncio.ensure_future(post(http, prefill.address, body_for_both))
-                second = asyncio.ensure_future(send_request(http, decode.address, body_for_both, stream))
-                try:  # cancel both if one fails, because the other one would wait for it
-                    return (await asyncio.gather(first, second))[1]
-                finally:
-                    first.cancel()
-                    second.cancel()
-            if self._protocol == P2P:
-                places = [f"{urlsplit(each.url).hostname}:{each.transfer_port}" for each in (prefill, decode)]
-                addresses = "___prefill_addr_{}___decode_addr_{}".format(*places)
-                headers["X-Request-Id"] = f"{addresses}_{uuid.uuid4().hex}"
-            sent = time.perf_counter()
-            answer = await post(http, prefill.address, _encoded(self._prompt_only(request)), headers)
-        finally:
-            self._busy[place] -= 1
-        if self._protocol == NIXL:
-            request["kv_transfer_params"] = _transfer_params(answer, prefill.url)
-        await send_request(http, decode.address, _encoded(request), stream, headers)
-        return sent
-
-    def _prompt_only(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the request for the prefill server. Its answer has one token, which is not used."""
-        dropped = ("stream", "stream_options")
-        prompt = {key: value for key, value in request.items() if key not in dropped} | {"max_tokens": 1}
-        return prompt | ({"kv_transfer_params": _REMOTE_DECODE} if self._protocol == NIXL else {})
-
-
-def _transfer_params(answer: bytes, url: str) -> Any:
-    """Return the location of a prompt's cache from the answer of the prefill server at `url`. Raises RequestFailed."""
-    try:
-        params = json.loads(answer)["kv_transfer_params"]
-    except (ValueError, LookupError, TypeError):
-        params = None
-    if params is None:
-        raise RequestFailed(ProblemKind.BROKEN, f"{url} answered without kv_transfer_params")
-    return params
-
-
-def _encoded(request: dict[str, Any]) -> bytes:
-    return json.dumps(request, separators=(",", ":")).encode()

@@ -11,22 +11,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import aiohttp
 import psutil
 
 from flagcore.domain.serving import Load
 from flagcore.domain.space import IntArray
+from flagcore.engines.serving.load.client import Pairs, send_request, session
 from flagcore.engines.serving.load.figures import PRECISION, SteadyState, duration_s, figures_of, steady_figures
 from flagcore.engines.serving.load.progress import Request, Watch
 from flagcore.engines.serving.load.result import CHAT, COMPLETIONS, LoadResult, ProblemKind, RequestFailed, Target
-from flagcore.engines.serving.load.routing import Pairs, Prefixes, pieces_of
+from flagcore.engines.serving.load.routing import LeastBusy, Prefixes, pieces_of
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traces import Traffic
 from flagcore.engines.serving.load.traffic import body, image_uris, in_flight, prompts, salted, traffic, warm_up, words
-
-if TYPE_CHECKING:
-    import aiohttp
 
 LATE_S = 0.1
 """If a request is sent later than planned by more seconds than this, the result gets a note."""
@@ -98,8 +97,6 @@ def measure(
     _allow_connections(at_once if pairs is None else 2 * at_once)
 
     async def run() -> LoadResult:
-        from flagcore.engines.serving.load.client import session
-
         async with session() as http:
             if warmup:
                 sender = _LoadSender(http, targets, warmup, Watch(warmup, {}), pairs=pairs)
@@ -134,7 +131,7 @@ class _LoadSender:
     ) -> None:
         self._http, self._targets, self._requests, self._watch = http, targets, requests, watch
         self._think_s, self._prefixes, self._pairs = think_s, prefixes, pairs
-        self._in_flight, self._sent = [0] * len(targets), [0] * len(targets)
+        self._router = LeastBusy(len(targets))
         self._failed, self._late_s = False, 0.0
         self.problems: Counter[str] = Counter()
 
@@ -204,16 +201,13 @@ class _LoadSender:
             await asyncio.sleep(self._think_s)
 
     async def _send_one(self, request: Request) -> None:
-        from flagcore.engines.serving.load.client import send_request
-
         if self._failed or self._watch.has_ended:
             return
         if self._prefixes is not None:
-            target = self._prefixes.choose(request.pieces, self._in_flight)
+            target = self._prefixes.choose(request.pieces, self._router.busy)
         else:
-            target = min(range(len(self._targets)), key=lambda index: (self._in_flight[index], self._sent[index]))
-        self._in_flight[target] += 1
-        self._sent[target] += 1
+            target = self._router.choose()
+        self._router.begin(target)
         stream = Stream(request.output_tokens)
         self._watch.sent(stream)
         try:
@@ -232,7 +226,7 @@ class _LoadSender:
             self._failed = True
             raise
         finally:
-            self._in_flight[target] -= 1
+            self._router.end(target)
         self._watch.answered(stream, answer)
         if self._watch.has_ended:
             raise _Ended
@@ -250,7 +244,7 @@ class _LoadSender:
                 answers = watch.window.counted(answers)
                 error = watch.window.error if watch.window.error > PRECISION else 0.0
             if error:
-                notes = (*notes, f"the load ended with figures that are precise to {error:.0%}")
+                notes = (*notes, f"the load ended early: its metrics are precise to {error:.0%}")
             figures |= client_load
             if client_load["client_cpu_share"] > NEAR_LIMIT:
                 share = f"{client_load['client_cpu_share']:.2f}"
@@ -275,7 +269,7 @@ class _LoadSender:
 
 
 class _Ended(Exception):
-    """An exception that ends a load that exceeds a limit or has precise metrics. It does not leave this module."""
+    """Ends a load that exceeds a limit or has precise metrics. The exception does not leave this module."""
 
 
 def _requests(
@@ -314,10 +308,11 @@ class Meter:
         self._tree, self._busy = _process_tree_s(), _busy_s()
 
     def figures(self) -> Mapping[str, float]:
-        """Return the metrics `client_cpu_s`, `client_cpu_share` and `others_cores`.
+        """Return the metrics of the client and the machine by name.
 
-        They are the CPU seconds of the client, its share of one core, and the mean number of cores that unrelated
-        processes use.
+        - `client_cpu_s`: the client's CPU time in seconds.
+        - `client_cpu_share`: the share of one core that the client used.
+        - `others_cores`: the mean number of cores that unrelated processes used.
         """
         wall = max(time.perf_counter() - self._start, 1e-9)
         own_cpu = time.process_time() - self._own_cpu

@@ -29,7 +29,7 @@ _MAX_EXTRA = 100
 class Stream:
     """Parses the bytes of one answer as they arrive. Raises RequestFailed at the first invalid event.
 
-    `requested`: the number of output tokens that the request asks for.
+    `requested`: the requested number of output tokens.
     """
 
     def __init__(self, requested: float = math.inf) -> None:
@@ -109,7 +109,8 @@ class Stream:
         completion, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
         if type(completion) is not int or completion < 0:
             raise RequestFailed(ProblemKind.NO_USAGE, f"completion_tokens is {completion!r}")
-        if len(self._pieces) > completion + 1:  # the last event may contain the rest of a text
+        # one extra event is allowed: the server may send the rest of its text buffer without a new token
+        if len(self._pieces) > completion + 1:
             reason = f"the server counts {completion} tokens, but {len(self._pieces)} events have text"
             raise RequestFailed(ProblemKind.NO_USAGE, reason)
         if completion != output_tokens:

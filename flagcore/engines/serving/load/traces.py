@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -77,19 +77,10 @@ class Traffic:
         """Return the first `count` requests, or all if `count` is None. If there are fewer, add a note."""
         available = self.input_len.size
         notes = (f"the trace has only {available} of {count} requests",) if count and count > available else ()
-        requests = self.selected(range(available if count is None else min(count, available)))
-        return replace(requests, notes=(*self.notes, *notes))
-
-    def selected(self, indices: Sequence[int]) -> Traffic:
-        """Return the requests with these indices, in the order of the indices."""
-        places, columns = np.array(indices, dtype=np.int64), dict[str, Any]()
-        for name in ("input_len", "output_len", "arrive_s", "follows"):
-            column = getattr(self, name)
-            columns[name] = None if column is None else column[places]
-        for name in ("blocks", "texts", "images"):
-            column = getattr(self, name)
-            columns[name] = [column[index] for index in indices] if column else ()
-        return replace(self, **columns)
+        names = ("input_len", "output_len", "arrive_s", "follows", "blocks", "texts", "images")
+        columns: dict[str, Any] = {name: getattr(self, name) for name in names}
+        columns = {name: None if column is None else column[:count] for name, column in columns.items()}
+        return replace(self, **columns, notes=(*self.notes, *notes))
 
 
 @lru_cache(maxsize=4)
@@ -134,11 +125,11 @@ def _json(text: str, turns: int, output_len: int, folder: Path) -> Traffic:
     rows = _rows(text)
     if not rows:
         raise _InvalidRow("it is empty")
-    first = rows[0]
-    if any(name in first for name in _TEXT):
-        return _texts(rows, turns, output_len, folder)
-    if any(name in first for name in _INPUT):
-        return _lengths(rows, folder)
+    if any(name in rows[0] for name in _TEXT):
+        return _traffic(rows, lambda row, number: _turns(row, number, turns, folder), output_len)
+    if any(name in rows[0] for name in _INPUT):
+        has_blocks = any("hash_ids" in row for row in rows)
+        return _traffic(rows, lambda row, number: [_lengths(row, number, folder, has_blocks=has_blocks)], output_len)
     raise _InvalidRow(f"row 1 has none of {', '.join((*_TEXT, *_INPUT))}")
 
 
@@ -171,28 +162,6 @@ def _images(row: Mapping[str, Any], number: int, folder: Path) -> tuple[Image, .
         raise _InvalidRow(problem) from None
 
 
-def _lengths(rows: Sequence[Mapping[str, Any]], folder: Path) -> Traffic:
-    """Return the requests of rows with lengths, under the keys of Mooncake or other common keys.
-
-    Either all rows have blocks, or none. The same holds for timestamps.
-    """
-    inputs = [_count(row, _INPUT, number) for number, row in enumerate(rows, 1)]
-    outputs = [_count(row, _OUTPUT, number) for number, row in enumerate(rows, 1)]
-    images = [_images(row, number, folder) for number, row in enumerate(rows, 1)]
-    blocks: list[Sequence[int]] = []
-    if any(images) and any("hash_ids" in row for row in rows):
-        raise _InvalidRow("images and hash_ids cannot be combined")
-    if any("hash_ids" in row for row in rows):
-        for number, (row, length) in enumerate(zip(rows, inputs, strict=True), 1):
-            ids = row.get("hash_ids")
-            if not isinstance(ids, list) or not all(isinstance(one, int) and one >= 0 for one in ids):
-                raise _InvalidRow(f"row {number}: hash_ids is not a list of counts")
-            if len(ids) * BLOCK < length:
-                raise _InvalidRow(f"row {number}: {len(ids)} hash_ids of {BLOCK} tokens do not cover {length}")
-            blocks.append(tuple(ids))
-    return _trace(inputs, outputs, _times(rows), blocks, images=images)
-
-
 def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
     """Return the timestamps of the rows in seconds, or None if no row has one."""
     if not any("timestamp" in row for row in rows):
@@ -202,17 +171,23 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A turn: its whole prompt, its lengths in tokens (None if unknown), its answer, and its images."""
+    """A turn: its whole prompt, its lengths in tokens, its answer, its images, and its blocks.
 
-    prompt: str
+    A prompt and lengths that the trace does not contain are None.
+    """
+
+    prompt: str | None
     input_len: int | None
     output_len: int | None
     answer: str = ""
     images: tuple[Image, ...] = ()
+    blocks: tuple[int, ...] = ()
 
 
-def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folder: Path) -> Traffic:
-    """Return the requests of rows with prompts or conversations.
+def _traffic(
+    rows: Sequence[Mapping[str, Any]], read: Callable[[Mapping[str, Any], int], Sequence[_Turn]], output_len: int
+) -> Traffic:
+    """Return the requests of rows by time. `read` returns the turns of a row, given the row and its number.
 
     A turn that lacks a question or an answer ends its conversation.
     """
@@ -223,10 +198,10 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folde
     for index in order:
         previous = -1
         only_asks = not {"prompt", "text"}.isdisjoint(rows[index])  # such rows have no answers
-        for turn in _turns(rows[index], index + 1, turns, folder):
+        for turn in read(rows[index], index + 1):
             if turn.prompt and output_len and turn.output_len is None and not turn.answer and only_asks:
                 turn, unknown = replace(turn, output_len=output_len), unknown + 1
-            if not turn.prompt or not (turn.answer or turn.output_len):
+            if turn.prompt == "" or not (turn.answer or turn.output_len):
                 break
             requests.append(turn)
             follows.append(previous)
@@ -234,21 +209,40 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folde
             arrivals.append(0.0 if times is None else times[index])
     estimated = sum(turn.input_len is None for turn in requests)
     default = f"{unknown} requests have no length of the answer: serve.profile.output_len = {output_len} is used"
-    note = f"lengths of {estimated} requests are estimated: {BYTES_PER_TOKEN} bytes of UTF-8 a token"
+    note = f"the lengths of {estimated} requests are estimated, with {BYTES_PER_TOKEN} bytes of UTF-8 per token"
     inputs = list[int]()
     for turn, before in zip(requests, follows, strict=True):
         past = inputs[before] if before >= 0 else 0  # a prompt is at least as long as the one that it continues
-        inputs.append(turn.input_len or max(past, estimated_tokens(turn.prompt)))
-    trace = _trace(
-        inputs,
-        [turn.output_len or estimated_tokens(turn.answer) for turn in requests],
-        None if times is None else arrivals,
-        texts=[_HALF.sub("\ufffd", turn.prompt) for turn in requests],
-        images=[turn.images for turn in requests],
+        inputs.append(turn.input_len or max(past, estimated_tokens(turn.prompt or "")))
+    if arrivals and arrivals[-1] - arrivals[0] > MAX_SPAN_S:
+        raise _InvalidRow("its timestamps span more than a year")
+    images = [turn.images for turn in requests]
+    return Traffic(
+        input_len=np.array(inputs, dtype=np.int64),
+        output_len=np.array([turn.output_len or estimated_tokens(turn.answer) for turn in requests], dtype=np.int64),
+        arrive_s=None if times is None else np.array(arrivals) - (arrivals[0] if arrivals else 0.0),
+        blocks=[turn.blocks for turn in requests] if any(turn.blocks for turn in requests) else (),
+        texts=[_HALF.sub("\ufffd", turn.prompt) for turn in requests if turn.prompt is not None],
+        follows=np.array(follows) if max(follows, default=-1) >= 0 else None,
+        images=images if any(images) else (),
         notes=(*((note,) if estimated else ()), *((default,) if unknown else ())),
+        is_estimated=bool(estimated),
     )
-    turns_follow = np.array(follows) if max(follows, default=-1) >= 0 else None
-    return replace(trace, is_estimated=bool(estimated), follows=turns_follow)
+
+
+def _lengths(row: Mapping[str, Any], number: int, folder: Path, *, has_blocks: bool) -> _Turn:
+    """Return the turn of a row with lengths, under the keys of Mooncake or other common keys.
+
+    `has_blocks`: whether the rows of the trace have blocks. Either all rows have them, or none.
+    """
+    length, images, ids = _count(row, _INPUT, number), _images(row, number, folder), row.get("hash_ids", ())
+    if has_blocks and images:
+        raise _InvalidRow("images and hash_ids cannot be combined")
+    if has_blocks and not (isinstance(ids, list) and all(isinstance(one, int) and one >= 0 for one in ids)):
+        raise _InvalidRow(f"row {number}: hash_ids is not a list of counts")
+    if has_blocks and len(ids) * BLOCK < length:
+        raise _InvalidRow(f"row {number}: {len(ids)} hash_ids of {BLOCK} tokens do not cover {length}")
+    return _Turn(None, length, _count(row, _OUTPUT, number), images=images, blocks=tuple(ids))
 
 
 def estimated_tokens(text: str) -> int:
@@ -286,32 +280,6 @@ def _turns(row: Mapping[str, Any], number: int, count: int, folder: Path) -> lis
 
 _PARTS = ("value", "content", "text")
 """Keys of the text of a message."""
-
-
-def _trace(
-    inputs: Iterable[int],
-    outputs: Iterable[int],
-    times: Iterable[float] | None,
-    blocks: Sequence[Sequence[int]] = (),
-    texts: Sequence[str] = (),
-    images: RequestImages = (),
-    notes: tuple[str, ...] = (),
-) -> Traffic:
-    trace = Traffic(
-        input_len=np.array(list(inputs), dtype=np.int64),
-        output_len=np.array(list(outputs), dtype=np.int64),
-        blocks=blocks,
-        texts=texts,
-        images=images if any(images) else (),
-        notes=notes,
-    )
-    if times is None:
-        return trace
-    arrivals = np.array(list(times), dtype=np.float64)
-    if arrivals.size and np.ptp(arrivals) > MAX_SPAN_S:
-        raise _InvalidRow("its timestamps span more than a year")
-    trace = replace(trace, arrive_s=arrivals - arrivals.min(initial=np.inf) if arrivals.size else arrivals)
-    return trace.selected(np.argsort(arrivals, kind="stable").tolist())
 
 
 def _count(row: Mapping[str, Any], names: Sequence[str], number: int) -> int:

@@ -47,7 +47,7 @@ def traffic(load: Load) -> Traffic:
     if requests.follows is not None:
         conversations = int(np.count_nonzero(requests.follows < 0))
         if load.concurrency is not None and conversations < load.concurrency:
-            note = f"{conversations} conversations never have {load.concurrency} requests in flight"
+            note = f"with {conversations} conversations, there are never {load.concurrency} requests in flight"
             requests = replace(requests, notes=(*requests.notes, note))
     return replace(requests, input_len=requests.input_len + load.prefix_len, arrive_s=_arrivals(times, load, requests))
 
@@ -153,7 +153,7 @@ def warm_up(requests: Traffic, count: int) -> Traffic:
 def prompts(
     traffic: Traffic, *, prefix_len: int, vocab_size: int, seed: Sequence[int], warm_up: bool = False
 ) -> list[IntArray]:
-    """Return the token ids of each prompt. They are deterministic, and independent for different seeds.
+    """Return the token ids of each prompt. The ids are deterministic, and independent for different seeds.
 
     The first `prefix_len` ids are equal in all prompts, also between load and `warm_up`, which share nothing else.
     Equal blocks of a trace have equal ids. A turn of a conversation begins with the ids of the turn before.

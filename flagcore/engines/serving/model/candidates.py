@@ -1,8 +1,8 @@
 """Computes the metrics of all candidates: by simulation for the best, in closed form for the rest of a large space.
 
 The closed form is the steady state of a closed loop, computed for all candidates at once. A request takes the time of
-its prompt and then one iteration per token. A mean iteration decodes `decoding` sequences, and computes as many prompt
-tokens as are needed to replace the sequences that end. `decoding` is iterated until Little's law holds.
+its prompt and then one iteration per token. A mean iteration decodes `decoding` sequences, and computes the prompt
+tokens of the requests that replace finished sequences. `decoding` is iterated until Little's law holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flagcore.engines.serving.model.memory import ServingMemory
 from flagcore.engines.serving.model.simulated_load import HIT_RATE, MAX_REQUESTS, SimulatedLoad
 from flagcore.engines.serving.model.simulation import Lane, Price, tokens_per_iteration
 from flagcore.engines.serving.model.vision import EncoderCosts, ImageWork
-from flagcore.engines.serving.model.work import TOKENIZER, Overheads, Split
+from flagcore.engines.serving.model.work import TOKENIZER, Overheads
 from flagcore.engines.serving.space.placement import InstanceKinds
 from flagcore.engines.serving.space.settings import Settings
 
@@ -53,7 +53,7 @@ Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """All inputs of the candidates' metrics: kinds of instances, with settings, split, memory and iteration costs.
+    """All inputs of the candidates' metrics: kinds of instances, with settings, memory and iteration costs.
 
     `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode. `encoder`:
     the costs of the vision tower; None if there is none.
@@ -62,7 +62,6 @@ class Candidates:
     kinds: InstanceKinds
     task: Task
     settings: Settings
-    split: Split
     memory: ServingMemory
     times: IterationCosts
     overheads: Overheads
@@ -82,7 +81,7 @@ class Candidates:
 
 
 def expected_figures(context: Candidates) -> dict[str, FloatArray]:
-    """Return the metrics of each candidate by name. They are NaN if costs are unknown or the host computes layers.
+    """Return the metrics of each candidate by name. Metrics are NaN if costs are unknown or the host computes layers.
 
     Candidates with equal inputs are simulated once. With several load points, one point determines the metrics, as in a
     measurement.
@@ -173,12 +172,12 @@ def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
 
 
 def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
-    """Return the limits of one lane of a candidate, without limits that the load cannot reach.
+    """Return the limits of one lane of a candidate. Limits that the load cannot reach are removed.
 
     A cache that is too small for one request is treated as unlimited: the memory check already excludes the candidate.
     """
-    settings, stages = context.settings, float(context.split.pipeline[row])
-    ranks, block = float(context.split.data[row]), float(settings.block_size[row])
+    settings, stages = context.settings, float(context.settings.pipeline[row])
+    ranks, block = float(context.settings.data[row]), float(settings.block_size[row])
     flight, longest = load.flight(int(context.kinds.lanes[row])), load.longest
     tokens = float(context.memory.cache_tokens[row])
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
@@ -237,8 +236,8 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
 
 
 def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
-    """Return the closed loop of one lane of each candidate, with the lane's mean share of the load."""
-    split, settings, tokens = context.split, context.settings, context.memory.cache_tokens
+    """Return a closed loop per candidate: one lane with its mean share of the load."""
+    settings, tokens = context.settings, context.memory.cache_tokens
     prompt, output = (np.full(tokens.shape, mean) for mean in load.means)
     rows = range(tokens.size) if context.encoder is not None and load.images else ()
     encode = [float(np.mean(context.encoding(row, load.images))) for row in rows]
@@ -248,11 +247,11 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
         flight=np.maximum(float(load.flight(1)) / context.kinds.lanes, 1.0),
         prompt=prompt,
         output=output,
-        budget=np.where(settings.chunked > 0, settings.max_batched_tokens * split.data * split.pipeline, np.inf),
-        running=np.maximum(settings.max_running, 1.0) * split.data,
+        budget=np.where(settings.chunked > 0, settings.max_batched_tokens * settings.data * settings.pipeline, np.inf),
+        running=np.maximum(settings.max_running, 1.0) * settings.data,
         cache_tokens=np.where(tokens < load.longest, UNLIMITED_TOKENS, tokens),
-        ranks=split.data,
-        stages=split.pipeline,
+        ranks=settings.data,
+        stages=settings.pipeline,
         role=context.kinds.role,
         encode=np.array(encode) if encode else 0.0,
     )
@@ -309,8 +308,8 @@ class ClosedLoop:
     - `costs`, `overheads`: costs of the iterations, and overheads of the engine.
     - `flight`: requests in flight.
     - `prompt`, `output`: tokens of a prompt and of an answer.
-    - `budget`, `running`, `cache_tokens`: maximum numbers of tokens and of sequences in an iteration, and tokens of the
-      cache. They are totals over all `ranks` and `stages`.
+    - `budget`, `running`: maximum tokens and sequences in an iteration, summed over all `ranks` and `stages`.
+    - `cache_tokens`: the capacity of the cache in tokens, summed likewise.
     - `ranks`, `stages`: numbers of attention DP ranks and of pipeline stages.
     - `role`: 1 if the lane only computes prompts, 2 if it only decodes, else 0.
     - `encode`: seconds of the vision tower for the images of a request.

@@ -57,10 +57,10 @@ class _Server:
 
 
 class Disaggregated(Simulation):
-    """A simulation of a decode instance with the iteration times `price`, and of its share of the prefill instances.
+    """Simulates a decode instance, whose iteration times are `price`, and the prefill instances that serve it.
 
-    The share is `prefill.per_decode`, rounded, and at least one instance. Prefill instances also serve other decode
-    instances, so a batch of t seconds occupies one of them for t x rounded share / `per_decode` seconds.
+    The number of prefill instances is `prefill.per_decode`, rounded, and at least 1. Prefill instances also serve other
+    decode instances, so a batch of t seconds occupies an instance for t x rounded number / `per_decode` seconds.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Time of one iteration of an engine for a batch of prompts and decoding sequences.
+"""Iteration times of an engine, for batches of prompts and decoding sequences.
 
-Matrix products, small kernels and messages depend only on the number of tokens, so each candidate has a table of their
-times over a grid of token counts. Attention adds a time per cached token that is read and per query-key pair.
+The times of matrix products, small kernels and messages depend only on the number of tokens, so each candidate has a
+table over a grid of token counts. Attention adds a time per cached token that is read, and per query-key pair.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ import numpy as np
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.model import LinearAttention
 from flagcore.domain.space import FloatArray
-from flagcore.engines.serving.model.work import Serving, Split
+from flagcore.engines.serving.model.work import Serving
+from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.transformer import attended, paired_layers, read_layers, widths
 from flagcore.physics.roofline import cast_bytes
 
@@ -25,7 +26,7 @@ NODES: FloatArray = np.array(
 """The grid of token counts of the tables. Times between them are interpolated linearly."""
 
 REFERENCE_TOKENS = 8192.0
-"""Cached tokens of a sequence, and tokens of a prompt, for which the rates of attention are computed. A choice."""
+"""The length of a sequence or a prompt, in tokens, for which attention rates are computed. A choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class IterationCosts:
     - `cached`, `pair`: seconds per cached token of a sequence and per query-key pair of a prompt, over all layers.
     - `fixed`, `sequence`: seconds added per iteration and per running sequence, multiplied by `crowding`.
     - `floor`: minimum seconds of an iteration of more than `captured` tokens, multiplied by `crowding`.
-    - `captured`, `crowding`: as in `Split`.
+    - `captured`, `crowding`: as in `Settings`.
     """
 
     local: FloatArray
@@ -71,13 +72,13 @@ def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:
     return np.where(tokens > 0, low + share * (high - low), 0.0)
 
 
-def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCosts:
+def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> IterationCosts:
     """Return the iteration costs of each candidate, NaN if facts about the chip are missing.
 
     Costs are sums over all pipeline stages, because each token passes all of them. If the device is the CPU itself,
     kernel launches do not overlap with compute.
     """
-    model, kernels, overheads, column = serving.model, costs.kernels, serving.overheads, split.column
+    model, kernels, overheads, column = serving.model, costs.kernels, serving.overheads, settings.column
     tokens = np.minimum(NODES, column.pass_tokens)
     moe, reduce = float(serving.moe_layers), _reduce(serving, column, costs, tokens)
     attention = _projections(serving, column, kernels, tokens) + overheads.attention + reduce
@@ -106,47 +107,52 @@ def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCo
     local, messages = local + stages, messages + stages
     head = linear(kernels, tokens, float(model.hidden_size), model.vocab_size / column.tensor, serving, wide=True)
     passes = NODES / tokens
-    cached, pair = _attention_rates(serving, split, kernels)
-    if split.overlaps.any():
+    cached, pair = _attention_rates(serving, settings, kernels)
+    if settings.overlaps.any():
         overlapped = _overlapped(serving, shared, exchanged, local, cached[:, None], column)
         shared = np.where(column.overlaps, overlapped, shared)
     launches = overheads.eager_kernels * model.num_layers + overheads.eager_experts * moe
     if model.multi_latent_attention:
         launches += overheads.eager_latent * model.num_layers
-    host = launches * kernels.launch_seconds() * split.crowding
-    eager_s = np.where(split.captured > 0.0, 0.0, host) if costs.synchronous else 0.0
+    host = launches * kernels.launch_seconds() * settings.crowding
+    eager_s = np.where(settings.captured > 0.0, 0.0, host) if costs.synchronous else 0.0
     return IterationCosts(
         local=local * passes / column.cores,
         shared=shared * passes / column.cores,
         messages=messages * passes / column.cores,
         exchanged=exchanged * passes / column.cores,
         sampled=head / column.cores,
-        cached=cached / split.cores,
-        pair=pair / split.cores,
-        fixed=overheads.iteration * split.crowding + eager_s,
-        sequence=overheads.sequence * split.crowding,
+        cached=cached / settings.cores,
+        pair=pair / settings.cores,
+        fixed=overheads.iteration * settings.crowding + eager_s,
+        sequence=overheads.sequence * settings.crowding,
         floor=np.zeros_like(host) if costs.synchronous else host,
-        captured=split.captured,
-        crowding=split.crowding,
+        captured=settings.captured,
+        crowding=settings.crowding,
     )
 
 
 EXPOSED = 0.5
-"""Share of the shorter of two overlapped times that still adds to an iteration. It gives the gain of two-batch overlap
-that LMSYS published, about a third. Chosen with points on H100 and H800 (benchmarks/README.md)."""
+"""Share of the shorter of two overlapped times that still adds to an iteration. With this value, two-batch overlap
+gains about a third, as LMSYS published. Chosen with points on H100 and H800 (benchmarks/README.md)."""
 
 
 def _overlapped(
-    serving: Serving, shared: FloatArray, exchanged: FloatArray, local: FloatArray, cached: FloatArray, split: Split
+    serving: Serving,
+    shared: FloatArray,
+    exchanged: FloatArray,
+    local: FloatArray,
+    cached: FloatArray,
+    settings: Settings,
 ) -> FloatArray:
     """Return the table `shared` for batches in two halves: one half computes while the other exchanges tokens.
 
     Two times overlap: to compute, including attention to the cache, and to exchange. An iteration takes the longer time
-    and a share of the shorter one. `local` and `cached` contain a part of it, which is subtracted.
+    and a share of the shorter one. The part of this time that `local` and `cached` contain is subtracted.
     """
 
     def computing(tokens: FloatArray) -> FloatArray:
-        return _at(local, tokens / split.data) + reading * tokens / split.data
+        return _at(local, tokens / settings.data) + reading * tokens / settings.data
 
     reading = cached * (0.5 * (serving.prompt + serving.tokens))
     half = NODES / 2.0
@@ -162,7 +168,7 @@ def _at(table: FloatArray, tokens: FloatArray) -> FloatArray:
     return np.array([np.interp(counts, NODES, row) for counts, row in zip(tokens, table, strict=True)])
 
 
-def _projections(serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:
+def _projections(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:
     """Return the seconds of the matrix products of one attention layer.
 
     Latent attention is computed in its absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): one 16-bit product
@@ -170,15 +176,15 @@ def _projections(serving: Serving, split: Split, kernels: KernelCosts, tokens: F
     """
     model, h = serving.model, float(serving.model.hidden_size)
     query, _, _ = widths(model)
-    output = linear(kernels, tokens, attended(model) / split.tensor, h, serving, attention=True)
+    output = linear(kernels, tokens, attended(model) / settings.tensor, h, serving, attention=True)
     if not model.multi_latent_attention:
-        groups = np.maximum(model.num_query_groups / split.tensor, 1.0)
-        width = (1 + model.attention_output_gate) * query / split.tensor + 2.0 * groups * model.kv_channels
+        groups = np.maximum(model.num_query_groups / settings.tensor, 1.0)
+        width = (1 + model.attention_output_gate) * query / settings.tensor + 2.0 * groups * model.kv_channels
         return output + linear(kernels, tokens, h, width, serving, attention=True)
     rank, rope = float(model.kv_lora_rank or 0), float(model.qk_pos_emb_head_dim or 0)
-    heads, inner = model.num_attention_heads / split.tensor, float(model.q_lora_rank or h)
+    heads, inner = model.num_attention_heads / settings.tensor, float(model.q_lora_rank or h)
     down = linear(kernels, tokens, h, (model.q_lora_rank or 0) + rank + rope, serving, attention=True)
-    up = linear(kernels, tokens, inner, query / split.tensor, serving, attention=True)
+    up = linear(kernels, tokens, inner, query / settings.tensor, serving, attention=True)
     absorbed = linear(kernels, tokens, float(model.qk_head_dim or 0), heads * rank, serving, wide=True)
     values = linear(kernels, tokens, rank, heads * float(model.v_head_dim or 0), serving, wide=True)
     if index := model.indexer:
@@ -192,7 +198,7 @@ CHUNK_TOKENS = 64.0
 
 
 def _linear_attention(
-    layer: LinearAttention, serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatArray
+    layer: LinearAttention, serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray
 ) -> FloatArray:
     """Return the seconds of a layer with linear attention: matrix products, and memory traffic of other kernels.
 
@@ -200,11 +206,11 @@ def _linear_attention(
     reads values and gates, and writes values. States are written and read once per chunk of a prompt.
     """
     h = float(serving.model.hidden_size)
-    inputs = (layer.channels + layer.values + 2 * layer.value_heads) / split.tensor
+    inputs = (layer.channels + layer.values + 2 * layer.value_heads) / settings.tensor
     products = linear(kernels, tokens, h, inputs, serving, attention=True)
-    products = products + linear(kernels, tokens, layer.values / split.tensor, h, serving, attention=True)
+    products = products + linear(kernels, tokens, layer.values / settings.tensor, h, serving, attention=True)
     traffic = 2.0 * (3 * layer.channels + 4 * layer.values) + 2.0 * layer.state_bytes / CHUNK_TOKENS
-    return products + kernels.memory_seconds(tokens * traffic / split.tensor)
+    return products + kernels.memory_seconds(tokens * traffic / settings.tensor)
 
 
 def _ffn(serving: Serving, kernels: KernelCosts, tokens: FloatArray, width: FloatArray) -> FloatArray:
@@ -214,43 +220,43 @@ def _ffn(serving: Serving, kernels: KernelCosts, tokens: FloatArray, width: Floa
     return first + activation + linear(kernels, tokens, width, h, serving)
 
 
-def _reduce(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) -> FloatArray:
+def _reduce(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
     """Return the seconds of one all-reduce of the tokens' activations among the tensor ranks.
 
-    For small messages engines have their own kernels, whose latency is lower than that of the communication library.
+    For small messages, engines have their own kernels, which have a lower latency than the communication library.
     """
     overheads = serving.overheads
-    ranks, stride = split.tensor.astype(np.int64), np.ones(split.tensor.shape, dtype=np.int64)
+    ranks, stride = settings.tensor.astype(np.int64), np.ones(settings.tensor.shape, dtype=np.int64)
     payload = tokens * (2.0 * serving.model.hidden_size)
     library = costs.collectives.seconds("all_reduce", payload, ranks, stride)
     library_latency = costs.collectives.seconds("all_reduce", np.ones_like(payload), ranks, stride)
-    kernel_latency = overheads.reduce + overheads.reduce_doubling * np.maximum(np.log2(split.tensor) - 1.0, 0.0)
+    kernel_latency = overheads.reduce + overheads.reduce_doubling * np.maximum(np.log2(settings.tensor) - 1.0, 0.0)
     return np.where(
-        split.tensor > 1.0, np.minimum(library, np.maximum(library - library_latency, 0.0) + kernel_latency), 0.0
+        settings.tensor > 1.0, np.minimum(library, np.maximum(library - library_latency, 0.0) + kernel_latency), 0.0
     )
 
 
-def _stages(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) -> FloatArray:
-    ranks, stride = split.pipeline.astype(np.int64), (split.tensor * split.data).astype(np.int64)
+def _stages(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
+    ranks, stride = settings.pipeline.astype(np.int64), (settings.tensor * settings.data).astype(np.int64)
     payload = tokens * (2.0 * serving.model.hidden_size)
     each = costs.collectives.seconds("send", payload, np.minimum(ranks, 2), stride)
-    return np.where(split.pipeline > 1.0, (split.pipeline - 1.0) * each, 0.0)
+    return np.where(settings.pipeline > 1.0, (settings.pipeline - 1.0) * each, 0.0)
 
 
-def _attention_rates(serving: Serving, split: Split, kernels: KernelCosts) -> tuple[FloatArray, FloatArray]:
+def _attention_rates(serving: Serving, settings: Settings, kernels: KernelCosts) -> tuple[FloatArray, FloatArray]:
     """Return the seconds per cached token of a decoding sequence, and per query-key pair of a prompt, over all layers.
 
     Absorbed latent attention reads one latent vector for all heads. Most of the vector is both key and value.
     """
     model = serving.model
-    heads = model.num_attention_heads / split.tensor
+    heads = model.num_attention_heads / settings.tensor
     if model.multi_latent_attention:
         rank, rope = float(model.kv_lora_rank or 0), float(model.qk_pos_emb_head_dim or 0)
         dim, groups = rank + 0.5 * rope, np.full_like(heads, (rank + rope) / (2.0 * rank + rope))
         prompt_dim, prompt_groups = 0.5 * ((model.qk_head_dim or 0) + rope + (model.v_head_dim or 0)), heads
     else:
         dim = prompt_dim = float(model.kv_channels)
-        prompt_groups = groups = np.maximum(model.num_query_groups / split.tensor, 1.0)
+        prompt_groups = groups = np.maximum(model.num_query_groups / settings.tensor, 1.0)
 
     def seconds(
         batch: float, queries: float, keys: float, groups: FloatArray, dim: float, heads: FloatArray = heads
@@ -263,13 +269,13 @@ def _attention_rates(serving: Serving, split: Split, kernels: KernelCosts) -> tu
     difference = seconds(64.0, 1.0, 2.0 * REFERENCE_TOKENS, groups, dim) - seconds(
         64.0, 1.0, REFERENCE_TOKENS, groups, dim
     )
-    cached = difference / (64.0 * REFERENCE_TOKENS) * (split.cache_bytes / 2.0)
+    cached = difference / (64.0 * REFERENCE_TOKENS) * (settings.cache_element_bytes / 2.0)
     pair = seconds(1.0, REFERENCE_TOKENS, REFERENCE_TOKENS, prompt_groups, prompt_dim) / (
         0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS
     )
     cached, pair = read_layers(model, serving.tokens) * cached, paired_layers(model, serving.prompt) * pair
     if layer := model.linear_attention:  # each new token reads and writes the states of its sequence
-        states_s = kernels.memory_seconds(64.0 * 2.0 * layer.state_bytes / split.tensor) / 64.0
+        states_s = kernels.memory_seconds(64.0 * 2.0 * layer.state_bytes / settings.tensor) / 64.0
         cached = cached + layer.num_layers * states_s / serving.tokens
     if index := model.indexer:  # the indexer computes only scores, in 8 bits: a quarter of the time
         keys_s = kernels.memory_seconds(64.0 * REFERENCE_TOKENS * index.token_bytes * np.ones_like(heads))
@@ -316,11 +322,11 @@ TILE_ROWS = 8.0
 
 
 def distinct_experts(count: FloatArray | float, chosen: float, tokens: FloatArray | float) -> FloatArray:
-    """Return the expected number of distinct experts, of `count`, if each token chooses `chosen` of them at random."""
+    """Return how many of `count` experts are expected to be used if each token chooses `chosen` experts at random."""
     return count * (1.0 - (1.0 - chosen / count) ** tokens)
 
 
-def experts(serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:
+def experts(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:
     """Return the seconds of one layer's routed experts for the tokens of all attention ranks together.
 
     Each of the two products of all experts on a device is one kernel, bound by its arithmetic or by reading the weights
@@ -329,19 +335,19 @@ def experts(serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatA
     model, overheads, precision = serving.model, serving.overheads, serving.precision
     count, chosen, h = float(model.num_moe_experts or 1), float(model.moe_router_topk), float(model.hidden_size)
     gates = 2.0 if model.gated_linear_unit else 1.0
-    width = (model.moe_ffn_hidden_size or 0) * split.expert / (split.tensor * split.data)
-    stored = 1.0 + split.copies / count
-    local_experts = distinct_experts(count, chosen, tokens * overheads.spread) * stored / split.expert
-    routed = tokens * chosen / split.expert
+    width = (model.moe_ffn_hidden_size or 0) * settings.expert / (settings.tensor * settings.data)
+    stored = 1.0 + settings.copies / count
+    local_experts = distinct_experts(count, chosen, tokens * overheads.spread) * stored / settings.expert
+    routed = tokens * chosen / settings.expert
     padded_tokens, one = np.maximum(routed, local_experts * TILE_ROWS), np.ones_like(tokens)
     time = np.zeros_like(tokens)
     for inner, outer in ((h, gates * width), (width, h)):
         work = linear(kernels, padded_tokens, inner, outer, serving) / overheads.grouped_work
         read = linear(kernels, one, inner, local_experts * outer, serving) / overheads.grouped_share
         time = time + (work**3 + read**3) ** (1 / 3)
-    time = time / np.where((split.data > 1.0) & ~split.exchanges, overheads.exchanged_share, 1.0)
+    time = time / np.where((settings.data > 1.0) & ~settings.exchanges, overheads.exchanged_share, 1.0)
     traffic = kernels.memory_seconds(routed * 2.0 * (2.0 * h + (gates + 1.0) * width))
-    router = linear(kernels, tokens / split.data, h, count, serving, wide=True)
+    router = linear(kernels, tokens / settings.data, h, count, serving, wide=True)
     small_kernels = overheads.experts.get(precision, max(overheads.experts.values(), default=0.0))
     return time + traffic + router + small_kernels
 
@@ -360,41 +366,43 @@ measured (lmsys.org, 2025-05-05, large-scale EP). Without copies, it is 1 + `SKE
 times as much, which gives the gains of 1.49 and 2.54 that they measured with 8 and 3.6 experts of a rank."""
 
 
-def imbalance(serving: Serving, split: Split) -> FloatArray:
-    """Return the work for experts of the busiest rank, relative to the mean over ranks.
+def imbalance(serving: Serving, settings: Settings) -> FloatArray:
+    """Return the expert work of the busiest rank, relative to the mean over ranks.
 
-    It is 1 if all ranks gather all tokens: the fitted rates of experts already include it there.
+    It is 1 if all ranks gather all tokens, because the fitted expert rates already include the imbalance in that case.
     """
     count = float(serving.model.num_moe_experts or 1)
-    skew = 1.0 + SKEW / ((count + split.copies) / split.expert) ** SKEW_POWER
-    return np.where(split.exchanges & (split.expert > 1.0), BALANCED * np.where(split.balanced, 1.0, skew), 1.0)
+    skew = 1.0 + SKEW / ((count + settings.copies) / settings.expert) ** SKEW_POWER
+    return np.where(
+        settings.exchanges & (settings.expert > 1.0), BALANCED * np.where(settings.balanced, 1.0, skew), 1.0
+    )
 
 
-def exchange(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) -> FloatArray:
+def exchange(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
     """Return the seconds that one layer takes to send tokens of attention ranks to experts, and their results back.
 
     `tokens`: tokens of all attention ranks together. Without a library for such an exchange, all ranks gather all
     tokens and reduce-scatter the results.
     """
-    ranks = (split.tensor * split.data).astype(np.int64)
+    ranks = (settings.tensor * settings.data).astype(np.int64)
     stride = np.ones(ranks.shape, dtype=np.int64)
     payload = tokens * (2.0 * serving.model.hidden_size)
     gathered = costs.collectives.seconds("all_gather", payload, ranks, stride)
     gathered = gathered + costs.collectives.seconds("reduce_scatter", payload, ranks, stride)
     sent = (
         _sent_to_experts(serving, ranks.astype(np.float64), costs, tokens / ranks)
-        if split.exchanges.any()
+        if settings.exchanges.any()
         else gathered
     )
-    return np.where(split.data > 1.0, np.where(split.exchanges, sent, gathered), 0.0)
+    return np.where(settings.data > 1.0, np.where(settings.exchanges, sent, gathered), 0.0)
 
 
 def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, own: FloatArray) -> FloatArray:
     """Return the seconds to send the `own` tokens of each rank only to the ranks of their experts, and results back.
 
-    Each of both messages takes `EXCHANGE_LATENCY`, and its bytes over the network or the links of a host, whichever is
-    slower. Of many tokens, each is sent to a host once, and forwarded to the ranks there. FP8 tokens have a scale of 32
-    bits for 128 elements; results have 16 bits.
+    Each of the two messages takes `EXCHANGE_LATENCY`, plus the time of its bytes over the network or over the links of
+    a host, whichever is slower. Of many tokens, each is sent to a host once, and forwarded to the ranks there. FP8
+    tokens have a scale of 32 bits for 128 elements; results have 16 bits.
     """
     chosen, domain = float(serving.model.moe_router_topk), serving.link_domain
     token_bytes = 1.0 + 4.0 / 128.0 if serving.precision == "fp8" else 2.0

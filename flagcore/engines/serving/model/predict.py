@@ -14,10 +14,10 @@ from flagcore.engines.serving.model.candidates import Candidates, expected_figur
 from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory
 from flagcore.engines.serving.model.vision import encoder_costs
-from flagcore.engines.serving.model.work import Overheads, Serving, Split
+from flagcore.engines.serving.model.work import Overheads, Serving
 from flagcore.engines.serving.space.hardware import Hardware
 from flagcore.engines.serving.space.placement import InstanceKinds, uniform_kinds
-from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
+from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.serving.space.weights import STORED_BYTES, cache_bytes_per_token, parameters
 
 T = TypeVar("T", IterationCosts, ServingMemory)
@@ -34,7 +34,7 @@ BOUNDS = {
     "e2e_s": (0.87, 1.68, 2.53),
 }
 """80% intervals of times, relative to the prediction: the lower end, the upper end, and the upper end if the number of
-CPUs of a host is unknown. They are quantiles over three sources of published points, which have equal weights
+CPUs of a host is unknown. The intervals are quantiles over published points from three sources with equal weights
 (benchmarks/README.md). The interval of ITL is an estimate."""
 
 NO_GOOD_SHARE = 1e-3
@@ -57,7 +57,6 @@ def predict(
     costs: Costs,
     overheads: Overheads,
     *,
-    graph_tokens: int = GRAPH_TOKENS,
     untested: bool = False,
     kinds: InstanceKinds | None = None,
 ) -> Predictions:
@@ -68,19 +67,19 @@ def predict(
     `flagcore.engines.serving.trial.reading.read` chooses. Intervals are wider for an `untested` engine.
     """
     kinds = kinds or uniform_kinds(settings.instances)
-    split = split_of(settings, graph_tokens, 1.0 if costs.synchronous else crowding(task, kinds, settings))
+    if not costs.synchronous:
+        settings = replace(settings, crowding=crowding(task, kinds, settings))
     serving, vision = serving_of(task, costs.kernels, overheads), task.spec.model.vision
-    memory, times = _memory_and_times(task, serving, settings, split, costs)
-    encoder = None if vision is None else encoder_costs(vision, serving, split, costs, settings.tower_shares)
+    memory, times = _memory_and_times(task, serving, settings, costs)
+    encoder = None if vision is None else encoder_costs(vision, serving, settings, costs)
     context = Candidates(
         kinds=kinds,
         task=task,
         settings=settings,
-        split=split,
         memory=memory,
         times=times,
         overheads=overheads,
-        transfer=transfer_seconds(task, kinds, split, costs),
+        transfer=transfer_seconds(task, kinds, settings, costs),
         encoder=encoder,
     )
     figures = expected_figures(context)
@@ -94,23 +93,23 @@ def predict(
     return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)
 
 
-def transfer_seconds(task: Task, kinds: InstanceKinds, split: Split, costs: Costs) -> FloatArray:
+def transfer_seconds(task: Task, kinds: InstanceKinds, settings: Settings, costs: Costs) -> FloatArray:
     """Return the seconds to send the cache of one prompt token from a prefill instance to a decode instance.
 
-    Pairs of ranks send their parts at the same time, so a link carries the bytes of the cache divided by the number of
-    ranks with different parts, on the side that has fewer of them. The link connects hosts unless both kinds fit on one
-    host. The time is 0 for instances that both prefill and decode.
+    All ranks send at the same time. Each link carries an equal part of the cache; the number of parts is that of the
+    instance with fewer different parts. The link connects hosts unless both instances fit on one host. The time is 0
+    for instances that both prefill and decode.
     """
     if not kinds.role.any():
         return np.zeros(kinds.owner.size)
     model, hardware = task.spec.model, Hardware.of(task)
     groups = 1.0 if model.multi_latent_attention else float(model.num_query_groups)
-    parts = np.minimum(split.tensor, groups) * split.pipeline
+    parts = np.minimum(settings.tensor, groups) * settings.pipeline
     smaller = np.full(kinds.size, np.inf)
     np.minimum.at(smaller, kinds.owner, parts)
     prompt = float(np.mean([load.input_len + load.prefix_len for load in task.spec.serve.loads]))
-    payload = prompt * cache_bytes_per_token(model, 1.0, prompt) * split.cache_bytes / smaller[kinds.owner]
-    devices = kinds.total(split.tensor * split.pipeline * split.data)[kinds.owner]
+    payload = prompt * cache_bytes_per_token(model, 1.0, prompt) * settings.cache_element_bytes / smaller[kinds.owner]
+    devices = kinds.total(settings.tensor * settings.pipeline * settings.data)[kinds.owner]
     stride = np.where(devices > hardware.per_host, hardware.per_host, 1).astype(np.int64)
     seconds = costs.collectives.seconds("send", payload, np.full(stride.shape, 2, dtype=np.int64), stride)
     return np.where(kinds.role > 0, seconds / prompt, 0.0)
@@ -131,16 +130,16 @@ def crowding(task: Task, kinds: InstanceKinds, settings: Settings) -> FloatArray
 
 
 def _memory_and_times(
-    task: Task, serving: Serving, settings: Settings, split: Split, costs: Costs
+    task: Task, serving: Serving, settings: Settings, costs: Costs
 ) -> tuple[ServingMemory, IterationCosts]:
     """Return memory and iteration costs of candidates, with the weight format and the host time that each sets."""
     serve, overheads = task.spec.serve, serving.overheads
-    memory, times = serving_memory(serving, split, settings, costs), iteration_costs(serving, split, costs)
+    memory, times = serving_memory(serving, settings, costs), iteration_costs(serving, settings, costs)
     if settings.quantized.any() and serve.precision in COMPUTE_FORMATS:
         fp8_task = replace(task, spec=replace(task.spec, work=replace(serve, precision="fp8")))
         fp8 = serving_of(fp8_task, costs.kernels, overheads)
-        memory = _selected(settings.quantized, serving_memory(fp8, split, settings, costs), memory)
-        times = _selected(settings.quantized, iteration_costs(fp8, split, costs), times)
+        memory = _selected(settings.quantized, serving_memory(fp8, settings, costs), memory)
+        times = _selected(settings.quantized, iteration_costs(fp8, settings, costs), times)
     changed = times.fixed + (settings.host_s - overheads.iteration) * times.crowding
     return memory, replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed))
 
@@ -195,31 +194,6 @@ def _file_weight_bytes(task: Task) -> float | None:
     return weight_bytes if weight_bytes < NARROW_BYTES else None
 
 
-def split_of(
-    settings: Settings, captured_tokens: int = GRAPH_TOKENS, processes_per_cpu: FloatArray | float = 1.0
-) -> Split:
-    """Return the split of the work for each candidate.
-
-    `captured_tokens`: the largest batch that the engine captures as a graph. `processes_per_cpu`: see `crowding`.
-    """
-    names = ("tensor", "data", "expert", "pipeline")
-    counts = {name: np.maximum(getattr(settings, name).astype(np.float64), 1.0) for name in names}
-    ranks = counts["tensor"] * counts["data"] * counts["pipeline"]
-    captured = np.minimum(captured_tokens, 2.0 * settings.max_running)
-    return Split(
-        **counts,
-        pass_tokens=np.maximum(settings.pass_tokens, 1.0),
-        exchanges=settings.exchanges,
-        overlaps=settings.overlaps,
-        copies=settings.copies.astype(np.float64),
-        balanced=settings.balanced,
-        cores=np.maximum(settings.devices / ranks, 1.0),
-        captured=np.where(settings.graphs > 0, captured, 0.0),
-        cache_bytes=settings.cache_element_bytes.astype(np.float64),
-        crowding=np.broadcast_to(np.asarray(processes_per_cpu, dtype=np.float64), ranks.shape),
-    )
-
-
 def _predictions(
     context: Candidates, figures: dict[str, FloatArray], costs: Costs, width_factor: float, *, few_cpus: bool
 ) -> Predictions:
@@ -238,7 +212,7 @@ def _predictions(
     cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)
     needed_bytes = engine_bytes + np.maximum(cache, request_bytes)
     reserved_bytes = np.where(np.isnan(settings.cache_bytes), needed_bytes, costs.memory.reserved_bytes(needed_bytes))
-    buffers = context.split.communicators * communicator_bytes(costs.memory)
+    buffers = settings.communicators * communicator_bytes(costs.memory)
     used_bytes = costs.memory.device_used_bytes(reserved_bytes) + buffers
     if capacity is not None:  # an engine without memory for one request does not start
         unused_bytes = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)

@@ -1,8 +1,8 @@
 """Simulates the requests of a load point on its lanes (instances), and computes the metrics that a client would
 measure.
 
-A prefix cache contains the tokens of earlier turns, and of blocks or texts that requests share. It holds the most
-recently used parts of prompts up to its size, as in vLLM (0.32: `v1/core/kv_cache_manager.py`) and SGLang (0.5:
+A prefix cache contains the tokens of earlier turns, and of blocks or texts that requests share. It stores the most
+recently used parts of prompts, up to its capacity, as in vLLM (0.32: `v1/core/kv_cache_manager.py`) and SGLang (0.5:
 `mem_cache/radix_cache.py`). Generated answers are never reused: the next turn contains the answer of the trace instead.
 """
 
@@ -77,7 +77,7 @@ def _common(left: str, right: str) -> int:
 
 
 def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatArray:
-    """Return the number of tokens of each prompt that a cache of `capacity` tokens has from earlier prompts."""
+    """Return how many tokens of each prompt are in a cache of `capacity` tokens, which stores earlier prompts."""
     cache, used, hits = OrderedDict[Hashable, int](), 0, list[float]()
     for parts in prompts:
         hit, matches = 0, True
@@ -105,15 +105,15 @@ def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
 def turn_order(follows: IntArray, flight: int, seed: int) -> tuple[IntArray, IntArray]:
     """Return the order in which a closed loop sends the requests of conversations, and the turn of each request.
 
-    `flight` conversations run at once; each sends its next turn after the one before. Requests of the same turn are in
-    random order, because any instance may be the least busy one.
+    `flight` conversations run at once. A conversation sends a turn after the answer to the turn before. Requests of the
+    same turn are in random order, because any instance may be the least busy one.
     """
     is_first = follows < 0
     conversation = np.cumsum(is_first) - 1
     starts = np.flatnonzero(is_first)
     turn = np.arange(follows.size) - starts[conversation]
-    shuffled = np.random.default_rng([seed, 3]).random(follows.size)
-    return np.lexsort((shuffled, turn, conversation // max(flight, 1))), turn
+    random_keys = np.random.default_rng([seed, 3]).random(follows.size)
+    return np.lexsort((random_keys, turn, conversation // max(flight, 1))), turn
 
 
 MAX_REQUEST_TIMES = 20_000
@@ -125,7 +125,7 @@ OVERLOAD_GROWTH = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimes:
-    """Latencies of a sample of requests in seconds, and totals of all requests.
+    """Latencies of sampled requests in seconds, and totals over all requests.
 
     - `tpot`: NaN for answers of one token.
     - `gaps`: as in `Outcome`.
@@ -309,7 +309,7 @@ class SimulatedLoad:
         )
 
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
-        """Return, for each request of one of `lanes` lanes, how many of its prompt tokens are in the lane's cache."""
+        """Return how many prompt tokens of each request are in the cache of its lane, for one of `lanes` lanes."""
         key = lanes, price.lane.retained
         if not self.parts or not price.lane.retained:
             return np.zeros(self._rows(lanes).size)
@@ -442,7 +442,7 @@ def figures_of(times: RequestTimes, lanes: float, slo: Mapping[str, float]) -> d
 
 
 def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, float]:
-    """Return mean and percentiles. They are 0 if there are no values, such as for the ITL of one-token answers."""
+    """Return mean and percentiles. All are 0 if there are no values, such as for the ITL of one-token answers."""
     if not values.size:
         return dict.fromkeys(("mean", "p50", "p90", "p99"), 0.0)
     if weights is None:

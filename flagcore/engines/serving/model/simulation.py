@@ -1,9 +1,9 @@
 """Simulates the scheduler of an engine: continuous batching, and chunked prefill together with decoding.
 
 Between two events (an arrival, an end, a full cache) only the context grows, so the simulation computes all decoding
-iterations between them in one step: its run time depends on the number of requests, not of tokens. It is deterministic.
-Sources: the schedulers of vLLM (Kwon et al. 2023, arXiv 2309.06180; v1 `core/sched/scheduler.py`) and SGLang
-(`managers/scheduler.py`). `Price` uses plain Python numbers, because the simulation calls it millions of times.
+iterations between them in one step: its run time depends on the number of requests, not of tokens. The simulation is
+deterministic. Sources: the schedulers of vLLM (Kwon et al. 2023, arXiv 2309.06180; v1 `core/sched/scheduler.py`) and
+SGLang (`managers/scheduler.py`). `Price` uses plain Python numbers, because the simulation calls it millions of times.
 """
 
 from bisect import bisect_right
@@ -24,12 +24,12 @@ GRID: list[float] = NODES.tolist()
 class Lane:
     """Limits of one lane of one candidate. A lane is one instance with its share of the load.
 
-    - `budget`, `running`, `cache_tokens`: maximum numbers of tokens and of sequences in an iteration, and tokens of the
-      cache, in total over all ranks.
+    - `budget`, `running`: maximum tokens and sequences in an iteration, in total over all ranks.
+    - `cache_tokens`: the capacity of the cache in tokens, in total over all ranks.
     - `block`: tokens of one block of the cache.
     - `ranks`: the number of attention DP ranks.
-    - `stages`: the number of pipeline stages. Each works on another batch and waits for the slowest, so an iteration is
-      the time in which each sequence gets one token.
+    - `stages`: the number of pipeline stages. Each stage works on another batch and waits for the slowest stage, so an
+      iteration is the time in which each sequence gets one token.
     - `shared_prefix`: the first tokens of each prompt, which are always cached.
     - `retained`: tokens of other prompts that the prefix cache can hold, in blocks of `page` tokens.
     - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration
@@ -98,12 +98,17 @@ class Price:
     def mixed(
         self, sequences: int, tokens: float, longest: float, pairs: float, ended: int, encode: float = 0.0
     ) -> float:
-        """Return the seconds of an iteration of `tokens` prompt tokens and `sequences` decoding sequences.
+        """Return the time of an iteration with `tokens` prompt tokens and `sequences` decoding sequences, in seconds.
 
-        The time to read the context of the sequences is not included. `longest`: tokens of the largest piece of one
-        prompt. `pairs`: the number of query-key pairs. `ended`: the number of prompts that end. `encode`: seconds of
-        the vision tower for their images. The slowest rank or stage has an even share of the tokens, or the largest
-        piece.
+        The time to read the context of the sequences is not included.
+
+        - `longest`: tokens of the longest prompt chunk.
+        - `pairs`: the number of query-key pairs.
+        - `ended`: the number of prompts that this iteration completes.
+        - `encode`: seconds that the vision tower takes for the images of the prompts.
+
+        The time depends on the slowest rank or stage. It is assumed to compute an even share of the tokens, or the
+        longest chunk if that is more.
         """
         stages, ranks = self.lane.stages, self.lane.ranks * self.lane.stages
         per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
@@ -194,9 +199,12 @@ class Simulation:
     - `hits`: prompt tokens in the prefix cache, besides the prefix that all requests share.
     - `images`: the work for the images of each request.
 
-    Sums over sequences are kept as attributes: `used` is the number of cached tokens, `offset` + running x `step` the
-    number of context tokens of all running sequences, `finish` - running x `step` the number of their remaining tokens,
-    and `promised` the number of output tokens of admitted requests whose prompts are not yet computed.
+    Sums over sequences are stored as attributes:
+
+    - `used`: cached tokens.
+    - `offset` + running x `step`: context tokens of the running sequences.
+    - `finish` - running x `step`: remaining output tokens of the running sequences.
+    - `promised`: output tokens of admitted requests whose prompts are not yet computed.
     """
 
     def __init__(

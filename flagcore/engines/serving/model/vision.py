@@ -14,10 +14,11 @@ from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.model import Vision
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.load.images import RequestImages
-from flagcore.engines.serving.model.work import PIXEL, Serving, Split
+from flagcore.engines.serving.model.work import PIXEL, Serving
+from flagcore.engines.serving.space.settings import Settings
 
 REFERENCE_PATCHES = 4096.0
-"""Number of patches for which a tower's rates are computed. A choice: an image of 0.8 megapixels has as many."""
+"""Number of patches for which a tower's rates are computed. A choice: those of an image with 0.8 megapixels."""
 KERNELS = 14.0
 """Kernel launches per layer, an estimate: two norms, five products, rotation, attention, activation, two sums, two
 copies."""
@@ -72,13 +73,13 @@ class EncoderCosts:
         ]
 
 
-def encoder_costs(vision: Vision, serving: Serving, split: Split, costs: Costs, shares: FloatArray) -> EncoderCosts:
-    """Return the costs of a tower whose weights are split over `shares` ranks: all tensor ranks, or one.
+def encoder_costs(vision: Vision, serving: Serving, settings: Settings, costs: Costs) -> EncoderCosts:
+    """Return the costs of a tower whose weights are split over `settings.tower_shares` ranks: all tensor ranks, or one.
 
     Matrix products run in 16 bits. Ranks that split the weights add up their results after attention and after the FFN.
     """
     kernels, precision, hidden = costs.kernels, serving.wide_precision, float(vision.hidden_size)
-    shares = np.maximum(np.where(np.isinf(shares), 1.0, shares), 1.0)
+    shares = np.maximum(np.where(np.isinf(settings.tower_shares), 1.0, settings.tower_shares), 1.0)
     ones, tokens = np.ones_like(shares), np.full_like(shares, REFERENCE_PATCHES)
 
     def product(rows: FloatArray, inner: FloatArray, outer: FloatArray) -> FloatArray:
@@ -99,12 +100,12 @@ def encoder_costs(vision: Vision, serving: Serving, split: Split, costs: Costs, 
     shape = AttentionShape(batch=ones, heads=heads, groups=heads, queries=tokens, keys=tokens, head_dim=dim)
     # the modelled kernel is causal and computes only half of the pairs, but a tower needs all
     pair = 2.0 * kernels.attention_seconds(shape, precision) / REFERENCE_PATCHES**2
-    floor = KERNELS * vision.num_layers * kernels.launch_seconds() * split.crowding
+    floor = KERNELS * vision.num_layers * kernels.launch_seconds() * settings.crowding
     return EncoderCosts(
-        patch=(vision.num_layers * layer + vision.mergers * merger) / REFERENCE_PATCHES / split.cores,
-        pair=pair / split.cores,
+        patch=(vision.num_layers * layer + vision.mergers * merger) / REFERENCE_PATCHES / settings.cores,
+        pair=pair / settings.cores,
         floor=np.zeros_like(shares) if costs.synchronous else floor * ones,
-        ranks=np.where(shares < split.tensor, split.tensor, 1.0),
+        ranks=np.where(shares < settings.tensor, settings.tensor, 1.0),
     )
 
 

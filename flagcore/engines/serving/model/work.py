@@ -1,4 +1,4 @@
-"""Inputs of the serving model: the model, its split, and the overheads of an engine by release.
+"""Inputs of the serving model that all candidates share: the model, and the overheads of an engine by release.
 
 `benchmarks/README.md` lists the measured points of the fits. `benchmarks/serving_fit.py` prints most overheads;
 `request`, `entry`, `receive` and `reserve` were chosen so that the simulated TTFT matches the same points.
@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from flagcore.domain.model import Model
-from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.serving.space.installed import release
 
 TOKENIZER = 1.25e-6
@@ -34,12 +31,11 @@ class Overheads:
     - `iteration`: time of the host per iteration.
     - `sequence`: time of the host per iteration and running sequence (sampling, streaming, bookkeeping).
     - `request`: time that a request takes to reach the scheduler.
-    - `entry`: time that the front end takes to accept one request. It accepts one after the other.
+    - `entry`: time that the front end takes to accept one request. Requests are accepted one after the other.
     - `prompt_token`: time per prompt token in the one thread that tokenizes.
     - `receive`: number of iterations between two polls for new requests.
 
-    Times of the small kernels of one layer (norms, rotation, cache writes, activations, casts, routing), and of
-    messages:
+    Times of small kernels per layer (norms, rotation, cache writes, activations, casts, routing), and of messages:
 
     - `attention`, `ffn`: kernels of an attention layer, and of an FFN.
     - `latent`: additional kernels of latent attention.
@@ -134,52 +130,6 @@ class Serving:
     def moe_layers(self) -> int:
         model = self.model
         return 0 if model.num_moe_experts is None else model.num_layers - model.moe_first_dense_layers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """The split of the work of one instance: arrays with one element per candidate.
-
-    - `tensor`, `data`, `pipeline`: parallel sizes. Their product is the number of ranks of an instance.
-    - `expert`: the number of groups of experts, among which the tensor and data ranks are divided.
-    - `cores`: CPU cores that work together on each rank; 1 for other devices.
-    - `captured`: the largest iteration, in tokens, that runs as a captured graph; 0 if there are no graphs.
-    - `pass_tokens`: the maximum number of tokens in one pass through the model; infinity if there is no such limit.
-    - `exchanges`: whether attention ranks send each token only to the ranks of its experts. Otherwise all ranks gather
-      all tokens.
-    - `overlaps`: whether two halves of a batch overlap computing and the exchange of tokens.
-    - `copies`: stored copies of experts in addition to the model's experts.
-    - `balanced`: whether experts with much work get these copies.
-    - `cache_bytes`: bytes per element of the KV cache.
-    - `crowding`: the engine's busy processes per CPU of a host, at least 1. Times of the host are multiplied by it.
-    """
-
-    tensor: FloatArray
-    data: FloatArray
-    expert: FloatArray
-    pipeline: FloatArray
-    cores: FloatArray
-    captured: FloatArray
-    pass_tokens: FloatArray
-    exchanges: BoolArray
-    overlaps: BoolArray
-    copies: FloatArray
-    balanced: BoolArray
-    cache_bytes: FloatArray
-    crowding: FloatArray
-
-    @property
-    def communicators(self) -> FloatArray:
-        """The number of communicators of a rank: one for each group of several ranks, including the whole instance."""
-        ranks = self.tensor * self.data * self.pipeline
-        groups = (ranks, self.tensor, self.data, self.pipeline, self.expert)
-        count: FloatArray = np.sum([np.where(size > 1.0, 1.0, 0.0) for size in groups], axis=0)
-        return count
-
-    @property
-    def column(self) -> Split:
-        """This split with arrays of shape (candidates, 1), which broadcast over the columns of `NODES`."""
-        return Split(**{each.name: getattr(self, each.name)[:, None] for each in fields(self)})
 
 
 UNFITTED = Overheads(iteration=0.0, sequence=0.0, request=0.0, attention=0.0, ffn=0.0)

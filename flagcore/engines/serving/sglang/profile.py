@@ -19,7 +19,6 @@ from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, URL, Instance, Router, address
 from flagcore.engines.serving.load.routing import BOOTSTRAP
 from flagcore.engines.serving.load.routing import PREFILL as PREFILLS
-from flagcore.engines.serving.sglang import REPORTS
 from flagcore.engines.serving.space import knobs, placement, rules
 from flagcore.engines.serving.space.hardware import (
     DP,
@@ -36,7 +35,7 @@ from flagcore.engines.serving.space.hardware import (
 from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import BACKEND, DRAFTED, EAGER, REDUNDANT, SPECULATION, TRANSFER, or_default
 from flagcore.engines.serving.space.program import Program, as_words
-from flagcore.engines.serving.space.settings import PublishedRuns, Settings
+from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
@@ -99,9 +98,9 @@ class SglangProgram(Program):
 
 
 def _chain(args: dict[str, EngineArg]) -> dict[str, EngineArg]:
-    """Remove the flags of a chain of drafts from `args`, and return its number of drafted tokens as a knob.
+    """Remove the flags of a draft chain from `args`, and return the number of drafted tokens as a knob.
 
-    A tree of drafts is left unchanged, and the result is empty.
+    The flags of a draft tree remain in `args`, and the result is empty.
     """
     names = {strip_dashes(key): key for key in args}
     method, steps, breadth, verified = (
@@ -180,7 +179,7 @@ def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
 def settings(task: Task, columns: Columns) -> Settings:
     """Return SGLang's effective settings for each candidate.
 
-    Its limits on chunks and requests are divided among attention DP groups.
+    SGLang divides its limits on chunks and requests among the attention DP groups.
     """
     values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
@@ -198,7 +197,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_batched_tokens=tokens,
         block_size=or_default(values[PAGE], 1),
         chunked=(chunk > 0).astype(np.int64),
-        graphs=((values[EAGER] == 0) & (not hardware.on_cores)).astype(np.int64),
+        graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), GRAPH_TOKENS, 0),
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
         cache_element_bytes=element,
@@ -234,7 +233,7 @@ def _cache_bytes(
 
 RECEIVE = "scheduler-recv-interval"
 ATTENTION_DP = ">=0.5.22"
-"""The releases that have the flag attn-dp-size. They still accept the earlier spelling."""
+"""The releases that have the flag attn-dp-size. These releases still accept the earlier spelling."""
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -302,7 +301,7 @@ def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: I
 def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
     """Return SGLang's router.
 
-    Its release 0.3.2 answers completions whose prompts are token ids with HTTP 422, so only clients that send text can
+    Router release 0.3.2 answers HTTP 422 to completions whose prompts are token ids, so only clients that send text can
     use it.
     """
     program = (PROGRAM.start_command(task.spec)[0], "-m", "sglang_router.launch_router")
@@ -404,7 +403,6 @@ WORKLOAD = Engine(
     of_kind=_of_kind,
     protocol=lambda task, values: BOOTSTRAP,
     router=_router,
-    reports=REPORTS,
     host_times=(10e-3, 0.5e-3),  # measured on 2 cores, with 50 million parameters and 4 to 16 clients
     receive_flag=RECEIVE,
     published_runs=PublishedRuns(

@@ -80,7 +80,7 @@ class Hardware:
 def longest_request(loads: tuple[Load, ...], vision: Vision | None, *, estimated: bool = True) -> int:
     """Return the number of tokens of the longest possible request, prompt and answer.
 
-    It is the upper end of the length distribution, or the longest request of a trace. An image counts as the tokens
+    This is the upper end of the length distribution, or the longest request of a trace. An image counts as the tokens
     that the model's `vision` tower turns it into. If `estimated`, texts whose tokens are not counted have one token per
     `MIN_TOKEN_BYTES` bytes, and chats have `CHAT_TOKENS` more; otherwise such texts are ignored. Raises SpecError for
     an unreadable trace.
@@ -144,7 +144,7 @@ def max_in_flight(loads: tuple[Load, ...]) -> int:
 INSTANCES = "instances"
 PREFILL_DECODE = "prefill_decode"
 """The knob for instances that only prefill and instances that only decode, such as 2xtp2+1xtp4. It replaces all other
-knobs of layouts."""
+layout knobs."""
 TP, PP, DP, EP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

@@ -65,7 +65,7 @@ def _sys_path(python: str) -> list[str]:
 def interpreter(program: str) -> str | None:
     """Return the Python interpreter that runs `program`, or None if it is not a Python program.
 
-    It is `program` itself, or the interpreter that the first line of the script names.
+    This is `program` itself, or the interpreter that the first line of the script names.
     """
     if re.fullmatch(r"python[\d.]*", os.path.basename(program)):
         return program

@@ -161,10 +161,10 @@ def divisors(task: Task) -> tuple[int, ...]:
 
 
 def tensor_sizes(task: Task) -> tuple[int, ...]:
-    """Return the divisors of the number of devices, and the powers of two up to it, in ascending order.
+    """Return the divisors of the device count, and the powers of two up to this count, in ascending order.
 
-    The number of attention heads is rarely a multiple of other sizes: 8 of 12 devices can serve a model that 6 and 12
-    cannot. Sizes above the devices that a link connects are left out, unless the weights need them.
+    Other sizes rarely divide the attention heads: a model may run on 8 of 12 devices, but not on 6 or 12. Sizes above
+    the number of linked devices are left out, unless the weights need more devices.
     """
     cards, most = Hardware.of(task).cards, max(task.cluster.linked_devices, min_devices(task))
     sizes = {*divisors(task), *(1 << step for step in range(cards.bit_length()))}

@@ -27,10 +27,10 @@ KINDS = (PREFILL, DECODE)
 SPLITS = {"tp": TP, "pp": PP, "dp": DP, "ep": EP}
 PREFILL_LIMITS = ("max_num_batched_tokens", "chunked_prefill_size", "max_prefill_tokens")
 DECODE_LIMITS = ("max_num_seqs", "max_running_requests", "cudagraph_mode", "speculation", "speculative_tokens")
-"""Knobs that affect only instances that prefill, or only instances that decode. The other kind has the engine's
-defaults."""
+"""Knobs that affect only prefill instances, or only decode instances. For the other kind, the engine's defaults apply.
+"""
 MAX_COUNTS = 12
-"""Maximum number of divisions of the devices between two layouts that `auto` tries. A choice: with as many, neighboring
+"""Maximum number of divisions of the devices between two layouts that `auto` tries. A choice: then, neighboring
 divisions differ by less than a tenth of the devices."""
 MAX_WIDE_PREFILL = 64
 """Maximum number of devices of a prefill instance in wide expert parallelism. Published instances have 32."""
@@ -104,7 +104,7 @@ def known_roles(task: Task) -> tuple[str, ...]:
 def auto_roles(task: Task) -> tuple[KnobValue, ...]:
     """Return the values of `auto` for PREFILL_DECODE.
 
-    They are None (not set) and, if the objective is a rate, the divisions of all devices between two kinds.
+    The values are None (not set) and, if the objective is a rate, the divisions of all devices between two kinds.
     """
     return (None, *(_divisions(task) if is_rate(task.spec.objective) else ()))
 
@@ -184,7 +184,7 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
         return replace(of_each_kind(task, rule), name=f"{rule.name}_of_kinds", message=message)
 
     cards = f"both kinds of {PREFILL_DECODE} must not exceed the {hardware.cards} devices"
-    hosts = f"each instance of {PREFILL_DECODE} must fit on a host, or have all devices of several"
+    hosts = f"each instance of {PREFILL_DECODE} must fit on a host, or use all devices of several hosts"
     return (
         rule("cards_of_kinds", too_many, cards),
         rule("hosts_of_kinds", misplaced, hosts),
@@ -271,8 +271,8 @@ def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
 class Placement:
     """One instance of a candidate: its knob values, and its `width` devices from the index `first` on.
 
-    An instance on several `hosts` uses all their devices. `kind`: PREFILL or DECODE if the instance does only one of
-    both, else empty.
+    An instance on several `hosts` uses all their devices. `kind`: PREFILL or DECODE if the instance does only this,
+    else empty.
     """
 
     values: Mapping[str, KnobValue]
@@ -328,7 +328,7 @@ class InstanceKinds:
     def lanes(self) -> FloatArray:
         """The number of instances among which requests are divided, by kind.
 
-        It is the number of all instances of the candidate or, if the kind has a role, of the instances of this kind.
+        These are all instances of the candidate or, for a kind with a role, only the instances of this kind.
         """
         totals = self.total(np.ones(self.owner.size))[self.owner]
         return np.where(self.role > 0, self.count, totals)
@@ -338,7 +338,7 @@ class InstanceKinds:
         return [range(*edges) for edges in pairwise([*self.first_rows.tolist(), self.owner.size])]
 
     def total(self, values: FloatArray | IntArray) -> FloatArray:
-        """Return the sum of `values` of one instance over all instances of each candidate."""
+        """Return the sum of `values`, given per instance, over the instances of each candidate."""
         return np.bincount(self.owner, weights=self.count * values, minlength=self.size).astype(np.float64)
 
     def worst(self, values: FloatArray) -> IntArray:

@@ -23,14 +23,14 @@ from flagcore.engines.serving.space.weights import check_directory
 from flagcore.errors import NoDevice, SpecError, join_errors
 
 RESERVED_FLAGS: Mapping[str, str] = {
-    "host": "servers listen where the load client is",
+    "host": "servers listen on the address that the load client uses",
     "port": "each trial uses a free port",
     "api-key": "the load client sends no key",
     "ssl-keyfile": "the load client uses plain HTTP",
     "ssl-certfile": "the load client uses plain HTTP",
     **dict.fromkeys(
         ("nnodes", "node-rank", "master-addr", "master-port", "headless", "dist-init-addr"),
-        "each host of an instance has its own",
+        "its value differs between the hosts of an instance",
     ),
 }
 """Flags of several engines that the user cannot set, each with the reason."""
@@ -242,7 +242,7 @@ class Program:
             return tuple(spec.serve.command or self.program)
 
     def version(self, spec: Spec) -> str:
-        """Return the engine version in the spec, or else that of the installed package; empty if it is unknown."""
+        """Return the engine version in the spec, or else the version of the installed package; empty if unknown."""
         if spec.serve.engine_version:
             return spec.serve.engine_version
         try:

@@ -73,7 +73,7 @@ def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule
 
     if hardware.hosts == 1 or hardware.on_cores:
         return ()
-    or_hosts = ", or have all devices of several hosts" if span else ""
+    or_hosts = ", or use all devices of several hosts" if span else ""
     limit = f"an instance must fit on a host of {hardware.per_host} devices{or_hosts}"
     return (Rule(name="hosts", knobs=knobs, message=limit, broken=misplaced),)
 
@@ -201,7 +201,7 @@ def tower_merge(task: Task) -> Merge:
 def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
     """Return the rules for `knob`, the context length.
 
-    It must be at least the longest request, because engines silently truncate longer answers, and must not exceed the
+    The context must hold the longest request, because engines silently truncate longer answers, and must not exceed the
     context of the model. Raises SpecError if a request exceeds the context of the model.
     """
     check_images(task)
@@ -211,7 +211,7 @@ def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
     fits = Rule(
         name="context_length",
         knobs=(knob,),
-        message=f"{knob} must be at least the tokens of the longest request, {longest}",
+        message=f"{knob} must be at least {longest}, the tokens of the longest request",
         broken=lambda c: (c[knob] > 0) & (c[knob] < longest),
     )
     if limit is None:

@@ -1,4 +1,4 @@
-"""Sizes of weights, checks of a Hugging Face directory, and the minimum number of devices of a model."""
+"""Weight sizes, checks of a Hugging Face directory, and the minimum number of devices for a model."""
 
 import json
 import math
@@ -122,8 +122,8 @@ def parameters(model: Model) -> float:
 def weight_bytes(task: Task) -> float:
     """Return the size of a task's weights in bytes.
 
-    It is the size of the file if the spec names a file. Otherwise it is the number of weights times the width of the
-    precision, plus the weights of a vision tower in 16 bits.
+    If the spec names a file, this is the file size. Otherwise it is the number of weights times the bytes per weight,
+    plus a vision tower in 16 bits.
     """
     weights = task.spec.serve.weights
     if weights is not None and os.path.isfile(weights):
@@ -148,7 +148,7 @@ def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.
 def min_devices(task: Task) -> int:
     """Return the smallest power of two of devices whose memory can hold the weights, or 1 if the memory is unknown.
 
-    It does not exceed the number of devices, and it divides the number of attention heads.
+    The result does not exceed the number of devices, and divides the number of attention heads.
     """
     hardware, heads = Hardware.of(task), task.spec.model.num_attention_heads
     if hardware.on_cores or math.isnan(hardware.memory_bytes):

@@ -42,9 +42,9 @@ STATES_BY_PROBLEM = {
 TIME_SHARE_OF_LOADS = 0.8
 """Share of the time left that loads without a fixed number of requests may take together."""
 TIME_SHARE = 1.5
-"""A search ends if the time left is less than this multiple of the time of its longest load, or less than the arrivals
-of the next load take. A load is not repeated if the time left is less than this multiple of the time of its last
-repeat. For a steady load, which can end early, that multiple is 1."""
+"""A search ends if the remaining time is less than this multiple of its longest load's time, or if it is too short for
+the arrivals of the next load. A load is not repeated if the remaining time is less than this multiple of the last
+repeat's time. A steady load can end early, so its multiple is 1."""
 OVERLOADED = re.compile(r"refused: HTTP (429|503)\b")
 """Matches the failure of a load that a server refuses because it has too many requests."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
@@ -298,7 +298,8 @@ def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, fl
 def _warm_up(load: Load, servers: int, most: int) -> Load:
     """Return a load that lets engines finish their lazy initializations.
 
-    Its requests have short answers and are sent at once. Their number is at most `most`, but at least two per server.
+    The requests have short answers and are sent at once. There are at most `most` requests, but at least two per
+    server.
     """
     wave = max(min(load.concurrency or load.num_prompts or 1, most), 2 * servers)
     length = 32 if load.trace is not None else load.input_len

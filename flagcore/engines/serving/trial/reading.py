@@ -28,9 +28,9 @@ def read(task: Task, candidate: Candidate, folder: str, instance_devices: Sequen
     A metric is the median of its repeats. The spread is at least the uncertainty of a load that ended early. Memory in
     use is known only on CPU cores: it is the resident memory per core of the fullest instance. Raises NoMetrics.
 
-    With several load points, one point determines the result. If the objective is a rate, it is the best point that
-    meets the SLO or, if none does, the one that comes closest. If it is a latency, it is the point that misses the SLO
-    the most or, if all meet it, the slowest one: otherwise the lightest load would always win.
+    With several load points, one point determines the result. For a rate, this is the best point that meets the SLO or,
+    if none does, the point that comes closest. For a latency, this is the point that misses the SLO the most or, if all
+    meet the SLO, the slowest point: otherwise the lightest load would always win.
     """
     data, devices = read_metrics(folder), max(1, min(sum(instance_devices), task.cluster.devices))
     on_cores = Hardware.of(task).on_cores
@@ -175,8 +175,8 @@ def _tokens_per_iteration(figures: Mapping[str, float]) -> float | None:
 def acceptance(tokens: float, drafted: int) -> float:
     """Return the probability that a drafted token is accepted if all drafted tokens before it are.
 
-    It is the inverse of `tokens_per_iteration`. `tokens`: the mean number of tokens of an iteration with `drafted`
-    drafted tokens.
+    The function is the inverse of `tokens_per_iteration`. `tokens`: the mean number of tokens of an iteration with
+    `drafted` drafted tokens.
     """
     low, high = 0.0, 1.0
     for _ in range(30):

@@ -1,7 +1,7 @@
 """Starts servers on free ports, checks that each owns its port, and stops all their processes.
 
-Servers on other hosts are started by a program on each host (`host.py`). It reports them in a file that is mirrored to
-this machine.
+Servers on other hosts are started by a program on each host (`host.py`). This program writes a report, which is
+mirrored to this machine.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ ANSWER_SECONDS = 10.0
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 EXIT_SECONDS = 2.0
-"""Maximum number of seconds that pass between the loss of requests and the exit of their server."""
+"""Maximum seconds between lost requests and the exit of the server that lost them."""
 PORT_TRIES = 4
 KNOWN_CAUSES = (TrialState.OUT_OF_MEMORY, TrialState.INVALID)
 """If a server does not become healthy, its log may show one of these states as the cause. Otherwise it timed out."""
@@ -312,7 +312,7 @@ def _wait(server: Server, directory: str | None, health: str, deadline: float) -
             return server.wait_until_healthy(health, deadline)
         except PortTaken as error:
             if attempt == PORT_TRIES:
-                raise TrialFailure(TrialState.FAILED, f"{error}, the last of {PORT_TRIES} attempts") from None
+                raise TrialFailure(TrialState.FAILED, f"{error}; this was the last of {PORT_TRIES} attempts") from None
             log(f"{error}; restarting on another one")
             server.stop()
             server.start(directory)
@@ -320,7 +320,7 @@ def _wait(server: Server, directory: str | None, health: str, deadline: float) -
 
 
 def stop_all(servers: Sequence[Server], end: float = math.inf) -> None:
-    """End all servers. Those that are still running at `end` (time.monotonic()) or after GRACE_SECONDS are killed."""
+    """End all servers. Servers that still run at `end` (time.monotonic()) or after GRACE_SECONDS are killed."""
     for server in servers:
         server.ask_to_stop()
     end = min(end, time.monotonic() + GRACE_SECONDS)

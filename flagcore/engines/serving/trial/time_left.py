@@ -41,7 +41,7 @@ class Limit:
 
     @classmethod
     def of(cls, folder: Path, seconds: float, start_s: float) -> Limit:
-        """Return the limit of the trial in `folder`. Its launch.json contains the reason for the limit."""
+        """Return the limit of the trial in `folder`, where launch.json contains the reason for the limit."""
         try:
             because = str(json.loads((folder / "launch.json").read_text("utf-8"))["timeout_because"])
         except (OSError, ValueError, LookupError, TypeError):
@@ -65,7 +65,7 @@ class Limit:
     ) -> str:
         """Return the message about the load `name`, which did not end in its time.
 
-        It reports the progress, the time that all requests need, and the settings with which the load would end.
+        The message contains the progress, the time that all requests need, and settings with which the load would end.
         `loads`: this load and the loads after it, for which `left_s` seconds were left in total. `predicted_s`: the
         predicted mean time of an answer.
         """
@@ -94,7 +94,7 @@ class Limit:
 def fewest_answers(load: Load) -> int:
     """Return the minimum number of answers from which a load has metrics.
 
-    It is FEWEST_ANSWERS or, if more requests are in flight at once, their number.
+    This is FEWEST_ANSWERS, or the number of requests in flight if that is more.
     """
     at_once = load.num_prompts if load.request_rate == math.inf else 0
     return max(FEWEST_ANSWERS, load.concurrency or at_once or 0)

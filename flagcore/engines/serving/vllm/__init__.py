@@ -8,7 +8,7 @@ from flagcore.engines.serving.launch.server import Fetch
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     """Return the knob values in /metrics and the log. Raises OSError if /metrics does not respond.
 
-    vLLM reports `max_num_seqs` only if it was set. It reports block size and memory share with the cache in /metrics.
+    vLLM reports `max_num_seqs` only if it was set. Block size and memory share are in /metrics.
     """
     values = settings_in(log, REPORTS.settings)
     if "async_scheduling" in values:

@@ -15,7 +15,7 @@ from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
 from flagcore.engines.serving.space.knobs import ASYNC, CONTEXT, DRAFTED, EAGER, SPECULATION, Auto, or_default
 from flagcore.engines.serving.space.program import EngineArgs, Program
-from flagcore.engines.serving.space.settings import Settings
+from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
 from flagcore.errors import SpecError
 
@@ -36,6 +36,9 @@ SYNCHRONOUS_SECONDS = 956e-6
 NEED_DRAFT_MODEL = ("eagle", "eagle3", "draft_model")
 CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK = 128, 16, 16
 
+MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
+"""The largest captured batch in tokens on chips that compute in 4 bits (0.33: `config/vllm.py`), and the first release
+with it. The release follows from published points: 1,024 tokens took twice as long with 0.17."""
 CONTEXT_STEP, CACHE_SHARE = 1024, 0.9
 """A context that fits the requests is rounded up to a multiple of `CONTEXT_STEP` tokens. `CACHE_SHARE` is the share of
 the memory for weights and cache."""
@@ -121,7 +124,7 @@ def limits(task: Task, columns: Columns) -> tuple[IntArray, IntArray]:
 def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> FloatArray:
     """Return the cache size of one rank in GiB if devices are CPU cores, which share the machine's memory.
 
-    It is twice the cache of the requests in flight, at most half of a rank's free memory, and at least 1 GiB.
+    The size is twice the cache of the requests in flight, but at most half of a rank's free memory, and at least 1 GiB.
     """
     hardware, serve = Hardware.of(task), task.spec.serve
     instances, ranks = np.maximum(instances, 1), np.maximum(ranks, 1)
@@ -130,6 +133,14 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
     requested_bytes = 2 * max_in_flight(serve.loads) / instances * longest * token
     room = (hardware.memory_bytes * hardware.cards / instances - weight_bytes(task)) / ranks / 2
     return np.maximum(np.fmin(np.ceil(requested_bytes / 2**30), np.floor(room / 2**30)), 1.0)
+
+
+def graph_tokens(task: Task) -> int:
+    """Return the largest batch, in tokens, that vLLM captures as a graph."""
+    version = installed.release(task.spec.serve.engine_version or "")
+    is_newer = version is None or version >= MORE_GRAPHS_SINCE
+    in_four_bits = "fp4" in task.cluster.groups[0].chip.dense_flops_per_second
+    return MORE_GRAPH_TOKENS if is_newer and in_four_bits else GRAPH_TOKENS
 
 
 def settings(task: Task, columns: Columns) -> Settings:
@@ -158,7 +169,7 @@ def settings(task: Task, columns: Columns) -> Settings:
             values[CONTEXT], context_limit(task.spec) or longest_request(task.spec.serve.loads, task.spec.model.vision)
         ),
         chunked=values[CHUNKED],
-        graphs=((values[EAGER] == 0) & (values[GRAPHS] != 1)).astype(np.int64),
+        graph_tokens=np.where((values[EAGER] == 0) & (values[GRAPHS] != 1), graph_tokens(task), 0),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
         cache_element_bytes=PROGRAM.element_bytes(values),

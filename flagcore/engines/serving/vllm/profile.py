@@ -27,7 +27,7 @@ from flagcore.engines.serving.launch.server import (
     address,
 )
 from flagcore.engines.serving.load import routing
-from flagcore.engines.serving.space import installed, knobs, placement, rules
+from flagcore.engines.serving.space import knobs, placement, rules
 from flagcore.engines.serving.space.hardware import (
     DP,
     EP,
@@ -41,8 +41,7 @@ from flagcore.engines.serving.space.hardware import (
 )
 from flagcore.engines.serving.space.knobs import ASYNC, BACKEND, CONTEXT, EAGER, SPECULATION, TRANSFER
 from flagcore.engines.serving.space.program import as_words
-from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns
-from flagcore.engines.serving.vllm import REPORTS
+from flagcore.engines.serving.space.settings import PublishedRuns
 from flagcore.engines.serving.vllm import knobs as own
 from flagcore.engines.serving.vllm.knobs import CHUNKED, GRAPHS, PROGRAM, SEQS, THREADS, TOKENS, limits
 from flagcore.errors import UsageError
@@ -53,10 +52,6 @@ BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
 
 DRAFT_FLAGS = "speculative-config."
 """The beginning of all flags for speculation, such as the flag for the draft model."""
-
-MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
-"""The largest captured batch in tokens on chips that compute in 4 bits (0.33: `config/vllm.py`), and the first release
-with it. The release follows from published points: 1,024 tokens took twice as long with 0.17."""
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -142,13 +137,6 @@ def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
     return Router.of_pairs(program, "--vllm-pd-disaggregation")
 
 
-def _graph_tokens(task: Task) -> int:
-    version = installed.release(task.spec.serve.engine_version or "")
-    is_newer = version is None or version >= MORE_GRAPHS_SINCE
-    in_four_bits = "fp4" in task.cluster.groups[0].chip.dense_flops_per_second
-    return MORE_GRAPH_TOKENS if is_newer and in_four_bits else GRAPH_TOKENS
-
-
 def _rules(task: Task) -> tuple[Rule, ...]:
     """Return vLLM's legality rules for candidates."""
     hardware = Hardware.of(task)
@@ -190,7 +178,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="images_of_request",
             knobs=(own.IMAGES,),
-            message=f"{own.IMAGES} must be at least the images of a request, {most_images(task.spec.serve.loads)}",
+            message=f"{own.IMAGES} must be at least {most_images(task.spec.serve.loads)}, the most images of a request",
             broken=lambda c: (c[own.IMAGES] > 0) & (c[own.IMAGES] < most_images(task.spec.serve.loads)),
         ),
     )
@@ -225,7 +213,7 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="transfer_of_kinds",
             knobs=(PREFILL_DECODE, TRANSFER),
-            message=f"{NIXL} needs pp1 and tp that divide each other, {P2P} the same tp",
+            message=f"{NIXL} needs pp1 and TP sizes of which one divides the other; {P2P} needs equal TP sizes",
             broken=lambda c: np.where(c[TRANSFER] == p2p, by_p2p[c[PREFILL_DECODE]], by_nixl[c[PREFILL_DECODE]]),
         ),
     )
@@ -285,8 +273,6 @@ WORKLOAD = Engine(
     of_kind=_of_kind,
     protocol=lambda task, values: PROTOCOLS[str(values.get(TRANSFER) or NIXL)],
     router=_router,
-    reports=REPORTS,
     host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores: 50 million parameters, 4 to 16 clients, 5 settings
-    graph_tokens=_graph_tokens,
     published_runs=PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0"),
 )

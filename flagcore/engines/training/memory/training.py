@@ -288,7 +288,7 @@ def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stage
         memory = placement.pick(stage_.index, group_memory)
         reserved = [model.reserved_bytes(memory.peak) for model in models]
         used = [
-            used_bytes(model, reserved_by_group, layout)
+            _used_bytes(model, reserved_by_group, layout)
             for model, reserved_by_group in zip(models, reserved, strict=True)
         ]
         stage_values = [placement.pick(stage_.index, values) for values in (reserved, used, capacities)]
@@ -296,7 +296,7 @@ def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stage
     return memories
 
 
-def used_bytes(model: MemoryModel, reserved: FloatArray, layout: Layout) -> FloatArray:
+def _used_bytes(model: MemoryModel, reserved: FloatArray, layout: Layout) -> FloatArray:
     """Return the memory in use on a device whose allocator reserves `reserved` bytes."""
     used, buffers = model.device_used_bytes(reserved), communicator_bytes(model)
     return used + buffers * layout.communicators() if buffers else used
@@ -313,18 +313,6 @@ def states_of(train: Training, layout: Layout, params: Parts) -> tuple[State, St
         return total, State(none, none, none, none)
     padded = experts + padding(layout, experts, experts=True)
     return total, state(train, layout, padded, experts=True, linear=experts)
-
-
-def rank_memory(train: Training, layout: Layout, rank: FloatArray | int, workspace_bytes: float = 0.0) -> Memory:
-    """Return the memory of one global rank of each candidate, in Megatron's rank order tp-cp-ep-dp-pp."""
-    rank_stage = stage(train.model, layout, stage_of_rank(layout, rank), train.options)
-    return _Estimate.from_layout(train, layout).memory(rank_stage, workspace_bytes)
-
-
-def stage_of_rank(layout: Layout, rank: FloatArray | int) -> FloatArray:
-    """Return the pipeline stage of each candidate's global rank. The ranks of a stage are consecutive."""
-    index: FloatArray = np.floor(rank / (layout.tensor * layout.context * layout.data))
-    return np.minimum(index, layout.pipeline - 1.0)
 
 
 def component_table(

@@ -16,7 +16,6 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Training, distinct, pick
 from flagcore.engines.training.memory.stored_activations import offloaded_bytes
 from flagcore.engines.training.memory.training import split_parameters
-from flagcore.engines.training.schedules import pipeline_seconds
 from flagcore.engines.training.stages import (
     Stage,
     edge_parameters,
@@ -174,7 +173,8 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
     all_stages = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
     timed = _timed(train, costs.groups, Blocks.from_layout(train, layout, costs), placement, all_stages)
     times = [each.time for each in timed]
-    messages, waits, sends_s, _ = sends(train, _in_replica(layout), costs, placement, all_stages[-1])
+    ordered = _in_replica(layout)
+    messages, waits, sends_s, _ = sends(train, ordered, costs, placement, all_stages[-1])
     delays = messages.send_delays(count, np.zeros(1, dtype=np.int64), layout, placement)
     longer = waits[0] * (np.zeros((2, count)) if delays is None else np.stack(delays)[:, :, 0])
     forward = tuple(float(time.forward.total[0] + more) for time, more in zip(times, longer[0], strict=True))
@@ -184,7 +184,7 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
     send = float(sends_s[0]) if count > 1 else 0.0
     if not np.isfinite([*forward, *backward, send]).all():
         return None
-    result = Passes(
+    return Passes(
         schedule=train.options.schedule or "interleaved",
         microbatches=int(layout.microbatches[0]),
         virtual=int(layout.virtual[0]),
@@ -197,8 +197,8 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
         weight_share=train.weight_share,
         groups=tuple(int(placement.group(each.index)[0]) for each in all_stages),
         layers=tuple(int(each.layers[0]) for each in all_stages),
+        predicted_s=float(pipeline_time(train, ordered, costs, placement, all_stages, times)[0][0]),
     )
-    return replace(result, predicted_s=pipeline_seconds(result))
 
 
 def _in_replica(layout: Layout) -> Layout:

@@ -17,7 +17,9 @@ from tests.engines.megatron.command.scripts import LAUNCH, spec_of
 
 def spec(words: str, folder: Path, **changes: Any) -> Spec:
     (folder / "pretrain_gpt.py").touch()
-    return spec_of(words.split(), folder, engine_version=changes.pop("release", "0.16.0"), **changes)
+    cluster = changes.pop("cluster", None) or ClusterSpec()
+    found = spec_of(words.split(), folder, engine_version=changes.pop("release", "0.16.0"), **changes)
+    return dataclasses.replace(found, cluster=cluster)
 
 
 def refused(words: str, folder: Path, **changes: Any) -> list[tuple[str, object]]:
@@ -45,6 +47,17 @@ REFUSED = {
     ),
     "arguments of a file": (f"{LAUNCH} --yaml-cfg job.yaml", ["--yaml-cfg job.yaml"]),
     "adapters of a checkpoint": (f"{LAUNCH} --peft-type lora", ["--peft-type lora"]),
+    "one process for four devices": (f"python {LAUNCH.split(maxsplit=3)[3]}", ["python pretrain_gpt.py"]),
+    "other nodes than the cluster's": (
+        LAUNCH.replace("torchrun", "srun torchrun --nnodes 4"),
+        ["--nnodes 4"],
+    ),
+    "one of two nodes": (LAUNCH, ["torchrun"]),
+}
+CLUSTERS = {
+    "one process for four devices": ClusterSpec(devices_per_node=4),
+    "other nodes than the cluster's": ClusterSpec(nodes=2),
+    "one of two nodes": ClusterSpec(nodes=2),
 }
 
 
@@ -53,7 +66,7 @@ def test_command_that_can_only_fail_is_refused_before_any_trial(name: str, tmp_p
     words, values = REFUSED[name]
     release = "0.15.0+flagscale" if "--peft-type" in words else "0.16.0"
     expected = [("train.command", value.format(folder=tmp_path)) for value in values]
-    assert refused(words, tmp_path, release=release) == expected
+    assert refused(words, tmp_path, release=release, cluster=CLUSTERS.get(name)) == expected
 
 
 def test_argument_of_another_release_is_refused(tmp_path: Path) -> None:
@@ -70,19 +83,6 @@ def test_argument_of_the_program_itself_is_accepted(tmp_path: Path) -> None:
     fork.mkdir(parents=True)
     (fork / "arguments.py").write_text("group.add_argument('--of-a-fork')\n")
     WORKLOAD.ready(spec(f"{LAUNCH} --of-a-fork", tmp_path, envs={"PYTHONPATH": "fork"}))
-
-
-def test_one_process_for_several_devices_is_refused(tmp_path: Path) -> None:
-    cluster = ClusterSpec(devices_per_node=4)
-    one = dataclasses.replace(spec(f"python {LAUNCH.split(maxsplit=3)[3]}", tmp_path), cluster=cluster)
-    with pytest.raises(SpecError, match="one process"):
-        WORKLOAD.ready(one)
-
-
-def test_other_number_of_nodes_is_refused(tmp_path: Path) -> None:
-    two = spec(LAUNCH.replace("torchrun", "torchrun --nnodes 4"), tmp_path)
-    with pytest.raises(SpecError, match="nodes"):
-        WORKLOAD.ready(dataclasses.replace(two, cluster=ClusterSpec(nodes=2)))
 
 
 def test_other_release_than_the_trees_is_a_warning(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flagcore.engines.megatron import reading
-from flagcore.engines.megatron.reading import MegatronLog, log_files, read_logs
+from flagcore.engines.megatron.reading import MegatronLog, read_logs
 
 ARGUMENTS = """\
 using world size: 4, data-parallel size: 2, context-parallel size: 1, tensor-model-parallel size: 2
@@ -37,9 +37,8 @@ def memory(rank: int, allocated: str, reserved: str) -> str:
 
 
 def read(folder: Path, text: str | bytes) -> MegatronLog:
-    file = folder / "stdout.log"
-    file.write_bytes(text.encode() if isinstance(text, str) else text)
-    return read_logs([file])
+    (folder / "stdout.log").write_bytes(text.encode() if isinstance(text, str) else text)
+    return read_logs(str(folder))
 
 
 WHOLE, PLAIN = iteration(1, "10.0"), " iteration {}/ 5 | elapsed time per iteration (ms): 9.0 | {} |\n"
@@ -92,8 +91,8 @@ def test_a_non_numeric_time_is_skipped(tmp_path: Path, figure: str) -> None:
 
 def test_both_logs_are_read_and_a_missing_one_is_empty(tmp_path: Path) -> None:
     (tmp_path / "stderr.log").write_text(iteration(1, "40.0"))
-    assert read_logs([tmp_path / "stdout.log", tmp_path / "stderr.log"]).step_times_s == [0.04]
-    assert read_logs([tmp_path]).step_times_s == []
+    assert read_logs(str(tmp_path)).step_times_s == [0.04]
+    assert read_logs(str(tmp_path / "missing")).step_times_s == []
 
 
 def test_an_endless_log_line_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +101,7 @@ def test_an_endless_log_line_is_read_in_pieces(tmp_path: Path, monkeypatch: pyte
     with file.open("wb") as endless:
         endless.truncate(20 << 30)
     began = time.monotonic()
-    assert read_logs([file]).step_times_s == []
+    assert read_logs(str(tmp_path)).step_times_s == []
     assert time.monotonic() - began < 5
 
 
@@ -115,8 +114,8 @@ def test_adversarial_lines_are_matched_quickly(tmp_path: Path) -> None:
 
 def test_an_invalid_memory_line_is_left_out(tmp_path: Path) -> None:
     line = "[Rank 0] (after 2 iterations) memory (MB) | max allocated: 1{} | reserved: 1 | max reserved: 2"
-    (tmp_path / "log").write_text(line.format("0" * 305) + "\n" + line.format("") + "\n")
-    assert read_logs([tmp_path / "log"]).peak_allocated_bytes == 1 << 20
+    log = read(tmp_path, line.format("0" * 305) + "\n" + line.format("") + "\n")
+    assert log.peak_allocated_bytes == 1 << 20
 
 
 def test_logs_of_ranks_below_the_trials_folder_are_read(tmp_path: Path) -> None:
@@ -124,4 +123,4 @@ def test_logs_of_ranks_below_the_trials_folder_are_read(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "stdout.log").write_text(iteration(1, "10.0"))
     (tmp_path / "stdout.log").write_text(iteration(1, "10.0") + iteration(2, "20.0"))
-    assert read_logs(log_files(str(tmp_path))).step_times_s == [0.01, 0.02]
+    assert read_logs(str(tmp_path)).step_times_s == [0.01, 0.02]

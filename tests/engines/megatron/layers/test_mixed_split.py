@@ -1,25 +1,34 @@
 """Pipelines over node groups of different chips: each stage has the times and the room of its own devices."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flagcore.contracts import CollectiveCosts, Costs
+from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Topology
 from flagcore.domain.model import Model
-from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.training.layout import Layout, Options, Placement
-from flagcore.engines.training.memory.training import memory_in_use, rank_memory
+from flagcore.engines.training.memory.training import memory_in_use
 from flagcore.engines.training.time.step import step_time
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.physics.roofline import Roofline
 from tests.engines.megatron.layers.test_splits import all_splits, cases, derived, slowest
-from tests.engines.training.candidates import DEEPSEEK_16B, LLAMA, MOE, NETWORK, NODE, TOPOLOGY, layout, train
+from tests.engines.training.candidates import (
+    DEEPSEEK_16B,
+    LLAMA,
+    MOE,
+    NETWORK,
+    NODE,
+    TOPOLOGY,
+    layout,
+    rank_memory,
+    train,
+)
 from tests.small import CHIP, SOURCE
 
 TIMES = 2.5
@@ -30,20 +39,6 @@ def chip(times: float = 1.0) -> Chip:
     rates = {name: Fact(value=rate.value / times, source=SOURCE) for name, rate in CHIP.dense_flops_per_second.items()}
     bandwidth = Fact(value=3e12 / times, source=SOURCE)
     return replace(CHIP, dense_flops_per_second=rates, memory_bandwidth_bytes_per_second=bandwidth)
-
-
-@dataclass(frozen=True)
-class _Sends:
-    """Collectives whose messages travel over another link."""
-
-    others: CollectiveCosts
-    sends: CollectiveCosts
-
-    def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        return (self.sends if kind == "send" else self.others).seconds(kind, payload_bytes, ranks, stride)
-
-    def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
-        return self.others.compute_share(ranks, stride)
 
 
 def costs(times: float = 1.0, capacity: float | None = 80e9, **extra: Any) -> Costs:
@@ -134,8 +129,9 @@ def test_only_stages_at_the_border_wait_for_the_link_between_groups(schedule: st
     link = Topology(levels=(replace(NODE, devices=1), replace(NETWORK, bytes_per_second=10e9)))
     one = costs()
     mostly = mixed(one, costs(), link)
-    crawling = replace(one, collectives=_Sends(one.collectives, Collectives(topology=link)))
-    none, some, all_ = (seconds(split, result, options=options) for result in (one, mostly, crawling))
+    crawling = replace(one, collectives=Collectives(topology=link))
+    found = (step_time(train(LLAMA, options=options), split, result) for result in (one, mostly, crawling))
+    none, some, all_ = (sum(step[name] for name in MESSAGES) for step in found)
     assert (none < some).all()
     if schedule == "v-half":
         np.testing.assert_allclose(some, all_)

@@ -15,7 +15,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.layers.fastest import fit_splits, layouts, split_layers
 from flagcore.engines.megatron.layers.split import SPLIT
 from flagcore.engines.megatron.layers.stages import LAYOUT, chunk_layers, layout_text, parse_layout
-from flagcore.engines.megatron.predict import base_inputs, inputs, layout_texts
+from flagcore.engines.megatron.predict import base_inputs, inputs
 from flagcore.engines.megatron.space.options import options
 from flagcore.engines.training.layout import Layout, Splits, Training
 from flagcore.engines.training.memory.training import memory_in_use, stages_in_use
@@ -24,8 +24,7 @@ from flagcore.engines.training.time.step import Blocks, costs_in_run, step_time
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
 from tests import small
-from tests.engines.training.candidates import layout, train
-from tests.engines.training.test_memory_published import DEEPSEEK_V3
+from tests.engines.training.candidates import layout, public, train
 
 PP, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 DENSE = dataclasses.replace(
@@ -213,8 +212,7 @@ def test_layout_of_a_derived_split_means_that_split() -> None:
 
 @pytest.mark.parametrize(("early", "text"), [(False, "Et*3|t|t|(tt|)*28mL"), (True, "Ett|(tt|)*29tm|L")])
 def test_multi_token_prediction_leaves_a_stage_to_the_loss_where_that_is_faster(early: bool, text: str) -> None:
-    model = dataclasses.replace(DEEPSEEK_V3, num_layers=61, moe_first_dense_layers=3, mtp_num_layers=1)
-    work = train(model, transformer_engine=True)
+    work = train(public("deepseek-ai/DeepSeek-V3"), transformer_engine=True)
     work = dataclasses.replace(work, options=dataclasses.replace(work.options, early_mtp=early))
     split = layout(pipeline=32, data=8, expert=8, microbatches=64)
     assert layouts(*derived(work, split, costs(1e15))) == [text]
@@ -294,12 +292,13 @@ def test_a_candidate_has_the_same_split_alone_and_among_others() -> None:
     task = small.task(model, devices=8, space={"micro_batch_size": (1,)})
     space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
     costs = small.costs(task, 3e9)
-    many, texts = WORKLOAD.predict(task, space.columns(), costs), layout_texts(task, space.columns(), costs)
+    columns = space.columns()
+    many, texts = WORKLOAD.predict(task, columns, costs), layouts(*inputs(task, columns, costs))
     assert any(texts)
     for row in range(0, len(space), 14):
         one = space.columns(np.array([row]))
         assert WORKLOAD.predict(task, one, costs).step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-12)
-        assert layout_texts(task, one, costs) == [texts[row]]
+        assert layouts(*inputs(task, one, costs)) == [texts[row]]
         if texts[row]:  # the layout as a setting is the same job
             fixed = small.task(model, devices=8, settings={LAYOUT: texts[row]})
             as_given = {**one, SPLIT: np.array([0]), EACH: np.array([0])}

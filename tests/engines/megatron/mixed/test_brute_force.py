@@ -1,4 +1,4 @@
-"""The best of the planned meshes is that of all meshes, orders and splits of layers, and FlagScale accepts them."""
+"""The best of the planned meshes is that of all meshes, orders and splits of layers."""
 
 import re
 from collections.abc import Iterator
@@ -11,11 +11,9 @@ import pytest
 
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.space import Candidate
-from flagcore.domain.spec import ClusterSpec, Task
+from flagcore.domain.spec import Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.layers.stages import LAYOUT
-from flagcore.engines.megatron.mixed.hetero import LAYERS, MESH_FLAG, TYPES, mixed
 from flagcore.engines.megatron.mixed.meshes import MESHES, SIZES
 from flagcore.engines.megatron.mixed.planner import planned
 from flagcore.engines.megatron.space.knobs import divisors
@@ -103,40 +101,3 @@ def test_the_best_is_that_of_all_meshes_orders_and_splits(
         for layout in layouts(LAYERS_OF_MODEL, stages):
             split = fastest(count, [text], 1, **given, **{LAYOUT: layout})
             assert not split or found <= 1.01 * split[0][0]
-
-
-def refused(words: list[str], devices: dict[str, int], values: dict[str, Any], layers: int) -> list[str]:
-    """Return the checks of FlagScale 16a2dd5 (`flagscale/train/arguments.py`, `pre_validate_args`) that fail."""
-    lists: dict[str, list[str]] = {}
-    for word in words:
-        lists.setdefault(word, []) if word.startswith("--") else lists[list(lists)[-1]].append(word)
-    flat, kinds = list(map(int, lists[MESH_FLAG])), lists[TYPES]
-    meshes = [flat[start : start + 5] for start in range(0, len(flat), 5)]
-    split, stages = list(map(int, lists[LAYERS])), sum(mesh[4] for mesh in meshes)
-    samples = meshes[0][3] * values["micro_batch_size"]
-    checks = {
-        "types": len(kinds) == len(meshes),
-        "batch": all(samples % mesh[3] == 0 for mesh in meshes),
-        "context": len({mesh[1] for mesh in meshes}) == 1,
-        "experts": len({mesh[2] == 1 for mesh in meshes}) == 1,
-        "layers": sum(split) == layers and len(split) == stages,
-        "devices": all(t * c * d * p == devices[kind] for kind, (t, c, _, d, p) in zip(kinds, meshes, strict=True)),
-        "virtual": not values.get("num_layers_per_virtual_pipeline_stage"),
-    }
-    return [name for name, holds in checks.items() if not holds]
-
-
-def with_kinds(task: Task) -> Task:
-    groups = tuple(ClusterSpec(chip=group.chip.name) for group in task.cluster.groups)
-    return replace(task, spec=replace(task.spec, cluster=ClusterSpec(groups=groups)))
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_flagscale_accepts_the_best_candidates(count: int) -> None:
-    task, made = job(count)
-    texts = list(planned(task, made))
-    platform = small.platform(with_kinds(job(count, *texts)[0]), costs=made)
-    devices = dict.fromkeys(KINDS, 2)
-    for _, values in fastest(count, texts, 30):
-        words = list(mixed(platform, Candidate.of(values).as_dict()).words)
-        assert refused(words, devices, values, LAYERS_OF_MODEL) == [], values

@@ -24,7 +24,7 @@ from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
 from tests import small
 from tests.engines.megatron.layers.test_mixed_split import TIMES, chip, costs, mixed
-from tests.engines.training.simulation import simulate, step_seconds
+from tests.engines.training.simulation import step_seconds
 
 MODEL = Model(
     name="llama-1b-like",
@@ -60,13 +60,15 @@ def broken(job: Task, text: str, **values: Any) -> set[str]:
 
 
 LEGAL = "fast tp2 dp4 + slow tp4 dp2"
+UNEVEN = "fast tp2 dp4 x6 | slow tp2 dp4 x2"
+TIED = replace(MODEL, untie_embeddings_and_output_weights=False)
 
 
 @pytest.mark.parametrize(
     ("text", "values", "rule"),
     [
         (LEGAL, {}, None),
-        ("slow dp8 + fast tp8", {"micro_batch_size": 1}, None),
+        ("slow dp8 + fast tp8", {}, None),
         ("fast tp2 dp4", {}, None),
         ("fast dp8 + slow tp4 dp2", {"sequence_parallel": False}, "mesh_sequence_parallel"),
         ("fast tp2 dp2 + slow tp4 dp2", {}, "mesh_devices"),
@@ -75,27 +77,41 @@ LEGAL = "fast tp2 dp4 + slow tp4 dp2"
         (LEGAL, {"num_layers_per_virtual_pipeline_stage": 1}, "mesh_virtual"),
         ("fast pp8 + slow pp8", {}, "mesh_stages"),
         ("fast tp3 + slow dp8", {}, "attention_heads"),
+        (LEGAL, {"model": TIED}, "mesh_embedding"),
+        ("fast tp2 dp4 + slow tp2 dp4", {"model": TIED}, None),
+        ("fast dp8 + slow ep2 dp8", {"model": EXPERTS}, "mesh_experts"),
+        ("fast ep4 dp8 + slow ep2 dp8", {"model": EXPERTS}, None),
+        (UNEVEN, {}, None),
+        ("fast tp2 dp4 | slow tp2 dp4 full", {}, None),
+        ("fast dp8 x2 | slow dp8 mbs2 x1", {"sequence_parallel": False}, None),
+        (UNEVEN, {"micro_batch_size": 2}, "replicas_batch"),
+        ("fast dp8 x3 | slow tp2 dp4 x2", {}, "replicas_shape"),
+        ("fast dp4 pp2 x6 | slow dp8 x1", {}, "replicas_shape"),
+        ("fast dp8 x3 | slow dp8", {}, "replicas_microbatches"),
+        ("fast cp2 dp2 pp2 x14 | slow cp2 dp2 pp2 x2", {}, "replicas_context"),
+        ("fast tp2 dp2 x12 | slow tp2 dp4 x2", {}, "mesh_devices"),
+        ("fast dp1 pp8 x24 | slow dp1 pp8 x8", {}, "pipeline_stages"),
+        ("fast ep4 dp8 x3 | slow ep4 dp8 x1", {"model": EXPERTS}, "replicas_experts"),
+        ("fast dp8 x3 | slow dp8 x1", {"model": EXPERTS}, None),
+        ("fast dp8 x3 | slow dp8 x1", {"model": replace(MODEL, mtp_num_layers=1)}, "replicas_mtp"),
     ],
 )
 def test_rules_of_meshes_have_names(text: str, values: Mapping[str, Any], rule: str | None) -> None:
-    found = broken(task(text), text, **{"sequence_parallel": True, **values})
+    knobs = {"sequence_parallel": True, **values}
+    found = broken(task(text, model=knobs.pop("model", MODEL)), text, **knobs)
     assert rule in found if rule else not found
 
 
-def test_experts_and_tied_embeddings_restrict_meshes() -> None:
-    tied = replace(MODEL, untie_embeddings_and_output_weights=False)
-    assert "mesh_embedding" in broken(task(LEGAL, model=tied), LEGAL, sequence_parallel=True)
-    same = "fast tp2 dp4 + slow tp2 dp4"
-    assert not broken(task(same, model=tied), same, sequence_parallel=True)
-    some, every = "fast dp8 + slow ep2 dp8", "fast ep4 dp8 + slow ep2 dp8"
-    assert "mesh_experts" in broken(task(some, model=EXPERTS), some)
-    assert not broken(task(every, model=EXPERTS), every)
-
-
-@pytest.mark.parametrize("text", ["fast tp2 dp4 + grey dp8", "fast tp2x + slow dp8", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("fast tp2 dp4 + grey dp8", "fast tp2x + slow dp8", "+", "fast x2 + slow x2"),
+        *("fast dp8 | slow dp8 + slow dp8", "fast y2 | slow", "fast dp4 | fast dp4"),
+    ],
+)
 def test_an_unreadable_mesh_is_refused_with_its_key(text: str) -> None:
     with pytest.raises(SpecError) as caught:
-        WORKLOAD.columns(task(text or "+"), {MESHES: text or "+"})
+        WORKLOAD.columns(task(text), {MESHES: text})
     assert caught.value.key == f"auto_tuner.space.{MESHES}"
 
 
@@ -149,7 +165,7 @@ def test_the_time_of_unequal_stages_is_that_of_the_simulated_schedule(text: str)
     assert passes is not None
     assert set(passes.groups) == {0, 1}
     assert max(passes.forward_s) > 1.05 * min(passes.forward_s)
-    simulated = step_seconds(passes, simulate(passes, passes.microbatches))
+    simulated = step_seconds(passes)
     assert passes.predicted_s == pytest.approx(simulated, rel=1e-9)
     step = WORKLOAD.predict(job, row, made).time_s
     assert sum(float(each[0]) for name, each in step.items() if name not in ("dp_comm_exposed_s", "optimizer_s")) == (

@@ -1,10 +1,8 @@
 """A data split: whole replicas on each kind of chips, with shares of the batch."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +22,8 @@ from tests import small
 from tests.engines.megatron.mixed.test_meshes import (
     EXPERTS,
     MODEL,
+    UNEVEN,
     best_of,
-    broken,
     costs,
     on_hosts,
     pair,
@@ -34,44 +32,6 @@ from tests.engines.megatron.mixed.test_meshes import (
     task,
 )
 from tests.engines.megatron.mixed.test_meshes import mixed as with_network
-
-UNEVEN = "fast tp2 dp4 x6 | slow tp2 dp4 x2"
-
-
-@pytest.mark.parametrize(
-    ("text", "values", "rule"),
-    [
-        (UNEVEN, {}, None),
-        ("fast tp2 dp4 | slow tp2 dp4 full", {}, None),
-        ("fast dp8 x2 | slow dp8 mbs2 x1", {"sequence_parallel": False}, None),
-        (UNEVEN, {"micro_batch_size": 2}, "replicas_batch"),
-        ("fast dp8 x3 | slow tp2 dp4 x2", {}, "replicas_shape"),
-        ("fast dp4 pp2 x6 | slow dp8 x1", {}, "replicas_shape"),
-        ("fast dp8 x3 | slow dp8", {}, "replicas_microbatches"),
-        ("fast cp2 dp2 pp2 x14 | slow cp2 dp2 pp2 x2", {}, "replicas_context"),
-        ("fast tp2 dp2 x12 | slow tp2 dp4 x2", {}, "mesh_devices"),
-        ("fast dp1 pp8 x24 | slow dp1 pp8 x8", {}, "pipeline_stages"),
-    ],
-)
-def test_rules_of_replicas_have_names(text: str, values: Mapping[str, Any], rule: str | None) -> None:
-    found = broken(task(text), text, **{"micro_batch_size": 1, "sequence_parallel": True, **values})
-    assert rule in found if rule else not found
-
-
-def test_experts_are_not_split_over_replicas() -> None:
-    text = "fast ep4 dp8 x3 | slow ep4 dp8 x1"
-    assert "replicas_experts" in broken(task(text, model=EXPERTS), text)
-    text = "fast dp8 x3 | slow dp8 x1"
-    assert not broken(task(text, model=EXPERTS), text)
-    assert "replicas_mtp" in broken(task(text, model=replace(MODEL, mtp_num_layers=1)), text)
-
-
-@pytest.mark.parametrize(
-    "text", ["fast x2 + slow x2", "fast dp8 | slow dp8 + slow dp8", "fast y2 | slow", "fast dp4 | fast dp4"]
-)
-def test_replicas_are_separated_from_pipelines_and_of_different_groups(text: str) -> None:
-    with pytest.raises(SpecError):
-        WORKLOAD.columns(task(text), {MESHES: text})
 
 
 def every(job: Task) -> list[str]:

@@ -246,13 +246,7 @@ def test_the_trial_program_refuses_values_that_it_cannot_run() -> None:
 
 def spec_of(**tuner: Any) -> Spec:
     data = {
-        "model": {
-            "num_layers": 4,
-            "hidden_size": 64,
-            "ffn_hidden_size": 128,
-            "num_attention_heads": 4,
-            "vocab_size": 1000,
-        },
+        "model": small.SHAPE,
         "cluster": {"chip": "auto"},
         "train": {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "bf16"},
         "auto_tuner": tuner,

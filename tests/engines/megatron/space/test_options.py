@@ -32,6 +32,14 @@ def overlaps(found: Options) -> tuple[bool, bool]:
 
 
 COMMAND = ("torchrun", "pretrain_gpt.py")
+SWITCHES = {
+    "overlap_moe_expert_parallel_comm": "overlap_expert_comm",
+    "use_megatron_fsdp": "fsdp",
+    "cross_entropy_loss_fusion": "cross_entropy_fusion",
+    "account_for_embedding_in_pipeline_split": "account_for_embedding",
+    "account_for_loss_in_pipeline_split": "account_for_loss",
+    **{name: name for name in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "fp8_param_gather")},
+}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "schedule": ({"pipeline_schedule": "ZB_H1"}, {"schedule": "zb-h1"}),
     "engine's schedule": ({"pipeline_schedule": "1f1b"}, {"schedule": None}),
@@ -76,31 +84,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "no graphs": ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, {"cuda_graph": ""}),
     "switches": (
-        {
-            "overlap_grad_reduce": True,
-            "overlap_param_gather": True,
-            "tp_comm_overlap": True,
-            "overlap_p2p_comm": False,
-            "overlap_moe_expert_parallel_comm": True,
-            "delay_wgrad_compute": True,
-            "use_megatron_fsdp": True,
-            "fp8_param_gather": True,
-            "cross_entropy_loss_fusion": True,
-            "account_for_embedding_in_pipeline_split": True,
-            "account_for_loss_in_pipeline_split": True,
-        },
-        {
-            "overlap_grad_reduce": True,
-            "overlap_param_gather": True,
-            "tp_comm_overlap": True,
-            "overlap_p2p_comm": False,
-            "overlap_expert_comm": True,
-            "fsdp": True,
-            "fp8_param_gather": True,
-            "cross_entropy_fusion": True,
-            "account_for_embedding": True,
-            "account_for_loss": True,
-        },
+        {**dict.fromkeys(SWITCHES, True), "overlap_p2p_comm": False, "delay_wgrad_compute": True},
+        {**dict.fromkeys(SWITCHES.values(), True), "overlap_p2p_comm": False},
     ),
 }
 
@@ -232,88 +217,6 @@ def test_layout_of_a_published_run_gives_its_virtual_stages() -> None:
     found, values, _ = WORKLOAD.published(task, {"pipeline_model_parallel_size": 2}, "")
     layout = layout_of(found, WORKLOAD.columns(found, values))
     assert layout.virtual.tolist() == [2.0]
-
-
-RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "overlap_param_gather": ({"overlap_grad_reduce": True, "overlap_param_gather": True}, {}, SHARDED),
-    "fp8_param_gather": ({"fp8_param_gather": True}, {}, SHARDED),
-    "use_precision_aware_optimizer": (AWARE, {}, SHARDED),
-    "tp_comm_overlap": (
-        {"tp_comm_overlap": True},
-        {"tensor_model_parallel_size": 2},
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    ),
-    "overlap_moe_expert_parallel_comm": (
-        {"overlap_moe_expert_parallel_comm": True},
-        {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-        {"expert_model_parallel_size": 2},
-    ),
-    "offload_stages": ({"offload_stages": "1"}, {}, {"pipeline_model_parallel_size": 2}),
-    "pipeline_schedule": (
-        {"pipeline_schedule": "interleaved"},
-        {"pipeline_model_parallel_size": 2},
-        {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
-    ),
-    "pipeline_stages": (
-        {"pipeline_model_parallel_layout": "Ett|ttL"},
-        {"pipeline_model_parallel_size": 4},
-        {"pipeline_model_parallel_size": 2},
-    ),
-    "virtual_stages": (
-        {"pipeline_model_parallel_layout": "Et|t|t|tL"},
-        {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
-        {"pipeline_model_parallel_size": 2},
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("schedule", "fits"),
-    [("1f1b", {1, 2, 4}), ("interleaved", {2, 4}), ("zb-h1", {1}), ("zb-v", {1, 2}), ("gpipe", {1})],
-)
-def test_a_schedule_has_a_fixed_number_of_virtual_stages(schedule: str, fits: set[int]) -> None:
-    model = dataclasses.replace(small.DENSE, num_layers=8)
-    task = small.task(model, settings={"pipeline_schedule": schedule})
-    for virtual in (1, 2, 4):
-        values = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": virtual}
-        broken = check(WORKLOAD.columns(task, values), WORKLOAD.rules(task), ())[1]
-        assert [rule.name for rule in broken] == ([] if virtual in fits else ["pipeline_schedule"])
-
-
-@pytest.mark.parametrize(
-    ("schedule", "stages", "batch", "fits"),
-    [
-        ("dualpipe", 4, 8, True),
-        ("dualpipe", 4, 6, False),
-        ("dualpipe", 4, 9, False),
-        ("dualpipe", 3, 12, False),
-        ("dualpipe", 1, 1, True),
-        ("dualpipev", 3, 7, True),
-        ("dualpipev", 4, 7, False),
-    ],
-)
-def test_dualpipe_takes_as_many_stages_and_micro_batches_as_its_authors_allow(
-    schedule: str, stages: int, batch: int, fits: bool
-) -> None:
-    model = dataclasses.replace(small.DENSE, num_layers=12)
-    settings = {"pipeline_schedule": schedule}
-    task = small.task(model, devices=stages, settings=settings, global_batch_size=batch)
-    values = {"pipeline_model_parallel_size": stages, "micro_batch_size": 1}
-    broken = check(WORKLOAD.columns(task, values), WORKLOAD.rules(task), ())[1]
-    assert [rule.name for rule in broken] == ([] if fits else ["pipeline_schedule"])
-    assert all("micro-batches per stage" in rule.message for rule in broken)
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_candidate_that_a_setting_excludes_is_illegal_by_that_name(name: str) -> None:
-    settings, wrong, right = RULES[name]
-    task = small.task(small.EXPERTS, settings=settings)
-    broken = [
-        {rule.name for rule in check(WORKLOAD.columns(task, values), WORKLOAD.rules(task), ())[1]}
-        for values in (wrong, right)
-    ]
-    assert name in broken[0]
-    assert not broken[1]
 
 
 def test_counting_embedding_and_loss_as_layers_allows_an_even_split() -> None:

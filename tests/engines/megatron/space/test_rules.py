@@ -36,6 +36,23 @@ def broken(values: dict[str, KnobValue], **of_task: Any) -> set[str]:
     return {rule.name for rule in check(WORKLOAD.columns(task, values), WORKLOAD.rules(task), ())[1]}
 
 
+SHARDED = {OPTIMIZER: True, DP: 4}
+GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+AWARE, OVERLAP = "use_precision_aware_optimizer", "overlap_moe_expert_parallel_comm"
+SCHEDULE, LAYOUT = "pipeline_schedule", "pipeline_model_parallel_layout"
+VPP = "virtual_pipeline_model_parallel_size"
+
+
+def experts(**settings: Any) -> dict[str, Any]:
+    return {"model": small.EXPERTS, "settings": settings}
+
+
+def scheduled(name: str, devices: int = 4, batch: int = 8) -> dict[str, Any]:
+    """A job of 24 layers with a schedule."""
+    model = dataclasses.replace(small.DENSE, num_layers=24)
+    return {"model": model, "devices": devices, "global_batch_size": batch, "settings": {SCHEDULE: name}}
+
+
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "the sizes make up the devices": ("world_size", {DP: 1, TP: 2}, {DP: 2, TP: 2}, {}),
     "context parallelism counts among the devices": ("world_size", {DP: 4, CP: 2}, {DP: 2, CP: 2}, {}),
@@ -152,6 +169,23 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"model": dataclasses.replace(small.DENSE, mtp_num_layers=1)},
     ),
     "block recompute need not fill a stage": ("uniform_recompute", {**UNIFORM, LAYERS: 3}, {**BLOCK, LAYERS: 3}, {}),
+    "gathered weights need shards": ("overlap_param_gather", {}, SHARDED, experts(**GATHER)),
+    "gathered fp8 weights need shards": ("fp8_param_gather", {}, SHARDED, experts(fp8_param_gather=True)),
+    "a precision-aware optimizer needs shards": (AWARE, {}, SHARDED, experts(**{AWARE: True})),
+    "overlap needs split sequences": ("tp_comm_overlap", {TP: 2}, {TP: 2, SP: True}, experts(tp_comm_overlap=True)),
+    "experts overlap between virtual stages": (OVERLAP, {EP: 2, PP: 2}, {EP: 2}, experts(**{OVERLAP: True})),
+    "a stage that offloads exists": ("offload_stages", {}, {PP: 2}, experts(offload_stages="1")),
+    "a layout fits the pipeline": ("pipeline_stages", {PP: 4}, {PP: 2}, experts(**{LAYOUT: "Ett|ttL"})),
+    "a layout sets virtual stages": ("virtual_stages", {PP: 2, VIRTUAL: 1}, {PP: 2}, experts(**{LAYOUT: "Et|t|t|tL"})),
+    "interleaving needs virtual stages": (SCHEDULE, {PP: 2}, {PP: 2, VIRTUAL: 1}, scheduled("interleaved")),
+    "ZB-H1 has no virtual stages": (SCHEDULE, {PP: 2, VPP: 2}, {PP: 2}, scheduled("zb-h1")),
+    "GPipe has no virtual stages": (SCHEDULE, {PP: 2, VPP: 4}, {PP: 2}, scheduled("gpipe")),
+    "ZB-V has two virtual stages": (SCHEDULE, {PP: 2, VPP: 4}, {PP: 2, VPP: 2}, scheduled("zb-v")),
+    "ZB-V sets its virtual stages": (SCHEDULE, {PP: 2, VPP: 4}, {PP: 2}, scheduled("zb-v")),
+    "DualPipe has even micro-batches": (SCHEDULE, {PP: 4, MBS: 2}, {PP: 4, MBS: 1}, scheduled("dualpipe", 4, 18)),
+    "DualPipe has even stages": (SCHEDULE, {PP: 3}, {PP: 1}, scheduled("dualpipe", 3, 12)),
+    "DualPipe fills each stage twice": (SCHEDULE, {PP: 4, MBS: 4}, {PP: 4, MBS: 3}, scheduled("dualpipe", 4, 24)),
+    "DualPipeV has two, even or not": (SCHEDULE, {PP: 3, MBS: 9}, {PP: 3, MBS: 1}, scheduled("dualpipev", 3, 27)),
 }
 
 
@@ -164,7 +198,12 @@ def test_each_rule_refuses_its_bad_candidate_and_accepts_the_good_one(name: str)
 
 def test_every_rule_has_a_case() -> None:
     rules = {rule.name for rule in WORKLOAD.rules(small.task())}
-    assert rules == {rule for rule, *_ in CASES.values()}
+    assert rules <= {rule for rule, *_ in CASES.values()}
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 4])
+def test_1f1b_has_any_number_of_virtual_stages(virtual: int) -> None:
+    assert broken({PP: 2, VPP: virtual}, **scheduled("1f1b")) == set()
 
 
 def test_experts_may_be_split_over_more_devices_than_data_parallelism_has() -> None:
@@ -282,9 +321,6 @@ def test_a_stage_uses_one_kind_of_chip() -> None:
     assert refused(8, 4, 4) == [size for size in range(1, 17) if size % 4]
     assert refused(2, 6) == [size for size in range(1, 17) if size % 4]
     assert "stages_in_one_group" not in {rule.name for rule in WORKLOAD.rules(small.task())}
-
-
-GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 @pytest.mark.parametrize(("settings", "kept"), [({}, 0), (GATHER, 1)])

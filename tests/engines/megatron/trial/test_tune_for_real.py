@@ -78,14 +78,6 @@ def test_all_trials_start_warm(tuned: api.Outcome) -> None:
     assert all(trial["warm"] for trial in tuned.data["trials"])
 
 
-def test_resuming_repeats_no_finished_trial(tuned: api.Outcome) -> None:
-    folder: Path = tuned.run_dir.parent
-    started: list[object] = []
-    again = api.tune(folder / "spec.yaml", run_dir=tuned.run_dir, on_event=started.append)
-    assert started == []
-    assert again.data == tuned.data
-
-
 @pytest.mark.long
 def test_long_steps_are_shortened_scaled_and_repeated_whole(tmp_path: Path) -> None:
     control = {**SPEC["auto_tuner"]["control"], "max_step_time": 0.001, "max_trials": 1}

@@ -1,7 +1,7 @@
 """Small made-up serving tasks: one load on cards or on cores."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from flagcore.engines.serving.space.placement import InstanceKinds, placements
 from flagcore.engines.serving.space.settings import Settings
 from flagcore.plugins import workload
 from flagcore.tuner.stages.build import build, canonical
+from tests import served
 from tests.small import CHIP, DENSE, SOURCE
 
 SHARED = Link(name="loopback", topology="shared-memory", bytes_per_second=Fact(value=2e9, source=SOURCE))
@@ -39,6 +40,7 @@ MLA = replace(
     qk_pos_emb_head_dim=8,
     v_head_dim=16,
 )
+SPEC_FIELDS = {each.name for each in fields(Spec)}
 RELEASES = {"vllm": "0.32.0", "sglang": "0.5.23"}
 COMMANDS = {"vllm": ("/bin/echo", "serve"), "lmdeploy": ("/bin/echo", "serve", "api_server")}
 
@@ -46,17 +48,19 @@ COMMANDS = {"vllm": ("/bin/echo", "serve"), "lmdeploy": ("/bin/echo", "serve", "
 def serving(
     engine: str,
     *,
+    nodes: int = 1,
     devices: int = 4,
     on_cores: bool = False,
     model: Model = DENSE,
     memory: int | None = None,
     **arguments: Any,
 ) -> Task:
-    """A task on one node; `space` and `baseline` go to the spec, the rest to its serving job."""
-    outer = {key: arguments.pop(key) for key in ("space", "baseline") if key in arguments}
+    """A task on nodes with `devices` each; fields of `Spec` go to the spec, the rest to its serving job."""
+    outer = {name: arguments.pop(name) for name in SPEC_FIELDS & {*arguments}}
     work = ServeSpec(engine=engine, **{"loads": (LOAD,), **arguments})
-    spec = Spec(model=model, cluster=ClusterSpec(), work=work, **outer)
-    group = NodeGroup(chip=CORE if on_cores else CHIP, nodes=1, devices_per_node=devices, memory_bytes=memory)
+    spec = Spec(model=model, work=work, **{"cluster": ClusterSpec(), **outer})
+    chip = CORE if on_cores else CHIP
+    group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices, memory_bytes=memory)
     return Task(spec=spec, cluster=Cluster(groups=(group,)))
 
 
@@ -95,8 +99,15 @@ def failure(engine: Engine, log: str) -> tuple[TrialState, str]:
 def predict(task: Task, settings: Settings, costs: Costs, kinds: InstanceKinds | None = None) -> Predictions:
     """What the task's engine is predicted to do with settings."""
     engine: Any = workload(task.spec.serve.engine)
-    over, graphs = engine.overheads_for(task, on_host=costs.synchronous), engine.graph_tokens(task)
-    return predict_engine(task, settings, costs, over, graph_tokens=graphs, untested=bool(engine.untested), kinds=kinds)
+    overheads = engine.overheads_for(task, on_host=costs.synchronous)
+    return predict_engine(task, settings, costs, overheads, untested=bool(engine.untested), kinds=kinds)
+
+
+def figures(task: Task, **values: KnobValue) -> dict[str, float]:
+    """The predicted metrics of a candidate: the engine's defaults but for `values`."""
+    engine = engine_of(task.spec.serve.engine)
+    found = engine.predict(task, row(engine, task, **values), served.costs()).figures
+    return {name: column.item() for name, column in found.items()}
 
 
 def published(task: Task, values: Mapping[str, str]) -> tuple[Task, dict[str, KnobValue]]:

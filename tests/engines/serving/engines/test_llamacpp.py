@@ -2,15 +2,13 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
 from flagcore.engines.serving.space.hardware import Hardware
 from flagcore.errors import SpecError
-from tests.engines.serving.engines.tasks import LOAD, broken, merged, row, server, serving, settings, space_of
-from tests.served import costs
+from tests.engines.serving.engines.tasks import LOAD, broken, figures, merged, server, serving, settings, space_of
 from tests.small import DENSE
 
 
@@ -64,8 +62,7 @@ def test_the_host_keeps_prompts_that_are_shared() -> None:
     def kept(turns: int, **arguments: int) -> tuple[bool, float]:
         loads = (replace(LOAD, turns=turns, num_prompts=64, concurrency=8),)
         task = cores(loads=loads, engine_args=arguments)
-        figures = ENGINE.predict(task, row(ENGINE, task, parallel=2), costs()).figures
-        hit_rate = float(figures.get("cache_hit_rate", np.zeros(1))[0])
+        hit_rate = figures(task, parallel=2).get("cache_hit_rate", 0.0)
         return ("--cache-ram", "0") not in pairwise(server(task, parallel=2).argv), hit_rate
 
     assert kept(1) == (False, 0.0)

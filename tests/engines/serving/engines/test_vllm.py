@@ -9,8 +9,7 @@ from flagcore.domain.serving import Load
 from flagcore.engines.serving.trial.loads import shares
 from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
 from flagcore.errors import SpecError
-from tests.engines.serving.engines.tasks import GIB, LOAD, merged, planned, row, server, settings
-from tests.served import costs
+from tests.engines.serving.engines.tasks import GIB, LOAD, figures, merged, planned, server, settings
 from tests.small import DENSE
 
 
@@ -157,10 +156,7 @@ def test_flags_follow_the_release() -> None:
 
 def test_synchronous_scheduling_and_old_releases_are_predicted_with_the_host_time() -> None:
     def rate(version: str, value: str | None) -> float:
-        task = cards(engine_version=version)
-        return float(
-            ENGINE.predict(task, row(ENGINE, task, async_scheduling=value), costs()).figures["requests_per_s"][0]
-        )
+        return figures(cards(engine_version=version), async_scheduling=value)["requests_per_s"]
 
     assert rate("0.32.0", "off") < rate("0.32.0", None) == rate("0.32.0", "on")
     assert rate("0.12.0", None) == rate("0.12.0", "off") < rate("0.12.0", "on")
@@ -170,8 +166,7 @@ def test_speculation_is_predicted_only_with_a_known_acceptance() -> None:
     values = {"speculation": "ngram", "speculative_tokens": 3}
 
     def rate(acceptance: float | None, **values: str | int) -> float:
-        task = cards(loads=(replace(LOAD, acceptance=acceptance),))
-        return float(ENGINE.predict(task, row(ENGINE, task, **values), costs()).figures["requests_per_s"][0])
+        return figures(cards(loads=(replace(LOAD, acceptance=acceptance),)), **values)["requests_per_s"]
 
     assert rate(None, **values) == rate(0.8) == rate(None)
     assert rate(0.0, **values) < rate(0.8) < rate(0.5, **values) < rate(0.8, **values)
@@ -193,11 +188,10 @@ def test_the_draft_model_is_that_of_candidates_with_speculation() -> None:
 
 
 def test_weights_that_are_converted_to_fp8_are_predicted_like_weights_in_fp8() -> None:
-    wide, narrow = cards(), cards(precision="fp8")
-    converted = ENGINE.predict(wide, row(ENGINE, wide, quantization="fp8"), costs())
-    stored, plain = (ENGINE.predict(task, row(ENGINE, task), costs()) for task in (narrow, wide))
-    assert converted.step_time_s == stored.step_time_s < plain.step_time_s
-    assert converted.figures["kv_cache_gib"] == stored.figures["kv_cache_gib"] > plain.figures["kv_cache_gib"]
+    converted, stored = figures(cards(), quantization="fp8"), figures(cards(precision="fp8"))
+    assert converted == stored
+    assert stored["requests_per_s"] > figures(cards())["requests_per_s"]
+    assert stored["kv_cache_gib"] > figures(cards())["kv_cache_gib"]
 
 
 def test_shares_of_a_load_are_increases_of_counters() -> None:

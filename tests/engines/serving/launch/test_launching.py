@@ -11,13 +11,13 @@ import pytest
 import yaml
 from flagcore_kubernetes.job import export as kubernetes
 
-from flagcore.contracts import ExportJob, Platform, ServerGroups
+from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.chip import Device, Support
-from flagcore.domain.cluster import Cluster
 from flagcore.domain.engine import EngineSupport, KubernetesResource
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import Launch, ServerGroups
 from flagcore.domain.serving import Images, Load
 from flagcore.domain.space import Candidate
+from flagcore.domain.spec import ClusterSpec
 from flagcore.engines.serving.launch import export
 from flagcore.engines.serving.launch.server import Instance, Job, as_text, read_job
 from flagcore.engines.serving.launch.start import instances_of
@@ -214,12 +214,7 @@ def test_containers_mount_the_targets_of_links_and_get_all_variables(tmp_path: P
 
 def on_two_hosts(folder: Path) -> Platform:
     """Two hosts with four cards each."""
-    where = on_cards(folder, devices=4)
-    spec, (group,) = where.task.spec, where.task.cluster.groups
-    cluster = dataclasses.replace(spec.cluster, hosts=("a", "b"), nodes=2)
-    spec = dataclasses.replace(spec, cluster=cluster, launcher="ssh")
-    task = dataclasses.replace(where.task, spec=spec, cluster=Cluster(groups=(dataclasses.replace(group, nodes=2),)))
-    return dataclasses.replace(where, task=task)
+    return on_cards(folder, devices=4, nodes=2, cluster=ClusterSpec(hosts=("a", "b"), nodes=2), launcher="ssh")
 
 
 def test_instances_on_hosts_are_started_by_a_program_of_each_host(tmp_path: Path) -> None:

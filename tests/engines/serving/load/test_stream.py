@@ -25,6 +25,7 @@ def ending(made: int = 3) -> bytes:
 
 
 COUNTS, DONE = {"prompt_tokens": 8, "completion_tokens": 3}, b"data: [DONE]\n\n"
+FINISH, USAGE = event("", choice={"finish_reason": "length"}), line({"choices": [], "usage": COUNTS})
 
 
 def answer(stream: Stream, made: int = 3) -> Answer:
@@ -54,6 +55,8 @@ def fed(*parts: tuple[float, bytes], made: int = 3) -> Answer:
         # tokens that have no text are timed by their events
         ([(11.0, event("")), (12.0, event(None)), (13.0, ending())], 3, 3.0, 1.0, (1.0, 1.0)),
         ([(11.0, event("", choice={"token_ids": [7]})), (12.0, event() + ending())], 3, 2.0, 0.5, (1.0,)),
+        # token counts after the answer do not extend its time
+        ([(11.0, event() + event()), (12.0, FINISH), (15.0, USAGE + DONE)], 3, 2.0, 0.5, (0.0,)),
         # events after the end are ignored
         ([(11.0, event() + event()), (12.0, ending() + event() + b"garbage\n")], 3, 2.0, 0.5, (0.0,)),
     ],
@@ -65,15 +68,6 @@ def test_an_answer_is_timed_by_its_pieces(
     assert (found.ttft_s, found.e2e_s, found.tpot_s) == (1.0, e2e_s, tpot_s)
     assert (found.gaps_s, found.output_tokens) == (gaps_s, made)
     assert (found.start_s, found.end_s) == (1.0, 1.0 + e2e_s)
-
-
-def test_token_counts_after_the_answer_do_not_extend_its_time() -> None:
-    stream = Stream()
-    stream.feed(event() + event(), 11.0)
-    stream.feed(event("", choice={"finish_reason": "length"}), 12.0)
-    stream.feed(line({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 3}}), 15.0)
-    stream.feed(b"data: [DONE]\n\n", 16.0)
-    assert answer(stream).e2e_s == 2.0
 
 
 WHOLE = b"".join(
@@ -107,13 +101,12 @@ def test_the_chunking_of_reads_does_not_matter(size: int, newline: bytes) -> Non
         (event()[:-4] + b"\n\n", "not JSON"),
         (b"data: {}\n\n", "neither"),
         (b"<html>\n", "<html>"),
+        (event(" z", choice={"finish_reason": "abort"}) + USAGE + DONE, "finish_reason is 'abort'"),
     ],
 )
 def test_malformed_events_after_valid_ones_are_detected(late: bytes, message: str) -> None:
-    stream = Stream()
-    stream.feed(event() * 3, 11.0)
     with pytest.raises(RequestFailed, match=message):
-        stream.feed(late, 12.0)
+        fed((11.0, event() * 3), (12.0, late))
 
 
 def test_events_that_differ_only_in_their_text_are_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,16 +124,6 @@ def test_events_that_differ_only_in_their_text_are_not_parsed_again(monkeypatch:
     stream.feed(event(created=2) + event(created=2), 12.0)
     assert len(parsed) == 2
     assert stream.events == 6
-
-
-def test_the_finish_event_is_found_among_similar_events() -> None:
-    stream = Stream()
-    stream.feed(event() * 3 + event(" z", choice={"finish_reason": "abort"}), 11.0)
-    stream.feed(
-        line({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 3}}) + b"data: [DONE]\n\n", 12.0
-    )
-    with pytest.raises(RequestFailed, match="finish_reason is 'abort'"):
-        answer(stream)
 
 
 @pytest.mark.parametrize("read", [None, 0, "8", True, float("nan"), 10**400, [8]])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task, figure_name, seconds
@@ -19,47 +20,23 @@ from flagcore.engines.serving.model.work import UNFITTED, overheads_of
 from flagcore.engines.serving.sglang.profile import RECEIVE
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
 from flagcore.engines.serving.space.placement import uniform_kinds
-from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.serving.space.weights import parameters
+from flagcore.engines.serving.vllm.knobs import graph_tokens
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.physics.roofline import Roofline
 from tests.engines.serving.engines.tasks import predict, published
-from tests.served import CHIP, DENSE, EXPERTS, costs
+from tests.served import CHIP, DENSE, EXPERTS, costs, settings
 
 LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
 
 
-def task(*loads: Load, engine: str = "vllm", objective: str = "output_tokens_per_s", **serve: object) -> Task:
+def task(
+    *loads: Load, engine: str = "vllm", objective: str = "output_tokens_per_s", model: Model = DENSE, **serve: object
+) -> Task:
     group = NodeGroup(chip=CHIP, nodes=1, devices_per_node=8)
     job = ServeSpec(engine=engine, loads=loads or (LOAD,), **{"engine_version": "0.19.0", **serve})  # type: ignore[arg-type]
-    spec = Spec(model=DENSE, cluster=ClusterSpec(), work=job, objective=objective)
+    spec = Spec(model=model, cluster=ClusterSpec(), work=job, objective=objective)
     return Task(spec=spec, cluster=Cluster(groups=(group,)))
-
-
-def settings(**arguments: object) -> Settings:
-    values: dict[str, object] = {
-        **dict.fromkeys(("instances", "tensor", "pipeline", "data", "expert"), 1),
-        "max_running": 256,
-        "max_batched_tokens": 8192,
-        "pass_tokens": 8192,
-        "block_size": 16,
-        "context_len": 2048,
-        "chunked": 1,
-        "graphs": 1,
-        "prefix_caching": 0,
-        "memory_fraction": 0.9,
-        "cache_element_bytes": 2.0,
-        **dict.fromkeys(("cache_bytes", "host_s"), np.nan),
-        **dict.fromkeys(("drafted", "copies", "host_tokens"), 0),
-        **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized"), False),
-        "on_device": 1.0,
-        **arguments,
-    }
-    rows = max(np.size(value) for value in values.values())
-    columns = {name: np.broadcast_to(np.asarray(value), (rows,)) for name, value in values.items()}
-    columns.setdefault("devices", columns["tensor"] * columns["pipeline"] * columns["data"])
-    columns.setdefault("tower_shares", columns["tensor"])
-    return Settings(**columns)
 
 
 def predicted(on: Task | None = None, **arguments: object) -> Predictions:
@@ -73,13 +50,6 @@ def figure(found: Predictions, name: str = "output_tokens_per_s") -> list[float]
 def with_cpus(count: int | None) -> Task:
     plain = task()
     return replace(plain, cluster=Cluster(groups=(replace(plain.cluster.groups[0], cpus_per_node=count),)))
-
-
-def test_hosts_with_few_cpus_are_slower() -> None:
-    rates = [figure(predicted(with_cpus(count), tensor=8))[0] for count in (None, 10, 5, 2)]
-    assert rates[0] == rates[1] > 1.2 * rates[2] > 1.2 * rates[3]
-    latencies = [figure(predicted(with_cpus(count), tensor=8), "ttft_s.mean")[0] for count in (10, 2)]
-    assert latencies[1] > 2.0 * latencies[0]
 
 
 def test_intervals_are_wider_if_the_cpus_of_hosts_are_unknown() -> None:
@@ -121,33 +91,39 @@ RATE = "output_tokens_per_s"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "name", "low", "high"),
+    ("on", "arguments", "name", "low", "high"),
     [
-        ({"instances": [1, 2]}, RATE, 1.3, 2.0),
-        ({"instances": [4, 1], "pipeline": [1, 4]}, RATE, 0.5, 1.0),  # a prompt in one stage delays the others
-        ({"tensor": [1, 2]}, "tpot_s.mean", 0.0, 1.0),
-        ({"tensor": [2, 4]}, "tpot_s.mean", 0.0, 1.0),
-        ({"max_running": [256, 4]}, RATE, 0.0, 0.5),
-        ({"max_batched_tokens": [8192, 256], "pass_tokens": [8192, 256]}, RATE, 0.0, 1.0),
-        ({"graphs": [1, 0]}, RATE, 0.0, 0.7),
-        ({"max_running": [64, 512], "block_size": [16, 128]}, RATE, 0.999999, 1.000001),  # limits out of reach
+        (task(), {"instances": [1, 2]}, RATE, 1.3, 2.0),
+        (task(), {"instances": [1, 2]}, "output_tokens_per_s_per_device", 0.65, 1.0),
+        (task(), {"instances": [1, 2]}, "kv_cache_tokens", 2.0, 2.0),
+        (task(), {"instances": [4, 1], "pipeline": [1, 4]}, RATE, 0.5, 1.0),  # a prompt in one stage delays the others
+        (task(replace(LOAD, concurrency=1, num_prompts=2)), {"pipeline": [1, 2]}, "tpot_s.mean", 0.9999, 3.0),
+        (task(), {"tensor": [1, 2]}, "tpot_s.mean", 0.0, 1.0),
+        (task(), {"tensor": [1, 2]}, "kv_cache_gib", 1.01, 2.0),
+        (task(), {"tensor": [2, 4]}, "tpot_s.mean", 0.0, 1.0),
+        (task(), {"max_running": [256, 4]}, RATE, 0.0, 0.5),
+        (task(), {"max_batched_tokens": [8192, 256], "pass_tokens": [8192, 256]}, RATE, 0.0, 1.0),
+        (task(), {"graph_tokens": [512, 0]}, RATE, 0.0, 0.7),
+        (task(), {"max_running": [64, 512], "block_size": [16, 128]}, RATE, 1.0, 1.0),  # limits out of reach
+        (
+            *(task(replace(LOAD, input_len=128, prefix_len=2048)), {"prefix_caching": [0, 1], "context_len": 4096}),
+            *("ttft_s.mean", 0.0, 0.5),
+        ),
+        (task(precision="fp8", model=EXPERTS), {"data": [1, 4], "expert": [1, 4]}, RATE, 1.0, 4.0),
     ],
 )
-def test_knobs_change_a_figure_by_a_factor(arguments: dict[str, list[int]], name: str, low: float, high: float) -> None:
-    before, after = figure(predicted(**arguments), name)
-    assert low < after / before < high
+def test_knobs_change_a_figure_by_a_factor(
+    on: Task, arguments: dict[str, list[int]], name: str, low: float, high: float
+) -> None:
+    before, after = figure(predicted(on, **arguments), name)
+    assert after / before == pytest.approx(low) if low == high else low < after / before < high
 
 
-def test_rates_per_device_are_those_of_an_instance() -> None:
-    found = predicted(instances=[1, 2])
-    rates, per_device = figure(found), figure(found, "output_tokens_per_s_per_device")
-    assert per_device == pytest.approx([rates[0], rates[1] / 2])
-
-
-def test_pipeline_stages_do_not_speed_up_a_single_client() -> None:
-    one_client = task(replace(LOAD, concurrency=1, num_prompts=2))
-    one, two = figure(predicted(one_client, pipeline=[1, 2]), "tpot_s.mean")
-    assert two >= one
+def test_hosts_with_few_cpus_are_slower() -> None:
+    found = [predicted(with_cpus(count), tensor=8) for count in (None, 10, 5, 2)]
+    rates, latencies = ([figure(each, name)[0] for each in found] for name in (RATE, "ttft_s.mean"))
+    assert rates[0] == rates[1] > 1.2 * rates[2] > 1.2 * rates[3]
+    assert latencies[3] > 2.0 * latencies[1]
 
 
 def test_a_burst_waits_longer_for_its_first_tokens_than_a_few_clients() -> None:
@@ -160,12 +136,6 @@ def test_a_burst_waits_longer_for_its_first_tokens_than_a_few_clients() -> None:
 def test_requests_that_come_slowly_are_answered_as_they_come(rate: float, count: int | None) -> None:
     slow = task(replace(LOAD, concurrency=None, request_rate=rate, num_prompts=count))
     assert figure(predicted(slow), "requests_per_s")[0] == pytest.approx(rate, rel=0.1)
-
-
-def test_a_cached_prefix_shortens_prefill() -> None:
-    shared = task(replace(LOAD, input_len=128, prefix_len=2048))
-    without, cached = figure(predicted(shared, prefix_caching=[0, 1], context_len=4096), "ttft_s.mean")
-    assert cached < 0.5 * without
 
 
 def test_the_best_load_that_meets_the_limit_is_used_or_the_nearest_one() -> None:
@@ -208,20 +178,6 @@ def test_a_server_fits_if_its_cache_holds_one_request() -> None:
     assert small.fits.tolist() == [True, False]
 
 
-def test_cache_of_a_server_comes_from_all_instances() -> None:
-    found = predicted(instances=[1, 2])
-    tokens, gib = figure(found, "kv_cache_tokens"), figure(found, "kv_cache_gib")
-    assert tokens[1] == 2 * tokens[0]
-    assert gib[0] * 2**30 == pytest.approx(tokens[0] * 36 * 2 * 8 * 128 * 2)
-
-
-def test_attention_ranks_are_synchronized_per_step() -> None:
-    experts = task(precision="fp8")
-    experts = replace(experts, spec=replace(experts.spec, model=EXPERTS))
-    one, four = figure(predicted(experts, data=[1, 4], expert=[1, 4]))
-    assert one < four < 4 * one
-
-
 def test_a_chip_without_facts_has_memory_predictions_but_no_times() -> None:
     bare = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={})))
     found = predict(task(), settings(), bare)
@@ -257,19 +213,13 @@ def test_releases_have_different_overheads() -> None:
     assert known["0.20.2"].iteration < known["0.19.1"].iteration
     assert known[None] == known["0.33"]
     assert not overheads_of(SGLANG.program.overheads, "0.5.9").mixes
-
-
-def test_an_engine_without_overheads_has_no_other_engines() -> None:
     assert overheads_of({}, "0.5.9") == UNFITTED
-    program = replace(VLLM.program, overheads={})
-    bare = replace(VLLM, program=program, host_times=None, untested="no run yet")
-    assert bare.overheads_for(task(), on_host=True) == UNFITTED
 
 
 def test_a_host_that_also_computes_pays_for_scheduling() -> None:
     own = replace(costs(), synchronous=True)
-    beside = predicted(graphs=[1, 0])
-    found = predict(task(), settings(graphs=[1, 0]), own)
+    beside = predicted(graph_tokens=[512, 0])
+    found = predict(task(), settings(graph_tokens=[512, 0]), own)
     assert figure(found, "tpot_s.p50")[0] > figure(beside, "tpot_s.p50")[0]
     assert figure(found)[1] < figure(found)[0]
 
@@ -313,8 +263,7 @@ def test_in_a_large_space_only_the_best_are_simulated(monkeypatch: pytest.Monkey
 
 
 def test_a_published_server_that_hardly_fits_used_a_larger_memory_share() -> None:
-    crowded = task(precision="bf16", engine="sglang")
-    crowded = replace(crowded, spec=replace(crowded.spec, model=replace(EXPERTS, num_layers=30)))
+    crowded = task(precision="bf16", engine="sglang", model=replace(EXPERTS, num_layers=30))
     assert published(crowded, {})[0].spec.serve.engine_args["mem-fraction-static"] == 0.95
     assert "mem-fraction-static" not in published(crowded, {"tensor_model_parallel_size": 2})[0].spec.serve.engine_args
 
@@ -334,8 +283,8 @@ def test_a_trace_is_sent_at_its_recorded_times(tmp_path: Path) -> None:
 
 def test_newer_releases_capture_larger_graphs_on_chips_that_compute_in_4_bits() -> None:
     versions = ("0.17.0", "0.19.0", None)
-    assert [VLLM.graph_tokens(fp4_task("vllm", engine_version=each)) for each in versions] == [512, 1024, 1024]
-    assert VLLM.graph_tokens(task()) == SGLANG.graph_tokens(fp4_task("sglang")) == 512
+    assert [graph_tokens(fp4_task("vllm", engine_version=each)) for each in versions] == [512, 1024, 1024]
+    assert graph_tokens(task()) == 512
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from flagcore.domain.serving import Load
+from flagcore.domain.space import KnobValue
 from flagcore.engines.serving.load.traces import Traffic
 from flagcore.engines.serving.load.traffic import traffic
 from flagcore.engines.serving.model.simulated_load import HIT_RATE, cached_tokens, prompt_parts, turn_order
-from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
-from tests.engines.serving.engines.tasks import row, serving
-from tests.served import costs
+from tests.engines.serving.engines import tasks
 
 CHAT = Load(input_len=100, output_len=20, turns=4, num_prompts=64, concurrency=4)
 
@@ -40,11 +39,8 @@ def test_closed_loop_sends_the_next_turns_of_its_conversations() -> None:
     assert set(order[:4].tolist()) == {0, 1, 2, 3}
 
 
-def figures(load: Load, *, prefix_aware: bool = False, **values: object) -> dict[str, float]:
-    arguments = {"weights": "hf", "command": ("/bin/echo", "serve"), "prefix_aware": prefix_aware}
-    task = serving("vllm", loads=(load,), **arguments)  # type: ignore[arg-type]
-    predictions = ENGINE.predict(task, row(ENGINE, task, **values), costs())  # type: ignore[arg-type]
-    return {name: float(column[0]) for name, column in predictions.figures.items()}
+def figures(load: Load, *, prefix_aware: bool = False, **values: KnobValue) -> dict[str, float]:
+    return tasks.figures(tasks.planned("vllm", loads=(load,), prefix_aware=prefix_aware, devices=4), **values)
 
 
 def test_predicted_hit_rate_raises_the_rate_and_falls_with_instances() -> None:
@@ -72,11 +68,7 @@ def test_the_beginnings_of_texts_are_shared_up_to_where_they_diverge(tmp_path: P
     load = Load(trace=str(tmp_path / "prompts.jsonl"), output_len=8, concurrency=1)
     requests = traffic(load)
     assert cached_tokens(prompt_parts(requests, 0), 1e9).tolist() == [0.0, 200.0, 200.0, 100.0, 0.0, 250.0]
-    task = serving("vllm", devices=1, loads=(load,))
-    cached, uncached = (
-        ENGINE.predict(task, row(ENGINE, task, block_size=16, enable_prefix_caching=on), costs()).figures
-        for on in (True, False)
-    )
-    assert cached[HIT_RATE][0] == pytest.approx((192 + 192 + 96 + 240) / 1500)
-    assert uncached[HIT_RATE][0] == 0.0
-    assert cached["requests_per_s"][0] > uncached["requests_per_s"][0]
+    cached, uncached = (figures(load, block_size=16, enable_prefix_caching=on) for on in (True, False))
+    assert cached[HIT_RATE] == pytest.approx((192 + 192 + 96 + 240) / 1500)
+    assert uncached[HIT_RATE] == 0.0
+    assert cached["requests_per_s"] > uncached["requests_per_s"]

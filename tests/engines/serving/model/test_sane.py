@@ -16,8 +16,7 @@ from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.roofline import Roofline
 from tests.engines.serving.engines.tasks import predict
-from tests.engines.serving.model.test_predict import settings
-from tests.served import CHIP, DENSE, EXPERTS, SOURCE, costs
+from tests.served import CHIP, DENSE, EXPERTS, SOURCE, costs, settings
 
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPTS = (64, 256, 512, 1024, 2048, 4096, 8192)
@@ -93,9 +92,3 @@ def test_throughput_saturates_at_rates_that_cannot_be_served(context: Candidates
     served = np.array([float(each["requests_per_s"][0]) for each in context.figures(*loads)])
     assert (served <= 1.02 * np.array(RATES)).all()
     assert (np.diff(served) > -0.05 * served[:-1]).all(), served
-
-
-@pytest.mark.parametrize("context", SCENES)
-def test_more_tensor_ranks_leave_more_room_for_the_cache(context: Candidates) -> None:
-    (found,) = context.figures(context.loop(context.clients), tensor=[1, 2, 4, 8])
-    assert (np.diff(found["kv_cache_gib"]) > 0).all()

@@ -18,35 +18,20 @@ def task(folder: Path, load: Load = LOAD, context: int = 4096, **arguments: Any)
     return serving("vllm", weights=str(folder), command=("/bin/echo", "serve"), loads=(load,), **arguments)
 
 
+def rope(tokens: int, **scaling: object) -> dict[str, Any]:
+    return {"max_position_embeddings": tokens, "rope_scaling": scaling or None}
+
+
 @pytest.mark.parametrize(
     ("config", "tokens"),
     [
-        ({"max_position_embeddings": 4096}, 4096),
-        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 2.0}}, 8192),
-        ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131072),
-        (
-            {
-                "max_position_embeddings": 32768,
-                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-            },
-            131072,
-        ),
-        (
-            {
-                "max_position_embeddings": 163840,
-                "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
-            },
-            163840,
-        ),
-        ({"text_config": {"max_position_embeddings": 8192}}, 8192),
-        (
-            {
-                "model_type": "gemma3_text",
-                "max_position_embeddings": 131072,
-                "rope_scaling": {"type": "linear", "factor": 8.0},
-            },
-            131072,
-        ),
+        (rope(4096), 4096),
+        (rope(4096, type="linear", factor=2.0), 8192),
+        (rope(131072, rope_type="llama3", factor=8.0), 131072),
+        (rope(32768, rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), 131072),
+        (rope(163840, type="yarn", factor=40, original_max_position_embeddings=4096), 163840),
+        ({"text_config": rope(8192)}, 8192),
+        ({"model_type": "gemma3_text", **rope(131072, type="linear", factor=8.0)}, 131072),
         ({}, None),
     ],
 )
@@ -55,17 +40,13 @@ def test_context_of_a_config_includes_its_rope_scaling(config: dict[str, Any], t
 
 
 @pytest.mark.parametrize(
-    ("load", "key"),
-    [
-        (Load(input_len=4000, output_len=97), "serve.profile.input_len"),
-        (Load(input_len=700, output_len=128, distribution="lognormal"), "serve.profile.input_len"),
-    ],
+    "load", [Load(input_len=4000, output_len=97), Load(input_len=700, output_len=128, distribution="lognormal")]
 )
-def test_request_longer_than_the_model_context_is_an_error(tmp_path: Path, load: Load, key: str) -> None:
+def test_request_longer_than_the_model_context_is_an_error(tmp_path: Path, load: Load) -> None:
     ENGINE.rules(task(tmp_path, replace(load, input_len=load.input_len // 2, output_len=64)))
     with pytest.raises(SpecError) as error:
         ENGINE.rules(task(tmp_path, load))
-    assert error.value.key == key
+    assert error.value.key == "serve.profile.input_len"
 
 
 def test_trace_with_a_request_longer_than_the_model_context_is_an_error(tmp_path: Path) -> None:

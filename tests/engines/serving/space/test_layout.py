@@ -64,8 +64,8 @@ def test_on_cores_the_engines_defaults_are_the_baseline(engine: Engine) -> None:
 def test_the_baseline_uses_all_devices_and_has_room_for_the_cache(
     engine: Engine, model: Model, memory: int, objective: str, instances: int, tensor: int
 ) -> None:
-    task = serving(engine.name, devices=8, model=model, memory=memory, default_space=True)
-    found = baseline(engine, replace(task, spec=replace(task.spec, objective=objective)))
+    task = serving(engine.name, devices=8, model=model, memory=memory, default_space=True, objective=objective)
+    found = baseline(engine, task)
     assert (found["instances"], found["tensor_model_parallel_size"]) == (instances, tensor)
     assert found["pipeline_model_parallel_size"] == 1
 

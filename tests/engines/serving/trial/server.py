@@ -77,27 +77,20 @@ class Handler(BaseHTTPRequestHandler):
         if BEHAVIOUR == "out_of_memory_later":
             print("ggml: failed to allocate CUDA0 buffer", flush=True)
             return self.line({"error": {"message": "compute error"}})
-        if BEHAVIOUR == "error_in_200":
-            return self.line({"error": {"message": "EngineDeadError: the engine core is dead"}})
         if BEHAVIOUR == "queues":  # SLOTS requests at once, each 0.1 s
             with PLACES:
                 time.sleep(0.1)
         return self.stream(request["max_tokens"], len(request["prompt"]))
 
     def stream(self, wanted: int, prompt: int) -> None:
-        tokens, reason = wanted, "length"
-        if BEHAVIOUR == "stops_at_eos":
-            tokens, reason = wanted // 2, "stop"
-        if BEHAVIOUR == "cuts":
-            tokens = wanted // 2
+        tokens = wanted // 2 if BEHAVIOUR == "cuts" else wanted
         time.sleep(FIRST_S)
         for _ in range(tokens // 2):  # two tokens in a piece
             self.line({"choices": [{"index": 0, "text": "a b", "finish_reason": None}]})
             time.sleep(0.001 + REST_S / (tokens // 2))
-        self.line({"choices": [{"index": 0, "text": "", "finish_reason": reason}]})
+        self.line({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
         self.line({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": tokens}})
-        if BEHAVIOUR != "cut_off":
-            self.line("[DONE]")
+        self.line("[DONE]")
 
     def line(self, event: object) -> None:
         self.wfile.write(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode())

@@ -13,20 +13,6 @@ from flagcore.engines.serving.trial import failures
 from flagcore.engines.serving.trial.failures import PATTERNS, TrialFailure, first_error, log_text, server_failure
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM_ENGINE
 
-VLLM = """\
-INFO 11-20 10:00:00 [core.py:1] Initializing a V1 LLM engine (v0.32.0) with config: model='x'
-WARNING 11-20 10:00:01 [cpu.py:2] an Error that is only a warning
-(EngineCore pid=7) ERROR 11-20 10:00:02 [core.py:3] EngineCore failed to start.
-(EngineCore pid=7) ERROR 11-20 10:00:02 [core.py:3] ValueError: No common block size for 16 (CPU_ATTN: [MultipleOf(32)])
-RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
-"""
-
-
-def test_the_first_line_with_a_cause_is_reported() -> None:
-    state, line = first_error(VLLM, VLLM_ENGINE.reports.failures)
-    assert state is TrialState.INVALID
-    assert "No common block size for 16" in line
-
 
 @pytest.mark.parametrize(
     ("log", "line"),

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,8 @@ WRONG = {
     "dies": (TrialState.FAILED, "exit code 3; its log: RuntimeError: the engine exploded"),
     "slow": (TrialState.TIMED_OUT, ": no token arrived"),
     "garbage": (TrialState.FAILED, "broken stream"),
-    "error_in_200": (TrialState.FAILED, "EngineDeadError: the engine core is dead"),
     "busy": (TrialState.FAILED, "HTTP 503 Service Unavailable: overloaded"),
-    "cut_off": (TrialState.FAILED, "connection lost: the stream ended after 3 events, without [DONE]"),
     "refuses": (TrialState.INVALID, "exceed_context_size_error: 700 of 512"),
-    "stops_at_eos": (TrialState.INVALID, "ignore_eos"),
     "cuts": (TrialState.INVALID, "do not fit into the context"),
     "never_healthy": (TrialState.TIMED_OUT, "was not healthy after"),
     "mute": (TrialState.TIMED_OUT, "no answer (timed out) on /health"),
@@ -117,9 +113,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     points, folders = (trials.LOAD, dataclasses.replace(trials.LOAD, concurrency=2)), []
     for values, envs in (({"instances": 2, "parallel": 2}, {}), ({"parallel": 4}, {"GOMP_SPINCOUNT": "1"})):
         folder = tmp_path_factory.mktemp("trial")
-        platform = trials.platform(folder, "well", loads=points, repeats=2)
-        spec = dataclasses.replace(platform.task.spec, envs=envs)
-        platform = dataclasses.replace(platform, task=dataclasses.replace(platform.task, spec=spec))
+        platform = trials.platform(folder, "well", loads=points, repeats=2, envs=envs)
         run = trials.run if envs else trials.run_here  # the launcher sets variables of the user
         done = run(platform, folder, **values)
         assert done.state is TrialState.MEASURED, done.reason
@@ -164,8 +158,7 @@ def test_a_trial_program_that_is_killed_leaves_no_process_and_no_port(tmp_path: 
     candidate, folder = trials.candidate(platform, instances=2), str(trials.trial_folder(tmp_path))
     running = launch(platform, LAUNCHER, candidate, folder, TimeLimit(seconds=60.0, because="test"))
     while not (tmp_path / "requests.jsonl").exists():
-        assert running.poll() is None
-        time.sleep(0.05)
+        assert running.wait(0.05) is None
     os.kill(running.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     assert running.wait(30) is not None
     assert all_gone(tmp_path)

@@ -2,11 +2,12 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flagcore.contracts import Platform
-from flagcore.domain.cluster import Cluster
+from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
 from flagcore.engines.serving.launch.server import log_name
 from flagcore.launchers.connection import agent_command
@@ -22,17 +23,10 @@ HOSTS = ("127.0.0.1", "localhost")
 """Names at which the servers of this machine answer."""
 
 
-def on_hosts(folder: Path, behaviour: str, **arguments: object) -> Platform:
+def on_hosts(folder: Path, behaviour: str, **arguments: Any) -> Platform:
     """The platform of two hosts with two cores each."""
-    platform = trials.platform(folder, behaviour, **arguments)  # type: ignore[arg-type]
-    spec, (group,) = platform.task.spec, platform.task.cluster.groups
-    cluster = dataclasses.replace(spec.cluster, hosts=HOSTS, nodes=2, devices_per_node=2)
-    task = dataclasses.replace(
-        platform.task,
-        spec=dataclasses.replace(spec, cluster=cluster, launcher="shell"),
-        cluster=Cluster(groups=(dataclasses.replace(group, nodes=2),)),
-    )
-    return dataclasses.replace(platform, task=task)
+    cluster = ClusterSpec(hosts=HOSTS, nodes=2, devices_per_node=2)
+    return trials.platform(folder, behaviour, nodes=2, cluster=cluster, launcher="shell", **arguments)
 
 
 def run(platform: Platform, folder: Path, **values: int) -> Trial:

@@ -1,6 +1,5 @@
 """What a trial left in its folder becomes a measurement, or an error that says what is missing."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from flagcore.engines.serving.trial.reading import NoMetrics
 from tests.engines.serving.engines.tasks import serving
 
 
-def task(objective: str = "output_tokens_per_s", **slo: float) -> Task:
-    built = serving("llamacpp", slo={name.replace("__", "."): limit for name, limit in slo.items()})
-    return dataclasses.replace(built, spec=dataclasses.replace(built.spec, objective=objective))
+def task(objective: str = "output_tokens_per_s", highest: str | None = None, **slo: float) -> Task:
+    slo = {name.replace("__", "."): limit for name, limit in slo.items()}
+    return serving("llamacpp", slo=slo, highest=highest, objective=objective)
 
 
 def point(concurrency: int, *repeats: dict[str, float]) -> dict[str, Any]:
@@ -56,9 +55,7 @@ def test_the_best_load_point_that_keeps_the_slo_is_reported(tmp_path: Path) -> N
 
 
 def test_the_highest_load_of_a_search_is_a_figure(tmp_path: Path) -> None:
-    where = task(ttft_s__p99=1.0)
-    work = dataclasses.replace(where.spec.serve, highest="concurrency")
-    where = dataclasses.replace(where, spec=dataclasses.replace(where.spec, work=work))
+    where = task(highest="concurrency", ttft_s__p99=1.0)
     assert read(tmp_path, where, point(8, rate(90)), point(9, rate(95, ttft=2.0))).figures["highest_load"] == 8
 
 
@@ -114,8 +111,7 @@ def test_invalid_metrics_are_reported(text: str | None, tmp_path: Path) -> None:
 
 
 def on_cores(**arguments: Any) -> Task:
-    built = serving("llamacpp", devices=4, on_cores=True, **arguments)
-    return dataclasses.replace(built, spec=dataclasses.replace(built.spec, objective="output_tokens_per_s"))
+    return serving("llamacpp", devices=4, on_cores=True, objective="output_tokens_per_s", **arguments)
 
 
 def test_memory_in_use_on_cores_is_a_cores_share_of_the_fullest_instance(tmp_path: Path) -> None:

@@ -28,15 +28,13 @@ LOAD = Load(input_len=16, output_len=8, num_prompts=8, concurrency=4)
 
 
 def platform(folder: Path, behaviour: str, *, seconds: float = 60.0, **arguments: Any) -> Platform:
-    """Two cores on which `behaviour` serves; `given` goes to the serving job."""
+    """Two cores on each node, on which `behaviour` serves. `arguments`: as in `serving`."""
     weights = folder / "weights.gguf"
     weights.touch()
-    command = {"command": (sys.executable, str(SERVER), behaviour), "directory": str(folder)}
-    task = serving(
-        "llamacpp", devices=2, on_cores=True, weights=str(weights), **{"loads": (LOAD,), **command, **arguments}
-    )
-    spec = dataclasses.replace(task.spec, control=Control(max_time_per_task=seconds), objective="output_tokens_per_s")
-    task = dataclasses.replace(task, spec=spec)
+    command: dict[str, Any] = {"command": (sys.executable, str(SERVER), behaviour), "directory": str(folder)}
+    command["weights"] = str(weights)
+    command |= {"control": Control(max_time_per_task=seconds), "objective": "output_tokens_per_s", "loads": (LOAD,)}
+    task = serving("llamacpp", devices=2, on_cores=True, **{**command, **arguments})
     support = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
     return dataclasses.replace(small_platform(task), support=support)
 

@@ -1,4 +1,4 @@
-"""Job records of servers: each is answered by itself, and no key of one is passed over."""
+"""Job records: each is answered by itself, no key is passed over, and measured records of earlier runs are learned."""
 
 import json
 from typing import Any
@@ -6,6 +6,11 @@ from typing import Any
 import pytest
 
 from flagcore.api import estimate_jobs
+from flagcore.api.planning.jobs import past
+from flagcore.engines.megatron import WORKLOAD
+from flagcore.plugins import LoadedPlugins
+from flagcore.spec.shapes import Shape
+from tests import small
 
 MODEL = {
     "num_layers": 8,
@@ -147,3 +152,31 @@ def test_records_of_instances_that_only_prefill_or_decode_are_predicted_with_the
     alone = [next(iter(estimate_jobs([each])))["tpot_s"]["mean"] for each in records]
     assert together == alone
     assert together[0] != together[1]
+
+
+CANDIDATE = {"data_parallel_size": 4, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+
+
+def measured_record(measured: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": "run/1",
+        "kind": "train",
+        "model": {name: getattr(small.DENSE, name) for name in Shape.model_fields},
+        "cluster": {"chip": "test-chip", "devices": 4, "devices_per_node": 4},
+        "train": {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "bf16"},
+        "candidate": {**CANDIDATE, "context_parallel_size": 1, "expert_model_parallel_size": 1, "micro_batch_size": 1},
+        "measured": measured,
+    }
+
+
+def learned_count(*records: dict[str, Any]) -> int:
+    return len(past(records, small.CHIP, LoadedPlugins.of({}), WORKLOAD, "tokens_per_second_per_device").time)
+
+
+def test_a_measured_record_is_learned_once() -> None:
+    assert learned_count(measured_record({"step_time_s": 0.01})) == 1
+
+
+@pytest.mark.parametrize("odd", [[1.0], {"a": 1}, 1e308, -1.0, None])
+def test_a_record_with_an_invalid_figure_is_skipped(odd: object) -> None:
+    assert learned_count(measured_record({"step_time_s": odd})) == 0

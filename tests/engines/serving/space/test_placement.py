@@ -1,43 +1,95 @@
-"""Instances that only prefill and instances that only decode, on one set of cards."""
+"""Where instances run: on several hosts, and as instances that only prefill or only decode."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flagcore.domain.cluster import Cluster
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import Instance
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
 from flagcore.engines.serving.space import placement
-from flagcore.engines.serving.space.hardware import INSTANCES, PP, PREFILL_DECODE, TP
+from flagcore.engines.serving.space.hardware import INSTANCES, PP, PREFILL_DECODE, TP, Hardware
+from flagcore.engines.serving.space.placement import placements
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.errors import SpecError
 from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
 from tests.small import DENSE
 
+
+@pytest.mark.parametrize(
+    ("values", "places"),
+    [
+        ({"instances": 2, TP: 4}, [(range(1), 0), (range(1, 2), 0)]),
+        ({"instances": 3, TP: 2}, [(range(1), 0), (range(1), 2), (range(1, 2), 0)]),
+        ({"instances": 1, TP: 8}, [(range(2), 0)]),
+        ({"instances": 1, TP: 4, PP: 2}, [(range(2), 0)]),
+    ],
+)
+def test_an_instance_is_on_the_first_host_with_room(values: dict[str, Any], places: list[tuple[range, int]]) -> None:
+    assert [(each.hosts, each.first) for each in placements(serving("vllm", nodes=2), values)] == places
+
+
+def test_cores_of_an_instance_come_from_one_host() -> None:
+    task = serving("llamacpp", nodes=2, on_cores=True)
+    assert [(each.hosts[0], each.width) for each in placements(task, {"instances": 1})] == [(0, 4)]
+    assert [(each.hosts[0], each.width) for each in placements(task, {"instances": 3})] == [(0, 2), (0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "values", "legal"),
+    [
+        (VLLM, {"instances": 2, TP: 4}, True),
+        (VLLM, {"instances": 1, TP: 8}, True),
+        (VLLM, {"instances": 2, TP: 1, PP: 3}, True),
+        (VLLM, {"instances": 1, TP: 1, PP: 6}, False),
+        (SGLANG, {"instances": 1, TP: 4, PP: 2}, True),
+        (LLAMACPP, {"instances": 1, PP: 8}, False),
+        (LLAMACPP, {"instances": 2, PP: 4}, True),
+    ],
+)
+def test_an_instance_fits_on_a_host_or_has_whole_hosts(engine: Any, values: dict[str, Any], legal: bool) -> None:
+    rules = broken(engine, serving(engine.name, nodes=2), **values)
+    assert ("hosts" not in rules) == legal, rules
+
+
+def test_each_host_of_an_instance_has_its_own_flags() -> None:
+    assert VLLM.on_host(2, 0)[:4] == ("--nnodes", "2", "--node-rank", "0")
+    assert "--headless" not in VLLM.on_host(2, 0)
+    assert VLLM.on_host(2, 1)[-1] == "--headless"
+    assert SGLANG.on_host(2, 1) == ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "{head}:{head_port}")
+
+
+def test_cards_come_from_the_spec_or_the_cluster_and_must_exist() -> None:
+    assert not Hardware.of(serving("vllm")).on_cores
+    assert Hardware.of(serving("vllm", on_cores=True)).on_cores
+    assert Hardware.of(serving("vllm", devices=8)).cards == 8
+    with pytest.raises(SpecError) as error:
+        Hardware.of(serving("vllm", devices=8, cards=9))
+    assert (error.value.key, error.value.value) == ("auto_tuner.cards", 9)
+    assert Hardware.of(serving("vllm", devices=8, cards=6)).cards == 6
+
+
 ENGINES = pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=lambda e: e.name)
-HEADS = dataclasses.replace(DENSE, num_attention_heads=16, num_query_groups=8)
-EXPERTS = dataclasses.replace(HEADS, num_moe_experts=16, moe_router_topk=2, moe_ffn_hidden_size=64)
+HEADS = replace(DENSE, num_attention_heads=16, num_query_groups=8)
+EXPERTS = replace(HEADS, num_moe_experts=16, moe_router_topk=2, moe_ffn_hidden_size=64)
 PAIR, TRANSFER = "2xtp2+1xtp4", "kv_transfer"
 
 
 def cards(engine: Engine, count: int = 8, hosts: int = 1, **arguments: Any) -> Task:
     """A task whose objective is a rate, on `hosts` that share the cards."""
-    task = serving(engine.name, devices=count // hosts, **{"model": HEADS, **arguments})
-    (group,) = task.cluster.groups
-    cluster = Cluster(groups=(dataclasses.replace(group, nodes=hosts),))
-    spec = dataclasses.replace(task.spec, objective="output_tokens_per_s")
-    return dataclasses.replace(task, spec=spec, cluster=cluster)
+    arguments = {"model": HEADS, "objective": "output_tokens_per_s", **arguments}
+    return serving(engine.name, devices=count // hosts, nodes=hosts, **arguments)
 
 
 def illegal(engine: Engine, task: Task, pair: str, **values: Any) -> list[str]:
     """The rules that a pair of a space breaks."""
-    spec = dataclasses.replace(task.spec, space={PREFILL_DECODE: (pair,)})
-    return broken(engine, dataclasses.replace(task, spec=spec), **{PREFILL_DECODE: pair, **values})
+    spec = replace(task.spec, space={PREFILL_DECODE: (pair,)})
+    return broken(engine, replace(task, spec=spec), **{PREFILL_DECODE: pair, **values})
 
 
 def server(engine: Engine, task: Task, kind: str, **values: Any) -> Instance:
@@ -93,9 +145,7 @@ def test_auto_has_attention_groups_for_experts_and_few_values_for_many_cards() -
 
 
 def test_a_latency_needs_no_second_kind_unless_it_is_listed() -> None:
-    task = cards(VLLM, space={PREFILL_DECODE: "auto"})
-    quick = dataclasses.replace(task, spec=dataclasses.replace(task.spec, objective="ttft_s.p99"))
-    assert len(space_of(VLLM, quick)) == 1
+    assert len(space_of(VLLM, cards(VLLM, space={PREFILL_DECODE: "auto"}, objective="ttft_s.p99"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -212,7 +262,7 @@ def test_the_router_has_each_instance_of_its_kind(engine: Engine) -> None:
 
 
 def test_experts_are_split_over_hosts_with_copies() -> None:
-    experts = dataclasses.replace(EXPERTS, num_moe_experts=256)
+    experts = replace(EXPERTS, num_moe_experts=256)
     task = cards(SGLANG, 96, hosts=12, space={PREFILL_DECODE: "auto"}, model=experts)
     pair = "1xtp1dp32ep32+1xtp1dp64ep64"
     assert {pair, "1xtp1dp16ep16+1xtp1dp80ep80"} <= {*placement.auto_roles(task)}
