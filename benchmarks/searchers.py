@@ -15,7 +15,7 @@ from flagscale_rules import NESTING, FlagScale
 from sweeps import Sweep
 
 from flagcore.api.planning.jobs import MAX_PAST
-from flagcore.contracts import Problem, Strategy
+from flagcore.contracts import Choice, Problem, Strategy
 from flagcore.domain.prediction import Observations, PastMeasurements
 from flagcore.domain.search_state import SearchState, stop_reason
 from flagcore.domain.space import FloatArray
@@ -77,6 +77,8 @@ def by_strategy(
 
 _NOTHING = Observations.empty(), Observations.empty()
 
+WAIT = Choice(row=None, because="")
+
 
 def _last(observed: Observations, most: int) -> Observations:
     rows = np.arange(max(0, len(observed) - most), len(observed))
@@ -114,15 +116,15 @@ def _run_search(sweep: Sweep, strategy: Strategy, experience: PastMeasurements, 
     trials = _probe_candidates(sweep, strategy, experience, probes)
     learned = len(trials)
     search_state, problem = _learn_from_trials(problem, trials)
-    row, role = space.find(problem.baseline), Role.BASELINE
+    choice, role = Choice(row=space.find(problem.baseline), because=""), Role.BASELINE
     pending, now, clock = list[tuple[float, Trial]](), 0.0, list[float]()
-    while row is not None or pending:
-        while row is not None:
+    while choice.row is not None or pending:
+        while choice.row is not None:
             best = search_state.best if role is Role.SEARCH else None
-            trial = _replay_trial(sweep, row, len(trials) + len(pending), role, best)
+            trial = _replay_trial(sweep, choice, len(trials) + len(pending), role, best)
             pending.append((now + trial.duration_s, trial))
             full = len(pending) == at_once or role is Role.BASELINE
-            row = None if full else _next(problem, strategy, experience, search_state, control, pending)
+            choice = WAIT if full else _next(problem, strategy, experience, search_state, control, pending)
         now, ended = min(pending, key=lambda each: each[0])
         pending.remove((now, ended))
         if ended.role is not Role.INTERFERENCE:
@@ -132,7 +134,7 @@ def _run_search(sweep: Sweep, strategy: Strategy, experience: PastMeasurements, 
             pending.append((now + ended.duration_s, replace(ended, role=Role.INTERFERENCE)))
         role = Role.SEARCH
         search_state, problem = _learn_from_trials(problem, trials)
-        row = _next(problem, strategy, experience, search_state, control, pending)
+        choice = _next(problem, strategy, experience, search_state, control, pending)
     found = [space.find(trial.candidate) for trial in trials[learned:]]
     return Search(
         rows=tuple(at for at in found if at is not None),
@@ -150,12 +152,12 @@ def _next(
     search_state: SearchState,
     control: Control,
     pending: Sequence[tuple[float, Trial]],
-) -> int | None:
-    """Return the row that a search tries next, None if it waits for running trials or ends."""
+) -> Choice:
+    """Return the candidate that a search tries next, without a row if it waits for running trials or ends."""
     running = [trial for _, trial in pending if trial.role is Role.SEARCH]
     if stop_reason(control, search_state, 0.0, len(running)) is not None:
-        return None
-    return rank(strategy, search_context(problem, search_state, experience, pending=running)).row
+        return WAIT
+    return rank(strategy, search_context(problem, search_state, experience, pending=running))
 
 
 def _learn_from_trials(problem: Problem, trials: Sequence[Trial]) -> tuple[SearchState, Problem]:
@@ -189,8 +191,10 @@ def _probe_candidates(sweep: Sweep, strategy: Strategy, experience: PastMeasurem
     return trials
 
 
-def _replay_trial(sweep: Sweep, row: int, number: int, role: Role, best_trial: Trial | None) -> Trial:
-    """Return the trial of a measured row, stopped early like a real trial."""
+def _replay_trial(sweep: Sweep, choice: Choice, number: int, role: Role, best_trial: Trial | None) -> Trial:
+    """Return the trial of a choice's row as it was measured, stopped early like a real trial."""
+    row = choice.row
+    assert row is not None
     problem, step = sweep.problem, float(sweep.seconds[row])
     task = problem.platform.task
     trial = Trial(
@@ -199,6 +203,7 @@ def _replay_trial(sweep: Sweep, row: int, number: int, role: Role, best_trial: T
         role=role,
         state=TrialState.OUT_OF_MEMORY,
         predicted=record(task, problem.predictions.row(row)),
+        believed=dict(choice.belief),
         reason="it ran out of memory",
         duration_s=cost(sweep, row),
     )

@@ -164,9 +164,9 @@ class TrialHooks:
 
     @hookspec(firstresult=True)
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
-        """Return a reader of the device's figures, or None. The hook is called once per device.
+        """Return a reader of the device's metrics, or None. The hook is called once per device.
 
-        The reader is called about once per second during a trial. The names of figures end in their units, such as
+        The reader is called about once per second during a trial. The names of metrics end in their units, such as
         `memory_used_bytes` and `power_watts`. If the reader raises, the telemetry of this device ends, but the trial
         continues.
         """

@@ -81,6 +81,12 @@ VISION = Vision(  # the tower of Qwen2.5-VL-7B
 EXPERTS = dataclasses.replace(DENSE, num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32)
 
 
+def chip(**rates: float) -> Chip:
+    """Return the chip of tests with other dense rates, by number format."""
+    facts = {name: Fact(value=rate, source=SOURCE) for name, rate in rates.items()}
+    return dataclasses.replace(CHIP, dense_flops_per_second=facts)
+
+
 def task(
     model: Model = DENSE,
     *,
@@ -94,11 +100,7 @@ def task(
     """A task on one node; `train` overrides seq_length 128, global_batch_size 8, bf16."""
     job = {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "bf16", **train}
     spec = Spec(
-        model=model,
-        cluster=ClusterSpec(),
-        work=TrainSpec(**job),
-        control=control or Control(),
-        space=space or {},
+        model=model, cluster=ClusterSpec(), work=TrainSpec(**job), control=control or Control(), space=space or {}
     )
     group = NodeGroup(chip=chip, nodes=1, devices_per_node=devices, memory_bytes=memory_bytes)
     return Task(spec=spec, cluster=Cluster(groups=(group,)))

@@ -26,7 +26,7 @@ def devices_command(form: str, without: tuple[str, ...]) -> None:
         if len(chips) > 1:
             text = _("flag: {plugin} has devices of several chips ({chips}); cluster.chip selects one")
             options.say(text.format(plugin=plugin, chips=", ".join(sorted(chips))))
-    options.show_records(options.joined(records, form, "aliases"), form, options.columns("devices"))
+    options.show_records(options.joined(records, form, "aliases"), form, "devices")
 
 
 @click.command("schema")
@@ -49,9 +49,9 @@ def doctor_command(hosts: Path | None, launcher: str, form: str) -> None:
     from flagcore import api
 
     if hosts is not None:
-        options.show_records(api.check_hosts(hosts, launcher), form, options.columns("hosts"))
+        options.show_records(api.check_hosts(hosts, launcher), form, "hosts")
         return
-    options.show_records(api.doctor(), form, options.columns("doctor"))
+    options.show_records(api.doctor(), form, "doctor")
 
 
 @click.command("completion")
@@ -99,14 +99,12 @@ def calibrate_command(seconds: float, devices: int | None, listed: bool, form: s
     from flagcore import api
 
     if listed:
-        options.show_records(api.calibrations(), form, options.columns("calibrations"))
+        options.show_records(api.calibrations(), form, "calibrations")
         return
     calibration, file = api.calibrate(
         seconds=seconds, devices=devices, without=without, on_start=lambda line: options.say(f"flag: {line}")
     )
-    options.show_records(
-        api.summary(calibration) if form in ("table", "csv") else calibration.rows, form, options.columns("benchmarks")
-    )
+    options.show_records(api.summary(calibration) if form in ("table", "csv") else calibration.rows, form, "benchmarks")
     options.say(_("Saved to {file}; used by all predictions for {chip}.", file=file, chip=calibration.chip))
 
 
@@ -126,7 +124,7 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
     from flagcore import api
 
     rows = options.joined(api.plugin_table(without), form, "chips", " ")
-    options.show_records(rows, form, options.columns("plugins"))
+    options.show_records(rows, form, "plugins")
 
 
 @plugins_command.command("chips")
@@ -136,7 +134,7 @@ def plugins_chips(form: str, without: tuple[str, ...]) -> None:
     """List supported chips with their specifications and aliases."""
     from flagcore import api
 
-    options.show_records(options.joined(api.chip_table(without), form, "aliases"), form, options.columns("chips"))
+    options.show_records(options.joined(api.chip_table(without), form, "aliases"), form, "chips")
 
 
 @contextmanager

@@ -265,18 +265,14 @@ def say(text: str) -> None:
         click.echo(_wrapped(text, _message_width()), err=True)
 
 
-def columns(*tables: str) -> dict[str, str]:
-    """Return the columns of several tables side by side: their headings, and dotted keys of a record."""
-    from flagcore.report.formats import table_columns
+def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: str | Mapping[str, str]) -> None:
+    """Print records in a format.
 
-    return table_columns(*tables)
+    `columns`: the name of a table in `names.yaml`, or the headings of its columns with dotted keys.
+    """
+    from flagcore.report.formats import render, table_columns
 
-
-def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str, str]) -> None:
-    """Print records in a format. `columns` maps the headings of table columns to dotted keys."""
-    from flagcore.report.formats import render
-
-    show(render(records, form, columns), form)
+    show(render(records, form, table_columns(columns) if isinstance(columns, str) else columns), form)
 
 
 def show_record(record: Mapping[str, Any], form: str) -> None:

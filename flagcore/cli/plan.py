@@ -193,6 +193,7 @@ def probe_command(spec: str, candidate: str | None, top: int, quiet: bool, form:
     """
     from flagcore import api
     from flagcore.report.estimate import probed_text
+    from flagcore.report.formats import table_columns
 
     if candidate is not None and top != 1:
         raise click.UsageError(_("--candidate and --top are mutually exclusive"))
@@ -206,7 +207,7 @@ def probe_command(spec: str, candidate: str | None, top: int, quiet: bool, form:
         options.show_records([each.as_data() for each in probes], form, {})
         return
     rows = [{"number": number, **rank} for number, each in enumerate(probes, start=1) for rank in each.ranks]
-    columns = options.columns("probed")
+    columns = table_columns("probed")
     if len(probes) == 1:
         del columns["#"]
     options.show_records(rows, form, columns)
@@ -245,7 +246,7 @@ def explain_command(spec: str, candidate: tuple[str, ...], form: str, **argument
         removed = eliminated(explanation)
         messages = explanation.messages.items()
         rows = [{"rule": rule, "removed": removed.get(rule, 0), "message": message} for rule, message in messages]
-        options.show_records(rows, form, options.columns("eliminated"))
+        options.show_records(rows, form, "eliminated")
     else:
         options.show_record(asdict(explanation), form)
     if explanation.nothing_fits:

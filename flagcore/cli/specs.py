@@ -82,7 +82,7 @@ def models_command(words: tuple[str, ...], form: str) -> None:
     """
     from flagcore import api
 
-    options.show_records(api.public_model_table(words), form, options.columns("models"))
+    options.show_records(api.public_model_table(words), form, "models")
 
 
 HISTORY = "-history"
@@ -224,6 +224,7 @@ def history_command(context: click.Context, /, csv: Path, same_machine: bool, fo
     `flag tune SPEC --run-dir DIR` resumes it. Rows and columns that are skipped are reported on stderr.
     """
     from flagcore import api
+    from flagcore.report.formats import table_columns
     from flagcore.report.result import trial as trial_record
     from flagcore.report.text import candidate_columns
 
@@ -232,7 +233,7 @@ def history_command(context: click.Context, /, csv: Path, same_machine: bool, fo
     for note in imported.notes:
         options.say(f"flag: {note}")
     records = [trial_record(trial) for trial in imported.trials]
-    columns = {"trial": "number", **candidate_columns(records, imported.knobs), **options.columns("imported")}
+    columns = {"trial": "number", **candidate_columns(records, imported.knobs), **table_columns("imported")}
     options.show_records(records, form, columns)
     count, folder = len(imported.trials), imported.run_dir
     if same_machine:

@@ -62,7 +62,7 @@ def tune_command(
     from flagcore import api
     from flagcore.cli.progress import progress
     from flagcore.errors import HostLost, Interrupted
-    from flagcore.report.formats import fitted
+    from flagcore.report.formats import fitted, table_columns
     from flagcore.report.text import candidate_columns
 
     if spec is None:
@@ -84,7 +84,7 @@ def tune_command(
     else:
         trials = outcome.data["trials"]
         figures = "trials_serving" if any((each["measured"] or {}).get("figures") for each in trials) else "trials"
-        columns = {"trial": "number", **candidate_columns(trials, outcome.plan.knobs), **options.columns(figures)}
+        columns = {"trial": "number", **candidate_columns(trials, outcome.plan.knobs), **table_columns(figures)}
         options.show_records([outcome.data] if form == "yaml" else trials, form, columns)
     if not quiet:
         _print_next_steps(outcome.run_dir, outcome.reported, outcome.can_start)
@@ -245,7 +245,7 @@ def runs_list(folder: Path, form: str) -> None:
     if form == "table" and not records:
         options.say(_("no run in {folder}; `flag tune` creates one", folder=folder))
         return
-    options.show_records(run_rows(records) if form == "table" else records, form, options.columns("runs"))
+    options.show_records(run_rows(records) if form == "table" else records, form, "runs")
     _say_unmeasured(records, form)
 
 
@@ -263,7 +263,7 @@ def runs_show(run: Path, form: str, without: tuple[str, ...]) -> None:
     elif form in ("json", "jsonl"):
         click.echo(json.dumps(data, indent=1 if form == "json" else None, ensure_ascii=False))
     else:
-        options.show_records([data] if form == "yaml" else data["trials"], form, options.columns("trials"))
+        options.show_records([data] if form == "yaml" else data["trials"], form, "trials")
 
 
 def _say_unmeasured(records: Sequence[Mapping[str, Any]], form: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from flagcore.contracts.plugin import Costs, Telemetry
@@ -126,14 +125,17 @@ class Platform:
             if device in self.telemetry
         )
 
+    def _setup_of(self, host: str) -> HostSetup | None:
+        """Return the setup of a host's node group, or None if there is only one group."""
+        return self.setups[self.group_of_hosts[host]] if self.setups and host in self.group_of_hosts else None
+
     def _variables_of(self, host: str) -> tuple[EngineSupport, Mapping[str, str]]:
         """Return the engine support on a host's chip, and the environment variables that the spec sets on that host."""
-        spec = self.task.spec
-        setup = self.setups[self.group_of_hosts[host]] if self.setups and host in self.group_of_hosts else None
-        of_group, of_host = setup.envs if setup else spec.cluster.envs, spec.cluster.host_envs.get(host, {})
-        return setup.support if setup else self.support, {**spec.envs, **of_group, **of_host}
+        spec, setup = self.task.spec, self._setup_of(host)
+        group_envs, host_envs = setup.envs if setup else spec.cluster.envs, spec.cluster.host_envs.get(host, {})
+        return setup.support if setup else self.support, {**spec.envs, **group_envs, **host_envs}
 
-    def selecting(self, devices: Sequence[Device] = ()) -> Platform:
+    def with_selected_devices(self, devices: Sequence[Device] = ()) -> Platform:
         """Return the platform with the environment variables that select devices added to its spec.
 
         On this machine, the variables select `devices`, or the devices of a trial if `devices` is empty. Another host
@@ -144,53 +146,45 @@ class Platform:
             chosen = devices or (self.devices_of() if self.devices else ())
             variables = device_variables(self.support, chosen) if chosen else {}
             return replace(self, task=replace(self.task, spec=replace(spec, envs={**spec.envs, **variables})))
-        of_hosts = dict(spec.cluster.host_envs)
+        host_envs = dict(spec.cluster.host_envs)
         for host in dict.fromkeys(device.host for device in self.devices):
-            support, own = self._variables_of(host)
-            found = self.devices_of(host)
-            is_default = all(each.selector == str(place) and not each.within for place, each in enumerate(found))
-            if not is_default and not own.keys() & set(support.visible_devices):
-                of_hosts[host] = {**of_hosts.get(host, {}), **device_variables(support, found)}
-        cluster = replace(spec.cluster, host_envs=of_hosts)
+            support, set_variables = self._variables_of(host)
+            used = self.devices_of(host)
+            is_default = all(each.selector == str(place) and not each.within for place, each in enumerate(used))
+            if not is_default and not set_variables.keys() & set(support.visible_devices):
+                host_envs[host] = {**host_envs.get(host, {}), **device_variables(support, used)}
+        cluster = replace(spec.cluster, host_envs=host_envs)
         return replace(self, task=replace(self.task, spec=replace(spec, cluster=cluster)))
 
-    def elsewhere(self) -> Platform:
+    def without_local_devices(self) -> Platform:
         """Return the platform without this machine's devices, for a host or pod that assigns devices itself."""
         spec = self.task.spec
         spec = replace(spec, envs=without_devices(self.support, spec.envs))
         return replace(self, task=replace(self.task, spec=spec), devices=())
 
-    def prepared(self, planned: Launch) -> Launch:
+    def prepared_launch(self, planned: Launch) -> Launch:
         """Return the launch `planned` with the environment variables from plugins and from the spec.
 
         With several node groups, each host gets the variables of its chip, and the placeholders SLOTS and KIND in the
         command are replaced. Each host also gets the variables that the spec sets for that host.
         """
-        spec, own = self.task.spec, self.task.spec.cluster.host_envs
-        if not (planned.hosts and (self.setups or own)):
-            return self._with_environment(planned)
-        of_hosts = (each for each in self.setups for _ in range(each.nodes))
-        setups = dict(zip(spec.cluster.hosts, of_hosts, strict=False))
-        on_host = {host: self._with_environment(planned, setups.get(host), own.get(host, {})) for host in planned.hosts}
+        if not (planned.hosts and (self.setups or self.task.spec.cluster.host_envs)):
+            return self._launch_on(planned)
+        on_host = {host: self._launch_on(planned, host) for host in planned.hosts}
         return replace(on_host[planned.hosts[0]], on_host=on_host)
 
-    def _with_environment(
-        self, planned: Launch, setup: HostSetup | None = None, of_host: Mapping[str, str] = MappingProxyType({})
-    ) -> Launch:
-        """Return the launch of one host.
-
-        `setup`: the setup of the host's node group. None if there is only one group.
-        `of_host`: the variables that the spec sets for this host.
-        """
-        spec, argv = self.task.spec, planned.argv
-        of_chip, of_group = self.environment, spec.cluster.envs
+    def _launch_on(self, planned: Launch, host: str = "") -> Launch:
+        """Return the launch `planned` with the environment variables and placeholders of a host."""
+        spec, setup, argv = self.task.spec, self._setup_of(host), planned.argv
+        chip_envs, group_envs = self.environment, spec.cluster.envs
         if setup:
-            of_chip, of_group = setup.environment, setup.envs
+            chip_envs, group_envs = setup.environment, setup.envs
             argv = tuple(word.replace(SLOTS, str(setup.devices)).replace(KIND, setup.kind) for word in argv)
-        environment = {**planned.environment, **of_chip, **spec.envs, **of_group, **of_host}
+        host_envs = spec.cluster.host_envs.get(host, {})
+        environment = {**planned.environment, **chip_envs, **spec.envs, **group_envs, **host_envs}
         return replace(planned, argv=argv, environment=environment)
 
-    def limited(self, planned: Launch, limit: TimeLimit) -> Launch:
+    def limited_launch(self, planned: Launch, limit: TimeLimit) -> Launch:
         """Return the launch `planned` with the time, memory and disk limits of a trial."""
         return replace(
             planned,

@@ -133,6 +133,23 @@ class SearchState:
                 near_best.append(trial)
         return tuple(sorted(near_best, key=lambda trial: -self.speed_of(trial.candidate)))
 
+    def contenders(self, control: Control) -> tuple[Trial, ...]:
+        """Return the best and those of its repeated rivals that may still be better or worse by the indifference.
+
+        Empty if there are no such rivals.
+        """
+        if self.best is None:
+            return ()
+        best_runs, best_speed = self.runs_of(self.best.candidate), self.speed_of(self.best.candidate)
+        least = indifference(control, best_runs)
+        undecided = []
+        for rival in self.rivals[:MAX_RIVALS]:
+            runs = self.runs_of(rival.candidate)
+            slowdown = best_speed / self.speed_of(rival.candidate) - 1.0
+            if slowdown + _uncertainty(best_runs, runs) >= least:
+                undecided.append(rival)
+        return (self.best, *undecided) if undecided else ()
+
     @property
     def finalists(self) -> tuple[Trial, ...]:
         """One trial of each candidate to repeat: the measured baseline, the best and the fastest rivals, in this order.
@@ -183,8 +200,8 @@ MAX_RIVALS = 2
 """The maximum number of rivals of the best that run again. Chosen to limit the cost of repeats."""
 
 EXTRA_ROUNDS = 2
-"""The maximum number of rounds of repeats beyond `control.repeats`. They run while a rival does not differ
-significantly from the best. Chosen to limit the cost of repeats."""
+"""The maximum number of rounds of repeats beyond `control.repeats`. They run while it is undecided whether the best is
+better than a rival. Chosen to limit the cost of repeats."""
 
 
 def noise(runs: Sequence[Trial]) -> float:
@@ -202,19 +219,32 @@ def noise(runs: Sequence[Trial]) -> float:
     return max(MIN_NOISE, step_spread, run_spread, *(trial.interval for trial in runs))
 
 
+def indifference(control: Control, runs: Sequence[Trial]) -> float:
+    """Return the relative difference below which two candidates count as equally fast.
+
+    It is the maximum of `control.indifference` and the noise of the best candidate, whose runs are `runs`.
+    """
+    return max(control.indifference, noise(runs))
+
+
 def significant(slowdown: float, first_runs: Sequence[Trial], second_runs: Sequence[Trial]) -> bool:
     """Return whether the difference between two candidates exceeds their noise.
 
     `slowdown`: the step time of the slower candidate over that of the faster one, minus one. `first_runs` and
     `second_runs`: the measured runs of each candidate.
 
-    The slowdown is compared with the larger noise of the two candidates, divided by the square root of the smaller
-    number of runs.
     """
     # Times are compared, not speeds: noise is relative to a time and can exceed 100%, as can a slowdown, but not the
     # relative loss of speed.
-    runs = min(len(first_runs), len(second_runs))
-    return slowdown >= max(noise(first_runs), noise(second_runs)) / math.sqrt(runs)
+    return slowdown >= _uncertainty(first_runs, second_runs)
+
+
+def _uncertainty(first_runs: Sequence[Trial], second_runs: Sequence[Trial]) -> float:
+    """Return the uncertainty of the slowdown between two candidates, from the measured runs of each.
+
+    It is the larger noise of the two, divided by the square root of the smaller number of runs.
+    """
+    return max(noise(first_runs), noise(second_runs)) / math.sqrt(min(len(first_runs), len(second_runs)))
 
 
 def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, int]:
@@ -231,9 +261,8 @@ def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, 
 def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
     """Return the trial to repeat next, or None if all repeats are done.
 
-    The finalists are repeated in rotation, `min_repeats` times each, and then up to EXTRA_ROUNDS more times while a
-    rival does not differ significantly from the best. The total number of repeats is also limited, because the best and
-    its rivals may change.
+    The finalists run again in rotation, `min_repeats` times each. Then the best and its undecided rivals run up to
+    EXTRA_ROUNDS more times. The total number of repeats is also limited, because the best and its rivals may change.
     """
     trials, minimum = search_state.finalists, min_repeats(control, search_state)
     done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in trials}
@@ -241,8 +270,9 @@ def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
     if sum(trial.is_conclusive for trial in search_state.repeats) >= max_rounds * (2 + MAX_RIVALS):
         return None
     waiting = [trial for trial in trials if done[trial.candidate] < minimum[trial.candidate]]
-    if not waiting and control.repeats and search_state.rivals:
-        waiting = [trial for trial in trials if done[trial.candidate] < max_rounds]
+    if not waiting and control.repeats:
+        contenders = search_state.contenders(control)
+        waiting = [trial for trial in contenders if done[trial.candidate] < max_rounds]
     return min(waiting, key=lambda trial: done[trial.candidate], default=None)
 
 
@@ -321,10 +351,14 @@ def seconds_left(
 
 def repeats_seconds(control: Control, search_state: SearchState, *, at_most: bool = False) -> float:
     """Return the minimum seconds that the remaining repeats take. If `at_most` is true, return the maximum."""
-    extra = EXTRA_ROUNDS if at_most and control.repeats and search_state.rivals else 0
     minimum = min_repeats(control, search_state)
+    racing = search_state.contenders(control) if at_most and control.repeats else ()
+    extra = {trial.candidate: EXTRA_ROUNDS for trial in racing}
     remaining = (
-        (trial, minimum[trial.candidate] + extra - len(search_state.repeats_of(trial.candidate)))
+        (
+            trial,
+            minimum[trial.candidate] + extra.get(trial.candidate, 0) - len(search_state.repeats_of(trial.candidate)),
+        )
         for trial in search_state.finalists
     )
     return sum((max(0, runs) * full_duration_s(control, trial) for trial, runs in remaining), 0.0)

@@ -121,6 +121,7 @@ class Control:
     `trial_nodes`: the number of nodes on which trials run. None means all nodes.
     `fidelity`: one of `flagcore.domain.trial.FIDELITIES`.
     `probes`: the number of candidates that are probed before the first run.
+    `indifference`: the relative gain that is not worth a further trial.
     `planned_steps`: the number of steps that the best candidate will run in production. None if unknown.
     """
 
@@ -141,6 +142,7 @@ class Control:
     use_experience: bool = True
     fidelity: str = "run"
     probes: int = 0
+    indifference: float = 0.02
     planned_steps: int | None = None
 
 

@@ -183,7 +183,7 @@ def probed_text(number: int | None, probed: Mapping[str, Any], knobs: Knobs) -> 
 
 
 PAYS = 1.02
-"""Mixing pays from this throughput on, relative to the fastest kind alone."""
+"""The throughput, relative to the fastest kind alone, from which mixing is called worthwhile."""
 
 
 def mixing_text(mixing: Mixing, knobs: Knobs) -> str:

@@ -20,6 +20,7 @@ from flagcore.spec.validate import (
     Devices,
     Envs,
     Folder,
+    Fraction,
     M,
     Memory,
     NoSteps,
@@ -87,6 +88,8 @@ class BudgetSection(Section):
     """Maximum number of parallel trials, each on its own devices or hosts; auto: as many as the devices allow."""
     repeats: Repeats = _CONTROL.repeats
     """Minimum number of times that the baseline, the best and its rivals run again at the end."""
+    indifference: Fraction = _CONTROL.indifference
+    """Relative gain that is not worth a further trial; candidates that differ by less count as equally fast."""
     run_best: bool = _CONTROL.run_best
     """Whether the best configuration is started at the end."""
     use_experience: bool = _CONTROL.use_experience

@@ -148,8 +148,10 @@ def search_time(problem: Problem) -> SearchTime:
     max_step = control.max_step_time or math.inf
     # if steps are shortened, the best candidates run again with whole steps
     is_shortened = bool((predictions.step_time_s[rows] > max_step).any())
-    rounds = control.repeats + EXTRA_ROUNDS if control.repeats and rows.size > 1 else int(is_shortened)
-    repeats = rounds * min(2 + MAX_RIVALS, int(rows.size))
+    rounds = control.repeats if rows.size > 1 else 0
+    repeats = max(rounds, int(is_shortened)) * min(2 + MAX_RIVALS, int(rows.size))
+    if rounds:  # the best races its rivals, without the baseline
+        repeats += EXTRA_ROUNDS * min(1 + MAX_RIVALS, int(rows.size))
 
     def seconds_of_steps(seconds: FloatArray) -> float:
         trial_seconds = float(np.minimum(seconds, max_step).sum())  # longer steps are shortened

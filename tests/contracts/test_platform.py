@@ -51,23 +51,23 @@ def test_processes_keep_the_variable_of_a_lower_layer() -> None:
         device(6, name="0", within="6,7"), device(7, name="1", within="6,7"), envs={"X_DEVICES": "9", "A": "1"}
     )
     names = {"A": "1", "X_DEVICES": "0,1", "Y_DEVICES": "0,1", "Z_DEVICES": "6,7"}
-    assert platform.selecting().task.spec.envs == names
-    assert platform.selecting().prepared(Launch(argv=("true",), folder="")).environment == names
-    one = platform.selecting(platform.devices[1:]).task.spec.envs
+    assert platform.with_selected_devices().task.spec.envs == names
+    assert platform.with_selected_devices().prepared_launch(Launch(argv=("true",), folder="")).environment == names
+    one = platform.with_selected_devices(platform.devices[1:]).task.spec.envs
     assert (one["X_DEVICES"], one["Z_DEVICES"]) == ("1", "6,7")
-    assert platform.selecting().elsewhere().task.spec.envs == {"A": "1"}
-    assert selectors(platform.elsewhere()) == ["0", "1"]
+    assert platform.with_selected_devices().without_local_devices().task.spec.envs == {"A": "1"}
+    assert selectors(platform.without_local_devices()) == ["0", "1"]
 
 
 def test_without_detected_devices_no_variable_is_set() -> None:
-    assert on().selecting().task == on().task
+    assert on().with_selected_devices().task == on().task
 
 
 def test_only_hosts_with_other_devices_get_variables() -> None:
     found = [device(index, host) for host, indices in {"a": (0, 1, 2), "b": (4, 5, 6)}.items() for index in indices]
     platform = on(*found, hosts=("a", "b"))
     assert (selectors(platform, "a"), selectors(platform, "b")) == (["0", "1"], ["4", "5"])
-    assert platform.selecting().task.spec.cluster.host_envs == {"b": RESTRICTED}
+    assert platform.with_selected_devices().task.spec.cluster.host_envs == {"b": RESTRICTED}
     assert [each.host for each in platform.on_hosts(("b",)).devices] == ["b"] * 3
 
 
@@ -75,4 +75,4 @@ def test_variables_of_the_spec_name_the_devices_of_hosts() -> None:
     found = [device(index, host) for host in "ab" for index in range(4)]
     platform = on(*found, envs={"X_DEVICES": "3,1"}, hosts=("a", "b"))
     assert platform.devices_of("b") == (device(3, "b"), device(1, "b"))
-    assert platform.selecting() == platform
+    assert platform.with_selected_devices() == platform

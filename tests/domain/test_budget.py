@@ -50,8 +50,8 @@ def test_time_is_reserved_for_the_repeats_and_one_more_trial() -> None:
 def test_time_is_also_reserved_for_the_repeats_of_rivals() -> None:
     known = search_state(trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0), trial(2, 1.99))
     assert repeats_seconds(CONTROL, known) == 30.0
-    assert repeats_seconds(CONTROL, known, at_most=True) == 30.0 * (1 + EXTRA_ROUNDS)
-    assert seconds_left(CONTROL, known, 3, 0.0) == 90.0
+    assert repeats_seconds(CONTROL, known, at_most=True) == 30.0 + 20.0 * EXTRA_ROUNDS
+    assert seconds_left(CONTROL, known, 3, 0.0) == 30.0 + 20.0 * EXTRA_ROUNDS
     one_done = search_state(
         *known.trials, replace(trial(3, 1.0, role=Role.REPEAT), candidate=known.trials[0].candidate)
     )

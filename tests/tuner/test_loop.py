@@ -98,7 +98,7 @@ def test_candidates_within_the_noise_of_the_best_are_repeated(bench: Bench) -> N
     plan = bench.tune(repeats=1).plan
     (rival,) = plan.rivals
     rotation = [plan.baseline.candidate, plan.best.candidate, rival.candidate]
-    assert [trial.candidate for trial in plan.repeats] == rotation * 3
+    assert [trial.candidate for trial in plan.repeats] == rotation
     assert sound(plan)
 
 

@@ -108,8 +108,8 @@ def check(vendor: Vendor, variables: Mapping[str, str], present: Sequence[int] =
     values = {**VLLM.defaults(platform.task), "instances": 2, "tensor_model_parallel_size": 2}
     servers = instances_of(platform, VLLM, Candidate.of(values))
     processes = [(each.environment, listed[2 * n : 2 * n + 2]) for n, each in enumerate(servers)]
-    processes += [(platform.selecting().task.spec.envs, listed[:4])]
-    processes += [(platform.selecting((each,)).task.spec.envs, [each.index]) for each in devices]
+    processes += [(platform.with_selected_devices().task.spec.envs, listed[:4])]
+    processes += [(platform.with_selected_devices((each,)).task.spec.envs, [each.index]) for each in devices]
     processes += [(device_variables(vendor.support, devices[:3]), listed[:3])]
     for own, expected in processes:
         child = {**variables, **own}
@@ -175,7 +175,7 @@ def test_variables_of_the_spec_go_before_those_of_the_shell() -> None:
         here, there = (complete_by_plugins(each, loaded, engine) for each in (replace(spec, envs={}), spec))
     assert [each.index for each in here.devices] == [0, 1]
     assert [each.index for each in there.devices] == [each.index for each in there.telemetry] == [3, 1]
-    chosen = there.selecting().task.spec.envs
+    chosen = there.with_selected_devices().task.spec.envs
     assert chosen == dict.fromkeys(("MACA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), "3,1")
     alone = replace(
         there.task.spec,
@@ -183,4 +183,4 @@ def test_variables_of_the_spec_go_before_those_of_the_shell() -> None:
         control=replace(spec.control, parallel_trials="auto"),
     )
     groups, _ = divide(replace(there, task=replace(there.task, spec=alone)))
-    assert [each.selecting().task.spec.envs["MACA_VISIBLE_DEVICES"] for each in groups] == ["3", "1"]
+    assert [each.with_selected_devices().task.spec.envs["MACA_VISIBLE_DEVICES"] for each in groups] == ["3", "1"]

@@ -137,13 +137,13 @@ def _job(
     """
     engine: object = snapshot.problem.workload
     platform = snapshot.problem.platform
-    platform = platform if exporter is None or exporter is engine else platform.elsewhere()
+    platform = platform if exporter is None or exporter is engine else platform.without_local_devices()
     comments = _comments(snapshot, candidate)
     make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
     single_server, replicas = candidate, 1
     if exporter is not None and exporter.per_server:
         if servers := snapshot.problem.workload.groups(platform, candidate, name):
-            groups = tuple(replace(each, launch=platform.prepared(each.launch)) for each in servers.groups)
+            groups = tuple(replace(each, launch=platform.prepared_launch(each.launch)) for each in servers.groups)
             return make(launch=groups[0].launch, devices=groups[0].devices, servers=replace(servers, groups=groups))
         single_server, replicas = snapshot.problem.workload.replica(candidate)
     launch = Launch(argv=(), folder="") if exporter is engine else _launch(platform, single_server, folder)
@@ -153,7 +153,7 @@ def _job(
 
 
 def _launch(platform: Platform, candidate: Candidate, folder: Path) -> Launch:
-    launch = platform.prepared(planned_launch(platform, candidate, str(folder), for_real=True))
+    launch = platform.prepared_launch(planned_launch(platform, candidate, str(folder), for_real=True))
     if secrets_in_arguments(launch.argv):
         raise UsageError(_("the command contains a secret; pass it in a variable"))
     return replace(launch, directory=None) if launch.directory == str(folder) else launch

@@ -236,11 +236,8 @@ def layout_of(task: Task, columns: Columns) -> Layout:
     def count(knob: str) -> FloatArray:
         return columns[knob].astype(np.float64)
 
-    data, tensor, micro_batch = (
-        count("data_parallel_size"),
-        count("tensor_model_parallel_size"),
-        count("micro_batch_size"),
-    )
+    data, tensor = count("data_parallel_size"), count("tensor_model_parallel_size")
+    micro_batch = count("micro_batch_size")
     granularity = columns["recompute_granularity"] * columns["use_recompute"]
     is_full, is_block = granularity == FULL, columns["recompute_method"] == BLOCK
     layers = np.maximum(count("recompute_num_layers"), 1.0)

@@ -111,10 +111,8 @@ def _check_groups(spec: Spec) -> None:
     groups = spec.cluster.groups
     chips, problem = [group.chip for group in groups], ""
     if not spec.on_each_host:
-        problem, fix = (
-            "are several chips, but one machine has one",
-            "list the hosts in cluster.hostfile, and set the launcher",
-        )
+        problem = "are several chips, but one machine has one"
+        fix = "list the hosts in cluster.hostfile, and set the launcher"
     elif len({group.devices_per_node for group in groups}) > 1:
         problem, fix = "have other numbers of devices per node", "start trials on as many devices of each host"
     elif len(set(chips)) > 1:

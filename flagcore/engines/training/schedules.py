@@ -129,10 +129,7 @@ V_HALF = (
 
 Derived from the published orders for p of 3 to 12 (V-Half: arXiv 2405.15362)."""
 
-V_MIN = (
-    ((1.2, -1.2), (1.0, -1.2), (-0.2, 0.0), 6.0),
-    ((1.0, -1.2), (1.2, -1.2), (-0.2, 0.0), 6.0),
-)
+V_MIN = (((1.2, -1.2), (1.0, -1.2), (-0.2, 0.0), 6.0), ((1.0, -1.2), (1.2, -1.2), (-0.2, 0.0), 6.0))
 """Linear forms of V-Min in the format of `V_HALF`, also derived from the published orders for p of 3 to 12."""
 
 
@@ -298,10 +295,4 @@ def _pairs(times: StageTimes, *, mirrored: bool) -> tuple[FloatArray, FloatArray
     return *device_times, latency
 
 
-_V_FORMULAS = {
-    "zb-v": zero_bubble_v,
-    "v-half": v_half,
-    "v-min": v_min,
-    "dualpipe": dualpipe,
-    "dualpipev": dualpipe_v,
-}
+_V_FORMULAS = {"zb-v": zero_bubble_v, "v-half": v_half, "v-min": v_min, "dualpipe": dualpipe, "dualpipev": dualpipe_v}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 import scipy
@@ -310,24 +309,6 @@ class Ratios:
             deviations.append(np.sqrt((unexplained + process.row**2) * process.fit.scale))
         probabilities = np.array([process.probability for process in self._processes])
         return Posterior(probabilities, np.stack(means), np.stack(deviations))
-
-    def sample(self, rows: Features, count: int) -> FloatArray:
-        """Return about `count` joint samples of the log ratios of `rows`, one sample per row.
-
-        The result is deterministic.
-        """
-        points, rng = self._points(rows), np.random.default_rng(0)
-        prior_covariance = cache(lambda scales: covariance(scales, points, points))
-        samples = []
-        for process, mean, roots in self._posteriors(points):
-            posterior_covariance = prior_covariance(process.task_prior.scales) - sum(root.T @ root for root in roots)
-            values, vectors = np.linalg.eigh(posterior_covariance)
-            root = vectors * np.sqrt(np.maximum(values, 0.0))
-            process_count = max(1, round(process.probability * count))
-            deviates = rng.standard_normal((process_count, len(points))) @ root.T
-            deviates += process.row * rng.standard_normal((process_count, len(points)))
-            samples.append(mean + np.sqrt(process.fit.scale) * deviates)
-        return np.concatenate(samples)
 
     def _posteriors(self, points: Points) -> Iterator[tuple[_Process, FloatArray, tuple[FloatArray, FloatArray]]]:
         """Yield each process, its posterior mean at `points`, and two roots of the explained covariance.

@@ -360,26 +360,6 @@ def expected_gain(log_predicted: FloatArray, ratio: Posterior, best: float) -> F
     return gain
 
 
-def improvement_probability(
-    log_times: FloatArray, fits: FloatArray, success: FloatArray, best: float, min_gain: float
-) -> tuple[float, float]:
-    """Return the probability that a candidate is faster than `best`, and the largest likely gain.
-
-    The first value is the probability that a candidate succeeds and is faster than `best` by more than `min_gain`. The
-    second is the gain that is exceeded with a probability of 5%. The result is deterministic.
-
-    - `log_times`: joint samples of the logarithms of step times, with one sample per row and one candidate per column.
-    - `fits`: probability that each candidate fits; these are independent.
-    - `success`: probability that each does not fail otherwise; these are fully correlated, so if a candidate fails, all
-      less reliable ones fail, too.
-    """
-    rng = np.random.default_rng(1)
-    succeeds = (rng.random(log_times.shape) < fits) & (rng.random((len(log_times), 1)) < success)
-    fastest = np.where(succeeds, log_times, np.inf).min(axis=1)
-    gains = np.where(np.isfinite(fastest), best - fastest, 0.0)
-    return float((gains > np.log1p(min_gain)).mean()), float(max(np.expm1(np.quantile(gains, 0.95)), 0.0))
-
-
 QUANTILE_95 = 1.6448536269514722
 """The 95% quantile of the standard normal distribution."""
 

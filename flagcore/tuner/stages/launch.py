@@ -46,10 +46,11 @@ def launch(
     budget. The engine gets the target of `limit` as `max_time_per_task`, or else the limit itself. A `cold` trial
     starts as a new process. Raises FlagError if the trial cannot be started.
     """
-    platform = replace(platform, task=platform.task.with_time_limit(limit.target_s or limit.seconds)).selecting()
-    planned = platform.prepared(planned_launch(platform, candidate, folder))
+    task = platform.task.with_time_limit(limit.target_s or limit.seconds)
+    platform = replace(platform, task=task).with_selected_devices()
+    planned = platform.prepared_launch(planned_launch(platform, candidate, folder))
     planned = replace(planned, warm=planned.warm and platform.task.spec.control.warm_start and not cold)
-    return launcher.start(platform.limited(planned, limit))
+    return launcher.start(platform.limited_launch(planned, limit))
 
 
 def planned_launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:

@@ -67,7 +67,7 @@ def probe(
                     started = RankProbe(rank=rank, state=TrialState.FAILED, predicted=predicted[rank], device=place)
                     rank_limit = replace(limit, seconds=max(1.0, deadline - time.monotonic()))
                     planned = _planned(platform, candidate, rank, places[place], folder)
-                    process = threads.submit(launcher.start, platform.limited(planned, rank_limit))
+                    process = threads.submit(launcher.start, platform.limited_launch(planned, rank_limit))
                     running.append(_RunningRank(started, process, planned.folder))
                 each, ended = _wait_for_any(running)
                 running.remove(each)
@@ -125,7 +125,7 @@ def _planned(
         raise LaunchError(f"{rank_folder} cannot be created: {error.strerror or error}") from None
     hosts, device = place
     if not hosts and platform.devices and platform.support.visible_devices:  # the rank sees only its own device
-        platform, device = platform.selecting(platform.devices[device : device + 1]), 0
+        platform, device = platform.with_selected_devices(platform.devices[device : device + 1]), 0
     effects = effects_of(platform.task, candidate.as_dict())
     planned = platform.workload.probe_launch(
         replace(platform, task=task_to_start(platform.task, effects)),
@@ -135,7 +135,7 @@ def _planned(
         device,
     )
     planned = replace(planned, environment={**planned.environment, **environment_of(effects)}, hosts=hosts)
-    return platform.prepared(planned)
+    return platform.prepared_launch(planned)
 
 
 def _wait_for_any(running: Sequence[_RunningRank]) -> tuple[_RunningRank, Exit]:

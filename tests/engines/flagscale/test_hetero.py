@@ -29,11 +29,8 @@ TWO = "n1 slots=8 type=A800\nn2 slots=16 type=BI-V150\n"
 THREE = "n1 slots=8 type=BI-V150\nn2 slots=8 type=A800\nn3 slots=8 type=C550\n"
 VOCABULARY = "++train.data.tokenizer.vocab_size=32000"
 HETERO = "train.system.hetero"
-OWN = (
-    "~experiment.auto_tuner",
-    f"{HETERO}.enable_hetero=true",
-    "++train.data.tokenizer.tokenizer_path=/data/tokenizer",
-)
+TOKENIZER = "++train.data.tokenizer.tokenizer_path=/data/tokenizer"
+OWN = ("~experiment.auto_tuner", f"{HETERO}.enable_hetero=true", TOKENIZER)
 FIRST = (
     *OWN,
     f"{HETERO}.hetero_process_meshes=[2,1,1,4,1,4,1,1,2,2]",
@@ -135,7 +132,7 @@ def normal(words: list[str] | tuple[str, ...]) -> dict[str, Any]:
 def check(asked: dict[str, Any], answers: list[dict[str, Any]], folder: Path) -> None:
     _, platform, candidate = read(asked)
     for_real = WORKLOAD.launch(platform, candidate, str(folder), for_real=True)
-    trial = platform.prepared(planned_launch(platform, candidate, str(folder)))
+    trial = platform.prepared_launch(planned_launch(platform, candidate, str(folder)))
     assert answers
     for answer in answers:
         words = [word.replace("{type}", _kind(answer)) for word in for_real.argv]
@@ -222,43 +219,42 @@ def test_meshes_that_flagscale_refuses_are_refused_where_it_reads_them(key: str,
     assert caught.value.key == key
 
 
+def tuned(folder: Path, *overrides: str, without: str = "~experiment.auto_tuner") -> dict[str, Any]:
+    """Return the spec of the first tree with its tuner, and without all overrides that contain a text."""
+    asked = case("first", folder, WHEEL)
+    kept = [each for each in asked["overrides"] if each != "~experiment.auto_tuner" and without not in each]
+    return api.read_tree(Path(asked["directory"]), "tune", [*kept, *overrides]).data
+
+
+SPACE = "experiment.auto_tuner.space.hetero_process_meshes"
+
+
 def test_a_tuners_space_lists_meshes_and_derives_layers(tmp_path: Path) -> None:
-    asked = case("first", tmp_path, WHEEL)
-    overrides = [each for each in asked["overrides"] if each != "~experiment.auto_tuner"]
-    space = "experiment.auto_tuner.space.hetero_process_meshes=[[2,4],1,1,auto,1,auto,1,1,4,2]"
-    found = api.read_tree(Path(asked["directory"]), "tune", [*overrides, space])
-    assert found.data["auto_tuner"]["space"]["meshes"] == [
-        "A800 tp2 dp4 + BI-V150 tp2 dp4 pp2",
-        "A800 tp4 dp2 + BI-V150 tp2 dp4 pp2",
-    ]
-    assert "pipeline_model_parallel_layout" not in found.data["train"].get("settings", {})
-    assert found.data["cluster"]["groups"][1] == {"chip": "BI-V150", "envs": {"IXCCL_DEBUG": "WARN"}}
+    data = tuned(tmp_path, f"{SPACE}=[[2,4],1,1,auto,1,auto,1,1,4,2]")
+    meshes = [f"A800 {sizes} + BI-V150 tp2 dp4 pp2" for sizes in ("tp2 dp4", "tp4 dp2")]
+    assert data["auto_tuner"]["space"]["meshes"] == meshes
+    assert "pipeline_model_parallel_layout" not in data["train"].get("settings", {})
+    assert data["cluster"]["groups"][1] == {"chip": "BI-V150", "envs": {"IXCCL_DEBUG": "WARN"}}
 
 
 def test_the_baseline_of_equal_meshes_in_a_tuner_has_derived_layers(tmp_path: Path) -> None:
-    asked = case("first", tmp_path, WHEEL)
-    overrides = [each for each in asked["overrides"] if each != "~experiment.auto_tuner"]
     equal = [f"{HETERO}.hetero_process_meshes=[2,1,1,4,1,2,1,1,4,2]", f"{HETERO}.hetero_pipeline_layer_split=[20,6,6]"]
-    tuner = api.read_tree(Path(asked["directory"]), "tune", [*overrides, *equal]).data["auto_tuner"]
-    assert tuner["baseline"]["layer_split"] == "balanced"
-    assert tuner["baseline"]["pipeline_model_parallel_size"] == 3
+    baseline = tuned(tmp_path, *equal)["auto_tuner"]["baseline"]
+    assert (baseline["layer_split"], baseline["pipeline_model_parallel_size"]) == ("balanced", 3)
 
 
-def test_a_tuners_space_has_meshes_on_all_devices_of_the_host_file(tmp_path: Path) -> None:
-    asked = case("first", tmp_path, WHEEL)
-    (tmp_path / "of_test.txt").write_text("n1 slots=16 type=A800\nn2 slots=4 type=BI-V150\n")
-    overrides = [each for each in asked["overrides"] if each != "~experiment.auto_tuner" and "VISIBLE" not in each]
-    space = "experiment.auto_tuner.space.hetero_process_meshes=[8,1,1,auto,1,4,1,1,auto,1]"
+def test_a_tuners_space_has_meshes_on_all_devices_of_the_host_file(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(CASES, "first", ("train_hetero", "n1 slots=16 type=A800\nn2 slots=4 type=BI-V150\n", FIRST))
     envs = ["~experiment.envs", f"{HETERO}.hetero_pipeline_layer_split=null"]
-    found = api.read_tree(Path(asked["directory"]), "tune", [*overrides, *envs, space])
-    assert found.data["auto_tuner"]["space"]["meshes"] == ["A800 tp8 dp2 + BI-V150 tp4"]
+    data = tuned(tmp_path, *envs, f"{SPACE}=[8,1,1,auto,1,4,1,1,auto,1]", without="VISIBLE")
+    assert data["auto_tuner"]["space"]["meshes"] == ["A800 tp8 dp2 + BI-V150 tp4"]
 
 
 @pytest.mark.slow
 def test_an_exported_tree_is_imported_as_the_same_job(tmp_path: Path) -> None:
     asked = case("second", tmp_path, WHEEL)
     _, platform, candidate = read(asked)
-    launch = platform.prepared(planned_launch(platform, candidate, str(tmp_path), for_real=True))
+    launch = platform.prepared_launch(planned_launch(platform, candidate, str(tmp_path), for_real=True))
     exporter: Any = FlagScale()
     job = ExportJob(name="job", comments=(), platform=platform, candidate=candidate, launch=launch, devices=8)
     for name, text in exporter.export(job, "flagscale").items():
@@ -280,13 +276,10 @@ def test_an_exported_tree_is_imported_as_the_same_job(tmp_path: Path) -> None:
     assert platform_again.task.spec.cluster.host_envs == platform.task.spec.cluster.host_envs != {}
 
 
-def test_meshes_that_do_not_use_all_devices_of_a_type_are_no_baseline(tmp_path: Path) -> None:
-    asked = case("first", tmp_path, WHEEL)
-    (tmp_path / "of_test.txt").write_text("n1 slots=8 type=A800\nn2 slots=8 type=BI-V150\n")
-    found = api.read_tree(Path(asked["directory"]), "tune", asked["overrides"])
-    assert "baseline" not in found.data["auto_tuner"]
-    without_file = [each for each in asked["overrides"] if "hostfile" not in each and each != "~experiment.auto_tuner"]
+def test_meshes_that_do_not_use_all_devices_of_a_type_are_no_baseline(tmp_path: Path, monkeypatch: Any) -> None:
     extra = ("experiment.runner.hostfile=null", "++experiment.runner.nnodes=4", "++experiment.runner.nproc_per_node=16")
-    found = api.read_tree(Path(asked["directory"]), "tune", [*without_file, *extra])
-    assert "baseline" not in found.data["auto_tuner"]
-    assert [group["nodes"] * group["devices_per_node"] for group in found.data["cluster"]["groups"]] == [32, 32]
+    data = tuned(tmp_path, *extra, without="hostfile")
+    assert "baseline" not in data["auto_tuner"]
+    assert [group["nodes"] * group["devices_per_node"] for group in data["cluster"]["groups"]] == [32, 32]
+    monkeypatch.setitem(CASES, "first", ("train_hetero", TWO.replace("16", "8"), FIRST))
+    assert "baseline" not in tuned(tmp_path)["auto_tuner"]

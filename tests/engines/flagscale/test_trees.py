@@ -91,10 +91,8 @@ def test_missing_keys_of_a_tree_have_megatrons_defaults() -> None:
 
 def test_a_training_tree_starts_its_entrypoint_with_all_of_its_flags() -> None:
     found = tree("train_dense", "train.data.data_path=[1, a, 2, b]", "~experiment.cmds")
-    command, place = (
-        found.data["train"]["command"],
-        found.data["train"]["command"].index("flagscale/train/train_gpt.py"),
-    )
+    command = found.data["train"]["command"]
+    place = command.index("flagscale/train/train_gpt.py")
     options = {flag: command[at + 1] for at, flag in enumerate(command[:place]) if flag.startswith("--")}
     assert command[0] == "torchrun"
     assert (options["--nnodes"], options["--nproc_per_node"], options["--rdzv_endpoint"]) == ("1", "8", "localhost:0")

@@ -12,22 +12,22 @@ from flagcore.engines.megatron.space.knobs import candidate_columns
 from flagcore.tuner.stages.build import build
 from tests import small
 
+DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CP, EP, MBS = "context_parallel_size", "expert_model_parallel_size", "micro_batch_size"
+LAYERS, SHARDED = "recompute_num_layers", "use_distributed_optimizer"
 FULL: dict[str, KnobValue] = {"use_recompute": True, "recompute_granularity": "full"}
-UNIFORM = {**FULL, "recompute_method": "uniform", "recompute_num_layers": 1}
+UNIFORM = {**FULL, "recompute_method": "uniform", LAYERS: 1}
 BLOCK = {**FULL, "recompute_method": "block"}
 SELECTIVE: dict[str, KnobValue] = {"use_recompute": True, "recompute_granularity": "selective"}
 
 MORE_MEMORY: dict[str, tuple[dict[str, KnobValue], dict[str, KnobValue]]] = {
-    "a larger micro batch": ({"micro_batch_size": 4}, {"micro_batch_size": 2}),
-    "no sequence parallelism": (
-        {"tensor_model_parallel_size": 2},
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    ),
-    "an optimizer that is not sharded": ({}, {"use_distributed_optimizer": True}),
+    "a larger micro batch": ({MBS: 4}, {MBS: 2}),
+    "no sequence parallelism": ({TP: 2}, {TP: 2, "sequence_parallel": True}),
+    "an optimizer that is not sharded": ({}, {SHARDED: True}),
     "no recompute": ({}, UNIFORM),
     "no recompute instead of selective": ({}, SELECTIVE),
-    "fewer layers by block": ({**BLOCK, "recompute_num_layers": 1}, {**BLOCK, "recompute_num_layers": 2}),
-    "all of it": ({"micro_batch_size": 2}, {**UNIFORM, "use_distributed_optimizer": True}),
+    "fewer layers by block": ({**BLOCK, LAYERS: 1}, {**BLOCK, LAYERS: 2}),
+    "all of it": ({MBS: 2}, {**UNIFORM, SHARDED: True}),
 }
 
 
@@ -41,20 +41,17 @@ def test_candidates_that_need_at_least_as_much_memory_are_found(name: str) -> No
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}),
-        ({"data_parallel_size": 2}, {"data_parallel_size": 4}),
-        ({"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}),
-        ({"context_parallel_size": 2}, {"context_parallel_size": 4}),
-        ({"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 4}),
-        (
-            {"num_layers_per_virtual_pipeline_stage": 1, "pipeline_model_parallel_size": 2},
-            {"pipeline_model_parallel_size": 2},
-        ),
-        (UNIFORM, {**BLOCK, "recompute_num_layers": 2}),
-        (UNIFORM, {**UNIFORM, "recompute_num_layers": 2}),
+        ({TP: 2}, {TP: 4}),
+        ({DP: 2}, {DP: 4}),
+        ({PP: 2}, {PP: 4}),
+        ({CP: 2}, {CP: 4}),
+        ({EP: 2}, {EP: 4}),
+        ({"num_layers_per_virtual_pipeline_stage": 1, PP: 2}, {PP: 2}),
+        (UNIFORM, {**BLOCK, LAYERS: 2}),
+        (UNIFORM, {**UNIFORM, LAYERS: 2}),
         (SELECTIVE, UNIFORM),
-        (SELECTIVE, {**BLOCK, "recompute_num_layers": 1}),
-        ({"micro_batch_size": 2}, {"use_distributed_optimizer": False, "micro_batch_size": 4, **UNIFORM}),
+        (SELECTIVE, {**BLOCK, LAYERS: 1}),
+        ({MBS: 2}, {SHARDED: False, MBS: 4, **UNIFORM}),
     ],
 )
 def test_other_differences_give_no_conclusion(one: dict[str, KnobValue], other: dict[str, KnobValue]) -> None:
@@ -67,8 +64,8 @@ def test_only_candidates_with_more_recompute_take_at_least_as_long() -> None:
     assert WORKLOAD.takes_at_least(candidate_columns(UNIFORM), plain).all()
     assert WORKLOAD.takes_at_least(candidate_columns(SELECTIVE), plain).all()
     assert not WORKLOAD.takes_at_least(candidate_columns({}), small.candidate(**UNIFORM)).any()
-    assert not WORKLOAD.takes_at_least(candidate_columns({"micro_batch_size": 2}), plain).any()
-    assert not WORKLOAD.takes_at_least(candidate_columns({"use_distributed_optimizer": True}), plain).any()
+    assert not WORKLOAD.takes_at_least(candidate_columns({MBS: 2}), plain).any()
+    assert not WORKLOAD.takes_at_least(candidate_columns({SHARDED: True}), plain).any()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -11,11 +11,7 @@ from flagcore.engines.megatron.space.knobs import candidate_columns
 from tests import small
 
 LATENT = dataclasses.replace(
-    small.EXPERTS,
-    **small.LATENT,
-    moe_first_dense_layers=1,
-    moe_shared_expert_intermediate_size=64,
-    mtp_num_layers=1,
+    small.EXPERTS, **small.LATENT, moe_first_dense_layers=1, moe_shared_expert_intermediate_size=64, mtp_num_layers=1
 )
 TIED = dataclasses.replace(small.DENSE, untie_embeddings_and_output_weights=False, qk_layernorm=True)
 

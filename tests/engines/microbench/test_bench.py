@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("torch") is None, reason="the micro-benchmark needs torch"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(find_spec("torch") is None, reason="needs torch"), pytest.mark.slow]
 
 ACCELERATOR = """
 import json, time

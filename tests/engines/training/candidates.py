@@ -25,13 +25,8 @@ def public(name: str, **changes: Any) -> Model:
 
 
 LLAMA = public("meta-llama/Llama-2-7b-hf")
-LATENT: dict[str, Any] = {
-    "multi_latent_attention": True,
-    "kv_lora_rank": 512,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-}
+LATENT: dict[str, Any] = {"multi_latent_attention": True, "kv_lora_rank": 512}
+LATENT |= {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 DEEPSEEK_16B = Model(
     name="deepseek-16b-a3b-like",
     num_layers=27,
@@ -51,16 +46,8 @@ DEEPSEEK_16B = Model(
 MOE = dataclasses.replace(LLAMA, num_layers=24, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=4096)
 
 ONES = ("data", "tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "micro_batch")
-ZEROS = (
-    "sharded_optimizer",
-    "sequence_parallel",
-    "selective",
-    "uniform",
-    "block",
-    "first_layers",
-    "last_layers",
-    "split",
-)
+STATES = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block")
+ZEROS = (*STATES, "first_layers", "last_layers", "split")
 NEUTRAL = {**dict.fromkeys(ONES, 1.0), **dict.fromkeys(ZEROS, 0.0), "microbatches": 8.0}
 NODE = Level(name="node", devices=8, bytes_per_second=400e9, latency_seconds=5e-6)
 NETWORK = Level(name="network", devices=1024, bytes_per_second=50e9, latency_seconds=20e-6)

@@ -12,12 +12,8 @@ from flagcore.engines.training.stages import placed
 from tests.engines.megatron.trial.trial_jobs import run_jobs
 from tests.engines.training.candidates import layout as one_of
 
-DP, TP, PP, VP = (
-    "data_parallel_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-)
+DP, TP, PP = (f"{name}_parallel_size" for name in ("data", "tensor_model", "pipeline_model"))
+VP = f"virtual_{PP}"
 EP, ETP, SP = "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"

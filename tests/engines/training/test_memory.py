@@ -105,7 +105,7 @@ def test_the_budget_of_a_cluster_comes_before_the_memory_of_its_chip() -> None:
     assert PlainMemory.of(unknown).capacity_bytes() is None
 
 
-def stored_bytes_of_layer(model: Model, **work: Any) -> float:
+def stored_of_layer(model: Model, **work: Any) -> float:
     return float(Kinds.from_layout(train(model, **work), layout()).dense.stored[0])
 
 
@@ -113,18 +113,17 @@ def test_a_layer_stores_the_bytes_of_the_2022_paper() -> None:
     """Korthikanti et al. 2022 (arXiv 2205.05198), equation 1: 34 + 5 a s / h bytes an element of the layer's input."""
     gpt = dataclasses.replace(LLAMA, gated_linear_unit=False, ffn_hidden_size=4 * 4096)
     work = {"sequence": 2048, "precision": "fp16", "fused_activation": True, "transformer_engine": True}
-    old = stored_bytes_of_layer(gpt, **work, flash=False, options=Options(dropout=True))
+    old = stored_of_layer(gpt, **work, flash=False, options=Options(dropout=True))
     assert old == pytest.approx(2048 * 4096 * (34 + 5 * 32 * 2048 / 4096), rel=1e-3)  # and a number a row of each norm
-    assert stored_bytes_of_layer(gpt, **work) == pytest.approx(2048 * 4096 * 32, rel=1e-2)
+    assert stored_of_layer(gpt, **work) == pytest.approx(2048 * 4096 * 32, rel=1e-2)
 
 
 @pytest.mark.parametrize("model", [LLAMA, MOE, DEEPSEEK_16B], ids=lambda model: model.name)
 @pytest.mark.parametrize("fused", [False, True], ids=["local", "transformer_engine"])
 def test_components_add_up(model: Model, fused: bool) -> None:
     model = dataclasses.replace(model, mtp_num_layers=1)
-    split = dataclasses.replace(
-        random_layouts(np.random.default_rng(7), model, 400), selective=(np.arange(400) % 3 == 0) * 1.0
-    )
+    rows = random_layouts(np.random.default_rng(7), model, 400)
+    split = dataclasses.replace(rows, selective=(np.arange(400) % 3 == 0) * 1.0)
     split = dataclasses.replace(split, block=(np.arange(400) % 4 == 0) * 2.0)
     work = train(model, transformer_engine=fused, options=Options(recompute_modules=frozenset({"layernorm", "mlp"})))
     found = training_memory(work, split, 2.0**25)
@@ -150,12 +149,8 @@ def test_a_layout_of_stages_is_used_and_empty_stages_hold_little() -> None:
     split, options = pipeline.placed(LLAMA, layout(pipeline=4, sequence_parallel=1), Options(), stages)
     work = train(options=options)
     table, layer, norm = 32000 * 4096, 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 4096
-    assert [parameters(LLAMA, split, index, options) for index in range(4)] == [
-        table,
-        16 * layer,
-        0,
-        16 * layer + norm + table,
-    ]
+    held = [parameters(LLAMA, split, index, options) for index in range(4)]
+    assert held == [table, 16 * layer, 0, 16 * layer + norm + table]
     peaks = [rank_memory(work, split, rank).peak[0] for rank in range(4)]
     assert peaks[2] < 0.01 * peaks[1]
     assert training_memory(work, split).peak[0] == max(peaks)
@@ -166,9 +161,7 @@ def test_offload_frees_memory_of_the_named_stages_only() -> None:
     modules = frozenset({"attn_norm", "qkv_linear", "core_attn", "mlp_norm"})
     offloading = train(options=Options(offload_modules=modules, offload_stages=(0,)))
     plain = train()
-    before, after = (
-        [rank_memory(work, split, rank).activation[0] for rank in range(4)] for work in (plain, offloading)
-    )
+    before, after = ([rank_memory(job, split, rank).activation[0] for rank in range(4)] for job in (plain, offloading))
     assert after[1:] == before[1:]
     sent = 4 * 8 * 4096 * 4096 * 2 * (1 + 1 + 5 + 1)  # of 4 micro-batches and 8 layers, all but the layer at work
     assert before[0] - after[0] == pytest.approx(sent * 31 / 32, rel=0.02)
@@ -202,9 +195,7 @@ def test_narrow_formats_add_copies_of_linear_weights_or_stand_in_for_them(precis
         table = memory.component_table(work, layout(), np.zeros(1))
         assert table["ffn"]["weights_bytes"][0] / table["ffn"]["params"][0] == pytest.approx(wide + copies)
         assert table["embedding"]["weights_bytes"][0] / table["embedding"]["params"][0] == 2.0
-    narrow, full = (
-        stored_bytes_of_layer(LLAMA, precision=name, transformer_engine=True) for name in (precision, "bf16")
-    )
+    narrow, full = (stored_of_layer(LLAMA, precision=name, transformer_engine=True) for name in (precision, "bf16"))
     assert narrow < full
 
 

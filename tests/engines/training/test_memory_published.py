@@ -42,9 +42,7 @@ def engine(model: Model, sequence: int, **options: Any) -> Training:
     return train(model, sequence=sequence, **fused, options=Options(**options))
 
 
-@pytest.mark.parametrize(
-    ("model", "split", "sequence", "measured"), MEASURED, ids=lambda value: getattr(value, "name", str(value))
-)
+@pytest.mark.parametrize(("model", "split", "sequence", "measured"), MEASURED)
 def test_measured_peaks_with_transformer_engine_are_predicted(
     model: Model, split: dict[str, Any], sequence: int, measured: float
 ) -> None:

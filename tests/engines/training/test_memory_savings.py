@@ -164,10 +164,8 @@ def larger_models(draw: np.random.Generator, model: Model) -> Pairs:
 def wider_tensor_parallelism(draw: np.random.Generator, model: Model) -> Pairs:
     split = full(random_layouts(draw, model), sequence_parallel=1)  # experts require it
     job = train(model, transformer_engine=bool(draw.integers(2)), flash=bool(draw.integers(2)))
-    yield (
-        (job, split),
-        (job, dataclasses.replace(split, tensor=2 * split.tensor, expert_tensor=2 * split.expert_tensor)),
-    )
+    wider = dataclasses.replace(split, tensor=2 * split.tensor, expert_tensor=2 * split.expert_tensor)
+    yield (job, split), (job, wider)
 
 
 SAVINGS = (

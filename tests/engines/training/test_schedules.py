@@ -45,10 +45,8 @@ def cases(kind: str, seed: int, count: int, lengths: tuple[int, ...] = LENGTHS) 
 
 
 def stage_times(seconds: Seconds, send: float = 0.0, **options: float) -> StageTimes:
-    forward, backward, weight = (np.array(seconds[kind])[:, None] for kind in "FBW")
-    return StageTimes(
-        forward=forward, backward_input=backward, backward_weight=weight, send=np.array([send]), **options
-    )
+    forward, back, weight = (np.array(seconds[kind])[:, None] for kind in "FBW")
+    return StageTimes(forward=forward, backward_input=back, backward_weight=weight, send=np.array([send]), **options)
 
 
 def closed(schedule: str, times: StageTimes, m: float, v: float = 1.0) -> float:
@@ -163,11 +161,8 @@ def test_pairs_that_run_together_shorten_dualpipe() -> None:
 
 def columns(seed: int, p: int, count: int = 400) -> StageTimes:
     draw = np.random.default_rng(seed)
-    speed, back, weight = (
-        draw.uniform(0.7, 1.4, (p, count)),
-        draw.uniform(0.8, 1.4, count),
-        draw.uniform(0.4, 1.1, count),
-    )
+    speed = draw.uniform(0.7, 1.4, (p, count))
+    back, weight = draw.uniform(0.8, 1.4, count), draw.uniform(0.4, 1.1, count)
     return StageTimes(
         forward=speed,
         backward_input=back * speed,
@@ -207,9 +202,8 @@ def test_one_stage_takes_the_sum_of_its_passes(schedule: str) -> None:
 def test_more_memory_and_deferred_weights_never_make_a_plan_slower(p: int) -> None:
     times = columns(20 + p, p)
     for m in range(1, 5 * p):
-        two, one, plain = (
-            makespan(name, times, np.full(400, float(m)), np.ones(400)) for name in ("zb-2p", "zb-1p", "1f1b")
-        )
+        number = np.full(400, float(m))
+        two, one, plain = (makespan(name, times, number, np.ones(400)) for name in ("zb-2p", "zb-1p", "1f1b"))
         assert (two <= one).all()
         assert (one <= plain * (1.0 + 1e-12)).all()
 

@@ -52,13 +52,6 @@ def test_contradicted_experience_is_ignored() -> None:
     assert np.mean(np.abs(posterior.mean - real) < 2 * posterior.deviation) > 0.9
 
 
-def test_samples_are_drawn_from_the_posterior() -> None:
-    ratios = Ratios(observed(TRIED_ROWS[:5], by_parts(0.2)), ALL, TIME)
-    one, drawn = ratios.posterior(ALL.take(ROWS[:20])), ratios.sample(ALL.take(ROWS[:20]), 20_000)
-    assert drawn.mean(axis=0) == pytest.approx(one.mean, abs=0.01)
-    assert drawn.std(axis=0) == pytest.approx(one.deviation, rel=0.1)
-
-
 @pytest.mark.parametrize("scales", [TIME, MEMORY])
 def test_before_any_measurement_the_prediction_is_used(scales: object) -> None:
     posterior = Ratios(Observations.empty(), ALL, scales).posterior(ALL)  # type: ignore[arg-type]

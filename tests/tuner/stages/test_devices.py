@@ -30,7 +30,7 @@ def platform(devices: int = 2, *, task: Any = None, **support: Any) -> Platform:
 
 
 def selected(groups: tuple[Platform, ...]) -> list[str]:
-    return [group.selecting().task.spec.envs["ACME_VISIBLE_DEVICES"] for group in groups]
+    return [group.with_selected_devices().task.spec.envs["ACME_VISIBLE_DEVICES"] for group in groups]
 
 
 @pytest.mark.parametrize(("devices", "count"), [(1, 8), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1)])

@@ -262,7 +262,7 @@ def test_the_users_variables_win_and_conflicts_are_reported(monkeypatch: pytest.
         "OF_SHELL: mine from this shell overrides plugin from a plugin",
         "OF_SPEC: spec's from envs of the spec overrides plugin from a plugin",
     )
-    launched = platform.prepared(Launch(argv=("train",), folder="/x")).environment
+    launched = platform.prepared_launch(Launch(argv=("train",), folder="/x")).environment
     assert launched == {"OF_SHELL": "mine", "OF_SPEC": "spec's", "SAME": "1", "NODES": "1"}
 
 

@@ -13,6 +13,7 @@ from flagcore.contracts import SearchContext
 from flagcore.domain.prediction import Observations, PastMeasurements, Predictions
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.spec import Control
 from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.tuner.learning.trials import (
     MAX_EXCESS,
@@ -25,7 +26,7 @@ from flagcore.tuner.learning.trials import (
     observed_memory,
     observed_times,
 )
-from flagcore.tuner.strategies.learned import MIN_GAIN, STRATEGY, believed
+from flagcore.tuner.strategies.learned import STRATEGY, believed
 from tests import small as made_up
 from tests.tuner.strategies.contexts import SPACE, TASK, WORKLOAD, distorted, predictions, search_context, trial_of
 
@@ -46,11 +47,12 @@ def search(
     """Run the strategy for at most `most` trials against a made-up ground truth, where what `fails` marks fails."""
     trials = [*first]
     while len(trials) < most:
-        row = STRATEGY.next(search_context(known, trials, **context)).row
-        if row is None:
+        choice = STRATEGY.next(search_context(known, trials, **context))
+        if (row := choice.row) is None:
             break
         needed = memory * float(known.device_used_bytes[row])
         done = trial_of(row, float(real[row]) if needed <= capacity else None, len(trials), needed)
+        done = replace(done, believed=dict(choice.belief))
         has_failed = fails is not None and fails[row]
         trials.append(replace(done, state=TrialState.FAILED, measurement=None) if has_failed else done)
     return trials
@@ -247,7 +249,7 @@ def certain_experience() -> PastMeasurements:
 
 @pytest.mark.parametrize(
     ("factors", "stops"),
-    [((1.0,), False), ((1.0, 1.0), True), ((1.0, 1.1), False), ((1.0, 1.0, 1.0), True)],
+    [((1.0,), False), ((1.0, 1.0), True), ((1.0, 1.3), False), ((1.0, 1.0, 1.0), True)],
     ids=["one measurement", "two as expected", "two, one slower", "three"],
 )
 def test_experience_ends_a_run_after_two_measurements_that_confirm_it(factors: tuple[float, ...], stops: bool) -> None:
@@ -349,7 +351,7 @@ def has_missed_gain(real: FloatArray, rows: IntArray, past: PastMeasurements) ->
     slowest = int(rows[np.argmax(KNOWN.step_time_s[rows])])
     first = [trial_of(slowest, float(real[slowest]), 0)]
     trials = search(KNOWN, real, most=rows.size, first=first, open_rows=rows, past=past)
-    return bool(real[rows].min() * (1 + MIN_GAIN) < best_of(trials))
+    return bool(real[rows].min() * (1 + Control().indifference) < best_of(trials))
 
 
 @pytest.mark.parametrize(

@@ -275,11 +275,9 @@ def argument_spec(row: Mapping[str, Any]) -> ArgumentSpec:
     """Return the argument that an entry of `releases.json` describes."""
     flags = tuple(row["flags"])
     first_flag = next((flag for flag in flags if flag.startswith("--")), flags[0])
-    attributes = {
-        name: row[name] for name in ("values", "stores", "const", "type", "default", "appends") if name in row
-    }
+    fields = {name: row[name] for name in ("values", "stores", "const", "type", "default", "appends") if name in row}
     dest = row.get("dest", first_flag.lstrip("-").replace("-", "_"))
-    return ArgumentSpec(flags=flags, dest=dest, choices=tuple(row.get("choices", ())), **attributes)
+    return ArgumentSpec(flags=flags, dest=dest, choices=tuple(row.get("choices", ())), **fields)
 
 
 @lru_cache(maxsize=1)

@@ -153,9 +153,8 @@ def command_warnings(spec: Spec) -> list[str]:
         shown_flag = f"{flag} {value}" if dest in flags_by_dest and value is not True else flag
         names = {"key": KEY, "flag": shown_flag, "other": other, "consequence": consequence}
         lines.append(_("{key} sets {flag}, the spec has {other}: {consequence}", **names))
-    if flags := [
-        flag for knob in SPACE_KNOBS for each in knob.flags if (flag := f"--{each.name}") in flags_by_dest.values()
-    ]:
+    knob_flags = [f"--{each.name}" for knob in SPACE_KNOBS for each in knob.flags]
+    if flags := [flag for flag in knob_flags if flag in flags_by_dest.values()]:
         names = {"key": KEY, "flags": ", ".join(flags)}
         lines.append(_("{key} sets {flags}: candidates replace them by their own values", **names))
     return lines

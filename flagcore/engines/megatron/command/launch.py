@@ -242,12 +242,8 @@ def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str, m
     train, nodes = spec.train, sum(each.nodes for each in task.cluster.groups)
     addresses = ["--master-addr={master_addr}", "--master-port={master_port}"]
     rendezvous = ["--standalone"] if nodes == 1 else [f"--nnodes={nodes}", "--node-rank={node_rank}", *addresses]
-    argv = [
-        "torchrun",
-        *rendezvous,
-        f"--nproc-per-node={group.devices_per_node}",
-        "pretrain_gpt.py" if mixed is None else PROGRAM,
-    ]
+    program = "pretrain_gpt.py" if mixed is None else PROGRAM
+    argv = ["torchrun", *rendezvous, f"--nproc-per-node={group.devices_per_node}", program]
     argv += model_arguments(spec.model)
     argv += ["--max-position-embeddings", str(train.seq_length), *PRECISION_FLAGS[train.precision]]
     argv += ["--transformer-impl", train.implementation] if train.implementation else []

@@ -98,11 +98,8 @@ def fill_sooner(
             limits = np.minimum(limits, most[moving[:, None], leading.astype(np.int64), place])
         times = np.empty((moving.size, length, counts.size))
         for index in range(length):
-            pace, dense, is_last = (
-                paces.at(np.full(layout.pipeline.shape, index)),
-                leading[:, index],
-                index == length - 1,
-            )
+            pace, is_last = paces.at(np.full(layout.pipeline.shape, index)), index == length - 1
+            dense = leading[:, index]
             held = np.maximum(counts, dense)
             busy = pace[moving].seconds(held, dense, first=index == 0, mtp=is_last, last=is_last)
             times[:, index] = np.where(np.isnan(busy).any(axis=0), counts, busy).T

@@ -257,12 +257,7 @@ def best_splits(
 
 
 def _search(
-    train: Training,
-    layout: Layout,
-    paces: Paces,
-    fronts: Fronts,
-    most: FloatArray | None,
-    mtp: FloatArray,
+    train: Training, layout: Layout, paces: Paces, fronts: Fronts, most: FloatArray | None, mtp: FloatArray
 ) -> LayerSplit:
     """Return the best split of each candidate in which the leading layers are placed as in `fronts`.
 

@@ -165,11 +165,9 @@ def _meshes(texts: tuple[str, ...], names: tuple[str, ...]) -> Meshes:
     for text, row in zip(texts, rows, strict=True):
         used = [group for group, _ in row] if REPLICAS in text else []
         if repeated := next((names[group] for group in used if used.count(group) > 1), None):
-            problem, fix = (
-                f"has {repeated} more than once",
-                f"give each chip one mesh of replicas; chips: {', '.join(names)}",
-            )
-            raise SpecError(key=f"auto_tuner.space.{MESHES}", value=text, problem=problem, fix=fix)
+            key, problem = f"auto_tuner.space.{MESHES}", f"has {repeated} more than once"
+            fix = f"give each chip one mesh of replicas; chips: {', '.join(names)}"
+            raise SpecError(key=key, value=text, problem=problem, fix=fix)
     longest = max((len(row) for row in rows), default=1)
     groups = np.full((len(rows) + 1, longest), -1, dtype=np.int64)
     codes = {knob: np.ones_like(groups) * (knob in SIZES.values()) for knob in (*OWN, *_OF_REPLICAS.values())}

@@ -194,9 +194,7 @@ def mesh_columns(task: Task, group: int, *, has_share: bool = False) -> dict[str
         MBS: [size for size in (share_sizes(batch) if has_share else divisors(batch)) if size <= MAX_SAMPLES],
         "word": range(len(words)),
     }
-    values = [
-        given if isinstance(listed := space.get(knob, AUTO), str) else listed for knob, given in suggested.items()
-    ]
+    values = [own if isinstance(listed := space.get(knob, AUTO), str) else listed for knob, own in suggested.items()]
     table = np.array(list(product(*values)), dtype=np.int64).reshape(-1, len(suggested))
     columns = {**{name: np.repeat(each, len(table)) for name, each in candidate_columns({}).items()}}
     columns |= zip(suggested, table.T, strict=True)

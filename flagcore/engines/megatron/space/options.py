@@ -155,10 +155,7 @@ def check(task: Task, settings: Settings) -> None:
             or ("shared_experts" in modules and shared_overlap in enabled),
             "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap",
         ),
-        LAYOUT: (
-            bool({EMBEDDING, LOSS, FIRST, LAST} & enabled),
-            "excludes other settings of the split of layers",
-        ),
+        LAYOUT: (bool({EMBEDDING, LOSS, FIRST, LAST} & enabled), "excludes other settings of the split of layers"),
     }
     for key, (is_wrong, problem) in refusals.items():
         if is_wrong and key in enabled:

@@ -185,16 +185,11 @@ def read_notes(notes: str) -> Mapping[str, SettingValue]:
             _add_missing(settings, setting_from_text(name, value, SETTINGS))
             remaining = remaining[: match.start()] + ";" + remaining[match.end() :]
     for phrase, phrase_settings in _tables()["phrases"].items():
-        if (match := re.search(phrase, remaining)) and not re.search(
-            _NEGATION_PATTERN + "$", remaining[: match.start()]
-        ):
+        match = re.search(phrase, remaining)
+        if match and not re.search(_NEGATION_PATTERN + "$", remaining[: match.start()]):
             _add_missing(settings, _settings_of_phrase(phrase_settings, match))
-    implied = {
-        implied_name: True
-        for key, implied_name in _tables()["implied"].items()
-        if settings.get(key, False) is not False
-    }
-    _add_missing(settings, implied)
+    enabled = [name for key, name in _tables()["implied"].items() if settings.get(key, False) is not False]
+    _add_missing(settings, dict.fromkeys(enabled, True))
     return settings
 
 

@@ -173,11 +173,7 @@ def _message_values(job: Job) -> dict[str, Any]:
     overlapped = interleaved and job.candidate.overlap_p2p_comm
     if interleaved and not overlapped and job.candidate.pipeline_model_parallel_size == 2:
         raise JobError("overlap_p2p_comm = False needs more than two stages: two stages confuse each other's messages")
-    values = {
-        "overlap_p2p_comm": overlapped,
-        "batch_p2p_comm": not overlapped,
-        "deallocate_pipeline_outputs": True,
-    }
+    values = {"overlap_p2p_comm": overlapped, "batch_p2p_comm": not overlapped, "deallocate_pipeline_outputs": True}
     if job.device.type == "cpu":
         values["batch_p2p_sync"] = False  # avoids a device synchronisation after each pipeline transfer
         # Under the interleaved schedule gloo may still be sending outputs; freeing them would silently corrupt losses.

@@ -179,12 +179,8 @@ class Job:
     @property
     def world_size(self) -> int:
         c = self.candidate
-        return (
-            c.data_parallel_size
-            * c.tensor_model_parallel_size
-            * c.pipeline_model_parallel_size
-            * c.context_parallel_size
-        )
+        stage_devices = c.data_parallel_size * c.tensor_model_parallel_size * c.context_parallel_size
+        return stage_devices * c.pipeline_model_parallel_size
 
     @property
     def transformer_engine(self) -> bool:

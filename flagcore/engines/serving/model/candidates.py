@@ -17,7 +17,7 @@ import numpy as np
 from flagcore.domain.serving import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
-from flagcore.engines.serving.load.progress import MIN_RATE, highest_load
+from flagcore.engines.serving.load.progress import MIN_RATE, Outcome, highest_load
 from flagcore.engines.serving.model.disaggregated import Prefill
 from flagcore.engines.serving.model.iteration import IterationCosts, interpolate
 from flagcore.engines.serving.model.memory import ServingMemory
@@ -146,13 +146,14 @@ def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int
     """Return the metrics at each load that a search for the highest load tries."""
     points, slo, is_concurrency = list[Mapping[str, float]](), context.serve.slo, context.serve.highest == "concurrency"
 
-    def meets_limits(value: float) -> bool:
+    def predict(value: float) -> Outcome:
         points.append({**_load_figures(context, load.at(value), kinds), HIGHEST_LOAD: value})
-        return all(points[-1].get(name, 0.0) <= limit for name, limit in slo.items())
+        is_met = all(points[-1].get(name, 0.0) <= limit for name, limit in slo.items())
+        return Outcome.MET if is_met else Outcome.EXCEEDED
 
     maximum = float((load.load.concurrency if is_concurrency else load.load.request_rate) or 1)
     highest_load(
-        meets_limits,
+        predict,
         FIRST_LOAD,
         minimum=1.0 if is_concurrency else MIN_RATE,
         maximum=maximum,
@@ -350,7 +351,7 @@ class ClosedLoop:
 
 
 @dataclass(frozen=True, slots=True)
-class SteadyState:
+class LoopMeans:
     """Mean TTFT and TPOT in seconds, and output tokens per second of one lane, by candidate."""
 
     ttft: FloatArray
@@ -358,7 +359,7 @@ class SteadyState:
     rate: FloatArray
 
 
-def steady_state(loop: ClosedLoop) -> SteadyState:
+def steady_state(loop: ClosedLoop) -> LoopMeans:
     """Return the mean latencies and the rate of a closed loop.
 
     For lanes that only compute prompts, the rate counts the output tokens of the answers to their prompts, and TPOT is
@@ -383,18 +384,18 @@ def steady_state(loop: ClosedLoop) -> SteadyState:
         active = np.minimum(loop.flight, limit) * decode_steps * tpot / (ttft + decode_steps * tpot)
         decoding = 0.5 * (decoding + np.maximum(active, 1e-3))
     e2e = (ttft + decode_steps * tpot) * loop.flight / limit
-    state = SteadyState(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
-    return _with_prompts_only(loop, state) if np.any(loop.role) else state
+    means = LoopMeans(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
+    return _with_prompts_only(loop, means) if np.any(loop.role) else means
 
 
-def _with_prompts_only(loop: ClosedLoop, state: SteadyState) -> SteadyState:
-    """Return `state` with new values for lanes that only compute prompts: they compute one prompt after the other."""
+def _with_prompts_only(loop: ClosedLoop, means: LoopMeans) -> LoopMeans:
+    """Return `means` with new values for lanes that only compute prompts: they compute one prompt after the other."""
     _, mixed, tokens = _iterations(loop, np.full_like(loop.flight, 1e-9))
     seconds, prefills = np.maximum(loop.prompt / tokens, 1.0) * mixed, np.asarray(loop.role) == 1
-    return SteadyState(
-        np.where(prefills, loop.front_end + seconds, state.ttft),
-        np.where(prefills, 0.0, state.tpot),
-        np.where(prefills, loop.output / seconds, state.rate),
+    return LoopMeans(
+        np.where(prefills, loop.front_end + seconds, means.ttft),
+        np.where(prefills, 0.0, means.tpot),
+        np.where(prefills, loop.output / seconds, means.rate),
     )
 
 

@@ -397,8 +397,8 @@ def exchange(serving: Serving, settings: Settings, costs: Costs, tokens: FloatAr
     return np.where(settings.data > 1.0, np.where(settings.exchanges, sent, gathered), 0.0)
 
 
-def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, own: FloatArray) -> FloatArray:
-    """Return the seconds to send the `own` tokens of each rank only to the ranks of their experts, and results back.
+def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, tokens: FloatArray) -> FloatArray:
+    """Return the seconds to send the `tokens` of each rank only to the ranks of their experts, and results back.
 
     Each of the two messages takes `EXCHANGE_LATENCY`, plus the time of its bytes over the network or over the links of
     a host, whichever is slower. Of many tokens, each is sent to a host once, and forwarded to the ranks there. FP8
@@ -406,11 +406,11 @@ def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, own: Flo
     """
     chosen, domain = float(serving.model.moe_router_topk), serving.link_domain
     token_bytes = 1.0 + 4.0 / 128.0 if serving.precision == "fp8" else 2.0
-    sent = own * serving.model.hidden_size * (token_bytes + 2.0)
+    sent = tokens * serving.model.hidden_size * (token_bytes + 2.0)
     hosts, inside = np.maximum(ranks / domain, 1.0), np.minimum(ranks, domain)
     to_ranks, to_hosts = (distinct_experts(1.0 * each, 1.0, chosen) for each in (ranks, hosts))
-    over_network = np.where(own <= LOW_LATENCY_TOKENS, to_ranks, to_hosts) * (1.0 - 1.0 / hosts)
-    over_links = to_ranks * (inside - 1.0) / np.where(own <= LOW_LATENCY_TOKENS, ranks, inside)
+    over_network = np.where(tokens <= LOW_LATENCY_TOKENS, to_ranks, to_hosts) * (1.0 - 1.0 / hosts)
+    over_links = to_ranks * (inside - 1.0) / np.where(tokens <= LOW_LATENCY_TOKENS, ranks, inside)
     seconds = sent * over_links * _seconds_per_byte(costs, 1)
     if (hosts > 1.0).any():
         seconds = np.maximum(seconds, sent * over_network * _seconds_per_byte(costs, domain))

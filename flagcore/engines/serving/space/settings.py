@@ -82,8 +82,8 @@ class Settings:
     crowding: FloatArray
 
     @classmethod
-    def of(cls, task: Task, columns: Columns, **own: IntArray | FloatArray | BoolArray) -> Settings:
-        """Return the engine's `own` settings, completed with the common knobs in `columns` and with defaults.
+    def of(cls, task: Task, columns: Columns, **of_engine: IntArray | FloatArray | BoolArray) -> Settings:
+        """Return the settings `of_engine`, completed with the common knobs in `columns` and with defaults.
 
         By default prompts are chunked, no graphs are captured, the cache takes a share of the memory, all layers are on
         devices, and the tensor ranks split the vision tower.
@@ -120,7 +120,7 @@ class Settings:
             "host_tokens": np.zeros(ones.shape),
             "crowding": np.ones(ones.shape),
         }
-        return cls(**common_settings | own)
+        return cls(**common_settings | of_engine)
 
     @property
     def cores(self) -> FloatArray:

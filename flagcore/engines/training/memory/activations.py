@@ -263,10 +263,8 @@ def head(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     logits = _logits(train, layout, sizes)
     tensors = {"head_input": sizes.unit * train.model.hidden_size * sizes.rows, "logits": logits.stored}
     mtp_logits = logits.computed * (train.model.mtp_num_layers > 0)
-    return [
-        norm("final_norm", sizes),
-        Module("output_head", tensors, np.maximum(logits.forward + mtp_logits, logits.backward)),
-    ]
+    peak = np.maximum(logits.forward + mtp_logits, logits.backward)
+    return [norm("final_norm", sizes), Module("output_head", tensors, peak)]
 
 
 def depths(

@@ -287,10 +287,7 @@ def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stage
         group_memory = [each.memory(stage_, size) for each, size in zip(estimates, workspaces, strict=True)]
         memory = placement.pick(stage_.index, group_memory)
         reserved = [model.reserved_bytes(memory.peak) for model in models]
-        used = [
-            _used_bytes(model, reserved_by_group, layout)
-            for model, reserved_by_group in zip(models, reserved, strict=True)
-        ]
+        used = [_used_bytes(model, size, layout) for model, size in zip(models, reserved, strict=True)]
         stage_values = [placement.pick(stage_.index, values) for values in (reserved, used, capacities)]
         memories.append(InUse(memory=memory, reserved=stage_values[0], used=stage_values[1], capacity=stage_values[2]))
     return memories

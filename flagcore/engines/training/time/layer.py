@@ -274,10 +274,8 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
 
 
 def _shared_expert_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
-    tokens, width = (
-        layout.tokens(train.sequence),
-        (train.model.moe_shared_expert_intermediate_size or 0) / layout.tensor,
-    )
+    tokens = layout.tokens(train.sequence)
+    width = (train.model.moe_shared_expert_intermediate_size or 0) / layout.tensor
     up, down = _ffn_products(train, costs, tokens, width)
     products = up + down
     activation, back = activation_seconds(train, costs.kernels, train.value_bytes * width * tokens)

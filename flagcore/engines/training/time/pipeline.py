@@ -45,10 +45,8 @@ def pipeline_time(
             return np.concatenate([value.take(rows) for value in values]).take(places)
 
         name = train.options.schedule or "interleaved"
-        forward, backward = (
-            of_stages([time.forward.total for time in times]),
-            of_stages([time.backward.total for time in times]),
-        )
+        forward = of_stages([time.forward.total for time in times])
+        backward = of_stages([time.backward.total for time in times])
         send_delays = messages.send_delays(int(pipeline_size), rows, layout, placement)
         if send_delays is not None:
             forward, backward = forward + send_delays[0] * blocking[rows], backward + send_delays[1] * blocking[rows]

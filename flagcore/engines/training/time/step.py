@@ -41,15 +41,7 @@ LAUNCH_NORM = 5.0
 """Exponent in `launch_wait`. It is between the fit to the sweep of `layer.LAUNCHES` (3.1 to 3.9) and the fit to the
 ranks measured on another accelerator (8)."""
 
-LAYER_COUNTS = (
-    "tensor",
-    "context",
-    "micro_batch",
-    "sequence_parallel",
-    "expert",
-    "expert_tensor",
-    "overlap_kind",
-)
+LAYER_COUNTS = ("tensor", "context", "micro_batch", "sequence_parallel", "expert", "expert_tensor", "overlap_kind")
 """Fields of a layout that determine the time of a layer."""
 
 MIN_SECONDS = 1e-9
@@ -240,10 +232,8 @@ def _timed(
     train: Training, groups: Sequence[Costs], blocks: Blocks, placement: Placement, all_stages: Sequence[Stage]
 ) -> list[_Timed]:
     """Return the times of each stage, with the layout and the costs of the stage's node group."""
-    meshes = [
-        (mesh, costs, blocks.on(number))
-        for number, (mesh, costs) in enumerate(zip(placement.layouts, groups, strict=True))
-    ]
+    pairs = enumerate(zip(placement.layouts, groups, strict=True))
+    meshes = [(mesh, costs, blocks.on(number)) for number, (mesh, costs) in pairs]
     stage_times = []
     for stage_ in all_stages:
         times_by_group = []

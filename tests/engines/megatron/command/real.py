@@ -39,12 +39,8 @@ ARCHITECTURE = """\
 def spec_of(folder: Path, *, control: dict[str, Any], space: dict[str, Any], **train: Any) -> dict[str, Any]:
     """A spec whose trials run `run.sh` of a folder on two ranks."""
     paths = (SHIM, MEGATRON, PACKAGES / "flag_scale", PACKAGES)
-    fixed = {
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "num_layers_per_virtual_pipeline_stage": None,
-        "use_recompute": False,
-    }
+    fixed: dict[str, Any] = dict.fromkeys(("context_parallel_size", "expert_model_parallel_size"), 1)
+    fixed |= {"num_layers_per_virtual_pipeline_stage": None, "use_recompute": False}
     job = {"engine": "megatron", "seq_length": 64, "global_batch_size": 8, "precision": "bf16"}
     return {
         "model": MODEL,

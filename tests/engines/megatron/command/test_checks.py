@@ -33,14 +33,8 @@ REFUSED = {
         f"{LAUNCH} --no-such-flag 3 --bf16 false --micro-batch-size two",
         ["--no-such-flag 3", "--bf16 false", "--micro-batch-size two"],
     ),
-    "a program that does not exist": (
-        LAUNCH.replace("pretrain_gpt.py", "pretrain_other.py"),
-        ["{folder}/pretrain_other.py"],
-    ),
-    "an option of torchrun without a value": (
-        LAUNCH.replace("torchrun", "torchrun --master_addr --master_port"),
-        ["--master_addr"],
-    ),
+    "no such program": (LAUNCH.replace("pretrain_gpt.py", "pretrain_other.py"), ["{folder}/pretrain_other.py"]),
+    "no value": (LAUNCH.replace("torchrun", "torchrun --master_addr --master_port"), ["--master_addr"]),
     "a model of a checkpoint": (
         "torchrun pretrain_gpt.py --use-checkpoint-args --load ck --micro-batch-size 1",
         ["--use-checkpoint-args"],
@@ -48,10 +42,7 @@ REFUSED = {
     "arguments of a file": (f"{LAUNCH} --yaml-cfg job.yaml", ["--yaml-cfg job.yaml"]),
     "adapters of a checkpoint": (f"{LAUNCH} --peft-type lora", ["--peft-type lora"]),
     "one process for four devices": (f"python {LAUNCH.split(maxsplit=3)[3]}", ["python pretrain_gpt.py"]),
-    "other nodes than the cluster's": (
-        LAUNCH.replace("torchrun", "srun torchrun --nnodes 4"),
-        ["--nnodes 4"],
-    ),
+    "other nodes than the cluster's": (LAUNCH.replace("torchrun", "srun torchrun --nnodes 4"), ["--nnodes 4"]),
     "one of two nodes": (LAUNCH, ["torchrun"]),
 }
 CLUSTERS = {

@@ -56,10 +56,8 @@ def test_a_value_has_the_spelling_of_its_release(
 
 
 def problems(release: str | None, settings: dict[str, SettingValue], **sections: Any) -> list[tuple[str, object]]:
-    spec = small.task().spec
-    train = replace(spec.train, engine_version=release, settings=settings)
     try:
-        WORKLOAD.check_release(replace(spec, work=train, **sections))
+        WORKLOAD.check_release(replace(small.task(engine_version=release, settings=settings).spec, **sections))
     except SpecErrors as errors:
         return [(each.key, each.value) for each in errors.problems]
     return []
@@ -81,11 +79,9 @@ def test_a_setting_that_the_release_lacks_is_an_error() -> None:
 
 def test_the_fix_names_available_releases_or_values() -> None:
     for name, value, fix in (("cuda_graph_scope", "attn,mlp", "full"), ("delay_wgrad_compute", True, "0.13.0")):
-        spec = small.task().spec
+        spec = small.task(engine_version="0.12.0", settings={name: value}).spec
         with pytest.raises(SpecErrors) as caught:
-            WORKLOAD.check_release(
-                replace(spec, work=replace(spec.train, engine_version="0.12.0", settings={name: value}))
-            )
+            WORKLOAD.check_release(spec)
         assert fix in caught.value.fix
 
 

@@ -242,11 +242,7 @@ def test_a_split_that_is_no_faster_than_the_even_one_stays_even() -> None:
 
 @pytest.mark.parametrize(
     ("chunks", "text"),
-    [
-        ([1, 1], "Et|tL"),
-        ([4, *[4] * 14, 1], "Et*4|(t*4|)*14tL"),
-        ([2, 3, 3, 2, 0], "Ett|t*3|t*3|tt|L"),
-    ],
+    [([1, 1], "Et|tL"), ([4, *[4] * 14, 1], "Et*4|(t*4|)*14tL"), ([2, 3, 3, 2, 0], "Ett|t*3|t*3|tt|L")],
 )
 def test_equal_stages_of_a_layout_are_written_once(chunks: list[int], text: str) -> None:
     assert layout_text(chunks, 0) == text

@@ -136,9 +136,8 @@ def test_meshes_of_equal_sizes_are_predicted_like_plain_sizes() -> None:
     first, second = (WORKLOAD.predict(both, row, pair()) for row in rows)
     assert first.step_time_s == pytest.approx(second.step_time_s)
     assert first.device_used_bytes == pytest.approx(second.device_used_bytes)
-    half = WORKLOAD.predict(
-        job, WORKLOAD.columns(job, {MESHES: job.spec.space[MESHES][0], "sequence_parallel": True}), pair()
-    )
+    row = WORKLOAD.columns(job, {MESHES: job.spec.space[MESHES][0], "sequence_parallel": True})
+    half = WORKLOAD.predict(job, row, pair())
     assert half.step_time_s[0] < second.step_time_s[0]
 
 

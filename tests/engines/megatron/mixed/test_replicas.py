@@ -130,9 +130,8 @@ def test_a_trial_has_the_share_of_each_kind() -> None:
     plain = plain_values(job, Candidate.of(values))
     assert [plain[SIZES[name]] for name in ("tp", "pp", "dp")] == [2, 2, 4]
     assert not plain["layer_split"]
-    assert not shares(
-        on_hosts(task("fast tp2 dp4 + slow tp2 dp4")), Candidate.of({MESHES: "fast tp2 dp4 + slow tp2 dp4"})
-    )
+    text = "fast tp2 dp4 + slow tp2 dp4"
+    assert not shares(on_hosts(task(text)), Candidate.of({MESHES: text}))
 
 
 def test_only_the_trial_program_runs_data_splits(tmp_path: Path) -> None:

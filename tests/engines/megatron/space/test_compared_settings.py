@@ -44,11 +44,8 @@ def values(task: Task, *names: str) -> set[tuple[Any, ...]]:
 
 
 def test_rules_hold_for_each_combination() -> None:
-    space = {
-        "use_distributed_optimizer": (False, True),
-        "overlap_grad_reduce": (False, True),
-        "overlap_param_gather": (False, True),
-    }
+    names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+    space: dict[str, Any] = dict.fromkeys(names, (False, True))
     found = values(task_of(space), *space)
     gathers = {row for row in found if row[2]}
     assert gathers == {(True, True, True)}
@@ -79,11 +76,7 @@ def test_a_value_that_no_combination_can_have_is_an_error() -> None:
     ("space", "settings", "key"),
     [
         ({"overlap_grad_reduce": (False, True)}, {"overlap_grad_reduce": True}, "train.settings.overlap_grad_reduce"),
-        (
-            {"pipeline_model_parallel_layout": "auto"},
-            {},
-            "auto_tuner.space.pipeline_model_parallel_layout",
-        ),
+        ({"pipeline_model_parallel_layout": "auto"}, {}, "auto_tuner.space.pipeline_model_parallel_layout"),
     ],
 )
 def test_a_setting_is_compared_or_given_and_listed_without_auto(space: Any, settings: Any, key: str) -> None:
@@ -164,12 +157,8 @@ NAMES = {knob.name for knob in SETTINGS}
 
 def test_a_candidate_is_started_with_its_settings(tmp_path: Path) -> None:
     task = task_of(SWITCHES, model=small.EXPERTS)
-    expected = {
-        "overlap_grad_reduce": True,
-        "moe_token_dispatcher_type": "flex",
-        "fp8_format": "hybrid",
-        "moe_grouped_gemm": False,
-    }
+    expected = {"overlap_grad_reduce": True, "moe_token_dispatcher_type": "flex", "fp8_format": "hybrid"}
+    expected["moe_grouped_gemm"] = False
     candidate = next(row for row in rows(task) if expected.items() <= row.items())
     argv = planned_launch(small.platform(task), Candidate.of(candidate), str(tmp_path)).argv
     assert {"--overlap-grad-reduce", "--moe-flex-dispatcher-backend"} <= set(argv)

@@ -16,10 +16,7 @@ SAYS: dict[str, dict[str, Any]] = {
     },
     "cuda_graph_impl=full_iteration; fp8_dot_product_attention=True": {IMPL: "local", SCOPE: "full_iteration"},
     "cuda_graph_impl=none; cuda_graph_scope=full_iteration": {IMPL: "none", SCOPE: "full_iteration"},
-    "cuda-graph attn+moe_router+moe_preprocess": {
-        IMPL: "transformer_engine",
-        SCOPE: "attn,moe_preprocess,moe_router",
-    },
+    "cuda-graph attn+moe_router+moe_preprocess": {IMPL: "transformer_engine", SCOPE: "attn,moe_preprocess,moe_router"},
     "full-iteration CUDA graph": {IMPL: "local", SCOPE: "full_iteration"},
     "moe_flex_dispatcher_backend=hybridep": {DISPATCHER: "flex", BACKEND: "hybridep"},
     "dispatcher=DeepEP; ": {DISPATCHER: "flex", BACKEND: "deepep"},
@@ -60,10 +57,7 @@ SAYS: dict[str, dict[str, Any]] = {
     "optimizer CPU offload": {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True},
     "fp32 grad accum": {"accumulate_allreduce_grads_in_fp32": True},
     "grad_reduce_in_fp32=False": {"accumulate_allreduce_grads_in_fp32": False},
-    "recompute_modules=mlp,moe_act; tp-comm-overlap on": {
-        "recompute_modules": "mlp,moe_act",
-        "tp_comm_overlap": True,
-    },
+    "recompute_modules=mlp,moe_act; tp-comm-overlap on": {"recompute_modules": "mlp,moe_act", "tp_comm_overlap": True},
     "LoRA": {"trainable": "adapters"},
     "interleaved 1F1B": {"pipeline_schedule": "interleaved"},
     "schedule=V-Half": {"pipeline_schedule": "V-Half"},

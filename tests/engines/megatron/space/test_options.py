@@ -66,22 +66,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adapters": ({"trainable": "adapters"}, {"adapters": True}),
     "dropout": ({"hidden_dropout": 0.1}, {"dropout": True}),
     "imbalance": ({"moe_expert_imbalance": 2.0}, {"expert_imbalance": 2.0}),
-    "imbalance up to a capacity": (
-        {"moe_expert_imbalance": 2.0, "moe_expert_capacity_factor": 1.5},
-        {"expert_imbalance": 1.5},
-    ),
+    "a capacity": ({"moe_expert_imbalance": 2.0, "moe_expert_capacity_factor": 1.5}, {"expert_imbalance": 1.5}),
     "filled up to a capacity": (
         {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
         {"expert_imbalance": 1.5},
     ),
-    "graphs of layers": (
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"},
-        {"cuda_graph": "layer"},
-    ),
-    "a graph of all": (
-        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
-        {"cuda_graph": "iteration"},
-    ),
+    "layer graphs": ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"}, {"cuda_graph": "layer"}),
+    "a graph of all": ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, {"cuda_graph": "iteration"}),
     "no graphs": ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, {"cuda_graph": ""}),
     "switches": (
         {**dict.fromkeys(SWITCHES, True), "overlap_p2p_comm": False, "delay_wgrad_compute": True},
@@ -108,10 +99,7 @@ def test_setting_becomes_an_option_and_the_others_stay(name: str) -> None:
         ({"moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity"),
         ({"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "flex"}, "moe_shared_expert_overlap"),
         ({"recompute_modules": "moe_act"}, "recompute_modules"),
-        (
-            {"recompute_modules": "shared_experts", "moe_shared_expert_overlap": True},
-            "recompute_modules",
-        ),
+        ({"recompute_modules": "shared_experts", "moe_shared_expert_overlap": True}, "recompute_modules"),
         (
             {"pipeline_model_parallel_layout": "EttttL", "account_for_loss_in_pipeline_split": True},
             "pipeline_model_parallel_layout",

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import Platform
-from flagcore.domain.chip import Fact
 from flagcore.domain.engine import RefusedValues
 from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
@@ -19,12 +18,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.stages.build import build, legality
 from tests import small
 
-CHIP = replace(
-    small.CHIP,
-    dense_flops_per_second={
-        name: Fact(value=rate, source=small.SOURCE) for name, rate in (("bf16", 9e14), ("fp8", 2e15))
-    },
-)
+CHIP = small.chip(bf16=9e14, fp8=2e15)
 TWO_TOKENS = replace(small.EXPERTS, mtp_num_layers=1)
 SPACE = {
     "micro_batch_size": (1,),
@@ -102,9 +96,8 @@ def test_a_spec_that_names_its_settings_is_unchanged(job: dict[str, Any]) -> Non
 
 def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Path) -> None:
     arguments = WORKLOAD.as_in_production(platform(small.EXPERTS, precision="fp8"))
-    knobs = {axis.knob: axis.neutral for axis in legality(small.platform(arguments.task)).axes} | {
-        "expert_model_parallel_size": 4
-    }
+    neutral = {axis.knob: axis.neutral for axis in legality(small.platform(arguments.task)).axes}
+    knobs = {**neutral, "expert_model_parallel_size": 4}
     shards = {"data_parallel_size": 4, "use_distributed_optimizer": True}
     plain = {**knobs, "data_parallel_size": 4, "use_recompute": True, "recompute_granularity": "full"}
 

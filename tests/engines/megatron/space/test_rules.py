@@ -47,108 +47,51 @@ def experts(**settings: Any) -> dict[str, Any]:
     return {"model": small.EXPERTS, "settings": settings}
 
 
+def dense(**shape: Any) -> dict[str, Any]:
+    return {"model": dataclasses.replace(small.DENSE, **shape)}
+
+
+NARROW, DEPTH = dataclasses.replace(small.EXPERTS, moe_ffn_hidden_size=34), dense(mtp_num_layers=1)
+LOCAL = {"command": ("torchrun", "pretrain_gpt.py", "--transformer-impl", "local")}
+EIGHT = {PP: 4, VIRTUAL: 1}
+
+
 def scheduled(name: str, devices: int = 4, batch: int = 8) -> dict[str, Any]:
     """A job of 24 layers with a schedule."""
-    model = dataclasses.replace(small.DENSE, num_layers=24)
-    return {"model": model, "devices": devices, "global_batch_size": batch, "settings": {SCHEDULE: name}}
+    return {**dense(num_layers=24), "devices": devices, "global_batch_size": batch, "settings": {SCHEDULE: name}}
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "the sizes make up the devices": ("world_size", {DP: 1, TP: 2}, {DP: 2, TP: 2}, {}),
     "context parallelism counts among the devices": ("world_size", {DP: 4, CP: 2}, {DP: 2, CP: 2}, {}),
     "the batch is split evenly": ("global_batch_size", {MBS: 3}, {MBS: 2}, {}),
-    "the batch is split over the replicas": (
-        "global_batch_size",
-        {MBS: 4},
-        {MBS: 2},
-        {"devices": 4, "global_batch_size": 8},
-    ),
+    "the batch of each replica": ("global_batch_size", {MBS: 4}, {MBS: 2}, {"devices": 4, "global_batch_size": 8}),
     "heads are split evenly": ("attention_heads", {TP: 3}, {TP: 4}, {"devices": 12}),
     "groups are split or copied": ("query_groups", {TP: 4}, {TP: 3}, WIDE_TASK),
     "groups may be fewer than the tensor devices": ("query_groups", {TP: 4}, {TP: 12}, WIDE_TASK),
-    "keys and values are split evenly": (
-        "qkv_width",
-        {TP: 4},
-        {TP: 2},
-        {"model": dataclasses.replace(small.DENSE, num_query_groups=1, kv_channels=3)},
-    ),
-    "the feed-forward width is split evenly": (
-        "ffn_width",
-        {TP: 4},
-        {TP: 2},
-        {"model": dataclasses.replace(small.DENSE, ffn_hidden_size=130)},
-    ),
+    "keys and values are split evenly": ("qkv_width", {TP: 4}, {TP: 2}, dense(num_query_groups=1, kv_channels=3)),
+    "the feed-forward width is split evenly": ("ffn_width", {TP: 4}, {TP: 2}, dense(ffn_hidden_size=130)),
     "the shared expert is split evenly": ("ffn_width", {TP: 4, SP: True}, {TP: 2, SP: True}, {"model": SHARED}),
-    "an expert is split evenly": (
-        "expert_width",
-        {TP: 4, SP: True},
-        {TP: 2, SP: True},
-        {"model": dataclasses.replace(small.EXPERTS, moe_ffn_hidden_size=34)},
-    ),
+    "an expert is split evenly": ("expert_width", {TP: 4, SP: True}, {TP: 2, SP: True}, {"model": NARROW}),
     "context parallelism wants two chunks a device": ("context_length", {CP: 4}, {CP: 2}, {"seq_length": 100}),
     "a sequence on one device may be odd": ("context_length", {CP: 2}, {CP: 1}, {"seq_length": 101}),
-    "local attention has no context parallelism": (
-        "context_parallel_implementation",
-        {CP: 2},
-        {CP: 1},
-        {"command": ("torchrun", "pretrain_gpt.py", "--transformer-impl", "local")},
-    ),
-    "sequence parallelism splits the sequence": (
-        "sequence_length",
-        {TP: 4, SP: True},
-        {TP: 4, SP: False},
-        {"seq_length": 102},
-    ),
-    "experts with tensor parallelism need sequence parallelism": (
-        "moe_sequence_parallel",
-        {TP: 2},
-        {TP: 2, SP: True},
-        {"model": small.EXPERTS},
-    ),
+    "local attention has no context parallelism": ("context_parallel_implementation", {CP: 2}, {CP: 1}, LOCAL),
+    "a sequence is split evenly": ("sequence_length", {TP: 4, SP: True}, {TP: 4}, {"seq_length": 102}),
+    "split experts need sequence parallelism": ("moe_sequence_parallel", {TP: 2}, {TP: 2, SP: True}, experts()),
     "layers are split evenly over the stages": ("pipeline_stages", {PP: 3}, {PP: 2}, {"devices": 6}),
     "virtual stages need a pipeline": ("virtual_needs_pipeline", {VIRTUAL: 2}, {PP: 2, VIRTUAL: 1}, {}),
-    "virtual stages split a stage evenly": (
-        "virtual_stages",
-        {PP: 2, VIRTUAL: 3},
-        {PP: 2, VIRTUAL: 2},
-        {"model": WIDE},
-    ),
-    "interleaving wants whole groups of micro-batches": (
-        "interleaved_microbatches",
-        {PP: 4, VIRTUAL: 1, MBS: 4},
-        {PP: 4, VIRTUAL: 1, MBS: 2},
-        {"model": WIDE},
-    ),
-    "a plain pipeline takes any number of micro-batches": (
-        "interleaved_microbatches",
-        {PP: 4, VIRTUAL: 1, MBS: 4},
-        {PP: 4, MBS: 4},
-        {"model": WIDE},
-    ),
+    "virtual stages split a stage": ("virtual_stages", {PP: 2, VIRTUAL: 3}, {PP: 2, VIRTUAL: 2}, {"model": WIDE}),
+    "interleaving wants groups": ("interleaved_microbatches", {**EIGHT, MBS: 4}, {**EIGHT, MBS: 2}, {"model": WIDE}),
+    "a plain pipeline does not": ("interleaved_microbatches", {**EIGHT, MBS: 4}, {PP: 4, MBS: 4}, {"model": WIDE}),
     "expert parallelism needs experts": ("experts_exist", {EP: 2}, {EP: 1}, {}),
     "experts are split evenly": ("experts_divide", {EP: 8}, {EP: 4}, {"model": small.EXPERTS, "devices": 8}),
-    "expert, tensor and pipeline devices divide the world": (
-        "expert_world_size",
-        {TP: 2, EP: 4, SP: True},
-        {TP: 2, EP: 2, SP: True},
-        {"model": small.EXPERTS},
-    ),
+    "all sizes divide the world": ("expert_world_size", {TP: 2, EP: 4, SP: True}, {TP: 2, EP: 2, SP: True}, experts()),
     "recompute needs a granularity": ("recompute_granularity", {"use_recompute": True}, UNIFORM, {}),
-    "selective recompute takes no method": (
-        "selective_recompute",
-        {**SELECTIVE, "recompute_method": "block"},
-        SELECTIVE,
-        {},
-    ),
+    "selective takes no method": ("selective_recompute", {**SELECTIVE, "recompute_method": "block"}, SELECTIVE, {}),
     "selective recompute takes no number": ("selective_recompute", {**SELECTIVE, LAYERS: 1}, SELECTIVE, {}),
     "full recompute needs a method": ("recompute_method", {**FULL, LAYERS: 1}, {**UNIFORM, LAYERS: 1}, {}),
     "full recompute needs a number": ("recompute_num_layers", UNIFORM, {**UNIFORM, LAYERS: 1}, {}),
-    "no more layers are recomputed than a stage has": (
-        "recompute_num_layers",
-        {**BLOCK, PP: 2, LAYERS: 3},
-        {**BLOCK, PP: 2, LAYERS: 2},
-        {},
-    ),
+    "a stage has those layers": ("recompute_num_layers", {**BLOCK, PP: 2, LAYERS: 3}, {**BLOCK, PP: 2, LAYERS: 2}, {}),
     "uniform chunks fill a stage": ("uniform_recompute", {**UNIFORM, LAYERS: 3}, {**UNIFORM, LAYERS: 2}, {}),
     "uniform chunks fill a virtual stage": (
         "uniform_recompute",
@@ -156,18 +99,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {**UNIFORM, PP: 2, VIRTUAL: 2, LAYERS: 2},
         {"model": WIDE},
     ),
-    "multi-token prediction is recomputed depth by depth": (
-        "multi_token_recompute",
-        {**UNIFORM, LAYERS: 2},
-        {**UNIFORM, LAYERS: 1},
-        {"model": dataclasses.replace(small.DENSE, mtp_num_layers=1)},
-    ),
-    "block recompute leaves multi-token prediction out": (
-        "multi_token_recompute",
-        {**UNIFORM, LAYERS: 2},
-        {**BLOCK, LAYERS: 2},
-        {"model": dataclasses.replace(small.DENSE, mtp_num_layers=1)},
-    ),
+    "depths are recomputed singly": ("multi_token_recompute", {**UNIFORM, LAYERS: 2}, {**UNIFORM, LAYERS: 1}, DEPTH),
+    "block recompute leaves depths out": ("multi_token_recompute", {**UNIFORM, LAYERS: 2}, {**BLOCK, LAYERS: 2}, DEPTH),
     "block recompute need not fill a stage": ("uniform_recompute", {**UNIFORM, LAYERS: 3}, {**BLOCK, LAYERS: 3}, {}),
     "gathered weights need shards": ("overlap_param_gather", {}, SHARDED, experts(**GATHER)),
     "gathered fp8 weights need shards": ("fp8_param_gather", {}, SHARDED, experts(fp8_param_gather=True)),
@@ -223,10 +156,7 @@ CONFIG = {
     "no experts": ({EP: 2}, {"expert_model_parallel_size": 2}),
     "full without method": ({**FULL, LAYERS: 1}, {"recompute_granularity": "full", LAYERS: 1}),
     "full without number": (UNIFORM, {"recompute_granularity": "full", "recompute_method": "uniform"}),
-    "full": (
-        {**UNIFORM, LAYERS: 2},
-        {"recompute_granularity": "full", "recompute_method": "uniform", LAYERS: 2},
-    ),
+    "full": ({**UNIFORM, LAYERS: 2}, {"recompute_granularity": "full", "recompute_method": "uniform", LAYERS: 2}),
     "selective with number": ({**SELECTIVE, LAYERS: 1}, {"recompute_granularity": "selective", LAYERS: 1}),
     "selective": (SELECTIVE, {"recompute_granularity": "selective"}),
 }

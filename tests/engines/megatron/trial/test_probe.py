@@ -18,29 +18,16 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-SHAPE = {
-    "hidden_size": 512,
-    "ffn_hidden_size": 1408,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "kv_channels": 64,
-}
+HEADS = {"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 64}
+SHAPE = {"hidden_size": 512, "ffn_hidden_size": 1408, "vocab_size": 4096, **HEADS}
 TRAIN = {"seq_length": 64, "global_batch_size": 8, "train_iters": 2, "balanced_routing": True}
 SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
+SHARDED = {"expert_model_parallel_size": 4, "use_distributed_optimizer": True}
 WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
-    "dense": (
-        {**DENSE, **SHAPE, "vocab_size": 4096},
-        {**SPLIT, "data_parallel_size": 1, "micro_batch_size": 2},
-        (0, 3),
-    ),
+    "dense": ({**DENSE, **SHAPE}, {**SPLIT, "data_parallel_size": 1, "micro_batch_size": 2}, (0, 3)),
     "experts": (
-        {**EXPERTS, **SHAPE, "num_layers": 2, "vocab_size": 4096, "num_moe_experts": 8, "moe_ffn_hidden_size": 512},
-        {
-            "data_parallel_size": 8,
-            "expert_model_parallel_size": 4,
-            "use_distributed_optimizer": True,
-            "micro_batch_size": 1,
-        },
+        {**EXPERTS, **SHAPE, "num_layers": 2, "num_moe_experts": 8, "moe_ffn_hidden_size": 512},
+        {**SHARDED, "data_parallel_size": 8, "micro_batch_size": 1},
         (7,),
     ),
 }

@@ -108,9 +108,8 @@ class TestRank:
 
     @staticmethod
     def job(**train: Any) -> Any:
-        data = trial_jobs.make_job(
-            Path("out"), trial_jobs.DENSE, train={"implementation": "transformer_engine", **train}
-        )
+        train["implementation"] = "transformer_engine"
+        data = trial_jobs.make_job(Path("out"), trial_jobs.DENSE, train=train)
         return parse_job({**data, "device": {**data["device"], "type": "cuda"}})
 
     def test_kernels_are_fused_as_megatron_lm_does_by_default(self, config: Any) -> None:
@@ -131,9 +130,7 @@ class TestRank:
 
         calls = []
         spec = type("Spec", (), {"layer_specs": [object()], "layer_norm": "TENorm"})()
-        monkeypatch.setattr(
-            model, "get_gpt_decoder_block_spec", lambda config, te, normalization: calls.append(te) or spec
-        )
+        monkeypatch.setattr(model, "get_gpt_decoder_block_spec", lambda _, te, **__: calls.append(te) or spec)
         assert model.block_spec(None, None, transformer_engine=True) is spec
         assert (calls, spec.layer_norm) == ([True], "TENorm")
 
@@ -141,10 +138,8 @@ class TestRank:
         pytest.importorskip("megatron.core")
         from flagcore.engines.megatron.trial import config
 
-        for job in (
-            self.job(),
-            parse_job(trial_jobs.make_job(Path("out"), trial_jobs.DENSE, train={"precision": "fp8"})),
-        ):
+        narrow = trial_jobs.make_job(Path("out"), trial_jobs.DENSE, train={"precision": "fp8"})
+        for job in (self.job(), parse_job(narrow)):
             with pytest.raises(JobError, match="transformer-engine"):
                 config.check_layers(job)
 

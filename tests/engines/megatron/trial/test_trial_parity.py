@@ -32,15 +32,7 @@ TIED = {**DENSE, "untie_embeddings_and_output_weights": False, "qk_layernorm": T
 PLAIN = {**DENSE, "gated_linear_unit": False}
 PREDICTS_TWO = {**DENSE, "mtp_num_layers": 1}
 
-DP2, TP2, PP2, CP2 = (
-    {name: 2}
-    for name in (
-        "data_parallel_size",
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-    )
-)
+DP2, TP2, PP2, CP2 = ({f"{name}_parallel_size": 2} for name in ("data", "tensor_model", "pipeline_model", "context"))
 
 EP2 = {"expert_model_parallel_size": 2}
 ETP1 = {"expert_tensor_parallel_size": 1}
@@ -104,11 +96,7 @@ DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
     "data, reduction overlapped": {**DP2, "overlap_grad_reduce": True},
     "data, overlaps": {**DP2, **OVERLAPS},
     "data and interleaved pipeline, overlaps": {**DP2, **VPP2, **OVERLAPS},
-    "embedding and loss count as layers": {
-        **PP2,
-        "account_for_embedding_in_pipeline_split": True,
-        "account_for_loss_in_pipeline_split": True,
-    },
+    "embedding, loss count": {**PP2, **{f"account_for_{end}_in_pipeline_split": True for end in ("embedding", "loss")}},
 }
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "data": DP2,

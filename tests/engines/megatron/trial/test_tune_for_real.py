@@ -10,22 +10,12 @@ import pytest
 import yaml
 
 from flagcore import api
+from tests.small import SHAPE
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"), pytest.mark.slow]
 
 SPEC: dict[str, Any] = {
-    "model": {
-        "name": "tiny",
-        "num_layers": 5,
-        "hidden_size": 64,
-        "ffn_hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "vocab_size": 4000,
-    },
+    "model": {**SHAPE, "name": "tiny", "num_layers": 5, "num_query_groups": 2},
     "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
     "train": {"engine": "megatron", "seq_length": 32, "global_batch_size": 8, "precision": "fp32"},
     "auto_tuner": {

@@ -19,44 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-DENSE: dict[str, Any] = {
-    "name": "dense",
-    "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 96,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 16,
-    "vocab_size": 512,
-    "gated_linear_unit": True,
-    "untie_embeddings_and_output_weights": True,
-}
-EXPERTS: dict[str, Any] = {
-    **DENSE,
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 48,
-    "moe_shared_expert_intermediate_size": 64,
-    "moe_first_dense_layers": 1,
-}
-LATENT: dict[str, Any] = {
-    **DENSE,
-    "num_query_groups": 4,
-    "multi_latent_attention": True,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 16,
-    "qk_layernorm": True,
-}
-TRAIN: dict[str, Any] = {
-    "seq_length": 32,
-    "global_batch_size": 16,
-    "precision": "fp32",
-    "train_iters": 3,
-    "seed": 1234,
-}
+SIZES = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "vocab_size": 512}
+HEADS = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16}
+SWITCHES = {"gated_linear_unit": True, "untie_embeddings_and_output_weights": True}
+DENSE: dict[str, Any] = {"name": "dense", **SIZES, **HEADS, **SWITCHES}
+ROUTED = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
+EXPERTS = {**DENSE, **ROUTED, "moe_shared_expert_intermediate_size": 64, "moe_first_dense_layers": 1}
+WIDTHS = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+LATENT = {**DENSE, **WIDTHS, "num_query_groups": 4, "multi_latent_attention": True, "qk_layernorm": True}
+TRAIN: dict[str, Any] = {"seq_length": 32, "global_batch_size": 16, "precision": "fp32", "train_iters": 3, "seed": 1234}
 DEVICE: dict[str, Any] = {"type": "cpu", "backend": "gloo", "preload": [], "threads_per_rank": 1}
 
 

@@ -396,6 +396,7 @@ def test_a_failure_that_is_not_the_candidates_has_its_fix(line: str, fix: str) -
         ("vllm", {"on_cores": True}, {TP: 2}, {"max_batched_tokens": 4096, "max_running": 256, "block_size": 128}),
         ("vllm", {"engine_version": "0.21.0"}, {}, {"memory_fraction": 0.92}),
         ("vllm", {"engine_version": "nightly-5b8c30d62b754b57"}, {}, {"memory_fraction": 0.92}),
+        ("vllm", {}, {"cudagraph_mode": "NONE"}, {"graph_tokens": 0}),
         ("vllm", {}, {"gpu_memory_utilization": "0.8"}, {"memory_fraction": 0.8}),
         ("vllm", {"engine_args": {"gpu-memory-utilization": 0.85}}, {}, {"memory_fraction": 0.85}),
         ("sglang", {"memory": 16 * GIB}, {TP: 1}, {"max_batched_tokens": 2048, "memory_fraction": 0.772}),

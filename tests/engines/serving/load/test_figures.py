@@ -189,8 +189,8 @@ def test_only_the_steady_state_of_a_real_load_counts() -> None:
 
 @pytest.mark.slow
 def test_a_real_load_without_steady_state_has_figures_of_all_requests_and_a_note() -> None:
-    slower = [0.002 * index for index in range(2000)]
-    result = measured(slower, concurrency=None, request_rate=400.0)
+    slower = [0.06 * index**0.5 for index in range(2000)]
+    result = measured(slower, concurrency=None, request_rate=250.0)
     assert result.window is None
     assert result.figures["requests_per_s"] > 0
     assert result.notes

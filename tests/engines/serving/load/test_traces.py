@@ -166,7 +166,7 @@ def test_turns_of_conversations_contain_all_turns_before(tmp_path: Path) -> None
 
 
 def test_prompts_without_the_length_of_an_answer_have_that_of_the_load(tmp_path: Path) -> None:
-    rows = [{"prompt": "a b"}, {"prompt": "c", "max_tokens": 7}]
+    rows = [{"prompt": "a b"}, {"prompt": "", "max_tokens": 9}, {"prompt": "c", "max_tokens": 7}]
     trace = read_trace(written(tmp_path, "\n".join(map(json.dumps, rows))), output_len=30)
     assert trace.output_len.tolist() == [30, 7]
     assert any("output_len = 30" in note for note in trace.notes)

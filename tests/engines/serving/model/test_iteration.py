@@ -93,6 +93,7 @@ def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -
         # tokens sent to their experts only, with and without copies of the busy ones
         ("shared", WIDE, {**SENT, "balanced": True}, 0.0, 0.5),
         ("shared", SENT, {**SENT, "balanced": True}, 0.0, 0.8),
+        ("shared", {**SENT, "balanced": True}, {**SENT, "balanced": True, "copies": 128}, 1.001, 3.0),
     ],
 )
 def test_a_part_of_an_iteration_changes_by_a_factor(

@@ -213,7 +213,8 @@ def test_releases_have_different_overheads() -> None:
     assert known["0.20.2"].iteration < known["0.19.1"].iteration
     assert known[None] == known["0.33"]
     assert not overheads_of(SGLANG.program.overheads, "0.5.9").mixes
-    assert overheads_of({}, "0.5.9") == UNFITTED
+    bare = replace(VLLM, program=replace(VLLM.program, overheads={}), host_times=None)
+    assert overheads_of({}, "0.5.9") == bare.overheads_for(task(), on_host=True) == UNFITTED
 
 
 def test_a_host_that_also_computes_pays_for_scheduling() -> None:

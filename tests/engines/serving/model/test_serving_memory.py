@@ -103,3 +103,8 @@ def test_a_cache_size_that_is_set_is_used() -> None:
 def test_attention_ranks_have_separate_caches() -> None:
     one, two = memory(serving(EXPERTS), data=[1.0, 2.0], budget=300e9).cache_tokens
     assert two > 2 * one
+
+
+def test_graphs_and_communicators_follow_from_the_settings() -> None:
+    assert settings(max_running=[512, 4]).captured.tolist() == [512.0, 8.0]
+    assert settings(tensor=[1, 2, 2], data=[1, 1, 2]).communicators.tolist() == [0.0, 2.0, 3.0]

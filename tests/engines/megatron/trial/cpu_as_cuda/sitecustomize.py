@@ -100,15 +100,7 @@ def cuda(torch):
     state = torch.default_generator
     numbers = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     used: list[int] = []
-    ignored_functions = (
-        "synchronize",
-        "empty_cache",
-        "init",
-        "_lazy_init",
-        "set_stream",
-        "ipc_collect",
-        "seed",
-    )
+    ignored_functions = ("synchronize", "empty_cache", "init", "_lazy_init", "set_stream", "ipc_collect", "seed")
     answers = {
         "is_available": lambda: True,
         "is_initialized": lambda: bool(used),
