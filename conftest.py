@@ -24,6 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets program
 
 TOGETHER = {
     "training": (
+        "tests/accelerator/",
         "tests/cli/test_fidelity.py",
         "tests/cli/test_probe.py",
         "tests/engines/megatron/trial/test_probe.py",

@@ -20,7 +20,6 @@ CORE = (
     "numpy>=1.24",
     "optuna>=4.2",
     "packaging>=23",
-    "plotly>=6",
     "pluggy>=1.5",
     "psutil>=5.9",
     "pydantic>=2.7,<3",

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,8 @@ def accelerator_report() -> TorchReport | None:
 
     Returns None if torch is not installed or finds no accelerator.
     """
-    if (_installed_torch() or "").endswith("+cpu"):
+    # Extensions such as torch_npu add their devices to builds of torch for CPUs.
+    if (_installed_torch() or "").endswith("+cpu") and not entry_points(group="torch.backends"):
         return None
     report = query_torch("any", timeout_seconds=SECONDS)
     return report if report and report.devices else None

@@ -24,6 +24,23 @@ DEFAULT_CONCURRENCY = 64
 """The default number of requests in flight."""
 HIGHEST_LOAD = "highest_load"
 """The name of the metric for the highest rate or concurrency that meets the SLO, for a load with `auto`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HighestLoad:
+    """The result of a search for the highest load, as request rates or numbers of clients.
+
+    - `met`: the highest load that met the limits; None if no load did.
+    - `exceeded`: the lowest load above `met` that exceeded a limit; None if no load did.
+    - `untested`: the lowest load between both for which no time was left. The highest load may then be higher than
+      `met`. None if no load was left out.
+    """
+
+    met: float | None = None
+    exceeded: float | None = None
+    untested: float | None = None
+
+
 OPEN_LOOP_FLIGHT = 64
 """The number of requests in flight that is assumed for an open loop if its number of requests is not given."""
 
@@ -31,12 +48,12 @@ OPEN_LOOP_FLIGHT = 64
 def nest_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics with the statistics of each latency nested: `ttft_s.p50` becomes `p50` in `ttft_s`."""
     data: dict[str, Any] = {}
-    for name, figure in figures.items():
+    for name, value in figures.items():
         latency, _, statistic = name.partition(".")
         if statistic:
-            data.setdefault(latency, {})[statistic] = figure
+            data.setdefault(latency, {})[statistic] = value
         else:
-            data[name] = figure
+            data[name] = value
     return data
 
 

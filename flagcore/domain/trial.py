@@ -7,6 +7,7 @@ from enum import Enum
 from statistics import median
 from typing import Any
 
+from flagcore.domain.serving import HighestLoad
 from flagcore.domain.space import Candidate
 
 ESTIMATE, PROBE, RUN = FIDELITIES = ("estimate", "probe", "run")
@@ -82,6 +83,7 @@ class Measurement:
 
     - `figures`: the figures of the load point that reports show.
     - `points`: the figures of all load points.
+    - `highest`: the result of a search for the highest load.
     - `broken`: descriptions of the limits that were exceeded.
     - `notes`: what makes figures uncertain.
 
@@ -109,6 +111,7 @@ class Measurement:
     high_s: float | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
     points: tuple[Mapping[str, float], ...] = ()
+    highest: HighestLoad | None = None
     broken: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     devices: tuple[Mapping[str, float], ...] = ()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.plan import Counts, Plan, measured_to_predicted
-from flagcore.domain.serving import PER_DEVICE, PER_USER, nest_statistics
+from flagcore.domain.serving import PER_DEVICE, PER_USER, HighestLoad, nest_statistics
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SERVING, is_rate, objective_value, pareto
 from flagcore.domain.trial import SEARCH_FIELDS, Measurement, Role, Trial, TrialState
@@ -168,6 +168,7 @@ def _measured(measured: Measurement) -> dict[str, Any]:
     if measured.figures:
         points = [nest_statistics(point) for point in measured.points]
         served = {"figures": nest_statistics(measured.figures), "points": points, "broken": list(measured.broken)}
+        served |= {"highest": asdict(measured.highest)} if measured.highest else {}
     return {
         "step_time_s": {
             "median": measured.step_time_s,
@@ -226,6 +227,7 @@ def _read_measured(data: Mapping[str, Any]) -> Measurement:
         slow=tuple(data.get("slow_devices") or ()),
         figures=_flat(data.get("figures") or {}),
         points=tuple(_flat(point) for point in data.get("points") or ()),
+        highest=HighestLoad(**data["highest"]) if data.get("highest") else None,
         broken=tuple(data.get("broken") or ()),
         **{name: data[name] for name in names if name in data},
         **optional_fields,

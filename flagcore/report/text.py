@@ -13,7 +13,7 @@ from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, Plan, Speedup
 from flagcore.domain.prediction import MEMORY_ERROR
 from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
-from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, ServeSpec
+from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, HighestLoad, ServeSpec, nest_statistics
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, step_value
@@ -252,16 +252,27 @@ def interval_text(record: Mapping[str, Any]) -> str:
     return _(text, number=record["number"], low=low, high=high)
 
 
-def figures_text(figures: Mapping[str, Any], objective: str) -> str:
-    """Return rates and latencies in one line, without the objective. `figures` are nested as in a result."""
+def figures_text(measured: Measurement, objective: str) -> str:
+    """Return rates and latencies in one line, without the objective."""
+    figures = nest_statistics(measured.figures)
     rates = [name for name in ("output_tokens_per_s", "requests_per_s") if name != objective and name in figures]
     parts = [f"{shown(figures[name])} {SHORT_RATES[name]}" for name in rates]
-    parts += [f"{_('highest load')} {shown(figures[HIGHEST_LOAD])}"] if HIGHEST_LOAD in figures else []
+    parts += [highest_text(figures[HIGHEST_LOAD], measured.highest)] if HIGHEST_LOAD in figures else []
     for name in ("ttft_s", "tpot_s", "e2e_s"):
         latency = figures.get(name) or {}
         text = ", ".join(f"{each} {shown(latency[each])}" for each in ("p50", "p99") if latency.get(each) is not None)
         parts += [f"{SHORT_LATENCIES[name]} {text} s"] if text else []
     return "; ".join(parts)
+
+
+def highest_text(load: float, found: HighestLoad | None) -> str:
+    """Return the highest load within the limits, and which higher loads were not tested."""
+    if found is None or found.met is None or found.untested is None:
+        return f"{_('highest load')} {shown(load)}"
+    if found.exceeded is None:
+        return _("highest load at least {load} (higher loads untested: no time left)", load=shown(load))
+    text = N_("highest load at least {load} (up to {exceeded} untested: no time left)")
+    return _(text, load=shown(load), exceeded=shown(found.exceeded))
 
 
 def short_line(measured: Measurement, objective: str) -> str:

@@ -1,8 +1,10 @@
 """What a calibration tells of the machine and of itself."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from flagcore_testing import fakes
@@ -11,6 +13,7 @@ from flagcore.api.calibrated_plugins import busy
 from flagcore.api.managing import calibration
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
+from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.calibration import Calibration
 from tests.vendors.test_simulated_nodes import METAX
 
@@ -57,6 +60,19 @@ def test_the_measurement_sees_the_devices_that_are_listed(tmp_path: Path, monkey
         calibration.calibrate(devices=2)
     (environment,) = seen
     assert environment["MACA_VISIBLE_DEVICES"] == environment["CUDA_VISIBLE_DEVICES"] == "3,0"
+
+
+def test_engines_that_cannot_run_on_a_chip_do_not_say_how_to_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "best_chip", lambda *arguments: X1)
+    device, trains = Device(index=0, chip="X1"), replace(RUNS, preload=("torch_acme",))
+    loaded = SimpleNamespace(
+        devices=lambda: (device,),
+        find_chip=lambda name: X1,
+        engine_support=lambda chip, engine: (
+            trains if engine == "megatron" else replace(RUNS, support=Support.IMPOSSIBLE, reason="no serving")
+        ),
+    )
+    assert calibration.target(cast("LoadedPlugins", loaded)) == (X1, trains, (device,), "megatron")
 
 
 def test_a_chip_without_published_rates_is_measured_in_the_default_precisions() -> None:

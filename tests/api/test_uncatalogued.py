@@ -60,6 +60,18 @@ def test_torch_reports_of_an_unknown_accelerator(tmp_path: Path, monkeypatch: py
     ]
 
 
+def test_extensions_add_devices_to_a_torch_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(unlisted_chips, "version", lambda name: "2.10.0+cpu")
+    monkeypatch.setattr(unlisted_chips, "entry_points", lambda group: [])
+    assert accelerator_report() is None
+    monkeypatch.setattr(unlisted_chips, "entry_points", lambda group: ["weird"])
+    report = accelerator_report()
+    assert report is not None
+    assert report.kind == "weird"
+
+
 class Lists:
     """A plugin that lists a device of an uncatalogued chip."""
 

@@ -1,17 +1,20 @@
 """What a person reads of a run: servers and their limits, rivals of the best, and repeats without a measurement."""
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from flagcore.domain.plan import Counts, Plan, failed_repeats, gains
+from flagcore.domain.serving import HighestLoad
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import MAX_RIVALS, no_best
-from flagcore.report.result import result
-from flagcore.report.text import candidate_line
+from flagcore.report.result import read_trial, result
+from flagcore.report.text import candidate_line, highest_text
 from flagcore.tuner.stages.rank import learn
 from tests.serving import LIMITS, OBJECTIVE, trial
 
@@ -74,6 +77,25 @@ def test_percentiles_of_few_requests_are_reported_as_such() -> None:
 
 
 BASELINE = trial(0, 100.0, role=Role.BASELINE)
+
+
+@pytest.mark.parametrize(
+    ("highest", "numbers"),
+    [
+        (HighestLoad(met=2.4, untested=3.6), {"2.4"}),
+        (HighestLoad(met=2.4, exceeded=9.7, untested=3.6), {"2.4", "9.7"}),
+        (HighestLoad(met=2.4, exceeded=2.5), {"2.4"}),
+    ],
+)
+def test_the_highest_load_is_reported_with_what_was_not_tested(highest: HighestLoad, numbers: set[str]) -> None:
+    assert BASELINE.measurement is not None
+    figures = {**BASELINE.measurement.figures, "highest_load": 2.4}
+    measured = dataclasses.replace(BASELINE.measurement, figures=figures, highest=highest)
+    found = result(plan(dataclasses.replace(BASELINE, measurement=measured)), "r")
+    read = read_trial(json.loads(json.dumps(found["baseline"]))).measurement
+    assert read is not None
+    assert read.highest == highest
+    assert set(re.findall(r"[0-9.]+[0-9]", highest_text(2.4, read.highest))) == numbers
 
 
 def test_the_best_is_reported_with_the_cost_of_the_limits() -> None:

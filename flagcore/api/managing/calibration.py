@@ -19,7 +19,7 @@ import psutil
 from flagcore import plugins
 from flagcore.api.calibrated_plugins import VENDOR, busy, facts_of, uncatalogued
 from flagcore.api.inputs import loaded_plugins, warn
-from flagcore.domain.chip import Chip, Device
+from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport, device_variables
 from flagcore.domain.launch import Launch
 from flagcore.errors import Interrupted, NoDevice, RunError, UsageError
@@ -174,7 +174,8 @@ def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ..
     for engine in engines:
         chip = best_chip(detected_devices, loaded, engine)
         support = loaded.engine_support(chip, engine)
-        if support.device_type is not None and support.distributed_backend is not None:
+        names_device = support.device_type is not None and support.distributed_backend is not None
+        if names_device and support.support is not Support.IMPOSSIBLE:
             return chip, support, tuple(device for device in detected_devices if chip.has_name(device.chip)), engine
         reasons.append(support.reason)
     raise NoDevice("; ".join(reasons) or _("no engine is installed"))

@@ -28,6 +28,10 @@ MAX_QUEUED_CALLS = 200
 """Maximum number of launched calls that an accelerator has not yet executed."""
 
 
+FILL_SECONDS = 0.02
+"""Seconds for which an accelerator is kept busy while the host launches `MAX_QUEUED_CALLS` calls."""
+
+
 @dataclass(frozen=True)
 class Timing:
     """The seconds of one call, the number of samples (`repeats`), and the samples' relative `spread`."""
@@ -44,6 +48,7 @@ class Bench:
         self.cpu, self._is_distributed = kind == "cpu", is_distributed
         self._module: Any = getattr(torch, kind)
         self._filler: torch.Tensor | None = None
+        self._fill_calls = 0
         if not self.cpu:
             self._module.set_device(number)
         self.device = torch.device(kind) if self.cpu else torch.device(kind, number)
@@ -119,7 +124,12 @@ class Bench:
         start, end = (self._module.Event(enable_timing=True) for _ in range(2))
         if self._filler is None:
             self._filler = torch.zeros(64 << 20, dtype=torch.uint8, device=self.device)
-        for _ in range(MAX_QUEUED_CALLS):  # keeps the device busy while the host launches the measured calls
+        if not self._fill_calls:
+            self._filler.bitwise_not_()
+            once = self.seconds_of(self._filler.bitwise_not_, MIN_SAMPLES) / MIN_SAMPLES
+            # With slow memory, MAX_QUEUED_CALLS fills would take seconds.
+            self._fill_calls = min(MAX_QUEUED_CALLS, math.ceil(FILL_SECONDS / once))
+        for _ in range(self._fill_calls):  # keeps the device busy while the host launches the measured calls
             self._filler.bitwise_not_()
         start.record()
         for _ in range(calls):

@@ -23,12 +23,10 @@ from flagcore.report.page.blocks import (
     Table,
     Text,
     cell,
-    layout,
-    line,
     percent,
-    points,
     table,
 )
+from flagcore.report.page.charts import Plot, Series, linear
 from flagcore.report.page.run import RunData, believed, measured_s, predicted, seconds, served
 from flagcore.report.text import duration_text, funnel_stages, gain_text, repeats_text
 
@@ -150,18 +148,18 @@ def progress(run: RunData) -> Section | None:
     first, listed = {trial.number for trial in run.trials}, run.listed
     rows, spent, best = list[list[Any]](), 0.0, None
     measured: dict[str, list[tuple[float, float, str]]] = {_("trial"): [], _("repeat"): [], _("stopped early"): []}
-    steps = list[tuple[float, float]]()
+    steps = list[tuple[float, float, str]]()
     for trial in run.all_trials:
         spent += trial.duration_s
         figure, name = run.figure(trial), run.name(trial)
         if trial.number in first:
             if figure is not None and trial.state is TrialState.MEASURED and not _broken(trial):
                 best = figure if best is None else (max if is_rate(run.objective) else min)(best, figure)
-            steps += [] if best is None else [(spent, best)]
+            steps += [] if best is None else [(spent, best, name)]
         if figure is not None:
             kind = _("repeat") if trial.role is Role.REPEAT else _("trial")
             kind = _("stopped early") if trial.state is TrialState.STOPPED else kind
-            measured[kind].append((spent, figure, name))
+            measured[kind].append((spent, figure, f"{_('trial')} {name}"))
         if trial.number in listed:
             row = [run.cell(trial), run.configuration(trial), run.state_text(trial), cell(spent), cell(figure)]
             rows.append([*row, cell(best)])
@@ -172,12 +170,13 @@ def progress(run: RunData) -> Section | None:
     )
     if not steps:
         return Section("progress", _("Search"), (Text(_("No trial was measured.")), data))
-    traces = [line(_("best so far (first runs)"), 0, *zip(*steps, strict=True))]
-    traces[0]["line"] |= {"shape": "hv"}
-    for series, (kind, of_kind) in enumerate(measured.items(), start=1):
-        if of_kind:
-            x, y, numbers = zip(*of_kind, strict=True)
-            traces.append(points(kind, series, x, y, text=list(numbers)))
+    series = [Series(name=_("best so far (without repeats)"), points=steps, style=0, stepped=True)]
+    series += [
+        Series(name=kind, points=points, style=style)
+        for style, (kind, points) in enumerate(measured.items(), start=1)
+        if points
+    ]
+    drawn = [point for each in series for point in each.points]
     summary = [
         _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(run.all_trials), seconds=spent),
         _improvement(run, steps[0][1], steps[-1][1]),
@@ -187,8 +186,11 @@ def progress(run: RunData) -> Section | None:
     chart = Chart(
         title=_("Best so far over time"),
         summary=" ".join(summary),
-        traces=traces,
-        layout=layout(_("total time of trials, s"), run.unit),
+        drawing=Plot(
+            x=linear(_("total time of trials, s"), [x for x, _y, _name in drawn], from_zero=True),
+            y=linear(run.unit, [y for _x, y, _name in drawn]),
+            series=series,
+        ),
         table=data,
     )
     return Section("progress", _("Search"), (chart,))

@@ -13,13 +13,9 @@ from flagcore.report.page.blocks import (
     Table,
     Text,
     cell,
-    layout,
-    limit_line,
-    line,
-    points,
-    spread_axis,
     table,
 )
+from flagcore.report.page.charts import Plot, Series, linear, spread
 from flagcore.report.page.run import Record, RunData
 from flagcore.report.result import front, number
 from flagcore.report.text import SHORT_LATENCIES, SHORT_RATES, latency_name, limits_text, load_text
@@ -82,16 +78,18 @@ def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
         rows.append([*first, y, x, (x, y) in best_points, *(x <= each for each in limits)])
     headings = [_("trial"), _("configuration"), _("load"), short, f"{name}, s", _("Pareto-optimal")]
     headings += [_("within {limit:g} s", limit=each) for each in limits]
-    traces = []
+    series = []
     if len(best_points) > 1:
-        traces = [line(_("Pareto front"), 3, *zip(*best_points, strict=True))]
-        traces[0]["line"] |= {"shape": "hv"}
-    for series, group, size in ((0, _("others"), 9), (1, _("best"), 14)):
-        members = [each for each in measured if (run.best is not None and each[0].number == run.best.number) == series]
-        if members:
-            text = [f"{_('trial')} {trial.number}: {load_text(point)}" for trial, point, _x, _y in members]
-            trace = points(group, series, [x for *_, x, _y in members], [y for *_, y in members], text=text)
-            traces.append(trace | {"marker": {**trace["marker"], "size": size}})
+        front_points = [(x, y, "") for x, y in best_points]
+        series = [Series(name=_("Pareto front"), points=front_points, style=3, stepped=True)]
+    for style, group in enumerate((_("others"), _("best"))):
+        points = [
+            (x, y, f"{_('trial')} {trial.number}: {load_text(point)}")
+            for trial, point, x, y in measured
+            if (run.best is not None and trial.number == run.best.number) == style
+        ]
+        if points:
+            series.append(Series(name=group, points=points, style=style, large=bool(style)))
     top = max(measured, key=lambda each: each[3])
     yield Chart(
         title=_("{rate} against {latency}", rate=short, latency=name),
@@ -104,12 +102,11 @@ def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
             seconds=shown(top[2]),
             latency=name,
         ),
-        traces=traces,
-        layout=layout(
-            f"{name}, s",
-            short,
-            shapes=[limit_line(_("limit {seconds:g} s", seconds=each), each) for each in limits],
-            xaxis=spread_axis([*(x for *_, x, _y in measured), *limits]),
+        drawing=Plot(
+            x=spread(f"{name}, s", [*(x for *_, x, _y in measured), *limits]),
+            y=linear(short, [y for *_, y in measured]),
+            series=series,
+            limits=[(_("limit {seconds:g} s", seconds=each), each) for each in limits],
         ),
         table=table(_("Load points by {rate} and {latency}", rate=short, latency=name), headings, rows, sortable=True),
     )

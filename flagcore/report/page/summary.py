@@ -4,17 +4,14 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from flagcore.domain.plan import DAY
-from flagcore.domain.serving import nest_statistics
 from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.candidate_report import causes_text
 from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.page.blocks import (
-    COLOURS,
     Block,
     Cell,
     Chart,
@@ -25,13 +22,11 @@ from flagcore.report.page.blocks import (
     Table,
     Text,
     cell,
-    label,
-    layout,
     percent,
     table,
 )
+from flagcore.report.page.charts import BASELINE, BEST, OTHER, Bar, Bars
 from flagcore.report.page.run import (
-    Figures,
     RunData,
     json_file,
     measured_s,
@@ -174,7 +169,7 @@ def _speed(run: RunData, best: Trial) -> Cell:
 def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     measured, memory = best.measurement, memory_of(best)
     if run.serves and measured:
-        yield _("Also measured"), Cell(figures_text(nest_statistics(measured.figures), run.objective))
+        yield _("Also measured"), Cell(figures_text(measured, run.objective))
     if not run.serves:
         yield _("Step time"), _step(run, best)
     own_bytes = measured.device_used_bytes if measured else None
@@ -345,7 +340,11 @@ def configurations(run: RunData) -> Chart | None:
     chosen.sort(key=lambda pair: (pair[0].number != best.number, sign * pair[1][0]))
     if len(chosen) < 2:
         return None
-    labels = [f"{run.name(trial)}: {run.configuration(trial)}" for trial, _figures in chosen]
+    kinds = {each.number: kind for kind, each in ((BASELINE, run.baseline), (BEST, best)) if each}
+    bars = [
+        Bar(f"{run.name(trial)}: {run.configuration(trial)}", kinds.get(trial.number, OTHER), *figures)
+        for trial, figures in chosen
+    ]
     first = chosen[0][1][0]
     rows = [
         [run.cell(trial), run.configuration(trial), *figures, percent(figures[0] / first - 1.0, signed=True)]
@@ -363,43 +362,9 @@ def configurations(run: RunData) -> Chart | None:
     return Chart(
         title=title,
         summary=" ".join(summary),
-        traces=[_bars(run, chosen, labels)],
-        layout=layout(
-            run.unit,
-            "",
-            height=130 + len(chosen) * (16 + 14 * max(label(each).count("<br>") + 1 for each in labels)),
-            xaxis={"rangemode": "tozero"},
-            yaxis={"autorange": "reversed", "type": "category", "categoryorder": "array", "categoryarray": labels},
-        ),
+        drawing=Bars(run.unit, bars),
         table=table(title, headings, rows),
     )
-
-
-def _bars(run: RunData, chosen: list[tuple[Trial, Figures]], labels: list[str]) -> dict[str, Any]:
-    """Return a bar per configuration with its value, and with error bars if its runs or its prediction have a range."""
-    values = [value for _trial, (value, _low, _high) in chosen]
-    colours = {each.number: COLOURS[place] for place, each in ((1, run.baseline), (0, run.best)) if each}
-    trace: dict[str, Any] = {
-        "type": "bar",
-        "orientation": "h",
-        "name": run.unit,
-        "x": values,
-        "y": labels,
-        "text": [shown(value) for value in values],
-        "textposition": "inside",
-        "insidetextanchor": "start",
-        "textangle": 0,
-        "textfont": {"color": "#000000"},
-        "width": 0.7,
-        "showlegend": False,
-        "marker": {"color": [colours.get(trial.number, COLOURS[6]) for trial, _figures in chosen]},
-    }
-    if any(low < high for _trial, (_value, low, high) in chosen):
-        above = [high - value for _trial, (value, _low, high) in chosen]
-        below = [value - low for _trial, (value, low, _high) in chosen]
-        bounds = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
-        trace["error_x"] = {**bounds, "width": 4, "thickness": 1.5, "color": "#888888"}
-    return trace
 
 
 def why(run: RunData) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -70,11 +69,9 @@ class Read:
         raise LookupError(caption)
 
     @property
-    def charts(self) -> list[Any]:
-        """Traces and layouts of all charts."""
-        data = next(each for each in self.root.every("script") if each.attributes.get("id") == "charts")
-        found: list[Any] = json.loads(data.text)
-        return found
+    def charts(self) -> list[Element]:
+        """All charts."""
+        return [each for each in self.root.every("div") if each.attributes.get("class") == "plot"]
 
 
 def headings(table: Element) -> list[str]:

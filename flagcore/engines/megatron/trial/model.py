@@ -182,7 +182,9 @@ class Norm(torch.nn.RMSNorm):  # type: ignore[misc]  # torch is not followed
     """RMS norm with the attribute for sequence parallelism, which is missing in Megatron's wrapper."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # On the device from the start, as Megatron's own weights: `Module.to` replaces the parameters of devices that
+        # register themselves with torch, and the new ones have no attributes.
+        super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
 
 

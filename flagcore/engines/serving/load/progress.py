@@ -5,6 +5,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
 from statistics import fmean
 
@@ -18,14 +19,22 @@ GROWTH = RESOLUTION**4
 """The first factor between two loads, which two bisections reduce to RESOLUTION. The factor is squared after each load,
 until one load is within the limits and one is not."""
 MAX_GROWTH = RESOLUTION**32
-MAX_HEADROOM = 3.0
-"""Maximum factor between two loads if the factor follows from the headroom of the first load."""
+FAR_HEADROOM, MAX_HEADROOM = 2.0, 3.0
+"""From FAR_HEADROOM on, the factor between two loads is the headroom of the first load, at most MAX_HEADROOM."""
 MIN_RATE = 0.01
 """The lowest request rate of a search, in requests per second."""
 
 
+class Outcome(Enum):
+    """What is known about a load: that it met the limits, that it exceeded one, or that it had no time."""
+
+    MET = "met"
+    EXCEEDED = "exceeded"
+    UNTESTED = "untested"
+
+
 def highest_load(
-    meets_limits: Callable[[float], bool],
+    test: Callable[[float], Outcome],
     start: float,
     *,
     minimum: float,
@@ -36,32 +45,44 @@ def highest_load(
 ) -> float | None:
     """Return the highest load from `minimum` to `maximum` that meets the limits, precise to RESOLUTION.
 
-    Returns None if no load meets them.
+    Returns None if no load meets them. If loads are untested, a higher load may meet them.
 
-    - `meets_limits`: called for one load after the other, first for `start`.
+    - `test`: called for one load after the other, first for `start`. After an untested load, only higher loads are
+      tested, because their requests arrive in less time.
     - `is_integer`: whether loads are integers.
     - `capacity`: called after a load above the limits; returns an upper bound of the highest load.
     - `headroom`: called after a load within the limits; returns the smallest ratio of a limit to the measured metric.
-      The next load is higher by at least the square root of this ratio, because latencies grow faster than the load
-      near the limit, and more slowly below it.
+      Far from the limit, the next load is higher by this ratio, and otherwise by at least its square root, because
+      latencies grow faster than the load near the limit, and more slowly below it.
     """
-    passed, failed, factor, load = 0.0, math.inf, GROWTH, min(max(start, minimum), maximum)
+    passed, low, failed, factor, load = 0.0, 0.0, math.inf, GROWTH, min(max(start, minimum), maximum)
     while True:
-        load = min(max(float(round(load)), passed + 1), failed - 1) if is_integer else load
-        if meets_limits(load):
-            passed = load
-        else:
-            failed = load
-        is_bracketed = passed > 0.0 and failed <= max(passed * RESOLUTION * (1 + 1e-9), passed + is_integer)
-        if passed == maximum or failed == minimum or is_bracketed:
+        # `low`: the highest load below `failed` that met the limits or is untested
+        load = min(max(float(round(load)), low + 1), failed - 1) if is_integer else load
+        match test(load):
+            case Outcome.MET:
+                passed = low = load
+            case Outcome.EXCEEDED:
+                failed = load
+            case Outcome.UNTESTED:
+                low = load
+        is_bracketed = low > 0.0 and failed <= max(low * RESOLUTION * (1 + 1e-9), low + is_integer)
+        is_beyond_headroom = low > passed and failed == math.inf and low >= passed * min(headroom(), MAX_HEADROOM)
+        if low == maximum or failed == minimum or is_bracketed or is_beyond_headroom:
             return passed or None
-        if passed and failed < math.inf:
-            load = math.sqrt(passed * failed)
+        if low and failed < math.inf:
+            load = math.sqrt(low * failed)
+        elif low > passed:
+            load = min(low * GROWTH, maximum)
         elif passed:
-            load = min(passed * max(factor, min(math.sqrt(headroom()), MAX_HEADROOM)), maximum)
+            load = min(passed * max(factor, _growth(headroom())), maximum)
         else:
             load = max(min(failed / factor, capacity()), minimum)
         factor = min(factor * factor, MAX_GROWTH)
+
+
+def _growth(headroom: float) -> float:
+    return min(headroom if headroom >= FAR_HEADROOM else math.sqrt(headroom), MAX_HEADROOM)
 
 
 def completions_per_s(answers: Sequence[Answer]) -> float:

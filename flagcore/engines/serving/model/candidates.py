@@ -17,7 +17,7 @@ import numpy as np
 from flagcore.domain.serving import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
-from flagcore.engines.serving.load.progress import MIN_RATE, highest_load
+from flagcore.engines.serving.load.progress import MIN_RATE, Outcome, highest_load
 from flagcore.engines.serving.model.disaggregated import Prefill
 from flagcore.engines.serving.model.iteration import IterationCosts, interpolate
 from flagcore.engines.serving.model.memory import ServingMemory
@@ -146,13 +146,14 @@ def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int
     """Return the metrics at each load that a search for the highest load tries."""
     points, slo, is_concurrency = list[Mapping[str, float]](), context.serve.slo, context.serve.highest == "concurrency"
 
-    def meets_limits(value: float) -> bool:
+    def predict(value: float) -> Outcome:
         points.append({**_load_figures(context, load.at(value), kinds), HIGHEST_LOAD: value})
-        return all(points[-1].get(name, 0.0) <= limit for name, limit in slo.items())
+        is_met = all(points[-1].get(name, 0.0) <= limit for name, limit in slo.items())
+        return Outcome.MET if is_met else Outcome.EXCEEDED
 
     maximum = float((load.load.concurrency if is_concurrency else load.load.request_rate) or 1)
     highest_load(
-        meets_limits,
+        predict,
         FIRST_LOAD,
         minimum=1.0 if is_concurrency else MIN_RATE,
         maximum=maximum,
@@ -388,7 +389,7 @@ def steady_state(loop: ClosedLoop) -> LoopMeans:
 
 
 def _with_prompts_only(loop: ClosedLoop, means: LoopMeans) -> LoopMeans:
-    """Return `means` with new values for lanes that only compute prompts: they compute one prompt after the other."""
+    """Return `means` with recomputed values for prefill-only lanes, which process one prompt at a time."""
     _, mixed, tokens = _iterations(loop, np.full_like(loop.flight, 1e-9))
     seconds, prefills = np.maximum(loop.prompt / tokens, 1.0) * mixed, np.asarray(loop.role) == 1
     return LoopMeans(

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -80,12 +81,14 @@ def run(job: Job, folder: Path, began: float | None = None) -> None:
     reports: ServerReports = resolve_name(job.engine)
     with running_servers(job, reports, folder, deadline) as servers:
         effective = _read_back(job, reports, servers)
-        points = LoadRunner(job, reports, servers, folder, deadline).points()
+        runner = LoadRunner(job, reports, servers, folder, deadline)
+        points = runner.points()
         metrics = {
             "schema_version": 1,
             "effective": effective,
             "versions": dict(job.versions),
             "points": points,
+            "highest": asdict(runner.highest) if runner.highest else None,
             "counters": counters(reports, servers),
             "startup_s": [server.startup_s for server in servers],
             "memory": [dict(reports.memory(log_text(server.log))) for server in servers],

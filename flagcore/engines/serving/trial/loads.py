@@ -6,19 +6,19 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from flagcore.domain.serving import Load
+from flagcore.domain.serving import HighestLoad, Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.launch.reports import ServerReports, combine
 from flagcore.engines.serving.launch.server import Job, plain_load, transfer_port
 from flagcore.engines.serving.load.figures import goodput
-from flagcore.engines.serving.load.progress import MIN_RATE, completions_per_s, highest_load
+from flagcore.engines.serving.load.progress import MIN_RATE, Outcome, completions_per_s, highest_load
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.routing import PREFILL
 from flagcore.engines.serving.load.sending import measure
@@ -42,9 +42,10 @@ STATES_BY_PROBLEM = {
 TIME_SHARE_OF_LOADS = 0.8
 """Share of the time left that loads without a fixed number of requests may take together."""
 TIME_SHARE = 1.5
-"""A search ends if the remaining time is less than this multiple of its longest load's time, or if it is too short for
-the arrivals of the next load. A load is not repeated if the remaining time is less than this multiple of the last
-repeat's time. A steady load can end early, so its multiple is 1."""
+"""A search does not send a load if the remaining time is less than the time of its arrivals plus this multiple of the
+longest time between the last arrival and the last answer of the loads before it. A load is not repeated if the
+remaining time is less than this multiple of the last repeat's time, or than that time for a steady load, which can end
+early."""
 OVERLOADED = re.compile(r"refused: HTTP (429|503)\b")
 """Matches the failure of a load that a server refuses because it has too many requests."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
@@ -60,6 +61,8 @@ class LoadRunner:
 
     later: Sequence[Load] = ()
     """In the first round, the loads that follow the current one and also need time."""
+    highest: HighestLoad | None = None
+    """The result of a search for the highest load."""
     may_be_cut = True
     """Whether the load may end with few requests, because it was not measured before: few are better than none."""
 
@@ -124,22 +127,23 @@ class LoadRunner:
         `key`: concurrency or request_rate. A load above the limits, or one that the servers refuse or do not finish, is
         tried again at once, because disturbances can only raise latencies. The highest load within the limits runs
         `repeats` times. If it then exceeds a limit, the next lower load is repeated, and so on. If no load meets the
-        limits, the only point is the lowest load that was tried.
+        limits, the only point is the lowest load that was tried. `highest` is the result of the search.
         """
         base, is_concurrency, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
         maximum = float((base.concurrency if is_concurrency else base.request_rate) or 1)
-        tried, longest_s, seed, headroom = dict[float, bool](), 0.0, 0, 1.0
+        tried, untested, answers_s, seed, headroom = dict[float, Outcome](), set[float](), 0.0, 0, 1.0
 
-        def run(value: float, *, stop: bool = True) -> bool:
-            nonlocal longest_s, seed, headroom
+        def run(value: float, *, stop: bool = True) -> Outcome:
+            nonlocal answers_s, seed, headroom
             began = time.monotonic()
             arrivals_s = 0.0 if is_concurrency else (base.num_prompts or 0) / value
             # A load that runs out of time has no metrics, so it starts only if it is likely to end. Before the first
             # metrics, only its arrivals are considered, because a lower load may be faster than those tried before.
-            if tried and self.deadline - began < max(TIME_SHARE * longest_s if points else 0.0, arrivals_s):
+            if tried and self.deadline - began < arrivals_s + (TIME_SHARE * answers_s if points else 0.0):
                 log(reason := f"no time left for {key} {value:.4g}")
+                untested.add(value)
                 if points or stop:
-                    return False
+                    return Outcome.UNTESTED
                 reason += " and below, and higher ones exceed the limits; set a lower serve.profile.num_prompts"
                 raise TrialFailure(TrialState.TIMED_OUT, reason)
             load, self.may_be_cut = base.at(key, value), not points
@@ -151,20 +155,32 @@ class LoadRunner:
                 late = failure.state is TrialState.TIMED_OUT and points
                 if not late and not (stop and OVERLOADED.search(str(failure))):
                     raise
+                self.is_cut_off = True
+                if late:
+                    log(f"no time left for {key} {value:.4g}: {failure}")
+                    untested.add(value)
+                    return Outcome.UNTESTED
                 log(f"{key} {value:.4g} is too high: {failure}")
-                measured, self.is_cut_off = None, True
+                measured = None
             if measured is None:
-                tried[value] = False
+                tried[value] = Outcome.EXCEEDED
             else:
                 points.setdefault(value, {"load": plain_load(load), "repeats": []})["repeats"].append(measured)
-                tried[value] = keeps_limits([each["figures"] for each in points[value]["repeats"]], self.job.slo)
+                is_met = keeps_limits([each["figures"] for each in points[value]["repeats"]], self.job.slo)
+                tried[value] = Outcome.MET if is_met else Outcome.EXCEEDED
                 ratios = (limit / (measured["figures"].get(name) or limit) for name, limit in self.job.slo.items())
                 headroom = min(ratios, default=1.0)
-            longest_s = max(longest_s, time.monotonic() - began)
+            answers_s = max(answers_s, time.monotonic() - began - arrivals_s)
             return tried[value]
 
+        def run_twice(value: float) -> Outcome:
+            """Test a load, again if it exceeds a limit, because disturbances can only raise latencies."""
+            if (outcome := run(value)) is Outcome.EXCEEDED:
+                run(value)
+            return tried.get(value, outcome)
+
         highest_load(
-            lambda value: run(value) or run(value),  # try twice: disturbances can only raise latencies
+            run_twice,
             self.job.start,
             minimum=1.0 if is_concurrency else MIN_RATE,
             maximum=maximum,
@@ -173,12 +189,14 @@ class LoadRunner:
             headroom=lambda: headroom,
         )
         # the highest load may have met the limits once by chance, so repeats decide
-        for value in sorted((value for value, meets_limits in tried.items() if meets_limits), reverse=True):
-            repeated = [run(value, stop=False) for _ in range(self.job.repeats - 1)]
-            if not repeated or repeated[-1]:
+        for value in sorted((value for value, outcome in tried.items() if outcome is Outcome.MET), reverse=True):
+            for _ in range(self.job.repeats - 1):
+                run(value, stop=False)
+            if tried[value] is Outcome.MET:
                 break
         if not points:
             run(min(tried), stop=False)
+        self.highest = _highest(tried, untested)
         return [points[value] for value in sorted(points)]
 
     def _warm_up(self, most: int = MAX_WARM_UP) -> None:
@@ -293,6 +311,14 @@ def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, fl
     return all(
         statistics.median(figures.get(name, math.inf) for figures in repeats) <= limit for name, limit in limits.items()
     )
+
+
+def _highest(tried: Mapping[float, Outcome], untested: Collection[float]) -> HighestLoad:
+    met = max((value for value, outcome in tried.items() if outcome is Outcome.MET), default=None)
+    over = [value for value, outcome in tried.items() if outcome is Outcome.EXCEEDED and value > (met or 0.0)]
+    exceeded = min(over, default=None)
+    between = [value for value in untested if (met or 0.0) < value < (exceeded or math.inf)]
+    return HighestLoad(met=met, exceeded=exceeded, untested=min(between, default=None))
 
 
 def _warm_up(load: Load, servers: int, most: int) -> Load:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flagcore.domain.serving import HIGHEST_LOAD, PER_DEVICE
+from flagcore.domain.serving import HIGHEST_LOAD, PER_DEVICE, HighestLoad
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
 from flagcore.domain.trial import Measurement, Trial, TrialState
@@ -51,6 +51,7 @@ def read(task: Task, candidate: Candidate, folder: str, instance_devices: Sequen
             device_used_bytes=_resident_bytes(data, instance_devices) if on_cores else None,
             figures=point.figures | startup_figures | memory,
             points=tuple(point.as_record() for point in points),
+            highest=HighestLoad(**data["highest"]) if data.get("highest") else None,
             broken=point.broken,
             notes=point.notes,
         )

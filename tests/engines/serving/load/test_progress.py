@@ -12,15 +12,22 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.figures import CUT_ERROR, cut, figures_of, statistics_of, steady_figures
-from flagcore.engines.serving.load.progress import RESOLUTION, LimitCheck, completions_per_s, highest_load
+from flagcore.engines.serving.load.progress import RESOLUTION, LimitCheck, Outcome, completions_per_s, highest_load
 from flagcore.engines.serving.load.result import Answer, LoadResult
 from tests.engines.serving.load.servers import Behaviour, Body, Wire, answer, finish, pieces, send, serving, well
 
 
-def limited_by(highest: float) -> tuple[list[float], Callable[[float], bool]]:
-    """Return whether a load is within the limits, and the loads that were asked for."""
+def limited_by(highest: float, untested_to: float = 0.0) -> tuple[list[float], Callable[[float], Outcome]]:
+    """Return the loads that were tested, and a test. After the first load, those up to `untested_to` have no time."""
     tried: list[float] = []
-    return tried, lambda load: tried.append(load) or load <= highest  # type: ignore[func-returns-value]
+
+    def test(load: float) -> Outcome:
+        if tried and load <= untested_to:
+            return Outcome.UNTESTED
+        tried.append(load)
+        return Outcome.MET if load <= highest else Outcome.EXCEEDED
+
+    return tried, test
 
 
 @pytest.mark.parametrize("start", [0.01, 3.0, 40.0, 57.0, 60.0, 9000.0])
@@ -45,14 +52,31 @@ def test_clients_are_whole_numbers(true: int) -> None:
     assert all(load == round(load) for load in tried)
 
 
-@pytest.mark.parametrize(("meets_limit", "found"), [(True, 64.0), (False, None)])
-def test_the_range_is_not_left(meets_limit: bool, found: float | None) -> None:
-    tried: list[float] = []
-    assert (
-        highest_load(lambda load: tried.append(load) or meets_limit, 8.0, minimum=1, maximum=64, is_integer=True)
-        == found
-    )
-    assert (min(tried), max(tried)) == ((8.0, 64.0) if meets_limit else (1.0, 8.0))
+@pytest.mark.parametrize(("true", "found", "tested"), [(1000, 64.0, (8.0, 64.0)), (0, None, (1.0, 8.0))])
+def test_the_range_is_not_left(true: float, found: float | None, tested: tuple[float, float]) -> None:
+    tried, test = limited_by(true)
+    assert highest_load(test, 8.0, minimum=1, maximum=64, is_integer=True) == found
+    assert (min(tried), max(tried)) == tested
+
+
+@pytest.mark.parametrize(
+    ("start", "untested_to", "headroom", "found"),
+    [
+        (10.0, 25.0, 3.0, 50.0),  # higher loads than those without time are tested, as far as the headroom suggests
+        (10.0, 25.0, 2.0, 10.0),
+        (10.0, math.inf, 3.0, 10.0),
+        (90.0, 30.0, 1.0, 50.0),
+        (90.0, 80.0, 1.0, None),
+    ],
+)
+@pytest.mark.parametrize("is_integer", [False, True])
+def test_loads_without_time_are_left_out(
+    start: float, untested_to: float, headroom: float, found: float | None, is_integer: bool
+) -> None:
+    tried, test = limited_by(50.0, untested_to)
+    best = highest_load(test, start, minimum=1, maximum=1000, is_integer=is_integer, headroom=lambda: headroom)
+    assert best == found or (best and found and found / RESOLUTION - is_integer <= best <= found)
+    assert len(set(tried)) == len(tried) <= 10
 
 
 @pytest.mark.parametrize("figure", ["ttft_s.mean", "ttft_s.p50", "ttft_s.p90", "ttft_s.p99"])

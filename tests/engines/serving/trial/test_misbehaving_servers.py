@@ -174,6 +174,8 @@ def test_the_highest_load_that_keeps_the_slo_is_found_in_one_launch(key: str, tm
     assert trial.measurement.broken == ()
     points = {point[key]: point for point in trial.measurement.points}
     within_limit = {load: point for load, point in points.items() if point["ttft_s.p90"] <= 0.35}
+    assert trial.measurement.highest is not None
+    assert trial.measurement.highest.met == max(within_limit)
     assert 3 < max(within_limit) < 200  # four slots of 0.1 s, on a busy machine fewer
     rates = [point["output_tokens_per_s"] for point in within_limit.values()]
     assert trial.measurement.figures["output_tokens_per_s"] == max(rates)

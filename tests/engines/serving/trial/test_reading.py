@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flagcore.domain.serving import HighestLoad
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
@@ -57,6 +58,8 @@ def test_the_best_load_point_that_keeps_the_slo_is_reported(tmp_path: Path) -> N
 def test_the_highest_load_of_a_search_is_a_figure(tmp_path: Path) -> None:
     where = task(highest="concurrency", ttft_s__p99=1.0)
     assert read(tmp_path, where, point(8, rate(90)), point(9, rate(95, ttft=2.0))).figures["highest_load"] == 8
+    highest = {"met": 8.0, "exceeded": None, "untested": 9.0}
+    assert read(tmp_path, where, point(8, rate(90)), highest=highest).highest == HighestLoad(met=8.0, untested=9.0)
 
 
 def test_notes_of_the_load_are_kept_and_the_uncertainty_of_one_that_ended_early_is_its_spread(tmp_path: Path) -> None:

@@ -57,6 +57,10 @@ def test_a_disturbed_load_is_tried_again_at_once(start: float, disturbed: tuple[
     best = points[-1]["load"]["request_rate"]
     assert TRUE / RESOLUTION <= best <= TRUE
     assert len(points[-1]["repeats"]) == 2
+    assert runner.highest is not None
+    assert (runner.highest.met, runner.highest.untested) == (best, None)
+    assert runner.highest.exceeded is not None
+    assert TRUE < runner.highest.exceeded <= best * RESOLUTION * 1.001
     assert min(runner.tried) >= min(start, TRUE / 4)
     assert len(set(runner.seeds)) == len(runner.seeds)
     tries = Counter(runner.tried)
@@ -68,6 +72,10 @@ def test_a_load_that_takes_longer_than_the_time_left_is_not_sent() -> None:
     runner.deadline = time.monotonic() + 1.0
     (point,) = runner._search("request_rate")
     assert runner.tried == [point["load"]["request_rate"]]
+    assert runner.highest is not None
+    assert (runner.highest.met, runner.highest.exceeded) == (45.0, None)
+    assert runner.highest.untested is not None
+    assert runner.highest.untested > 45.0
 
 
 def test_a_search_without_time_for_lower_loads_reports_what_it_tried() -> None:
@@ -77,6 +85,23 @@ def test_a_search_without_time_for_lower_loads_reports_what_it_tried() -> None:
         runner._search("request_rate")
     assert failure.value.state is TrialState.TIMED_OUT
     assert "20" in str(failure.value)
+
+
+def test_a_load_is_tested_if_its_requests_arrive_in_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(loads, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    class Timed(Runner):
+        def _measure(self, load: Load, name: str, seed: int, limits: Any = None) -> dict[str, Any] | None:
+            assert load.request_rate is not None
+            clock[0] += 100 / load.request_rate
+            return super()._measure(load, name, seed, limits)
+
+    runner = Timed(5.0, (), repeats=3)
+    runner.deadline = 33.0  # 20 s for the first load; higher ones take less time
+    assert runner._search("request_rate")[-1]["load"]["request_rate"] == pytest.approx(45.0)
+    assert runner.highest is not None
+    assert runner.highest.met == pytest.approx(45.0)
 
 
 @pytest.mark.parametrize(("start", "seconds", "lowest"), [(200.0, 2.0, 50.0), (20.0, math.inf, 0.0)])
@@ -184,7 +209,11 @@ def test_a_load_that_does_not_end_in_time_leaves_those_before_it(state: TrialSta
         with pytest.raises(TrialFailure):
             runner._search("request_rate")
     else:
-        assert TRUE / RESOLUTION <= runner._search("request_rate")[-1]["load"]["request_rate"] <= TRUE
+        best = runner._search("request_rate")[-1]["load"]["request_rate"]
+        assert best <= TRUE
+        assert runner.highest is not None
+        assert (runner.highest.met, runner.highest.exceeded) == (best, None)
+        assert runner.highest.untested in runner.tried
 
 
 def test_a_warm_up_that_is_refused_is_sent_with_fewer_requests() -> None:
