@@ -202,7 +202,7 @@ class DeviceDetector:
         return tuple(replace(each, name=word, within=within) for each, word in zip(devices, words, strict=False))
 
     def _effective(self, environment: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the variables of `visible`, without those that are empty in `environment` if they then count as unset."""
+        """Return the variables of `visible`, without those that are empty in `environment` if these count as unset."""
         return tuple(name for name in self.visible if environment.get(name) or not self.empty_is_unset)
 
 
