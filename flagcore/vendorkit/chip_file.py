@@ -119,7 +119,7 @@ OF = {"runs": 1.0, "kernels": RUN_SLOWDOWN}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveFile:
-    """The content of a `curve.yaml` or `serving.yaml`. `of`: what the curve was fitted to, which sets `run_slowdown`."""
+    """The content of a `curve.yaml` or `serving.yaml`. `of`: what the curve was fitted to; sets `run_slowdown`."""
 
     source: Source
     curve: Curve
