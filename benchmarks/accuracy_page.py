@@ -110,9 +110,9 @@ def _steps(steps: Sequence[Summary]) -> list[str]:
 
 
 CONVERTED = """\
-Sources that print a rate but no time are converted. *From model flops*: Megatron-LM's count of the FLOPs per step
-without recomputation, as in `flag estimate`. *From hardware flops*: the count of Narayanan et al. 2021
-(arXiv 2104.04473, equation 3), with recomputation.
+If a source prints only a rate, we convert it to a step time. *From model flops* uses Megatron-LM's FLOP count per step
+without recomputation, as `flag estimate` does. *From hardware flops* uses the count of Narayanan et al. 2021
+(arXiv 2104.04473, equation 3), which includes recomputation.
 """
 
 

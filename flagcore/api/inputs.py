@@ -106,7 +106,8 @@ def with_settings(spec: SpecLike, settings: Iterable[str]) -> LoadedSpec:
             raise UsageError(_("--set {text}: expected KEY=VALUE, such as cluster.nodes=2", text=text))
         changes[key] = parse_yaml(value, file="--set")
     if not isinstance(spec, Mapping) and Path(spec).is_dir():
-        raise UsageError(_("--set {key} needs a spec; {run} is a run", key=next(iter(changes)), run=os.fspath(spec)))
+        names = {"key": next(iter(changes)), "run": os.fspath(spec)}
+        raise UsageError(_("--set {key} works only with a spec, but {run} is a run directory", **names))
     return changed_spec(spec, changes)
 
 
@@ -261,7 +262,7 @@ def _min_nodes_error(spec: Spec) -> str:
     if not spec.on_each_host:
         return _("needs auto_tuner.launcher and hosts")
     if not spec.sizes[:-1]:
-        text = N_("allows no number below cluster.nodes = {nodes} that divides the global batch")
+        text = N_("leaves no node count below cluster.nodes = {nodes} that divides the global batch size")
         return _(text, nodes=spec.cluster.nodes)
     return ""
 

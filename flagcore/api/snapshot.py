@@ -69,7 +69,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
         return _snapshot(place, problem, None, PastMeasurements.empty())
     run = load_run(place)
     if chip is not None:
-        raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
+        raise UsageError(_("--chip {chip} works only with a spec, but {run} is a run directory", chip=chip, run=place))
     home = run_home(run)
     identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
     spec = _with_its_hardware(read_spec(home / SPEC, None, without), identity)

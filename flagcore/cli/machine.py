@@ -47,9 +47,13 @@ def schema_command() -> None:
 def doctor_command(hosts: Path | None, launcher: str, form: str) -> None:
     """Check the installation: what each engine lacks, and how to fix it."""
     from flagcore import api
+    from flagcore.errors import NoDevice
 
     if hosts is not None:
-        options.show_records(api.check_hosts(hosts, launcher), form, "hosts")
+        records = api.check_hosts(hosts, launcher)
+        options.show_records(records, form, "hosts")
+        if unusable_hosts := [record["host"] for record in records if not record["ok"]]:
+            raise NoDevice(_("hosts cannot be used: {hosts}", hosts=", ".join(unusable_hosts)))
         return
     options.show_records(api.doctor(), form, "doctor")
 

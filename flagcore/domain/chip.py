@@ -40,7 +40,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A figure in SI base units (bytes, seconds, flops) and its source."""
+    """A value in SI base units (bytes, seconds, flops), and where the value comes from."""
 
     value: Annotated[Positive, Lt(math.inf)]
     source: Source
@@ -187,7 +187,7 @@ class Device:
 
 
 def with_network(chip: Chip, nic_bytes_per_second: float | None, nic_latency_seconds: float | None = None) -> Chip:
-    """Return `chip` with the user's network latency, and with the user's network rate if there is one."""
+    """Return `chip` with the network latency and the network rate that the user set. A rate of None changes nothing."""
     chip = replace(chip, nic_latency_seconds=nic_latency_seconds)
     if nic_bytes_per_second is None:
         return chip
@@ -216,8 +216,8 @@ MIN_SIMILARITY = 0.72
 def similar_chips(word: str, chips: Iterable[Chip]) -> tuple[str, ...]:
     """Return the names of up to four chips that `word` may mean, most similar first.
 
-    Chips whose name or alias contains `word`, or is part of it, take precedence: chips with similar names are returned
-    only if there are no such chips. The vendor's name is ignored.
+    Chips with similar names are returned only if no chip has a name or alias that contains `word` or is part of `word`.
+    The vendor's name is ignored.
     """
     containing, similar = [], []
     for chip in chips:

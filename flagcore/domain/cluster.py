@@ -36,7 +36,7 @@ class Level:
 
     @property
     def hop(self) -> float:
-        """The seconds of each step of a ring after the first: `hop_seconds`, or its default."""
+        """The time in seconds of each ring step after the first: `hop_seconds`, or its default."""
         return self.latency_seconds / 16 if self.hop_seconds is None else self.hop_seconds
 
 
@@ -110,7 +110,7 @@ class Cluster:
         return max(*links, *(group.devices_per_node for group in self.groups))
 
     def peak_flops(self, precision: str) -> float | None:
-        """Return the mean peak of all devices in flops per second, or None if a group's peak is unknown."""
+        """Return the mean peak rate per device in flops per second, or None if the peak rate of a group is unknown."""
         facts = [group.chip.dense_flops_per_second.get(precision) for group in self.groups]
         shares = [group.devices / self.devices for group in self.groups]
         peaks = [share * fact.value for share, fact in zip(shares, facts, strict=True) if fact is not None]

@@ -39,7 +39,7 @@ def has_user_command(spec: Spec) -> bool:
 
 
 def plugin_axis(task: Task, knob: Knob) -> Axis:
-    """Return the axis of a knob with effects.
+    """Return the axis of a knob whose values have an `Effect`.
 
     The axis has the values that the spec lists. `auto` means all values that trials can use.
     """
@@ -52,12 +52,12 @@ def plugin_axis(task: Task, knob: Knob) -> Axis:
 
 
 def plugin_axes(task: Task) -> tuple[Axis, ...]:
-    """Return the axes of a task's knobs with effects."""
+    """Return the axes of the task's knobs whose values have an `Effect`."""
     return tuple(plugin_axis(task, knob) for knob in task.knobs)
 
 
 def engine_task(task: Task, effects: Sequence[Effect] = ()) -> Task:
-    """Return the task as the engine sees it: without knobs that have effects, but with the settings of `effects`."""
+    """Return the task for the engine: without the knobs that have an `Effect`, but with the settings of `effects`."""
     names = {knob.name for knob in task.knobs}
     spec, settings = task.spec, {key: value for effect in effects for key, value in effect.settings.items()}
     if names:
@@ -70,12 +70,12 @@ def engine_task(task: Task, effects: Sequence[Effect] = ()) -> Task:
 
 
 def task_to_start(task: Task, effects: Sequence[Effect]) -> Task:
-    """Return the task with which trials start. Only those of `effects` that have `passed` change its settings."""
+    """Return the task that trials run. It has the settings of those `effects` that are passed to the engine."""
     return engine_task(task, [effect for effect in effects if effect.passed])
 
 
 def engine_candidate(task: Task, candidate: Candidate) -> Candidate:
-    """Return `candidate` without the knobs that have effects, as the engine sees it."""
+    """Return `candidate` without the knobs whose values have an `Effect`, because the engine does not know them."""
     names = {knob.name for knob in task.knobs}
     return Candidate(tuple(item for item in candidate.items if item[0] not in names))
 
@@ -92,9 +92,10 @@ def environment_of(effects: Sequence[Effect]) -> dict[str, str]:
 
 
 def rows_by_effects(task: Task, columns: Columns) -> Iterator[tuple[list[Effect], Columns, IntArray]]:
-    """Group candidates by their values of the knobs with effects.
+    """Group the candidates in `columns` by their values of the knobs that have an `Effect`.
 
-    Yields for each group: the effects of its values, the columns of its candidates, and their row numbers in `columns`.
+    Yields, for each group, the effects of the values, the columns of the candidates, and the row numbers of the
+    candidates in `columns`.
     """
     axes = plugin_axes(task)
     if not axes:
@@ -137,7 +138,7 @@ def scaled(predictions: Predictions, effects: Sequence[Effect]) -> Predictions:
 
 
 def _scale_time(predictions: Predictions, part: str, factor: Factor) -> Predictions:
-    """Scale the seconds of the step's part `part`, or of the whole step, by `factor`, and widen the 80% intervals."""
+    """Scale the time of the step part `part`, or of the whole step, by `factor`, and widen the 80% intervals."""
     if factor == Factor():
         return predictions
     old_time = predictions.step_time_s
@@ -178,7 +179,7 @@ def _scale_figure(name: str, values: FloatArray, factor: Factor) -> FloatArray:
 
 
 def _scale_memory(predictions: Predictions, factor: Factor) -> Predictions:
-    """Scale the peak of allocated memory by `factor`. The difference is added to the activations."""
+    """Scale the peak of allocated memory by `factor`. The additional bytes count as activations."""
     if factor == Factor():
         return predictions
     added_bytes = predictions.peak_allocated_bytes * (factor.value - 1.0)
@@ -203,9 +204,9 @@ _Cases: TypeAlias = Mapping[_Values, T | None]
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """The engine's rules by name and message, and its merges by name, for one combination of values.
+    """The engine's rules and merges for one combination of values of the knobs that have an `Effect`.
 
-    If there is an `error`, no candidate with these values is legal.
+    `rules` are keyed by name and message, `merges` by name. If `error` is set, no candidate with `values` is legal.
     """
 
     values: _Values
@@ -217,8 +218,9 @@ class _Variant:
 def engine_legality(task: Task, rules_of: _RulesOf, merges_of: _MergesOf) -> tuple[tuple[Rule, ...], tuple[Merge, ...]]:
     """Return the engine's rules and merges for all candidates of a task.
 
-    `rules_of` and `merges_of`: functions that return the rules and the merges of one variant.
-    Raises SpecError if a value is invalid in all variants, or if there are more than MAX_COMBINATIONS variants.
+    `rules_of` and `merges_of`: functions that return the rules and the merges of a task.
+    They are called for each combination of the values that have an `Effect`. Raises SpecError if a value is invalid in
+    all combinations, or if there are more than MAX_COMBINATIONS.
     """
     knobs = [knob for knob in task.knobs if any(effect.settings for effect in knob.effects.values())]
     if not knobs:

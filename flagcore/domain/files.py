@@ -63,7 +63,8 @@ def replace(path: Path, text: str, *, private: bool = False) -> None:
 def writable(path: Path, fix: str = "") -> Iterator[None]:
     """Convert an OSError in this context to a RunError about `path`.
 
-    `fix`: what the user can do. By default, use another folder for the run. If the disk is full, it is to free space.
+    `fix`: the advice to the user in the error. The default is to use another folder for the run. If the disk is full,
+    the advice is always to free space.
     """
     try:
         yield

@@ -221,7 +221,7 @@ class Knob:
         return self.effects.get(value)
 
     def with_compared_values(self, values: Sequence[KnobValue]) -> Knob:
-        """Return the knob of a setting with one effect per value, for a space that compares `values`."""
+        """Return this engine setting as a knob with one `Effect` per value, so that a space can compare `values`."""
         settings = (value for value in (self.neutral, *values) if value is not None)
         effects: dict[KnobValue, Effect] = {
             value: Effect(settings={self.name: value}, passed=True) for value in settings
@@ -243,7 +243,7 @@ class Knob:
         return (f"--{flag.name}", *values)
 
     def value_in(self, mapping: Mapping[str, Any]) -> Any:
-        """Return the value in `mapping` under the knob's name or an alias, or None."""
+        """Return the value that `mapping` has under the knob's name or an alias, or None if it has neither."""
         return next((mapping[name] for name in self.names if name in mapping), None)
 
     def parse(self, value: object, key: str) -> KnobValue:
@@ -309,9 +309,9 @@ _INVALID = object()
 
 
 def _parsed(knob: Knob, value: object) -> Any:
-    """Return `value` as a value of the knob, or _INVALID.
+    """Return `value` converted to a valid value of the knob, or _INVALID if that is impossible.
 
-    A value of kind words becomes one sorted, comma-separated string.
+    If the kind of the knob is `words`, the words become one sorted, comma-separated string.
     """
     if knob.effects:  # True must not match 1, although Python treats them as equal
         equal = (each for each in knob.values if each == value and isinstance(each, bool) == isinstance(value, bool))

@@ -121,14 +121,14 @@ def host_folder(folder: str, hosts: Sequence[str], rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """The exit of a launch.
+    """How the processes of a launch ended.
 
     `code`: the exit status. It is negative if a signal ended the program.
     `ended_by`: None if the program ended by itself. Otherwise `timeout`, `memory`, `disk` (its folder exceeded the
-    limit), `full_disk` (little space was left), `request`, `guard` (the guard process was killed), or `host` (a host
-    was lost).
+    limit), `full_disk` (little space was left), `stopped` (a process was stopped by a signal for too long), `request`,
+    `guard` (the guard process was killed), or `host` (a host was lost).
     `peak_memory_bytes`: the largest observed memory of all processes on one host.
-    `detail`: what happened to the lost host, `lost_host`.
+    `detail`: what happened to the lost host, `lost_host`. Otherwise, the host that failed, and the stopped process.
     `warm`: whether the program was forked from a process that had already imported its modules.
     """
 
@@ -157,6 +157,8 @@ class FailurePattern:
     weak: bool = False
 
 
+INCONCLUSIVE = ("host", "guard", "stopped")
+"""The values of `Exit.ended_by` that say nothing about the candidate, which is tried again."""
 TAIL_BYTES = 256 * 1024
 LONGEST_LINE, LONGEST_REASON = 4096, 300
 
@@ -178,7 +180,7 @@ def failure(
 ) -> tuple[TrialState, str]:
     """Return the state of a failed trial, and the reason from its logs in `folder` with secrets redacted.
 
-    `limit`: the time limit of the trial. The reason for a timeout includes where it comes from.
+    `limit`: the time limit of the trial. The reason for a timeout states where the limit comes from.
     """
     state, reason = classify(ended, log_tail(folder), patterns, limit.because if limit else "its time limit")
     return state, redact_text(reason, secrets_in_environment(os.environ))
@@ -200,6 +202,8 @@ def classify(
         return TrialState.OUT_OF_MEMORY, f"its processes used {peak:.2f} GiB, more than the memory budget"
     if ended.ended_by == "host":
         return TrialState.FAILED, f"host {ended.detail}"[:LONGEST_REASON]
+    if ended.ended_by == "stopped":
+        return TrialState.FAILED, f"{ended.detail} was stopped by a signal (SIGSTOP) and did not continue"
     if ended.ended_by in _ENDED_BY:
         return _ENDED_BY[ended.ended_by]
     for pattern in sorted(
@@ -216,7 +220,7 @@ def classify(
 
 
 def _without_state(state: TrialState, line: str) -> str:
-    """Return a log line without a leading name of `state`, such as `out of memory: `."""
+    """Return a log line without the name of `state` at its start, such as `out of memory: `."""
     name, colon, rest = line[:LONGEST_REASON].partition(": ")
     return rest if colon and rest and name == state.value.replace("_", " ") else line[:LONGEST_REASON]
 

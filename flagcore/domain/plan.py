@@ -66,7 +66,7 @@ def measured_alone(trials: Sequence[Trial]) -> Trial | None:
 
 
 def interference(trials: Sequence[Trial]) -> Interference | None:
-    """Return the last comparison of interference in a run, or None if a trial for the comparison is missing."""
+    """Return the last comparison of a trial that ran alone with one that ran in parallel, or None if there is none."""
     alone_times = measured_alone(trials)
     conclusive = [trial for trial in trials if trial.role is Role.INTERFERENCE and trial.is_conclusive]
     if alone_times is None or not conclusive:
@@ -232,7 +232,7 @@ class PredictionError:
 
 
 def measured_to_predicted(trial: Trial, field: Literal["predicted", "believed"]) -> float | None:
-    """Return a trial's measured step time over its predicted step time, or None if one of them is unknown.
+    """Return the ratio of a trial's measured to its predicted step time, or None if one of them is unknown.
 
     `field`: which prediction to use, as in `Trial`.
     """
@@ -248,7 +248,7 @@ def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
 def summarize(
     task: Task, space: Space, pruned: Pruned, search_state: SearchState, stopped_because: str, knobs: Knobs
 ) -> Plan:
-    """Return the plan of a search. For the best and the baseline, runs with whole steps take precedence."""
+    """Return the plan of a search. The best and the baseline are runs with whole steps, if there are such runs."""
     return Plan(
         chip=task.cluster.chips,
         devices=task.cluster.devices,

@@ -150,7 +150,7 @@ class Predictions:
         return None if np.isnan(capacity) else capacity
 
     def _array_fields(self) -> list[str]:
-        """Return the names of the fields that are arrays, without the fields of `_BY_NAME`."""
+        """Return the names of the fields that are arrays, except those listed in `_BY_NAME`."""
         return [each.name for each in fields(self) if isinstance(getattr(self, each.name), np.ndarray)]
 
     def take(self, rows: IntArray) -> Predictions:
@@ -474,7 +474,7 @@ class Probe:
 
     @property
     def duration_s(self) -> float:
-        """The duration of the probe: the seconds of the busiest device, because devices run in parallel."""
+        """The duration of the probe in seconds: that of the busiest device, because devices run in parallel."""
         by_device: dict[int, float] = {}
         for rank in self.ranks:
             by_device[rank.device] = by_device.get(rank.device, 0.0) + rank.duration_s

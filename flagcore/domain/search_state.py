@@ -28,7 +28,8 @@ LEARNED_MESSAGES = {
 class Pruned:
     """The candidates that rules have removed from the space. A row is the position of a candidate in the space.
 
-    `rule`: for each row, the rule that removed it: 0 for an open row, otherwise the index in `rules` plus one.
+    `rule`: for each row, the rule that removed it: 0 for a row that was not removed, otherwise the index in `rules`
+    plus one.
     `trial`: for each row, the number of the trial from which that rule was learned. -1 for other rules.
     `exceeds_memory`: for each row, whether it does not fit according to corrected predictions.
     `applied_trials`: the numbers of the trials from which rules have already been learned.
@@ -46,7 +47,7 @@ class Pruned:
         return np.flatnonzero(self.rule == 0)
 
     def reason(self, row: int) -> str | None:
-        """Return the name of the rule that removed `row`, or None for an open row.
+        """Return the name of the rule that removed `row`, or None if the row was not removed.
 
         For a learned rule, the number of the trial is added to the name.
         """
@@ -134,7 +135,7 @@ class SearchState:
         return tuple(sorted(near_best, key=lambda trial: -self.speed_of(trial.candidate)))
 
     def contenders(self, control: Control) -> tuple[Trial, ...]:
-        """Return the best and those of its repeated rivals that may still be better or worse by the indifference.
+        """Return the best trial and the rivals that may still be slower than it by more than the `indifference`.
 
         Empty if there are no such rivals.
         """
@@ -154,7 +155,7 @@ class SearchState:
     def finalists(self) -> tuple[Trial, ...]:
         """One trial of each candidate to repeat: the measured baseline, the best and the fastest rivals, in this order.
 
-        There are no duplicates. Empty if there is no best.
+        There are no duplicates. Empty if no candidate is the best yet.
         """
         if self.best is None:
             return ()
@@ -350,7 +351,7 @@ def seconds_left(
 
 
 def repeats_seconds(control: Control, search_state: SearchState, *, at_most: bool = False) -> float:
-    """Return the minimum seconds that the remaining repeats take. If `at_most` is true, return the maximum."""
+    """Return the minimum time of the remaining repeats in seconds, or the maximum time if `at_most` is true."""
     minimum = min_repeats(control, search_state)
     racing = search_state.contenders(control) if at_most and control.repeats else ()
     extra = {trial.candidate: EXTRA_ROUNDS for trial in racing}

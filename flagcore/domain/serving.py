@@ -48,12 +48,12 @@ OPEN_LOOP_FLIGHT = 64
 def nest_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics with the statistics of each latency nested: `ttft_s.p50` becomes `p50` in `ttft_s`."""
     data: dict[str, Any] = {}
-    for name, figure in figures.items():
+    for name, value in figures.items():
         latency, _, statistic = name.partition(".")
         if statistic:
-            data.setdefault(latency, {})[statistic] = figure
+            data.setdefault(latency, {})[statistic] = value
         else:
-            data[name] = figure
+            data[name] = value
     return data
 
 

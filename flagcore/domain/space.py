@@ -187,7 +187,7 @@ class Space:
 
 
 def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
-    """Return the candidate that one-row columns contain."""
+    """Return the candidate that `columns` describe, which have a single row."""
     return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
 
 

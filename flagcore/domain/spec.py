@@ -42,9 +42,10 @@ class ClusterSpec:
     """The requested hardware. Fields that are None are filled in from the detected hardware.
 
     `groups`: node groups with different chips or speeds, in the order of their ranks. If there are any, all other
-    fields are unused except `hosts` (in the same order), `host_envs`, and `nodes`, which is the number of hosts.
+    fields are unused except `hosts` (in the same order), `users`, `host_envs`, and `nodes`, the number of hosts.
     `envs`, `name`, `speed`: only for an item of `groups`: the group's environment variables, its name (empty means the
     name of its chip), and the speed of its devices relative to the chip.
+    `users`: the users who log in to `hosts` by ssh, by host. Hosts without an entry use the default user.
     `host_envs`: environment variables of single hosts, by host.
     `spares`: the number of spare hosts, which are the last ones of `hosts`. They replace hosts that fail.
     `min_nodes`: if no spare is left, trials run on at least this number of nodes. None means on all nodes.
@@ -57,6 +58,7 @@ class ClusterSpec:
     memory_bytes_per_device: int | None = None
     cpus_per_node: int | None = None
     hosts: tuple[str, ...] = ()
+    users: Mapping[str, str] = field(default_factory=dict)
     spares: int = 0
     min_nodes: int | None = None
     wait_for_hosts: float = 300.0
@@ -312,7 +314,7 @@ def is_rate(objective: str) -> bool:
 
 
 def figure_name(objective: str) -> str:
-    """Return the name of a serving objective in `Measurement.figures`."""
+    """Return the key in `Measurement.figures` under which the value of a serving objective is stored."""
     return f"{objective}.mean" if objective in LATENCIES else objective
 
 

@@ -208,6 +208,7 @@ class Agent:
             "port": network.free_port(),
             "free_disk_bytes": guard.free_disk_bytes(self.home),
             "left": remaining_processes,
+            "machine": network.machine(),
         }
         self.wire.send(ready={**state, "time": time.time(), "python": platform.python_version()})
 

@@ -37,7 +37,7 @@ trial."""
 MAX_LINE_BYTES = 1 << 20
 INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error)
 """The exceptions that a malformed message can raise."""
-ENDED_BY = (None, "timeout", "memory", "disk", "full_disk", "request", "guard")
+ENDED_BY = (None, "timeout", "memory", "disk", "full_disk", "stopped", "request", "guard")
 """The reasons that a guard can report for the end of a trial."""
 SMALLEST_FILE_BYTES = 4096
 """The size at which a smaller file counts towards the limit of a trial's files, because it uses a block on disk."""
@@ -100,6 +100,7 @@ def _exit(end: Mapping[str, Any]) -> Exit:
         ended_by=ended_by,
         duration_s=seconds,
         peak_memory_bytes=None if peak is None else int(peak),
+        detail=_plain(end.get("detail", "")),
         warm=bool(end["warm"]),
     )
 
@@ -198,7 +199,8 @@ class Connection:
         """
         numbers = {name: int(ready[name]) for name in ("port", "free_disk_bytes", "left")}
         clock_s = float(ready["time"]) - time.time()
-        self.ready = {**numbers, "clock_s": clock_s, "python": _plain(ready["python"])}
+        texts = {name: _plain(ready.get(name, "")) for name in ("python", "machine")}
+        self.ready = {**numbers, **texts, "clock_s": clock_s}
         if numbers["free_disk_bytes"] < FREE_DISK_FLOOR_BYTES:
             self.problem = f"only {numbers['free_disk_bytes'] >> 20} MiB of disk are free"
         elif numbers["left"]:

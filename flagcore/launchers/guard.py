@@ -28,6 +28,8 @@ GIVE_UP_SECONDS = 10.0
 """Seconds after SIGKILL until the guard reports the trial as ended, even if a process is stuck in a driver."""
 FREE_DISK_FLOOR_BYTES = 64 << 20
 """A trial is ended if less disk space than this is free."""
+STOPPED_SECONDS = 30.0
+"""A trial is ended if one of its processes is stopped (SIGSTOP) for longer than this, as all others wait for it."""
 PERIOD_SECONDS = 0.1
 PAUSE_PER_COST = 400
 """Seconds of pause before the next check, per second of CPU time that the last check took."""
@@ -193,6 +195,24 @@ class MemoryMeter:
         return pages + sum_bytes(text, b"SwapPss") if pages else cls._resident(pid)
 
 
+class StopMeter:
+    """How long each process of a tree has been stopped by a signal. Tracing by a debugger does not count."""
+
+    def __init__(self) -> None:
+        self.stopped_at: dict[int, float] = {}
+        self.pace = Throttle(5.0)
+
+    def overdue(self, pids: set[int]) -> str:
+        """Return a process that was stopped for too long, with its name, or an empty string."""
+        started, now = time.process_time(), time.monotonic()
+        stopped_pids = [pid for pid in pids if read_proc(pid, "stat").rpartition(b")")[2].split(None, 1)[:1] == [b"T"]]
+        self.stopped_at = {pid: self.stopped_at.get(pid, now) for pid in stopped_pids}
+        self.pace.rest(started)
+        overdue_pids = (pid for pid, stopped_at in self.stopped_at.items() if now - stopped_at > STOPPED_SECONDS)
+        pid = next(overdue_pids, 0)
+        return f"process {pid} ({os.fsdecode(read_proc(pid, 'comm')).strip()})" if pid else ""
+
+
 def free_disk_bytes(folder: str) -> int:
     """Return the disk space in bytes that the user may still use in `folder`."""
     space = os.statvfs(folder)
@@ -276,6 +296,7 @@ class TrialProcesses:
         self.first, self.started_at = first, time.monotonic()
         self.ends_at, self.memory_limit = self.started_at + timeout, memory_limit
         self.tree, self.memory, self.disk = ProcessTree(), MemoryMeter(), DiskMeter(folder, disk_limit)
+        self.stops, self.detail = StopMeter(), ""
         self.tree.members = {first}
         self.term_at = self.kill_at = NEVER
         self.code: int | None = None
@@ -330,6 +351,9 @@ class TrialProcesses:
             self.end("memory", 0)
         elif self.disk.pace.due() and (problem := self.disk.problem()):
             self.end(problem, 0)
+        elif self.stops.pace.due() and (process := self.stops.overdue(self.tree.members)):
+            self.detail = process
+            self.end("stopped", 0)
 
     def verdict(self) -> dict[str, object]:
         """Return how the trial ended, as the fields of `flagcore.domain.launch.Exit`."""
@@ -339,6 +363,7 @@ class TrialProcesses:
             "ended_by": "full_disk" if failed_alone and self.disk.full() else self.ended_by,
             "duration_s": self.duration or time.monotonic() - self.started_at,
             "peak_memory_bytes": self.memory.peak or None,
+            "detail": self.detail,
         }
 
 

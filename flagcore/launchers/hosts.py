@@ -12,7 +12,7 @@ import os
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ class HostsLauncher(Launcher):
     - `find_hosts`: returns the hosts of the environment, such as a Slurm allocation.
     - `has_allocation`: returns whether there are several hosts.
     - `hold`: reserves hosts for this process, waits for them, and returns their names. Raises FlagError on failure.
+    - `logs_in`: whether `channel` accepts USER@HOST. Hosts are then names chosen by the user, maybe two of one machine.
     - `fix`: the advice in the message if there are no hosts.
     - `agents`: keeps the agents of successful trials for the next trial; if it is None, each trial starts new agents.
     """
@@ -59,7 +60,10 @@ class HostsLauncher(Launcher):
     find_hosts: Callable[[int], tuple[str, ...]] = lambda nodes: ()
     has_allocation: Callable[[], bool] = lambda: False
     hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
+    logs_in: bool = False
     fix: str = "list them in cluster.hostfile"
+    users: Mapping[str, str] = field(default_factory=dict)
+    """The users who log in to hosts, by host."""
     lost: dict[str, str] = field(default_factory=dict)
     """For each lost host, the marker of the trial whose processes may still run there."""
     failures: Counter[str] = field(default_factory=Counter)
@@ -73,16 +77,21 @@ class HostsLauncher(Launcher):
     @contextlib.contextmanager
     def keep_agents(self) -> Iterator[None]:
         """Keep agents between trials until the end of the context."""
-        self.agents = agents = Agents(self.channel)
+        self.agents = agents = Agents(self.command)
         try:
             yield
         finally:
             self.agents = None
             agents.close()
 
+    def command(self, host: str) -> Sequence[str]:
+        """Return the command that starts an agent on a host and connects it to its standard input and output."""
+        user = self.users.get(host) if self.logs_in else None
+        return self.channel(f"{user}@{host}" if user else host)
+
     def for_checks(self) -> HostsLauncher:
         """Return a launcher that uses the same agents. Its trials are not trials of the search."""
-        return HostsLauncher(name=self.name, channel=self.channel, agents=self.agents)
+        return HostsLauncher(name=self.name, channel=self.command, agents=self.agents)
 
     def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
         """Return the hosts that were lost fewer than MAX_LOSSES times."""
@@ -172,7 +181,7 @@ class HostsRunning:
     def _connect(self, host: str) -> Connection:
         agents, folder = self.launcher.agents, os.path.join(self.launch.folder, HOSTS, host)
         os.makedirs(folder, exist_ok=True)
-        connection = agents.take(host) if agents else Connection(host, self.launcher.channel(host))
+        connection = agents.take(host) if agents else Connection(host, self.launcher.command(host))
         connection.assign(folder, 2 * self.launch.disk_limit_bytes)
         return connection
 
@@ -288,7 +297,7 @@ class HostsRunning:
                 ended,
                 ended_by="request" if stopped else ended.ended_by,
                 duration_s=max(each.duration_s for each in exits),
-                detail=failed.host if failed else "",
+                detail=": ".join(filter(None, (failed.host, ended.detail))) if failed else "",
                 warm=all(each.warm for each in exits),
             )
         peak = max((each.peak_memory_bytes or 0 for each in exits), default=0)
@@ -380,9 +389,9 @@ host."""
 
 
 def ssh_channel(host: str) -> list[str]:
-    """Return the command that starts an agent on `host` with OpenSSH, which uses the user's configuration."""
+    """Return the command that starts an agent on `host` (or USER@HOST) with OpenSSH and the user's configuration."""
     options = [word for option in SSH_OPTIONS for word in ("-o", option)]
     return ["ssh", "-T", *options, "--", host, agent_command()]
 
 
-SSH: Launcher = HostsLauncher(name="ssh", channel=ssh_channel)
+SSH: Launcher = HostsLauncher(name="ssh", channel=ssh_channel, logs_in=True)

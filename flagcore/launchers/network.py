@@ -42,6 +42,20 @@ def fill(environment: Mapping[str, str], values: Mapping[str, str]) -> dict[str,
     return filled
 
 
+def machine() -> str:
+    """Return a text that is equal in two processes only if they share a machine. It is empty if unknown.
+
+    Containers of one host have its boot id (random(4)) but their own namespaces. Clones of a virtual machine may have
+    one boot id, but have their own names.
+    """
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
+        return " ".join([boot_id, *namespaces, os.uname().nodename])
+    except OSError:
+        return ""
+
+
 def free_port(address: str = "") -> int:
     """Return a free TCP port at an address of this machine, by default at all of them. Raises OSError."""
     with socket.socket() as probe:

@@ -51,7 +51,7 @@ class KernelCostStack:
         return self.launch_slowdown * _first_known_figure([costs.launch_seconds for costs in self.sources])
 
     def run_slowdown(self) -> float:
-        """Return the slowdown of the first source that knows it, or 1.0 if `slowdown` already includes one."""
+        """Return the first known slowdown of the sources in a run, or 1.0 if `slowdown` already includes one."""
         return 1.0 if self.slowdown != 1.0 else _first_known_figure([costs.run_slowdown for costs in self.sources])
 
     def _scaled(self, seconds_of: Callable[[KernelCosts], FloatArray]) -> FloatArray:

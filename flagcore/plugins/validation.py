@@ -118,7 +118,7 @@ def memory_model(answer: object) -> MemoryModel:
     if capacity is not None and not capacity > 0:
         raise BadPlugin(f"returned a memory model whose capacity_bytes() is {capacity!r}")
     for method in (model.reserved_bytes, model.device_used_bytes):
-        _two_numbers(method, np.array([2.0**20, 2.0**30]))
+        _check_two_numbers(method, np.array([2.0**20, 2.0**30]))
     return model
 
 
@@ -126,14 +126,14 @@ def kernel_costs(answer: object) -> KernelCosts:
     """Return `answer` if it implements KernelCosts and its methods work with arrays. NaN is a valid time."""
     costs: KernelCosts = check_protocol(KernelCosts, answer)
     sizes = np.array([128.0, 256.0])
-    _two_numbers(costs.gemm_seconds, sizes, sizes, sizes, "bf16")
+    _check_two_numbers(costs.gemm_seconds, sizes, sizes, sizes, "bf16")
     shape = AttentionShape(
         batch=sizes / 128, heads=sizes / 32, groups=sizes / 32, queries=sizes, keys=sizes, head_dim=sizes / 2
     )
-    _two_numbers(costs.attention_seconds, shape, "bf16")
-    _two_numbers(costs.attention_backward_seconds, shape, "bf16")
-    _two_numbers(costs.memory_seconds, sizes)
-    _two_numbers(costs.host_copy_seconds, sizes)
+    _check_two_numbers(costs.attention_seconds, shape, "bf16")
+    _check_two_numbers(costs.attention_backward_seconds, shape, "bf16")
+    _check_two_numbers(costs.memory_seconds, sizes)
+    _check_two_numbers(costs.host_copy_seconds, sizes)
     for method, minimum in (("launch_seconds", 0.0), ("run_slowdown", 1.0)):
         value = data(float, getattr(costs, method)(), f"{method}()")
         if value < minimum:  # NaN passes, because it means unknown
@@ -151,8 +151,8 @@ def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
     costs: CollectiveCosts = check_protocol(CollectiveCosts, answer)
     ranks, stride = np.array([2, 2]), np.array([1, 1])
     for kind in KINDS:
-        _two_numbers(costs.seconds, kind, np.array([2.0**10, 2.0**20]), ranks, stride)
-    _two_numbers(costs.compute_share, ranks, stride)
+        _check_two_numbers(costs.seconds, kind, np.array([2.0**10, 2.0**20]), ranks, stride)
+    _check_two_numbers(costs.compute_share, ranks, stride)
     if not bool((np.asarray(costs.compute_share(ranks, stride)) <= 1.0).all()):
         raise BadPlugin("returned collective costs whose compute_share is above 1")
     return costs
@@ -202,7 +202,7 @@ def check_protocol(protocol: Any, answer: object) -> Any:
     return answer
 
 
-def _two_numbers(method: Callable[..., object], *arguments: object) -> None:
+def _check_two_numbers(method: Callable[..., object], *arguments: object) -> None:
     found = np.asarray(method(*arguments), dtype=np.float64)
     if found.shape != (2,) or bool((found < 0).any()):
         name = getattr(method, "__name__", "a method")

@@ -84,7 +84,7 @@ class CandidateReport(Notebook):
       baseline.
     - `matches`: if `name` does not determine a candidate of the space, the fastest matching one is reported, and these
       are the next ones.
-    - `knobs`: the knobs of the task, which only the text uses.
+    - `knobs`: the knobs of the task; used only to render the report as text.
     """
 
     name: str
@@ -286,7 +286,7 @@ class Comparison(Notebook):
     - `gap`: the time of `b` relative to the time of `a`, minus one; in training, per token and device.
     - `certainty`: SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED or UNKNOWN.
     - `because`: the explanation.
-    - `knobs`: the knobs of both tasks, which only the text uses.
+    - `knobs`: the knobs of both tasks; used only to render the comparison as text.
     """
 
     a: Side
@@ -420,12 +420,12 @@ def causes_text(
         first, second = (objective_value(objective, each) for each in seconds)
         text = N_("It has {value} {unit}, {change:+.1%} against the {before} of {other} ({source}).")
         text_without_change = N_("It has {value} {unit} against the {before} of {other} ({source}).")
-        parts_of = N_("By prediction, the largest differences in the time of a request: {parts}.")
+        parts_of = N_("Largest predicted differences in the time of a request: {parts}.")
     else:
         first, second = seconds
         text = N_("A step takes {value} s, {change:+.1%} against the {before} s of {other} ({source}).")
         text_without_change = N_("A step takes {value} s against the {before} s of {other} ({source}).")
-        parts_of = N_("By prediction, the largest differences: {parts}.")
+        parts_of = N_("Largest predicted differences: {parts}.")
     figures = {"value": shown(second), "before": shown(first), "change": second / first - 1.0}
     names = {"unit": heading(objective), "other": other, "source": source}
     paragraph = _(text_without_change if has_rounds else text, **figures, **names)

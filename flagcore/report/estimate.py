@@ -207,8 +207,14 @@ def verdict(mixing: Mixing) -> str:
     if best := mixing.best_alone:
         times = mixing.mixed.tokens_per_second / best.tokens_per_second
         figures = {"times": times, "chip": best.chips, "share": mixing.mixed.tokens_per_second / mixing.sum_alone}
-        pays = N_("Mixing the chips is worthwhile: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.")
-        does_not_pay = N_("Mixing the chips is not worthwhile: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.")
+        pays = N_(
+            "Mixing the chips is worthwhile: ~{times:.2f}x the speed of {chip} alone, and ~{share:.0%} of the combined "
+            "speed of all kinds alone."
+        )
+        does_not_pay = N_(
+            "Mixing the chips is not worthwhile: ~{times:.2f}x the speed of {chip} alone, and ~{share:.0%} of the "
+            "combined speed of all kinds alone."
+        )
         text = _(pays if times >= PAYS else does_not_pay, **figures)
     if own := [each for each in mixing.alone if each.implementation != used]:
         kinds = ", ".join(f"{each.chips} {each.implementation}" for each in own)

@@ -90,7 +90,7 @@ class ClusterSection(NodesSection):
     `wait_for_hosts` and `host_envs`; null: those of the types in `hostfile`, or identical nodes."""
 
 
-_HOST = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.:\[\]\-]{0,252}")
+_HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,252}@)?[A-Za-z0-9_\[][A-Za-z0-9_.:\[\]\-]{0,252}")
 UNEQUAL = "differs in slots from another host of the same type"
 
 
@@ -98,11 +98,13 @@ UNEQUAL = "differs in slots from another host of the same type"
 class HostLine:
     """A host in a host file.
 
+    `user`: the user who logs in by ssh. Empty if the file does not state it.
     `slots`: the number of its devices. None if the file does not state it.
     `kind`: the value of `type` in the file. Empty if there is none.
     """
 
     host: str
+    user: str = ""
     slots: int | None = None
     kind: str = ""
 
@@ -118,25 +120,29 @@ def read_hosts(path: Path, *, file: str) -> tuple[HostLine, ...]:
     """
     lines: list[HostLine] = []
     for number, line in enumerate(read_text(path, file=file, key="cluster.hostfile").splitlines(), start=1):
-        host, *pairs = line.partition("#")[0].split() or [""]
-        if not host:
+        name, *pairs = line.partition("#")[0].split() or [""]
+        if not name:
             continue
         options = dict(pair.partition("=")[::2] for pair in pairs)
-        if problem := _problem(host, pairs, options, lines):
+        if problem := _problem(name, pairs, options, lines):
             fix = "write lines such as `node-1 slots=8`, or `node-1 slots=8 type=CHIP`"
             raise spec_error(f"line {number}", problem, value=line.strip(), fix=fix, file=str(path))
         slots = int(options["slots"]) if "slots" in options else None
-        lines.append(HostLine(host=host, slots=slots, kind=options.get("type", "")))
+        user, _at, host = name.rpartition("@")
+        lines.append(HostLine(host=host, user=user, slots=slots, kind=options.get("type", "")))
     if not lines:
         raise spec_error("cluster.hostfile", "names no host", fix="write one `host slots=8` per line", file=str(path))
     return tuple(lines)
 
 
-def _problem(host: str, pairs: Sequence[str], options: dict[str, str], before: Sequence[HostLine]) -> str:
-    """Return why a line of a host file is invalid, or an empty string. `before`: the hosts of the lines above it."""
-    if not _HOST.fullmatch(host):
+def _problem(name: str, pairs: Sequence[str], options: dict[str, str], before: Sequence[HostLine]) -> str:
+    """Return why a line of a host file is invalid, or an empty string.
+
+    `name`: the host, with its user if there is one. `before`: the hosts of the lines above it.
+    """
+    if not _HOST.fullmatch(name):
         return "does not start with the name of a host"
-    if any(host == line.host for line in before):
+    if any(name.rpartition("@")[2] == line.host for line in before):
         return "repeats a host"
     if len(options) < len(pairs) or not set(options) <= {"slots", "type"} or not options.get("type", "x"):
         return "has other text than slots=NUMBER and type=LABEL after the host"
@@ -160,14 +166,16 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> C
     if not isinstance(cluster, ClusterSection):
         return ClusterSpec()
     lines: Sequence[HostLine] = ()
-    host_envs: Any = cluster.host_envs
+    host_envs: Any = {host.rpartition("@")[2]: envs for host, envs in cluster.host_envs.items()}
     if cluster.hostfile is not None:
         lines = read_hosts(context.base / cluster.hostfile, file=context.file)
+    users = {line.host: line.user for line in lines if line.user}
     if unknown := [host for host in host_envs if host not in {line.host for line in lines}]:
         problem, fix = _("is not a host of cluster.hostfile"), _("use a name of cluster.hostfile, or remove it")
         raise join_errors([spec_error(("host_envs", each), problem, fix=fix) for each in unknown])
     if cluster.groups is not None or len({line.kind for line in lines}) > 1:
-        return replace(_groups(cluster, lines), wait_for_hosts=cluster.wait_for_hosts, host_envs=host_envs)
+        groups = _groups(cluster, lines)
+        return replace(groups, users=users, wait_for_hosts=cluster.wait_for_hosts, host_envs=host_envs)
     numbers = dict[str, int]()
     if lines:
         usable = without_spares(lines, cluster.spares)
@@ -181,6 +189,7 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> C
     return replace(
         _nodes(cluster.model_copy(update=numbers), ()),
         hosts=tuple(line.host for line in lines),
+        users=users,
         spares=cluster.spares,
         min_nodes=cluster.min_nodes,
         wait_for_hosts=cluster.wait_for_hosts,

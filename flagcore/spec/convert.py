@@ -148,7 +148,7 @@ def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
     if total_nodes % nodes:
         return _("must divide cluster.nodes = {nodes}", nodes=total_nodes)
     if hosts and nodes > hosts - spec.cluster.spares:
-        return _("is more than the hosts of cluster.hostfile")
+        return _("is more than the number of hosts in cluster.hostfile")
     batch = spec.train.global_batch_size
     if batch * nodes % total_nodes:
         return _(

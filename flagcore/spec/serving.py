@@ -213,7 +213,7 @@ def _check_answers(profile: ProfileSection, figures: Iterable[str]) -> None:
 
 
 def _stored_format(weights: Path) -> str | None:
-    from flagcore.spec.huggingface import format_of_weights  # reads tables that only models in files need
+    from flagcore.spec.huggingface import format_of_weights  # late: it loads tables for models in files only
 
     path = weights / "config.json" if weights.is_dir() else weights
     with suppress(OSError, ValueError):

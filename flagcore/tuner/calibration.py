@@ -40,7 +40,7 @@ class Calibration:
     - `how`: the tool that measured the kernels and collectives.
     - `date`: ISO 8601.
     - `others`: share of the CPUs that other processes used meanwhile, from 0 to 1; None if unknown.
-    - `facts`: figures of a chip that no plugin lists, else None.
+    - `facts`: the properties of the chip if no plugin lists it, otherwise None.
     """
 
     chip: str

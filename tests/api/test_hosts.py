@@ -1,5 +1,6 @@
 """What is checked on the hosts of a cluster before the first trial, and the telemetry of their devices."""
 
+import json
 import socket
 import sys
 import time
@@ -25,7 +26,9 @@ from flagcore.contracts import Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hosts import HostsLauncher
+from flagcore.launchers.hosts import SSH, HostsLauncher
+from tests.cli.conftest import Flag
+from tests.cli.conftest import flag as flag
 from tests.hosts.bed import missing
 from tests.small import SHAPE, Readings
 
@@ -57,6 +60,35 @@ def test_hosts_answer_with_devices_and_versions(tmp_path: Path) -> None:
     assert (second.problem, second.devices) == ("no route", None)
     with pytest.raises(NoDevice, match="b: no route"):
         require_hosts(HostsLauncher(name="shell", channel=broken), ("a", "b"))
+
+
+def test_one_machine_under_two_names_is_refused() -> None:
+    def namespaced(host: str) -> list[str]:
+        return [*(["unshare", "--net"] if host == "c" else []), "sh", "-c", agent_command()]
+
+    launcher = HostsLauncher(name="shell", channel=namespaced, logs_in=True)
+    with pytest.raises(NoDevice, match=r"^b: .* a$"):
+        require_hosts(launcher, ("a", "b"))
+    if reason := missing():
+        pytest.skip(reason)
+    reports = inspect_hosts(launcher, ("a", "c"))
+    assert [report.problem for report in reports] == ["", ""]
+    assert len({report.machine for report in reports}) == 2
+
+
+def test_a_host_that_cannot_be_used_makes_doctor_fail(
+    tmp_path: Path, flag: Flag, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SSH, "channel", broken)
+    (tmp_path / "hosts.txt").write_text("ann@a\n")
+    assert flag("doctor", "--hosts", "hosts.txt", "--json").code == 0
+    (tmp_path / "hosts.txt").write_text("a\nb\n")
+    ran = flag("doctor", "--hosts", "hosts.txt", "--json")
+    assert ran.code == NoDevice.exit_code
+    first, second = json.loads(ran.out)
+    assert (first["ok"], first["free_disk_gib"] > 0) == (True, True)
+    assert second["ok"] is False
+    assert second["clock_s"] is second["free_disk_gib"] is None
 
 
 @pytest.mark.parametrize("name", ["ssh", "slurm", "kubernetes"])

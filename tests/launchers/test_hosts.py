@@ -1,6 +1,7 @@
 """Trials on several hosts. A shell on this machine stands for the channel to each; agents and guards are real."""
 
 import contextlib
+import json
 import os
 import re
 import resource
@@ -229,6 +230,30 @@ def test_a_host_that_sends_nonsense_costs_only_its_trial(tmp_path: Path, mark: s
     assert lost_host == "b"
     assert host_launcher.failures == {"b": 1}
     assert not (tmp_path / "x").exists()
+
+
+def test_a_stopped_process_is_named_with_its_host(tmp_path: Path, mark: str) -> None:
+    end = {"code": -9, "ended_by": "stopped", "duration_s": 40.0, "peak_memory_bytes": None, "warm": False}
+    lines = (READY, '{"started": 7}', json.dumps({"exit": {**end, "detail": "process 7 (python)"}}))
+    exit_record = run("sleep 60", tmp_path / "trial", launcher(b=answering(*lines)), hosts=("a", "b"))
+    assert (exit_record.ended_by, exit_record.detail) == ("stopped", "b: process 7 (python)")
+    assert exit_record.lost_host is None
+
+
+def test_the_user_of_a_host_is_only_in_the_command_that_logs_in(tmp_path: Path, mark: str) -> None:
+    targets = []
+
+    def channel(target: str) -> list[str]:
+        targets.append(target)
+        return shell(target)
+
+    host_launcher = HostsLauncher(name="shell", channel=channel, logs_in=True, users={"b": "ann"})
+    with host_launcher.keep_agents():
+        assert run("echo {master_addr}", tmp_path / "trial", host_launcher, hosts=("b", "a")).code == 0
+    assert run("true", tmp_path / "check", host_launcher.for_checks(), hosts=("b",)).code == 0
+    assert targets == ["ann@b", "a", "ann@b"]
+    assert (tmp_path / "trial" / "stdout.log").read_text() == "b\nb\n"
+    assert sorted(path.name for path in (tmp_path / "trial" / "hosts").iterdir()) == ["a", "b"]
 
 
 def test_a_host_that_never_answered_is_an_error_of_the_launch(tmp_path: Path, mark: str) -> None:

@@ -187,6 +187,25 @@ def test_a_trial_is_ended_before_the_disk_is_full(tmp_path: Path, monkeypatch: p
     assert disk.problem() == "disk"
 
 
+def test_a_stopped_process_ends_its_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: Marked) -> None:
+    source = Path(guard.__file__).read_text()
+    assert "STOPPED_SECONDS = 30.0" in source
+    (tmp_path / "guard.py").write_text(source.replace("STOPPED_SECONDS = 30.0", "STOPPED_SECONDS = 0.5"))
+    monkeypatch.setattr(guard, "__file__", str(tmp_path / "guard.py"))
+    script = "sleep 60 & echo $!; wait"
+    trial = start(tmp_path, "/bin/sh", "-c", script, environment=marked.environment, timeout_seconds=30.0)
+    wait_for(tmp_path / "stdout.log", "\n")
+    pid = int((tmp_path / "stdout.log").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.2)
+    os.kill(pid, signal.SIGCONT)
+    assert trial.wait(1.0) is None
+    os.kill(pid, signal.SIGSTOP)
+    exit_record = ended(trial)
+    assert (exit_record.ended_by, exit_record.detail) == ("stopped", f"process {pid} (sleep)")
+    assert not marked.alive()
+
+
 def test_stop_ends_the_tree_by_request(tmp_path: Path, marked: Marked) -> None:
     trial = start(tmp_path, "/bin/sh", "-c", "sleep 60 & exec sleep 60", environment=marked.environment)
     assert trial.wait(0.2) is None

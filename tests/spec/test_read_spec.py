@@ -116,12 +116,23 @@ def test_hostfile_gives_hosts_nodes_and_devices(read: Read, tmp_path: Path) -> N
     assert (raised.value.key, raised.value.value) == ("cluster.spares", 2)
 
 
+@pytest.mark.parametrize("types", [("", ""), (" type=A", " type=B")])
+def test_a_host_file_may_name_users(read: Read, tmp_path: Path, types: tuple[str, str]) -> None:
+    (tmp_path / "hosts").write_text(f"ann@node-a slots=8{types[0]}\nnode-b slots=8{types[1]}\n")
+    cluster = read("cluster: {hostfile: hosts, host_envs: {ann@node-a: {X: '1'}, node-b: {X: '2'}}}").cluster
+    assert (cluster.hosts, cluster.users) == (("node-a", "node-b"), {"node-a": "ann"})
+    assert cluster.host_envs == {"node-a": {"X": "1"}, "node-b": {"X": "2"}}
+
+
 @pytest.mark.parametrize(
     ("lines", "key", "problem"),
     [
         ("", "cluster.hostfile", "names no host"),
         ("a slots=8\nb slots=4", "line 2", "differs in slots"),
         ("a slots=8\na slots=8", "line 2", "repeats a host"),
+        ("x@a slots=8\ny@a slots=8", "line 2", "repeats a host"),
+        ("-oProxyCommand=x@a", "line 1", "does not start with the name of a host"),
+        ("@a", "line 1", "does not start with the name of a host"),
         ("a slots=8\n\nb slots=x", "line 3", "slots from 1"),
         ("a gpus=8", "line 1", "other text than slots"),
         ("-oProxyCommand=x", "line 1", "does not start with the name of a host"),

@@ -1,6 +1,7 @@
 """What the catalogues of all vendors say of chips: sources, plausible figures, and what stays empty."""
 
 import importlib
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -105,3 +106,12 @@ def test_serving_uses_cache_blocks_of_the_chips_kernels(name: str, tokens: int) 
     advice = PLUGINS.check_task(task_on(BY_NAME[name], "vllm"))
     assert [(each.setting, each.value) for each in advice.preferred] == [("engine_args.block-size", tokens)]
     assert (advice.warmup > 0) == (name == "910B3")
+
+
+ADDRESS = re.compile(r"\w\.[a-z]{2,4}/|[\w-]+/[\w.-]+ (\S*\w[/.]\w\S*|issues? \d+|pull requests? \d+)|arXiv|on PyPI")
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+def test_each_source_can_be_opened_or_says_that_it_was_not_checked(chip: Chip) -> None:
+    for source in {fact.source for fact in facts(chip) if fact.source.kind in ("datasheet", "published")}:
+        assert ADDRESS.search(source.detail) or "not checked" in source.detail, source.detail

@@ -97,16 +97,16 @@ def _values_outside_space(subject: Subject) -> Iterator[str]:
 
 def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
     """Return a sentence on how a trial ended: its measurement compared with the best, or the reason for its failure."""
-    state, measured, shortened = snapshot.search_state, trial.measurement, trial.shortened
+    state, measured, shortened_step = snapshot.search_state, trial.measurement, trial.shortened
     kind, role = _("probe") if trial.fidelity == PROBE else _("trial"), "imported" if trial.source else trial.role.value
     line = f"{kind} {trial.number} ({_(role)}) {state_name(trial.state.value)}"
     if measured is None or trial.state.failed:
         return line + (f": {trial.reason}" if trial.reason else "")
     line += f": {_seconds(snapshot, measured.step_time_s)}"
-    if measured.scaled_from is not None and shortened:
+    if measured.scaled_from is not None and shortened_step:
         bounds = {"low": shown(measured.low_s), "high": shown(measured.high_s)}
-        line += f", {scaled_text(measured.scaled_from, shortened.nodes, shortened.of_nodes)} "
-        samples, whole_samples = shortened.global_batch_size, shortened.whole
+        line += f", {scaled_text(measured.scaled_from, shortened_step.nodes, shortened_step.of_nodes)} "
+        samples, whole_samples = shortened_step.global_batch_size, shortened_step.whole
         line += _("({part} of {whole} samples; 80%: {low} to {high} s)", part=samples, whole=whole_samples, **bounds)
     if trial.role is Role.IMPORTED:
         return line + ", " + _("on another machine ({source})", source=trial.source)

@@ -45,7 +45,8 @@ class HostReport:
     """The report of a host.
 
     - `problem`: why it cannot be used, or an empty string.
-    - `clock_s`: how many seconds its clock is ahead.
+    - `machine`: the same text for two names of one machine. Empty if unknown.
+    - `clock_s`: how many seconds its clock is ahead. None, as for `free_disk_bytes`, if it cannot be reached.
     - `devices`, `versions`: its devices and versions, or None if flagcore is not installed on the host.
     - `torch`: the device type and the backend of torch, or None without torch.
     - `files`: digests of files and folders. The digest of a missing file is empty.
@@ -62,8 +63,9 @@ class HostReport:
     busy: tuple[str, ...] = ()
     kind: str = ""
     python: str = ""
-    clock_s: float = 0.0
-    free_disk_bytes: int = 0
+    machine: str = ""
+    clock_s: float | None = None
+    free_disk_bytes: int | None = None
 
     @property
     def chips(self) -> Counter[str]:
@@ -79,8 +81,18 @@ def inspect_hosts(
     `kinds` contains the kind of each host, if there are several kinds.
     """
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        reports = pool.map(lambda host: _inspect(launcher, host, Path(folder, host), files), hosts)
-        return [replace(report, kind=(kinds or {}).get(report.host, "")) for report in reports]
+        found = pool.map(lambda host: _inspect(launcher, host, Path(folder, host), files), hosts)
+        reports = [replace(report, kind=(kinds or {}).get(report.host, "")) for report in found]
+    return list(_without_aliases(reports)) if launcher.logs_in else reports
+
+
+def _without_aliases(reports: Sequence[HostReport]) -> Iterator[HostReport]:
+    """Yield the reports, with a problem for each host that is the same machine as an earlier one."""
+    host_of_machine: dict[str, str] = {}
+    for report in reports:
+        first = host_of_machine.setdefault(report.machine or report.host, report.host)
+        same = first != report.host and not report.problem
+        yield replace(report, problem=_("is the same machine as {host}", host=first)) if same else report
 
 
 def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[str]) -> HostReport:
@@ -93,7 +105,7 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[s
         return HostReport(host=host, problem=str(error).removeprefix(f"host {host}: "))
     state = trial.connections[0].ready or {}
     ended = trial.wait(SECONDS + 30) or trial.stop()
-    report_fields: dict[str, Any] = {name: state[name] for name in ("python", "clock_s", "free_disk_bytes")}
+    report_fields: dict[str, Any] = {name: state[name] for name in ("python", "machine", "clock_s", "free_disk_bytes")}
     with suppress(OSError, ValueError, KeyError, TypeError):  # raised if flagcore is not installed on the host
         figures = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
         report_fields |= {
@@ -112,11 +124,13 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
 
     Raises SpecError if the file cannot be read, and UsageError if the launcher does not use hosts.
     """
-    kinds = {line.host: line.kind for line in read_hosts(hostfile, file=str(hostfile))}
+    lines = read_hosts(hostfile, file=str(hostfile))
+    kinds = {line.host: line.kind for line in lines}
     host_launcher = plugins.launcher(launcher)
     if not isinstance(host_launcher, HostsLauncher):
         text = N_("--launcher = {launcher} starts trials only on this machine; use ssh, slurm or ray")
         raise UsageError(_(text, launcher=launcher))
+    host_launcher.users = {line.host: line.user for line in lines if line.user}
     reports = inspect_hosts(host_launcher, host_launcher.hold(tuple(kinds)), kinds=kinds)
     reports = _with_ports(host_launcher, reports, {})
     warn(host_warnings(reports))
@@ -165,7 +179,7 @@ def _record(report: HostReport, reports: Sequence[HostReport], speed: HostSpeed 
         "devices": _names(report) if report.devices is not None else None,
         "python": report.python,
         "clock_s": report.clock_s,
-        "free_disk_gib": report.free_disk_bytes / 2**30,
+        "free_disk_gib": None if report.free_disk_bytes is None else report.free_disk_bytes / 2**30,
         "product_ms": 1e3 * max(products) if products else None,
         "all_reduce_ms": 1e3 * link_s if link_s is not None else None,
         "versions": report.versions,
@@ -239,7 +253,7 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
 def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:
     """Yield warnings about usable hosts."""
     for report in reports:
-        if abs(report.clock_s) > MAX_CLOCK_SECONDS:
+        if report.clock_s is not None and abs(report.clock_s) > MAX_CLOCK_SECONDS:
             yield _("{host}: its clock differs by {seconds} s", host=report.host, seconds=f"{report.clock_s:.0f}")
         yield from (f"{report.host}: {line}" for line in report.busy)
         if report.devices is None and not report.problem:

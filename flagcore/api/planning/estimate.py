@@ -175,7 +175,7 @@ def _runs(task: Task) -> str:
         method = _("as flagcore's trial program runs it, without overlap (see train.implementation)")
     else:
         names = {"engine": train.engine, "implementation": train.implementation}
-        method = _("as {engine} runs it with the layers of train.implementation = {implementation}", **names)
+        method = _("as {engine} runs it with {implementation} layers (train.implementation)", **names)
     return _("{how}; with train.settings", how=method) if train.settings else method
 
 

@@ -188,7 +188,11 @@ def manifest(
     """
     place = Path(where)
     if place.is_dir():
-        raise UsageError(_("{run} is a run; `flag export {run} --to kubernetes` writes a job with its best", run=place))
+        text = N_(
+            "expected a spec, but {run} is a run directory; to export its best configuration, use "
+            "`flag export {run} --to kubernetes`"
+        )
+        raise UsageError(_(text, run=place))
     name = job_name(place.stem) if name is None else checked_name(name)
     writer = cast(ManifestWriter, plugins.launcher("kubernetes"))
     platform = load_snapshot(place, None, without).problem.platform

@@ -161,8 +161,9 @@ class _EngineRun:
         """
         if not isinstance(self.launcher, HostsLauncher):
             return (), lambda device: None
-        agents.enter_context(self.launcher.keep_agents())
         cluster = self.spec.cluster
+        self.launcher.users = cluster.users
+        agents.enter_context(self.launcher.keep_agents())
         not_needed = len(cluster.hosts) - cluster.min_nodes if cluster.min_nodes else cluster.spares
         names = [group.kind for group in cluster.groups for _ in range(group.nodes)]
         hosts, devices = require_hosts(

@@ -244,9 +244,10 @@ def _with_gaps(work: FloatArray, micro_batch: FloatArray, gaps: FloatArray, cove
 
 
 def _with_sends(times: StageTimes) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Return the seconds of F, B and W of each stage, including sends, and the latency of messages in seconds.
+    """Return the seconds of the F, B and W passes of each stage, including sends, and the message latency in seconds.
 
-    Devices send each micro-batch twice; the first and last device send it once.
+    A micro-batch passes through each device twice, so a device sends it twice per F and per B. The first and the last
+    device send it only once.
     """
     forward, backward = times.forward, times.backward_input
     if np.any(times.sending > 0):

@@ -208,7 +208,7 @@ def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flig
     chunk_layers = np.floor(layers / virtual)
     layers_in_flight = remaining * chunk_layers + np.minimum(remaining, (layers - chunk_layers * virtual) * size)
     earlier_chunks = virtual - 1.0
-    alone = (part.mtp == 0) & (model.mtp_num_layers > 0)  # the stage has the loss but not the early MTP
+    alone = (part.mtp == 0) & (model.mtp_num_layers > 0)  # it has the loss; MTP is on an earlier stage
     last_chunk = np.where(alone, 0.0, np.clip(layers - layers_before_last(model, layout), 0.0, layers))
     current = np.minimum(remaining, earlier_chunks * size)
     on_last = current * (layers - last_chunk) / earlier_chunks + (remaining - current) * last_chunk

@@ -170,7 +170,7 @@ def progress(run: RunData) -> Section | None:
     )
     if not steps:
         return Section("progress", _("Search"), (Text(_("No trial was measured.")), data))
-    series = [Series(name=_("best so far (first runs)"), points=steps, style=0, stepped=True)]
+    series = [Series(name=_("best so far (without repeats)"), points=steps, style=0, stepped=True)]
     series += [
         Series(name=kind, points=points, style=style)
         for style, (kind, points) in enumerate(measured.items(), start=1)

@@ -347,7 +347,7 @@ def _past_prior(scales: Scales, past: Points, measured: FloatArray, noise: Float
 
 
 def _new_priors(scales: Scales, task_ratio: FloatArray, probability: float) -> list[_TaskPrior]:
-    """Return the priors without earlier runs: one, or two if all trials of the task share a large factor."""
+    """Return the priors without earlier runs: two if all trials of the task share a large factor, else one."""
     factors = np.log(FACTOR_PROBABILITIES)
     common = max(np.min(task_ratio), np.min(-task_ratio)) if task_ratio.size else 0.0
     if not scales.slowdown or common < np.log(SLOWDOWN_RATIO):

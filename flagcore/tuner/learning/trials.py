@@ -126,7 +126,7 @@ def expected_times(context: SearchContext, known: Observations) -> Observations:
 
 
 def overhead_seconds(context: SearchContext) -> float:
-    """Return the median seconds that measured trials spend outside their steps, or 0 before the first trial."""
+    """Return the median time in seconds that measured trials spend outside their steps, or 0 before the first trial."""
     return max(median(overheads(context.task.spec.control, context.trials) or [0.0]), 0.0)
 
 

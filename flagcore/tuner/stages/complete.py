@@ -151,7 +151,7 @@ def _advised(task: Task, support: EngineSupport, advice: TaskAdvice) -> tuple[Ta
 
 
 def _with_preferred(spec: Spec, preferred: PreferredSetting) -> Spec:
-    """Return `spec` with a setting that a plugin prefers, unless the user sets it. In a space, it replaces `auto`."""
+    """Return `spec` with the setting `preferred`, unless the user sets it. In a space, its value replaces `auto`."""
     knob = preferred.setting.partition(".")[2].replace("-", "_")
     if knob not in spec.space:
         return _with_settings(spec, [preferred])
@@ -190,7 +190,7 @@ def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting
 
 
 def _of_shell(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the plugins' environment variables. A variable that this shell sets keeps the shell's value."""
+    """Return `environment`, but with this shell's value of each variable that the shell also sets."""
     return {name: os.environ.get(name, value) for name, value in environment.items()}
 
 

@@ -58,7 +58,7 @@ def _problem(platform: Platform) -> str:
 
 
 def _units(platform: Platform) -> tuple[Sequence[Any], int, Callable[[Any], Platform]]:
-    """Return the hosts, cores or devices that trials can use, how many of them one trial needs, and a function.
+    """Return the hosts, cores or devices that trials can use, how many of them one trial needs, and a function of them.
 
     The function returns the platform of trials that run on the hosts, cores or devices in a tuple.
     """

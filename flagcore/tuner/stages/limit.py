@@ -77,7 +77,7 @@ def cap_limit(limit: TimeLimit, seconds_left: float, key: str) -> TimeLimit:
 
 
 def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
-    """Return the largest likely seconds of a trial's step, or None if its time is not predicted."""
+    """Return the longest likely step time of a trial in seconds, or None if the time is not predicted."""
     step: Any = trial.predicted.get("step_time_s")
     if not isinstance(step, Mapping) or not math.isfinite(step["high"]):
         return None
@@ -110,7 +110,7 @@ SUGGESTED_SLACK = 1.2
 
 
 def share_of_time(control: Control, state: SearchState, role: Role, candidates: int, left: float | None) -> float:
-    """Return the share of the `left` seconds of a search for its next trial. It is infinite if `left` is None.
+    """Return the part of the `left` seconds of a search that its next trial may use. It is infinite if `left` is None.
 
     `candidates`: the number of candidates, including those that already have a trial.
     """
@@ -178,7 +178,7 @@ def _why_no_load(trials: Sequence[Trial]) -> Message | None:
 
 
 def _about(trial: Trial, template: str) -> Message:
-    """Return a message with the number of a trial, and its reason or else its state."""
+    """Return a message with the number of a trial, and with the reason for its end, or else its state."""
     return Message(template, number=trial.number, reason=trial.reason or trial.state.value)
 
 

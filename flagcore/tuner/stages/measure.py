@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from flagcore.contracts import Platform, RunningLaunch
 from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.effects import engine_task
-from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, failure
+from flagcore.domain.launch import INCONCLUSIVE, LONGEST_REASON, Exit, FailurePattern, failure
 from flagcore.domain.search_state import noise
 from flagcore.domain.spec import Control, TrainSpec, objective_value
 from flagcore.domain.trial import MIN_STEPS, Measurement, Trial, TrialState, steps_in_time, warmup_steps
@@ -193,7 +193,7 @@ class _Monitor:
         state, reason = failure(ended, self.folder, self._failure_patterns, self.trial.time_limit)
         if state is TrialState.TIMED_OUT and self.is_training:
             reason = self._timeout_reason(reason, steps)
-        is_lost = ended.ended_by in ("host", "guard")
+        is_lost = ended.ended_by in INCONCLUSIVE
         return replace(self.trial, state=state, reason=reason, inconclusive=is_lost, lost_host=ended.lost_host)
 
     @property
@@ -286,7 +286,9 @@ def _predicted_step(trial: Trial) -> float | None:
 
 
 def early_stop_ratio(best: Trial) -> float:
-    """Return the ratio above which a trial is stopped early: its fastest step to the step time of `best`."""
+    """Return the ratio above which a trial is stopped early. It is compared with the trial's fastest step time, divided
+    by the step time of `best`.
+    """
     return max(EARLY_STOP_RATIO, 1.0 + NOISES * noise([best]))
 
 
@@ -391,7 +393,7 @@ def with_readings(measured: Measurement, readings: Readings, platform: Platform)
 def _of_groups(
     devices: Sequence[Mapping[str, float]], platform: Platform
 ) -> Iterator[tuple[Sequence[Mapping[str, float]], int, Sequence[str]]]:
-    """Yield the devices of each node group, numbered from 0, the number of devices per node, and the group's hosts."""
+    """Yield, for each node group, its devices (numbered from 0), the number of devices per node, and its hosts."""
     groups, hosts = platform.task.cluster.groups, platform.task.spec.cluster.hosts
     if len(groups) == 1:
         yield devices, groups[0].devices_per_node, hosts

@@ -12,7 +12,7 @@ import numpy as np
 
 from flagcore.contracts import Launcher, MemoryModel, Platform, RunningLaunch, communicator_bytes
 from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of, task_to_start
-from flagcore.domain.launch import Exit, Launch, failure
+from flagcore.domain.launch import INCONCLUSIVE, Exit, Launch, failure
 from flagcore.domain.prediction import Prediction, Probe, RankMeasurement, RankPrediction, RankProbe
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
@@ -157,7 +157,7 @@ def _outcome(each: _RunningRank, ended: Exit, platform: Platform, limit: TimeLim
         return replace(result, state=TrialState.MEASURED, measured=measured)
     patterns = (*platform.failure_patterns, *platform.workload.failure_patterns())
     state, reason = failure(ended, folder, patterns, limit)
-    return replace(result, state=state, reason=reason, inconclusive=ended.ended_by in ("host", "guard"))
+    return replace(result, state=state, reason=reason, inconclusive=ended.ended_by in INCONCLUSIVE)
 
 
 GIB = 2**30
@@ -217,7 +217,7 @@ def _device_used(reserved: float, memory: MemoryModel) -> float:
 
 
 def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> Prediction:
-    """Return `prediction` with the compute and optimizer seconds of the slowest probed ranks."""
+    """Return `prediction` with the compute and optimizer times of the slowest probed ranks."""
     predicted = prediction.time_s
     total, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
     if not probe.measured or total is None or low is None or high is None:

@@ -32,10 +32,10 @@ MIN_SCALE = 0.1
 
 
 def scale_nodes(task: Task, nodes: int, predicted: float) -> Shortened:
-    """Return the scale from steps on `nodes` nodes to steps on all nodes of `task`.
+    """Return the factor from step times on `nodes` nodes to step times on all nodes of `task`, with its interval.
 
-    `predicted`: the predicted factor of the step time. Growth that the model does not include is the same for all
-    candidates, so it does not change their order.
+    `predicted`: the predicted factor. Growth that the model does not include is the same for all candidates, so it does
+    not change their order.
     """
     of_nodes = task.spec.cluster.nodes
     model_error = QUANTILE * GROWTH_DEVIATION * abs(predicted - 1.0)
@@ -99,7 +99,7 @@ def scale_steps(batch: int, whole_batch: int, short_s: float, whole_s: float) ->
 
 @dataclass(frozen=True, slots=True)
 class SmallerTask:
-    """The task as trials run it on `nodes` of the nodes of `whole`.
+    """The task `whole` as trials run it, on only `nodes` of its nodes.
 
     It is also the pruning rule for candidates that are predicted to fit on all nodes, but not on `nodes` nodes.
     """

@@ -100,6 +100,11 @@ def test_a_completed_trial_is_measured_if_it_wrote_metrics(tmp_path: Path) -> No
     assert (done.state, done.reason, done.measurement) == (TrialState.FAILED, "it wrote no metrics.json", None)
 
 
+@pytest.mark.parametrize("by", ["disk", "guard", "stopped"])
+def test_a_trial_that_something_else_ended_is_inconclusive(tmp_path: Path, by: str) -> None:
+    assert measured(Ran(ended(-9, by)), tmp_path).inconclusive == (by != "disk")
+
+
 ENDS: dict[str, tuple[Exit, str, TrialState, str]] = {
     "by itself": (ended(3), "", TrialState.FAILED, "exit code 3"),
     "by itself, with a word": (ended(3), "one\nlast words\n\n", TrialState.FAILED, "last words"),
@@ -124,6 +129,7 @@ ENDS: dict[str, tuple[Exit, str, TrialState, str]] = {
         "tried to allocate",
     ),
     "killed guard": (ended(-9, "guard"), "", TrialState.FAILED, "guard"),
+    "a stopped process": (ended(-9, "stopped"), "", TrialState.FAILED, "SIGSTOP"),
     "refused by Megatron": (ended(1), "AssertionError: layers % pp", TrialState.INVALID, "layers % pp"),
     "the trial program's word": (ended(1), "invalid configuration: heads", TrialState.INVALID, "heads"),
     "memory behind an assertion": (

@@ -272,10 +272,10 @@ def _legal(chosen: Sequence[MeshOptions], *, shares_weights: bool) -> BoolArray:
 
 
 def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -> FloatArray:
-    """Return the estimated seconds of a step, for each combination of options.
+    """Return the estimated step time in seconds, for each combination of options.
 
-    They are the sum of the slowest stage's time for all micro-batches, the filling of the pipeline, and the longest
-    step of gradients and optimizer.
+    It is the sum of the slowest stage's time for all micro-batches, the pipeline fill time, and the longest time of
+    gradient reduction and optimizer step.
     """
     kinds = [kind for number in range(len(parts)) for kind in _kinds(parts, number, microbatches)]
 

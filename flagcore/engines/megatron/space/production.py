@@ -123,7 +123,7 @@ def published(
     adapters = re.search(r"\b(lora|peft)\b", task.spec.model.name, re.IGNORECASE)  # only the name reveals adapters
     noted = read_notes(f"{notes}; {adapters[0] if adapters else ''}")
     train, values = task.spec.train, dict(values)
-    # Papers on schedules (arXiv 2104.04473, 2401.10241) used unfused attention, as their memory confirms.
+    # Papers on schedules (arXiv 2104.04473, 2401.10241) used unfused attention: their reported memory confirms it.
     if "pipeline_schedule" in noted:
         train = replace(train, attention="unfused")
         noted = {"overlap_p2p_comm": False, **noted}

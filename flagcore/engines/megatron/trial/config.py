@@ -216,7 +216,9 @@ def check_layers(job: Job) -> None:
     """Raise JobError if the job requires transformer-engine and it does not work on the job's device."""
     precision = job.train.precision
     if not job.transformer_engine and precision in _EIGHT_BITS:
-        raise JobError(f"train.precision = {precision} needs transformer-engine, which does not import here; use bf16")
+        raise JobError(
+            f"train.precision = {precision} needs transformer-engine, which cannot be imported here; use bf16"
+        )
     if not job.transformer_engine:
         return
     if job.device.type == "cpu":

@@ -99,7 +99,7 @@ class Router:
 
     @classmethod
     def of_replicas(cls, program: Sequence[str], *, prefix_aware: bool) -> Router:
-        """Return the router for instances that both prefill and decode. It routes as the client of trials does."""
+        """Return the router for instances that both prefill and decode, with the routing policy of the load client."""
         limits = ("--balance-abs-threshold", str(MAX_MORE), "--balance-rel-threshold", str(MAX_RATIO))
         policy = ("cache_aware", *limits) if prefix_aware else ("power_of_two",)
         argv = (*program, "--policy", *policy, "--prometheus-port", TRANSFER_PORT, *LOCAL_ADDRESS, "--worker-urls")

@@ -389,7 +389,7 @@ def steady_state(loop: ClosedLoop) -> LoopMeans:
 
 
 def _with_prompts_only(loop: ClosedLoop, means: LoopMeans) -> LoopMeans:
-    """Return `means` with new values for lanes that only compute prompts: they compute one prompt after the other."""
+    """Return `means` with recomputed values for prefill-only lanes, which process one prompt at a time."""
     _, mixed, tokens = _iterations(loop, np.full_like(loop.flight, 1e-9))
     seconds, prefills = np.maximum(loop.prompt / tokens, 1.0) * mixed, np.asarray(loop.role) == 1
     return LoopMeans(
