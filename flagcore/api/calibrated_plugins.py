@@ -59,7 +59,7 @@ class CalibratedPlugins(LoadedPlugins):
         return super()._known_chips()
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the plugins' engine support. For a chip that only a calibration describes, it is from torch's report."""
+        """Return the plugins' engine support, or torch's report for a chip that only a calibration describes."""
         answer = super().engine_support(chip, engine, engine_version)
         return answer if answer.device_type else self._support.get(chip.name, answer)
 

@@ -370,7 +370,7 @@ def _settings(
 
 
 def _layout(value: object) -> str:
-    """Return a pipeline layout in Megatron's syntax. If `value` is a list, it contains a list of layers for each stage."""
+    """Return a pipeline layout in Megatron's syntax. A `value` that is a list contains the layers of each stage."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
