@@ -44,7 +44,9 @@ def test_an_input_comes_in_whole_or_is_refused(
         assert cluster.get("devices_per_node", 1) == case.get("devices", 1)
         for name, found in (("baseline", data["auto_tuner"]["baseline"]), ("args", work.get("engine_args") or {})):
             assert found == case.get(name, found)
-        assert {*case.get("notes", ())} <= {note.key for note in imported.notes}
+        noted = {note.key for note in imported.notes}
+        assert {*case.get("notes", ())} <= noted
+        assert not {*case.get("silent", ())} & noted
         envs = {name: value for name, value in data.get("envs", {}).items() if not name.startswith("SLURM_")}
         assert envs == case.get("envs", envs)
         assert not [secret for secret in SECRETS if secret in written]

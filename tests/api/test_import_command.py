@@ -149,14 +149,6 @@ def test_a_script_that_stops_early_is_reported_with_its_message(tmp_path: Path) 
     assert "exit code 3: wrong folder" in caught.value.problem
 
 
-def test_flags_that_are_not_known_are_noted_with_the_flag_that_may_be_meant() -> None:
-    command = "vllm serve model --tensor-paralel-size 2 --max-lora-rank 8 --max-model-len 4096"
-    notes = {note.key: note.text for note in api.read_command("vllm", [command], chip="H100-SXM").notes}
-    assert "--tensor-parallel-size" in notes["--tensor-paralel-size"]
-    assert "--max-lora-rank" in notes
-    assert "--max-model-len" not in notes
-
-
 def test_a_given_model_with_another_shape_is_an_error(tmp_path: Path) -> None:
     words = [f"torchrun pretrain_gpt.py {TRAINING.replace('--num-layers 8', '--num-layers 12 --num-experts 8')}"]
     with pytest.raises(SpecError) as caught:

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -47,7 +46,7 @@ def spec_of_command(
     program = words[place[0] : place[1]]
     notes = Notes()
     pairs = _with_config(engine, list(_split(engine, words[place[1] :])), directory, notes)
-    path, arguments, hosts, local = _arguments(engine, pairs, notes)
+    path, arguments, hosts, local = _arguments(engine, pairs, start.version or "", notes)
     path = model or _weights(path, directory, notes)
     if path is None:
         fix = f"write it after {' '.join(program)}, or give its path as --model"
@@ -121,34 +120,35 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
 def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, notes: Notes) -> list[Pair]:
     """Return the flags of a command, preceded by the flags in its configuration file. Raises SpecError."""
     name = engine.program.config_flag
-    file = next((values[0] for flag, values in pairs if name and values and strip_dashes(flag) == name), None)
-    if file is None:
+    found = next((values for flag, values in pairs if name and values and strip_dashes(flag) == name), None)
+    if found is None:
         return pairs
+    file, *model = found  # the model may follow the file
     notes.note(f"--{name}", f"the flags of {file} are part of the command", "serve")
     config_flags = {
         f"--{key}": value for key, value in read_mapping(directory / file, file=file).items() if value is not False
     }
     lists = {key: value if isinstance(value, list) else [value] for key, value in config_flags.items()}
     added = [(key, [str(each) for each in value if each is not True]) for key, value in lists.items()]
-    first = [pair for pair in pairs if not pair[0]]
+    first = [pair for pair in [*pairs, ("", model)] if not pair[0] and pair[1]]
     return [*first, *added, *(pair for pair in pairs if pair[0] and strip_dashes(pair[0]) != name)]
 
 
 def _arguments(
-    engine: EngineProfile, pairs: Sequence[Pair], notes: Notes
+    engine: EngineProfile, pairs: Sequence[Pair], version: str, notes: Notes
 ) -> tuple[str | None, dict[str, Any], int, int]:
     """Return the parts of a server's command line.
 
     The result contains the model, the flags with their values (True for a flag without a value), the number of hosts,
-    and the data-parallel ranks per host (0 if unknown).
+    and the data-parallel ranks per host (0 if unknown). Raises SpecError for misspelt flags.
     """
     model, arguments, hosts, local = None, dict[str, Any](), 1, 0
     for flag, values in pairs:
         name = strip_dashes(flag)
         knob, _ = engine.program.knob_of(name)
         if knob is None and not flag.startswith("--"):
-            head, dot, tail = name.partition(".")
-            name = engine.program.short_flags.get(head, head) + dot + tail
+            name = engine.program.full_name(name)
+            knob, _ = engine.program.knob_of(name)
         elif knob is None:
             name = name.replace("_", "-")
             knob, _ = engine.program.knob_of(name)
@@ -171,24 +171,25 @@ def _arguments(
         else:
             arguments[name] = _value(name, values[0]) if values else True
     known_arguments = engine.program.known_args(arguments)
-    for name in known_arguments:
-        is_known = name == engine.program.expert_switch or name in engine.program.digit_flags
-        if not is_known and engine.program.knob_of(name)[0] is None:
-            notes.note(
-                as_words({name: True}, has_negation=True)[0], _unknown_flag(engine, name), f"serve.engine_args.{name}"
-            )
+    problems = list[SpecError]()
+    for name in list(known_arguments):
+        flag = as_words({name: True}, has_negation=True)[0]
+        if removal := engine.program.removal(name, version):
+            notes.note(flag, f"dropped: {removal[0]}; {removal[1]}", "serve.engine_args")
+            del known_arguments[name]
+            arguments.pop(name, None)
+        elif similar := engine.program.similar_flag(name, version):
+            problem = f"is not a flag of {engine.program.title}"
+            problems.append(SpecError(key=flag, problem=problem, fix=f"did you mean --{similar}?"))
+        elif not engine.program.knows_flag(name) and engine.program.knob_of(name)[0] is None:
+            problem = "is not known to flagcore: it is passed to the engine unchanged"
+            notes.note(flag, problem, f"serve.engine_args.{name}")
+    if problems:
+        raise join_errors(problems)
     added = " and ".join(name for name in known_arguments if name not in arguments)
     for name in (name for name in arguments if name not in known_arguments):
         notes.note(f"--{name}", f"is replaced with {added}" if added else "dropped: has no effect", "serve.engine_args")
     return model, known_arguments, hosts, local
-
-
-def _unknown_flag(engine: EngineProfile, name: str) -> str:
-    """Return the note for an unknown flag, with a similar flag that the user may have meant."""
-    flags = {strip_dashes(each) for knob in engine.knobs for flag in knob.flags for each in (flag.name, flag.off)}
-    similar = get_close_matches(name, sorted({*flags, *engine.program.reserved} - {""}), n=1, cutoff=0.85)
-    hint = f"did you mean --{similar[0]}?" if similar else "it is passed to the engine unchanged"
-    return f"is not known to flagcore: {hint}"
 
 
 def _split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:

@@ -57,10 +57,7 @@ class LlamaProgram(Program):
 
     def parse(self, spec: Spec) -> EngineArgs:
         engine_args = self.split(spec)
-        for name in engine_args.others:
-            flag = FLAGS_BY_NAME.get(name)
-            self.check([flag.names[-1].lstrip("-") if flag else name], ())
-            self.check([name], FLAGS_BY_NAME if spec.serve.command is None else ())
+        self.check(engine_args.others, FLAGS_BY_NAME if spec.serve.command is None else (), self.version(spec))
         return engine_args
 
     def version(self, spec: Spec) -> str:
@@ -99,7 +96,7 @@ KNOBS = PROGRAM.knobs
 def total_context(task: Task) -> int:
     """Return the total context of all slots in tokens, as set in `engine_args`, or 0 if it is not set there."""
     others = PROGRAM.parse(task.spec).others
-    fixed = others.get("ctx-size", others.get("c"))
+    fixed = others.get("ctx-size")
     return fixed if isinstance(fixed, int) and not isinstance(fixed, bool) else 0
 
 
@@ -121,7 +118,7 @@ def host_cache_mib(task: Task) -> float:
     The default is 0 if prompts never repeat, because storing them would only cost time.
     """
     others = PROGRAM.parse(task.spec).others
-    cache_mib = others.get("cache-ram", others.get("cram"))
+    cache_mib = others.get("cache-ram")
     if isinstance(cache_mib, int) and not isinstance(cache_mib, bool):
         return cache_mib if cache_mib >= 0 else math.inf
     return HOST_CACHE_MIB if any(load.trace or load.turns > 1 for load in task.spec.serve.loads) else 0
@@ -191,9 +188,9 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv += ["--split-mode", "row"]
     if values.get(THREADS) is None and cores and count(values, INSTANCES) > 1:
         argv += ["--threads", str(len(cores))]
-    if not other_args.keys() & {"cache-ram", "cram"} and not host_cache_mib(task):
+    if "cache-ram" not in other_args and not host_cache_mib(task):
         argv += ["--cache-ram", "0"]
-    if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity", "lv"}:
+    if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity"}:
         argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
     if (
         values.get(SPECULATION) is None and SPECULATION in spec.space
@@ -210,7 +207,7 @@ def _flag(name: str, value: EngineArg) -> Sequence[str]:
     word.
     """
     flag = FLAGS_BY_NAME.get(name)
-    spelling = f"-{name}" if flag and f"-{name}" in (*flag.names, *flag.off) else f"--{name}"
+    spelling = f"--{name}"
     if value is None:
         return ()
     if not isinstance(value, bool):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import yaml
+from packaging.specifiers import SpecifierSet
 
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.serving import EngineArg
@@ -76,7 +77,8 @@ class Program:
     - `images`: the entry points of public container images (see `Workload.images`).
     - `config_flag`: the flag of a YAML file with more flags.
     - `local_flag`: the flag of the data-parallel ranks on each host.
-    - `short_flags`: flags of one dash that are not flags of a knob, with their long names.
+    - `short_flags`: flags of one dash that are not flags of a knob, with their long names. A name with a dot at its end
+      applies only to a flag with a key after a dot.
     - `digit_flags`: flags of one letter that a digit may follow without a space, as in `-O3`.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
     - `packages`: pip packages that may install the engine.
@@ -84,6 +86,8 @@ class Program:
     - `reserved`: flags that the user cannot set, each with the reason.
     - `flag_files`, `flag_fields`: files of the engine's source that contain its flags as literals, or as fields of a
       class. Flags are not checked if both are empty.
+    - `flags`: all flags of the newest known release, from `known_flags` of the file; empty if they are not known.
+    - `removed`: by release, the flags that it no longer has, each with its successor or an empty string.
     - `overheads`: fields of `Overheads` (model/work.py), by the first release to which they apply, the newest first.
     - `block_sizes`: supported block sizes, by attention backend.
     - `cache_types`: bytes per cached element, by word of the knob for the cache type.
@@ -109,6 +113,8 @@ class Program:
     reserved: Mapping[str, str] = field(default_factory=lambda: RESERVED_FLAGS)
     flag_files: Sequence[str] = ()
     flag_fields: Sequence[str] = ()
+    flags: frozenset[str] = frozenset()
+    removed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     overheads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     block_sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     cache_types: Mapping[str, float] = field(default_factory=dict)
@@ -133,7 +139,19 @@ class Program:
         if "dynamo" in data:
             data["dynamo"] = Worker(**data["dynamo"])
         table = knobs.read(knob_rows, {**knobs.AUTOS, **(autos or {})})
-        return cls(knobs=table, word_releases=releases, defaults=defaults, reserved=reserved, **data)
+        flags = set(data.pop("known_flags", "").split())
+        if flags:
+            of_knobs = {strip_dashes(word) for knob in table for flag in knob.flags for word in (flag.name, flag.off)}
+            names = {knob.name.replace("_", "-") for knob in table}
+            flags |= {*of_knobs, *names, *reserved, *data.get("digit_flags", ""), *data.get("model_flags", ())} - {""}
+        return cls(
+            knobs=table,
+            word_releases=releases,
+            defaults=defaults,
+            reserved=reserved,
+            flags=frozenset(flags),
+            **data,
+        )
 
     def code(self, name: str, value: KnobValue) -> int:
         """Return the integer that represents a value in the column of the knob `name`."""
@@ -155,7 +173,8 @@ class Program:
     def parse(self, spec: Spec) -> EngineArgs:
         """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError for invalid ones."""
         engine_args = self.split(spec)
-        self.check(engine_args.others, self.installed_flags(spec) if engine_args.others else ())
+        if engine_args.others:
+            self.check(engine_args.others, self.installed_flags(spec), self.version(spec))
         return engine_args
 
     def split(self, spec: Spec) -> EngineArgs:
@@ -165,7 +184,7 @@ class Program:
         """
         engine_args, problems = EngineArgs({}, {}), list[SpecError]()
         for key, value in self.known_args(spec.serve.engine_args).items():
-            name = strip_dashes(key)
+            name = self.full_name(strip_dashes(key))
             knob, flag = self.knob_of(name)
             if knob is None:
                 engine_args.others[name] = value
@@ -189,6 +208,11 @@ class Program:
         """Return `args` with knobs in place of flags that set a knob only in combination; by default unchanged."""
         return dict(args)
 
+    def full_name(self, name: str) -> str:
+        """Return the long name of a short flag, both without dashes. Other names are returned unchanged."""
+        head, dot, tail = name.partition(".")
+        return (self.short_flags.get(head + dot) or self.short_flags.get(head, head)) + dot + tail
+
     def knob_of(self, name: str) -> tuple[Knob | None, Flag | None]:
         """Return the knob with this name or flag (without dashes), and the flag.
 
@@ -201,19 +225,54 @@ class Program:
         same_name = (pair for pair in matches if name in (strip_dashes(pair[1].name), strip_dashes(pair[1].off)))
         return next(same_name, (None, None))
 
-    def check(self, names: Iterable[str], known_flags: Collection[str]) -> None:
-        """Raise SpecError for reserved flags and, if `known_flags` is not empty, for flags that are not in it."""
+    def check(self, names: Iterable[str], known_flags: Collection[str], version: str) -> None:
+        """Raise SpecError for flags that are reserved, or that the release does not have.
+
+        `known_flags`: the flags of the installed release. If it is empty, only flags that were removed or are misspelt
+        are found.
+        """
         problems: list[SpecError] = []
         for name in names:
             key, positive = f"serve.engine_args.{name}", name.removeprefix("no-").split(".")[0]
             if reason := self.reserved.get(name) or self.reserved.get(positive):
                 problems.append(SpecError(key=key, problem=f"is set by flagcore: {reason}", fix="remove it"))
+            elif removal := self.removal(name, version):
+                problems.append(SpecError(key=key, problem=removal[0], fix=removal[1]))
             elif known_flags and name not in known_flags and positive not in known_flags:
                 close_matches = get_close_matches(name, sorted(known_flags), n=1)
                 fix = f"did you mean {close_matches[0]}?" if close_matches else "remove it"
                 problems.append(SpecError(key=key, problem=f"is not a flag of the installed {self.title}", fix=fix))
+            elif not known_flags and (similar := self.similar_flag(name, version)):
+                problem = f"is not a flag of {self.title}"
+                problems.append(SpecError(key=key, problem=problem, fix=f"did you mean {similar}?"))
         if problems:
             raise join_errors(problems)
+
+    def removal(self, name: str, version: str) -> tuple[str, str] | None:
+        """Return the problem and the fix for a flag that a release no longer has, or None.
+
+        An unknown release is taken for the newest.
+        """
+        release = installed.release(version)
+        for since, flags in self.removed.items():
+            if name in flags and (release is None or release >= (installed.release(since) or ())):
+                return f"was removed in {self.title} {since}".rstrip(), f"use {flags[name]}" if flags[
+                    name
+                ] else "remove it"
+        return None
+
+    def knows_flag(self, name: str) -> bool:
+        """Return whether a known release has a flag, which may be negated or have a key after a dot."""
+        names = {name, name.split(".")[0], name.removeprefix("no-").split(".")[0]}
+        return bool(names & self.flags) or any(name in flags for flags in self.removed.values())
+
+    def similar_flag(self, name: str, version: str) -> str:
+        """Return the flag that the user may have meant, if `name` is not a flag; empty if there is no similar flag.
+
+        It is also empty for a release newer than the known ones, which may have new flags.
+        """
+        is_known = not self.releases or not version or SpecifierSet(self.releases).contains(version, prereleases=True)
+        return "" if self.knows_flag(name) or not is_known else _similar(name, self.flags)
 
     def installed_flags(self, spec: Spec) -> frozenset[str]:
         """Return the flags of the installed engine, without dashes. The set is empty if the engine is not installed."""
@@ -263,6 +322,13 @@ class Program:
             fix = f"install {self.packages[0]} there, or set serve.command"
             raise NoDevice(f"{self.title} is not installed for {command[0]}; {fix}")
         self.parse(spec)
+
+
+@lru_cache(maxsize=256)
+def _similar(name: str, flags: frozenset[str]) -> str:
+    """Return the one of `flags` that `name` abbreviates, or else the most similar one; empty if there is none."""
+    longer = [flag for flag in flags if len(name) > 3 and flag.startswith(name)]
+    return next(iter(longer if len(longer) == 1 else get_close_matches(name, sorted(flags), n=1, cutoff=0.85)), "")
 
 
 _LITERAL_PATTERN = re.compile(r"""["'](--?[A-Za-z][\w-]*)["']""")

@@ -14,18 +14,12 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
 from flagcore.engines.serving.space.knobs import ASYNC, CONTEXT, DRAFTED, EAGER, SPECULATION, Auto, or_default
-from flagcore.engines.serving.space.program import EngineArgs, Program
+from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
-from flagcore.errors import SpecError
 
 NEWEST = (0, 33, 0)
 """The release that is assumed if the version is unknown."""
-REMOVED: Mapping[str, tuple[tuple[int, ...], str]] = {
-    "swap-space": ((0, 18, 0), "kv-offloading-size is the nearest option")
-}
-"""Removed flags, each with the release that removed it and the alternative (swap_space: vllm-project/vllm #36216)."""
-
 SEQS, TOKENS, BLOCK = "max_num_seqs", "max_num_batched_tokens", "block_size"
 MEMORY, CHUNKED, GRAPHS, THREADS = "gpu_memory_utilization", "enable_chunked_prefill", "cudagraph_mode", "threads"
 POLICY, IMAGES = "scheduling_policy", "limit_mm_per_prompt"
@@ -66,19 +60,11 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
 
 
 class VllmProgram(Program):
-    """`vllm serve`, with checks for flags that depend on the release."""
+    """`vllm serve`."""
 
     def release(self, spec: Spec) -> tuple[int, ...]:
         """Return the numbers of the release, or NEWEST if it is unknown."""
         return installed.release(self.version(spec)) or NEWEST
-
-    def parse(self, spec: Spec) -> EngineArgs:
-        for name in self.split(spec).others:
-            removed_in, replacement = REMOVED.get(name, (NEWEST, ""))
-            if replacement and self.release(spec) >= removed_in:
-                problem = f"was removed in vLLM {removed_in[0]}.{removed_in[1]}"
-                raise SpecError(key=f"serve.engine_args.{name}", problem=problem, fix=replacement)
-        return super().parse(spec)
 
 
 CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too small for the model's context")

@@ -241,8 +241,18 @@ def test_flags_that_flagcore_sets_are_refused_with_a_reason(engine: str, flags: 
     for flag in flags:
         with pytest.raises(SpecError) as error:
             engine_of(engine).axes(planned(engine, engine_args={flag: 1}))
-        key = {"-m": "model", "no_slots": "slots"}.get(flag, flag.replace("_", "-"))
+        key = "model" if flag == "-m" else flag.replace("_", "-")
         assert (error.value.key, error.value.fix) == (f"serve.engine_args.{key}", "remove it")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
+def test_the_table_of_flags_is_consistent(engine: str) -> None:
+    program = engine_of(engine).program
+    removed = {flag: successor for flags in program.removed.values() for flag, successor in flags.items()}
+    assert not removed.keys() & program.flags
+    for name in (*program.short_flags.values(), *filter(None, removed.values())):
+        assert program.knows_flag(name), name
+        assert name not in removed
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,12 @@ def test_ranks_on_cores_are_bound_individually_and_a_single_rank_is_not() -> Non
     assert server(cores(), threads=2).environment[bound] == f"{first},{second}"
 
 
+def test_a_misspelt_flag_is_found_without_an_installed_release() -> None:
+    with pytest.raises(SpecError) as error:
+        ENGINE.axes(cards(engine_args={"tensor-paralel-size": 2, "a-plugin-flag": 1}))
+    assert error.value.key == "serve.engine_args.tensor-paralel-size"
+
+
 def test_a_removed_flag_is_reported_with_its_replacement() -> None:
     with pytest.raises(SpecError, match="kv-offloading-size") as error:
         ENGINE.axes(cards(engine_args={"swap_space": 4}))
