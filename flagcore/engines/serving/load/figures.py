@@ -96,7 +96,7 @@ class SteadyState:
         return window if window is not None and enough and window.error <= PRECISION else None
 
     def window(self, answers: Sequence[Answer], end_s: float) -> Window | None:
-        """Return the steady state before `end_s` as a window, or None if the ramp takes at least half of the requests."""
+        """Return the steady state before `end_s` as a window, or None if half of the requests or more ramp up."""
         sent = sorted((answer for answer in answers if answer.start_s < end_s), key=lambda answer: answer.start_s)
         ramps = [_ramp(_known(sent, name)) for name in ("ttft_s", "e2e_s")]
         # The first wave does not count either, because it finds free slots.

@@ -75,7 +75,7 @@ class Price:
         self._decode: dict[int, float] = {}
 
     def cached(self, sequences: int) -> float:
-        """Return the seconds to read one cached token for `sequences` sequences divided evenly among ranks and stages."""
+        """Return the seconds to read one cached token for `sequences` sequences spread evenly over ranks and stages."""
         return self._cached / (min(self._parts, max(sequences, 1)) * self.lane.gain)
 
     def decode(self, sequences: int) -> float:
