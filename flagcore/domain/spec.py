@@ -233,11 +233,13 @@ class Task:
     """A spec and the cluster on which it runs.
 
     `knobs`: the knobs with effects that the spec names, which are plugins' knobs and compared engine settings.
+    `stop_above_s`: an engine may stop a trial whose step time is certain to be higher.
     """
 
     spec: Spec
     cluster: Cluster
     knobs: tuple[Knob, ...] = ()
+    stop_above_s: float | None = None
 
     def listed_values(self, knob: Knob, default: str | Sequence[KnobValue]) -> tuple[KnobValue, ...]:
         """Return the values that the space lists for `knob`, with `auto` replaced by values.

@@ -23,7 +23,7 @@ from flagcore.i18n import N_, Message
 from flagcore.tuner.stages.devices import SETTLE_SECONDS, wait_for_devices
 from flagcore.tuner.stages.launch import launch, with_hosts
 from flagcore.tuner.stages.limit import time_limit
-from flagcore.tuner.stages.measure import measure
+from flagcore.tuner.stages.measure import measure, stop_above_s
 from flagcore.tuner.stages.predict import GIB, predict_stage_layers, record
 from flagcore.tuner.stages.probe import probe, ranks_to_probe, trial_of_probe
 from flagcore.tuner.stages.shorten import SmallerTask, shorten
@@ -179,7 +179,8 @@ class TrialRunner:
 
         def started(*, cold: bool) -> Trial:
             with _pinned_to(platform.cores):
-                running = launch(platform, self.launcher, trial_to_run.candidate, folder, limit, cold=cold)
+                candidate, stop_s = trial_to_run.candidate, stop_above_s(best)
+                running = launch(platform, self.launcher, candidate, folder, limit, cold=cold, stop_above_s=stop_s)
                 return measure(running, platform, trial_to_run, folder, best, on_poll=partial(self.pool.pause, 0.0))
 
         # Parallel trials start as new processes: a template process is forked for one trial at a time.

@@ -39,15 +39,17 @@ def launch(
     limit: TimeLimit,
     *,
     cold: bool = False,
+    stop_above_s: float | None = None,
 ) -> RunningLaunch:
     """Start a trial of `candidate` in `folder`, and return the running launch.
 
     The launcher ends the trial after `limit` or, if devices share the memory of the machine, when it exceeds the memory
-    budget. The engine gets the target of `limit` as `max_time_per_task`, or else the limit itself. A `cold` trial
-    starts as a new process. Raises FlagError if the trial cannot be started.
+    budget. The engine gets the target of `limit` as `max_time_per_task`, or else the limit itself, and may stop a trial
+    whose step time is certain to exceed `stop_above_s`. A `cold` trial starts as a new process. Raises FlagError if the
+    trial cannot be started.
     """
     task = platform.task.with_time_limit(limit.target_s or limit.seconds)
-    platform = replace(platform, task=task).with_selected_devices()
+    platform = replace(platform, task=replace(task, stop_above_s=stop_above_s)).with_selected_devices()
     planned = platform.prepared_launch(planned_launch(platform, candidate, folder))
     planned = replace(planned, warm=planned.warm and platform.task.spec.control.warm_start and not cold)
     return launcher.start(platform.limited_launch(planned, limit))

@@ -3,6 +3,8 @@
 A trial is stopped early if it has finished at least two steps after the warm-up, and the fastest of them takes
 `early_stop_ratio` times as long as the median step of the best trial. Its measurement is stored as partial.
 
+A server's trial program stops its load itself, as soon as its step time is certain to exceed `stop_above_s`.
+
 A training trial with too little time for its steps is measured with fewer, at least MIN_STEPS. After its first step, it
 is stopped at once if there is no time for a second one.
 """
@@ -19,7 +21,7 @@ from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slo
 from flagcore.domain.effects import engine_task
 from flagcore.domain.launch import INCONCLUSIVE, LONGEST_REASON, Exit, FailurePattern, failure
 from flagcore.domain.search_state import noise
-from flagcore.domain.spec import Control, TrainSpec
+from flagcore.domain.spec import Control, TrainSpec, objective_value
 from flagcore.domain.trial import MIN_STEPS, Measurement, Trial, TrialState, steps_in_time, warmup_steps
 from flagcore.errors import FlagError
 
@@ -27,6 +29,9 @@ EARLY_STOP_RATIO, NOISES = 1.2, 2.0
 """A trial is stopped early if its steps take longer than the best trial's by the factor EARLY_STOP_RATIO, or by NOISES
 times the relative noise of the best, whichever is larger. Chosen by hand: in 434 pairs of trials on two busy CPU cores,
 they stop 50% of the slower trials and no faster one."""
+SERVER_MARGIN, SERVER_NOISES = 0.2, 4.0
+"""A server is stopped early if its rate is lower than the best trial's by the share SERVER_MARGIN, or by SERVER_NOISES
+times the relative noise of the best, whichever is larger. Chosen by hand: its first requests are not its whole load."""
 FEW_STEPS = 0.15
 """Half the width of the relative 80% interval of a step time that is measured in a single step. It shrinks with the
 square root of the number of steps. If the steps spread more widely, their spread is used instead. Chosen by hand."""
@@ -156,6 +161,7 @@ class _Monitor:
         """Read the measurement, and scale it to whole steps if the steps were shortened. Raises FlagError."""
         task, trial = engine_task(self.platform.task), self.trial
         measured = self.platform.workload.read(task, trial.candidate, self.folder, partial=partial)
+        partial = partial or measured.partial
         return replace(trial.shortened.scaled(measured) if trial.shortened else measured, partial=partial)
 
     def _failed(self, error: FlagError) -> Trial:
@@ -210,6 +216,14 @@ class _Monitor:
             if (actual := measured.effective.get(knob, requested)) != requested:
                 reason = f"the engine ran with {knob} = {actual} instead of {requested}"[:LONGEST_REASON]
                 return replace(trial, state=TrialState.INVALID, reason=reason)
+        if measured.partial and not self.is_training and self.best is not None:
+            best, name = self.best, self.platform.task.spec.objective
+            rate = objective_value(name, best.measurement.step_time_s) if best.measurement else math.nan
+            reason = (
+                f"slower than the best: {name} was {objective_value(name, measured.step_time_s):.4g} when its load was "
+                f"stopped, {rate:.4g} in trial {best.number}"
+            )
+            return replace(trial, state=TrialState.STOPPED, reason=reason)
         return replace(trial, state=TrialState.MEASURED)
 
     def _end_remark(self, ended: Exit, steps: int, steps_to_run: int) -> str | None:
@@ -276,6 +290,14 @@ def early_stop_ratio(best: Trial) -> float:
     by the step time of `best`.
     """
     return max(EARLY_STOP_RATIO, 1.0 + NOISES * noise([best]))
+
+
+def stop_above_s(best: Trial | None) -> float | None:
+    """Return the step time above which a server may be stopped early, or None if it may not."""
+    if best is None or best.measurement is None:
+        return None
+    share = 1.0 - max(SERVER_MARGIN, SERVER_NOISES * noise([best]))
+    return best.measurement.step_time_s / share if share > 0.0 else None
 
 
 LOG = logging.getLogger("flagcore")

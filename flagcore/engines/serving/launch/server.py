@@ -18,6 +18,7 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import Load
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
+from flagcore.engines.serving.load.result import MinRate
 from flagcore.engines.serving.load.routing import MAX_MORE, MAX_RATIO
 
 PORT = "{port}"
@@ -159,6 +160,7 @@ class Job:
     - `hosts`: the names of the hosts on which instances run; empty for this machine.
     - `protocol`: how instances that only prefill or only decode exchange caches (`load.routing`).
     - `predicted_s`: the predicted mean time of a request; None if there are several loads.
+    - `min_rate`: the load is stopped if it is certain to be slower.
     """
 
     engine: str
@@ -178,6 +180,7 @@ class Job:
     protocol: str = ""
     prefix_aware: bool = False
     predicted_s: float | None = None
+    min_rate: MinRate | None = None
 
 
 def as_text(job: Job) -> str:

@@ -12,9 +12,11 @@ from flagcore.domain.launch import Launch, ServerGroup, ServerGroups
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Candidate, KnobValue
+from flagcore.domain.spec import Task
 from flagcore.engines.serving.launch import export
 from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.launch.server import ROUTER_HEALTH, SERVE, Instance, Job, Router, as_text
+from flagcore.engines.serving.load.result import MinRate
 from flagcore.engines.serving.load.traffic import in_flight
 from flagcore.engines.serving.space.hardware import PREFILL_DECODE, Hardware
 from flagcore.engines.serving.space.placement import Placement, placements
@@ -64,6 +66,7 @@ def launch(
             highest=serve.highest,
             start=_first_load(serve, figures),
             predicted_s=figures.get("e2e_s.mean") if len(serve.loads) == 1 else None,
+            min_rate=_min_rate(task),
             patterns=platform.failure_patterns,
             directory=directory,
             versions={engine.name: engine.program.version(platform.task.spec)},
@@ -86,6 +89,19 @@ def launch(
         return Launch(argv=program, folder=folder)
     on_host = (sys.executable, "-m", HOST_PROGRAM, folder, "{node_rank}", "{node_ports}")
     return Launch(argv=on_host, client=program, folder=folder)
+
+
+STOPPABLE = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
+"""Objectives whose loads may be stopped early. The rate of an open loop follows from its arrivals."""
+
+
+def _min_rate(task: Task) -> MinRate | None:
+    """Return the rate below which the trial is stopped, or None if it may not be stopped or has several loads."""
+    serve, objective = task.spec.serve, task.spec.objective
+    is_stoppable = objective in STOPPABLE and len(serve.loads) == 1 and serve.highest is None
+    if task.stop_above_s is None or not is_stoppable or serve.loads[0].request_rate is not None:
+        return None
+    return MinRate(objective, 1.0 / task.stop_above_s)
 
 
 def instances_of(

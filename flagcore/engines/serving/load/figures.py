@@ -104,7 +104,7 @@ class SteadyState:
         if None in ramps or 2 * len(counted) < max(4 * BATCHES, len(sent)):
             return None
         names = {name.partition(".")[0].replace("itl_s", "tpot_s") for name in self._asked if "_s." in name}
-        errors = [_error(_known(counted, name)) for name in names or {"e2e_s"}]
+        errors = [mean_error(_known(counted, name)) for name in names or {"e2e_s"}]
         return Window(counted[0].start_s, end_s, max(errors))
 
     def _fewest(self, flight: int) -> int:
@@ -122,7 +122,7 @@ def cut(answers: Sequence[Answer], end_s: float, fewest: int) -> Window | None:
     counted = window.counted(answers)
     if len(counted) < fewest or end_s <= 0.0:
         return None
-    per_token = _error(np.array([answer.e2e_s / answer.output_tokens for answer in counted]))
+    per_token = mean_error(np.array([answer.e2e_s / answer.output_tokens for answer in counted]))
     return replace(window, error=max(per_token, CUT_ERROR))
 
 
@@ -143,7 +143,7 @@ def _ramp(values: FloatArray) -> int | None:
     return cut * RAMP_BATCH if cut < count // 2 else None
 
 
-def _error(values: FloatArray) -> float:
+def mean_error(values: FloatArray) -> float:
     """Return the half-width of the 95% confidence interval of the mean, relative to the mean, from batch means."""
     means = np.array([batch.mean() for batch in np.array_split(values, BATCHES)])
     return float(T_QUANTILE * means.std(ddof=1) / math.sqrt(BATCHES) / means.mean()) if means.mean() > 0 else 0.0

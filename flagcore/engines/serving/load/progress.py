@@ -9,8 +9,10 @@ from enum import Enum
 from itertools import accumulate
 from statistics import fmean
 
-from flagcore.engines.serving.load.figures import SteadyState, Window, cut
-from flagcore.engines.serving.load.result import Answer, Progress
+import numpy as np
+
+from flagcore.engines.serving.load.figures import BATCHES, SteadyState, Window, cut, mean_error
+from flagcore.engines.serving.load.result import Answer, MinRate, Progress
 from flagcore.engines.serving.load.stream import Stream
 
 RESOLUTION = 1.05
@@ -126,6 +128,38 @@ class LimitCheck:
         return self._slower[name, statistic] >= self._count - place
 
 
+MIN_TIMED, NEXT_CHECK = 20, 1.1
+"""The minimum number of answers from which a rate is estimated, and their growth until the next estimate."""
+
+
+class RateCheck:
+    """Detects that the rate of a closed loop is below `rate` with a probability of 97.5%.
+
+    It needs the first wave of `flight` answers, which does not count, another wave, and a quarter of `count` answers.
+    """
+
+    def __init__(self, rate: MinRate, flight: int, count: int) -> None:
+        self._rate, self._flight = rate, flight
+        self._next: float = max(flight + max(flight, MIN_TIMED), count / 4)
+
+    def is_below(self, answers: Sequence[Answer]) -> bool:
+        """Return whether the rate of `answers`, which are sorted by their ends, is certain to be too low."""
+        if len(answers) < self._next:
+            return False
+        self._next = NEXT_CHECK * len(answers)
+        ends = np.array([answer.end_s for answer in answers[self._flight - 1 :]])
+        work = np.array([self._work(answer) for answer in answers[self._flight :]], dtype=float)
+        # whole batches, because the times between single answers say nothing if answers end together
+        parts = zip(np.array_split(np.diff(ends), BATCHES), np.array_split(work, BATCHES), strict=True)
+        per_unit = np.array([times.sum() / units.sum() for times, units in parts])
+        return bool(per_unit.mean() * (1.0 - mean_error(per_unit)) * self._rate.minimum > 1.0)
+
+    def _work(self, answer: Answer) -> int:
+        if self._rate.name == "requests_per_s":
+            return 1
+        return answer.output_tokens + (answer.input_tokens if self._rate.name == "total_tokens_per_s" else 0)
+
+
 SURE = 2.0
 """A load is stopped if it is estimated to take more than this multiple of its time limit."""
 
@@ -152,7 +186,8 @@ class Request:
 class Watch:
     """Tracks a load: stores its answers and its requests in flight, and decides whether it has ended.
 
-    - `has_ended`: whether the load is certain to exceed one of `limits` (`is_stopped`), or its metrics are precise.
+    - `has_ended`: whether the load is certain to exceed one of `limits` (`is_stopped`) or to be slower than `min_rate`
+      (`is_slow`), or its metrics are precise.
     - `window`: the window of the requests that count, if the load has a steady state or was cut off; else None.
     - `progress`: the progress of a load that did not end within its time; else None.
     """
@@ -163,17 +198,20 @@ class Watch:
         limits: Mapping[str, float],
         steady: SteadyState | None = None,
         fewest: int | None = None,
+        min_rate: MinRate | None = None,
+        concurrency: int | None = None,
     ) -> None:
         self.steady, self._requests, self._check = steady, requests, LimitCheck(limits, len(requests))
         self._outputs = list(accumulate(request.output_tokens for request in requests))
         self._needed = steady.enough if steady else len(requests)
         self._fewest = None if fewest is None else min(fewest, self._needed)
+        self._rate = RateCheck(min_rate, concurrency, self._needed) if min_rate and concurrency else None
         self._unanswered = dict[Stream, float]()
         """The requests in flight with the seconds at which they were sent, the oldest first."""
         self.answers: list[Answer] = []
         self.window: Window | None = None
         self.progress: Progress | None = None
-        self.is_stopped = self.has_ended = False
+        self.is_stopped = self.is_slow = self.has_ended = False
         self.start = self._last_s = 0.0
 
     def sent(self, stream: Stream) -> None:
@@ -188,6 +226,9 @@ class Watch:
         self.is_stopped = self._check.exceeded(answer)
         if self.steady is not None:
             self.window = self.steady.reached(self.answers, self._answered_until_s)
+        if self.window is None and self._rate is not None and self._rate.is_below(self.answers):
+            self.window = cut(self.answers, self._answered_until_s, 1)
+            self.is_slow = self.window is not None
         self.has_ended = self.is_stopped or self.window is not None
 
     def is_hopeless(self, timeout_s: float) -> bool:

@@ -107,6 +107,17 @@ class Answer:
         return self.start_s + self.e2e_s
 
 
+@dataclass(frozen=True, slots=True)
+class MinRate:
+    """A rate of a closed loop, below which the load is too slow: tokens or requests per second.
+
+    `name`: output_tokens_per_s, total_tokens_per_s or requests_per_s.
+    """
+
+    name: str
+    minimum: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
     """The result of one load.
@@ -119,6 +130,7 @@ class LoadResult:
     - `notes`: notes to the user about estimated values, and about a client that may be the bottleneck.
     - `stopped`: whether the load was stopped because it was certain to exceed a limit. A stopped load has no figures,
       and `requests` are the answers so far.
+    - `slow`: whether the load was stopped because it was certain to be too slow. It has the figures of its answers.
     - `window`: the time in which the requests that count were sent, in seconds after the first send; None if all count.
     - `error`: the relative uncertainty of the means if the load ended before they were precise.
     - `progress`: the progress of a load that did not end in its time; None for others. Such a load has figures if
@@ -133,6 +145,7 @@ class LoadResult:
     requests: tuple[Answer, ...] = ()
     notes: tuple[str, ...] = field(default=())
     stopped: bool = False
+    slow: bool = False
     window: tuple[float, float] | None = None
     error: float = 0.0
     progress: Progress | None = None

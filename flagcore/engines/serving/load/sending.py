@@ -21,7 +21,15 @@ from flagcore.domain.space import IntArray
 from flagcore.engines.serving.load.client import Pairs, send_request, session
 from flagcore.engines.serving.load.figures import PRECISION, SteadyState, duration_s, figures_of, steady_figures
 from flagcore.engines.serving.load.progress import Request, Watch
-from flagcore.engines.serving.load.result import CHAT, COMPLETIONS, LoadResult, ProblemKind, RequestFailed, Target
+from flagcore.engines.serving.load.result import (
+    CHAT,
+    COMPLETIONS,
+    LoadResult,
+    MinRate,
+    ProblemKind,
+    RequestFailed,
+    Target,
+)
 from flagcore.engines.serving.load.routing import LeastBusy, Prefixes, pieces_of
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traces import Traffic
@@ -48,6 +56,7 @@ def measure(
     asked: Collection[str] = (),
     share_s: float = math.inf,
     fewest: int | None = None,
+    min_rate: MinRate | None = None,
     prefix_aware: bool = False,
     prefill: Sequence[Target] = (),
     protocol: str = "",
@@ -65,6 +74,7 @@ def measure(
     - `share_s`: seconds after which a load may end early.
     - `fewest`: if not None, any load ends after `share_s` or `timeout_s` with the metrics of its requests so far if at
       least this many of them count, and ends at once if they would take much longer than `timeout_s`.
+    - `min_rate`: the load also ends if it is certain to be slower.
     - `prefix_aware`: whether a request goes to the target that got the longest prefix of its prompt before.
     - `prefill`: targets that only prefill. `targets` then only decode, and a request is sent to one of each (`Pairs`).
     - `protocol`: how these targets exchange caches, as `load.routing` names it.
@@ -104,7 +114,7 @@ def measure(
                 if sender.problems:
                     return sender.result(requests.notes, None)
             prefixes = Prefixes(len(targets)) if prefix_aware and pairs is None else None
-            watch = Watch(main, limits or {}, steady, fewest)
+            watch = Watch(main, limits or {}, steady, fewest, min_rate, load.concurrency)
             think_s = load.think_time_s
             sender = _LoadSender(http, targets, main, watch, think_s=think_s, prefixes=prefixes, pairs=pairs)
             gc.collect()
@@ -262,6 +272,7 @@ class _LoadSender:
             requests=answers if figures or watch.is_stopped else (),
             notes=notes,
             stopped=watch.is_stopped,
+            slow=watch.is_slow,
             window=None if watch.window is None else (watch.window.begin_s, watch.window.end_s),
             error=error,
             progress=watch.progress,

@@ -88,6 +88,7 @@ def run(job: Job, folder: Path, began: float | None = None) -> None:
             "effective": effective,
             "versions": dict(job.versions),
             "points": points,
+            "partial": runner.is_slow,
             "highest": asdict(runner.highest) if runner.highest else None,
             "counters": counters(reports, servers),
             "startup_s": [server.startup_s for server in servers],

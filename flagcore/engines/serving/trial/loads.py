@@ -63,6 +63,8 @@ class LoadRunner:
     """In the first round, the loads after the current one, for which time must be left."""
     highest: HighestLoad | None = None
     """The result of a search for the highest load."""
+    is_slow = False
+    """Whether a load was stopped because it was certain to be slower than `job.min_rate`. It is then the last one."""
     may_be_cut = True
     """Whether the load may end with few requests, because it was not measured before: few are better than none."""
 
@@ -114,6 +116,8 @@ class LoadRunner:
                 log(f"{name} is left out: {failure}")
                 break
             points[index]["repeats"].append(measurement)
+            if self.is_slow:
+                return points
             times_s[index] = time.monotonic() - began
         for repeats in (point["repeats"] for point in points):
             if len(repeats) < job.repeats:
@@ -225,7 +229,7 @@ class LoadRunner:
         result = self._send(load, name, seed, limits, fewest=fewest_answers(load) if self.may_be_cut else sys.maxsize)
         ended_s = time.monotonic()
         self.completions_per_s = completions_per_s(result.requests)
-        self.is_cut_off = result.stopped or result.window is not None
+        self.is_cut_off, self.is_slow = result.stopped or result.window is not None, result.slow
         if result.stopped:
             return None
         figures = {**result.figures, **shares(self.reports, start, counters(self.reports, self.servers))}
@@ -265,6 +269,8 @@ class LoadRunner:
             share_s = TIME_SHARE_OF_LOADS * timeout_s / self.loads_left
         else:
             share_s = timeout_s / (1 + len(self.later))
+        # warm-ups and repeats always run to their end
+        min_rate = self.job.min_rate if fewest is not None and self.may_be_cut else None
         result = measure(
             self.targets,
             load,
@@ -279,6 +285,7 @@ class LoadRunner:
             protocol=self.job.protocol,
             share_s=share_s,
             fewest=fewest,
+            min_rate=min_rate,
         )
         if result.failed and result.progress is None:
             raise _load_failure(result, name, self.servers)

@@ -51,6 +51,7 @@ def read(task: Task, candidate: Candidate, folder: str, instance_devices: Sequen
             device_used_bytes=_resident_bytes(data, instance_devices) if on_cores else None,
             figures=point.figures | startup_figures | memory,
             points=tuple(point.as_record() for point in points),
+            partial=bool(data.get("partial")),
             highest=HighestLoad(**data["highest"]) if data.get("highest") else None,
             broken=point.broken,
             notes=point.notes,

@@ -12,8 +12,15 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.figures import CUT_ERROR, cut, figures_of, statistics_of, steady_figures
-from flagcore.engines.serving.load.progress import RESOLUTION, LimitCheck, Outcome, completions_per_s, highest_load
-from flagcore.engines.serving.load.result import Answer, LoadResult
+from flagcore.engines.serving.load.progress import (
+    RESOLUTION,
+    LimitCheck,
+    Outcome,
+    RateCheck,
+    completions_per_s,
+    highest_load,
+)
+from flagcore.engines.serving.load.result import Answer, LoadResult, MinRate
 from tests.engines.serving.load.servers import Behaviour, Body, Wire, answer, finish, pieces, send, serving, well
 
 
@@ -149,6 +156,17 @@ def test_the_figures_of_a_load_that_was_cut_are_those_of_the_whole(spread: float
     expected, found = figures_of(whole), steady_figures(answered, window)
     for name in ("output_tokens_per_s", "requests_per_s", "ttft_s.mean", "e2e_s.p50"):
         assert found[name] == pytest.approx(expected[name], rel=0.15 if spread == 0.3 and seconds < 3 else 0.06)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize(("ratio", "is_slow"), [(0.5, False), (0.95, False), (2.0, True)])
+def test_a_load_whose_rate_is_certain_to_be_too_low_is_slow(spread: float, ratio: float, is_slow: bool) -> None:
+    answers = sorted(closed_loop(spread), key=lambda each: each.end_s)
+    for name, rate in (("requests_per_s", FLIGHT), ("output_tokens_per_s", FLIGHT * TOKENS)):
+        check = RateCheck(MinRate(name, ratio * rate), FLIGHT, REQUESTS)
+        slow = [count for count in range(1, REQUESTS + 1) if check.is_below(answers[:count])]
+        assert bool(slow) == is_slow
+        assert not slow or slow[0] >= REQUESTS / 4
 
 
 def test_fast_answers_alone_give_no_figures() -> None:

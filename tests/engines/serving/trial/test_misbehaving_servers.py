@@ -12,7 +12,7 @@ import pytest
 from fixed_machine import PINS
 
 from flagcore.domain.serving import Load
-from flagcore.domain.trial import TimeLimit, TrialState
+from flagcore.domain.trial import Measurement, Role, TimeLimit, Trial, TrialState
 from flagcore.engines.results import METRICS
 from flagcore.engines.serving.trial import __main__ as program
 from flagcore.engines.serving.trial import loads
@@ -180,3 +180,19 @@ def test_the_highest_load_that_keeps_the_slo_is_found_in_one_launch(key: str, tm
     rates = [point["output_tokens_per_s"] for point in within_limit.values()]
     assert trial.measurement.figures["output_tokens_per_s"] == max(rates)
     assert len(trials.servers(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(("faster", "state"), [(10.0, TrialState.STOPPED), (0.1, TrialState.MEASURED)])
+def test_a_load_that_is_much_slower_than_the_best_is_stopped(faster: float, state: TrialState, tmp_path: Path) -> None:
+    load = Load(input_len=16, output_len=8, num_prompts=96, concurrency=4)
+    platform = trials.platform(tmp_path, "queues", loads=(load,), repeats=2)
+    step_s = 0.1 / (4 * 8) / faster  # at most four answers of eight tokens in 0.1 s
+    measured = Measurement(step_times_s=(step_s,), step_time_s=step_s, spread_s=0.0, tokens_per_second_per_device=1.0)
+    best = Trial(number=1, candidate=trials.candidate(platform), role=Role.SEARCH, state=state, measurement=measured)
+    trial = trials.run(platform, tmp_path, best)
+    assert trial.state is state
+    assert trial.measurement is not None
+    assert trial.measurement.partial == (state is TrialState.STOPPED)
+    answered = trial.measurement.points[0]["answered"]
+    assert 24 <= answered < 96 if trial.measurement.partial else answered == 96
+    assert len(trial.measurement.step_times_s) == (1 if trial.measurement.partial else 2)

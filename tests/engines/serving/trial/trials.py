@@ -19,7 +19,7 @@ from flagcore.engines.serving.trial import __main__ as program
 from flagcore.engines.serving.trial.failures import TrialFailure
 from flagcore.launchers.local import LAUNCHER
 from flagcore.tuner.stages.launch import launch
-from flagcore.tuner.stages.measure import measure
+from flagcore.tuner.stages.measure import measure, stop_above_s
 from tests.engines.serving.engines.tasks import serving
 from tests.small import platform as small_platform
 
@@ -50,13 +50,13 @@ def trial_folder(folder: Path) -> Path:
     return created
 
 
-def run(where: Platform, folder: Path, **values: KnobValue) -> Trial:
+def run(where: Platform, folder: Path, best: Trial | None = None, **values: KnobValue) -> Trial:
     """Launch and measure one candidate, as the loop does."""
     requested, folder_ = candidate(where, **values), str(trial_folder(folder))
     trial = Trial(number=0, candidate=requested, role=Role.SEARCH, state=TrialState.RUNNING)
     limit = TimeLimit(seconds=where.task.spec.control.max_time_per_task or 300.0, because="test")
-    running = launch(where, LAUNCHER, requested, folder_, limit)
-    return measure(running, where, trial, folder_, None)
+    running = launch(where, LAUNCHER, requested, folder_, limit, stop_above_s=stop_above_s(best))
+    return measure(running, where, trial, folder_, best)
 
 
 def run_here(where: Platform, folder: Path, **values: KnobValue) -> Trial:
