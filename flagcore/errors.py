@@ -54,7 +54,9 @@ class SpecError(UsageError):
 
 
 class SpecErrors(SpecError):
-    """Several invalid keys of one file: `problems` has one SpecError each, the fields are of the first."""
+    """Several invalid keys of one file. `problems` contains a SpecError for each key. All other fields are from the
+    first.
+    """
 
     def __init__(self, problems: Sequence[SpecError]) -> None:
         self._problems = tuple(each for problem in problems for each in problem.problems)
@@ -75,7 +77,7 @@ class SpecErrors(SpecError):
 
 
 def join_errors(problems: Sequence[SpecError]) -> SpecError:
-    """Return one error for all `problems`. There must be at least one."""
+    """Return one error that contains all `problems`, of which there must be at least one."""
     return problems[0] if len(problems) == 1 else SpecErrors(problems)
 
 

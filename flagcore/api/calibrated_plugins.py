@@ -59,7 +59,7 @@ class CalibratedPlugins(LoadedPlugins):
         return super()._known_chips()
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the plugins' answer, or torch's report for a chip that only a calibration describes."""
+        """Return the plugins' engine support, or torch's report for a chip that only a calibration describes."""
         answer = super().engine_support(chip, engine, engine_version)
         return answer if answer.device_type else self._support.get(chip.name, answer)
 
@@ -134,7 +134,7 @@ def accelerator_report() -> TorchReport | None:
 
 
 def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
-    """Return the chip of this machine that no plugin lists, its engine support, and its devices, or None.
+    """Return this machine's chip that no plugin lists, its engine support and its devices, or None if there is none.
 
     Raises NoDevice if there is such a chip, but torch finds no accelerator, because nothing can be measured then.
     """

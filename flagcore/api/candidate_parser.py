@@ -97,7 +97,7 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
 
 
 def _named_knobs(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterator[tuple[str, bool, Axis, str | None]]:
-    """Yield for each knob in a text: its part of the text, whether it is negated (`no`), its axis and its value.
+    """Yield, for each knob in `text`, its part of the text, whether it is negated by `no`, its axis, and its value.
 
     `listed` is the list of knobs for error messages.
     """

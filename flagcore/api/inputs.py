@@ -254,7 +254,7 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
 
 
 def _min_nodes_error(spec: Spec) -> str:
-    """Return why trials cannot continue on fewer nodes. Returns an empty string if they can, or need not."""
+    """Return why trials cannot continue on fewer nodes, or an empty string if they can or `min_nodes` is not set."""
     if spec.cluster.min_nodes is None:
         return ""
     if not workload_of(spec.work).replicas:
@@ -282,7 +282,7 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
 
 
 def _with_hosts(spec: Spec) -> Spec:
-    """Add the hosts that the launcher finds to a spec without hosts. Raises SpecError if they are too few."""
+    """Add the hosts that the launcher finds to a spec without hosts. Raises SpecError if it finds too few."""
     cluster, at_most = spec.cluster, spec.trial_nodes + spec.cluster.spares
     hosts = () if cluster.hosts or spec.launcher == LOCAL else launcher(spec.launcher).find_hosts(at_most)
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):

@@ -253,7 +253,7 @@ def print_notes(notes: Iterable[ImportNote]) -> None:
 
 
 def joined(records: list[dict[str, Any]], form: str, key: str, separator: str = ", ") -> list[dict[str, Any]]:
-    """Return the records. If the format has columns, the list under `key` is joined to one text."""
+    """Return `records`. If the format has columns, the list under `key` in each record becomes one string."""
     if form not in ("table", "csv"):
         return records
     return [{**record, key: separator.join(record[key])} for record in records]

@@ -67,7 +67,7 @@ def _predicted(event: Event) -> str:
 
 
 def details(event: Event) -> list[str]:
-    """Return why a trial that starts was chosen, and the path of its log. It is empty for other events."""
+    """Return why a trial that starts was chosen, and the path of its log. The list is empty for other events."""
     if event.kind != "trial_started":
         return []
     reason = event.trial.chosen_because

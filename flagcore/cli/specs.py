@@ -91,7 +91,7 @@ HISTORY = "-history"
 class _Importers(click.Group):
     """The commands NAME and NAME-history of each installed importer, and one per engine.
 
-    They are looked up when used.
+    The importers are looked up on first use.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -107,7 +107,7 @@ class _Importers(click.Group):
         return [*commands, *names(WORKLOADS)]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Pass everything to the command that finds out what it was given, unless a command's name comes first."""
+        """Pass all arguments to the command that detects what they contain, unless the first one names a command."""
         named = {"-h", "--help", *self.list_commands(ctx)}
         return super().parse_args(ctx, ["--", *args] if args and args[0] not in named else args)
 

@@ -267,7 +267,7 @@ def runs_show(run: Path, form: str, without: tuple[str, ...]) -> None:
 
 
 def _say_unmeasured(records: Sequence[Mapping[str, Any]], form: str) -> None:
-    """Below a table, print why runs have no measurement and how to continue."""
+    """Print, below a table, why runs have no measurement and how to continue them."""
     from flagcore.api.runs import UNMEASURED
 
     for each in records if form == "table" else ():

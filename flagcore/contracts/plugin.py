@@ -183,10 +183,10 @@ class RunningLaunch(Protocol):
     """A launch that was started, and may still be running."""
 
     def wait(self, seconds: float) -> Exit | None:
-        """Wait at most `seconds` for the launch to end. Return its exit, or None if it is still running."""
+        """Wait at most `seconds` for the launch to end. Return how it ended, or None if it is still running."""
 
     def stop(self) -> Exit:
-        """End the whole process tree if it is still running, and return the exit."""
+        """End the whole process tree if it is still running, and return how the launch ended."""
 
 
 class Launcher(ABC):

@@ -120,7 +120,7 @@ class Choice:
     """A strategy's choice of the next candidate.
 
     `row`: the candidate's row, or None to stop the search.
-    `because`: the reason in one line.
+    `because`: the reason for the choice in one line.
     `belief`: the strategy's corrected prediction for the candidate, as plain data in the format of `Trial.predicted`.
     """
 

@@ -107,7 +107,7 @@ def rows_by_effects(task: Task, columns: Columns) -> Iterator[tuple[list[Effect]
 
 
 def plugin_columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Return one-row columns of the knobs with effects, encoded from one candidate's `values`."""
+    """Encode one candidate's `values` of the knobs that have an `Effect` as columns with one row."""
     axes = plugin_axes(task)
     return {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))], dtype=np.int64) for axis in axes}
 

@@ -232,7 +232,7 @@ class ImportNote:
 class Task:
     """A spec and the cluster on which it runs.
 
-    `knobs`: the knobs with effects that the spec names, which are plugins' knobs and compared engine settings.
+    `knobs`: the knobs in the spec whose values have an `Effect`: plugins' knobs and compared engine settings.
     `stop_above_s`: an engine may stop a trial whose step time is certain to be higher.
     """
 

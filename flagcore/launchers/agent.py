@@ -55,7 +55,7 @@ class Mirror:
         """By file: its inode, the time of its last change, and the number of bytes that were sent."""
 
     def pieces(self, most: int) -> list[dict[str, Any]]:
-        """Return messages with the new content of the folder's files, about `most` bytes at most."""
+        """Return messages with new content of the folder's files, in total at most about `most` bytes."""
         messages: list[dict[str, Any]] = []
         for folder, _, names in os.walk(self.folder):
             for name in sorted(names):
@@ -228,10 +228,10 @@ class Agent:
         self.wire.beat()
 
     def start(self, order: dict[str, Any]) -> None:
-        """Write the files of an order and start its trial.
+        """Write the files in `order`, flagcore's message that describes a trial, and start the trial.
 
-        If the trial uses a template, wait until the template is ready. In the order, the trial's folder and the
-        placeholders of network devices are replaced by those of this host.
+        If the trial is forked from a template (`flagcore.launchers.template`), wait until the template is ready. In the
+        order, the trial's folder and the placeholders of network devices are replaced by those of this host.
         """
         placeholders = network.placeholders(order["master_addr"])
         replacements = {**placeholders, order["folder"]: self.folder}
@@ -273,7 +273,7 @@ class Agent:
 
     @contextlib.contextmanager
     def reported(self) -> Iterator[None]:
-        """Report why a trial cannot be started. A broken disk ends the agent."""
+        """Send an error in this context to flagcore, because a trial cannot start. A broken disk ends the agent."""
         try:
             yield
         except (OSError, ValueError) as error:

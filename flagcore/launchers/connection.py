@@ -91,7 +91,7 @@ def _plain(text: object) -> str:
 
 
 def _exit(end: Mapping[str, Any]) -> Exit:
-    """Convert an agent's report to the exit of its trial. Raises one of INVALID for a malformed report."""
+    """Convert an agent's report on the end of its trial to an `Exit`. Raises one of INVALID for a malformed report."""
     seconds, peak, ended_by = float(end["duration_s"]), end["peak_memory_bytes"], end["ended_by"]
     if not math.isfinite(seconds) or ended_by not in ENDED_BY:
         raise ValueError(end)
@@ -372,7 +372,7 @@ def trial_files(folder: str) -> dict[str, str]:
 
 
 def order_for_host(launch: Launch, host: str, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
-    """Return the order for one host. The agent replaces the trial's folder by a folder on the host."""
+    """Return the message that makes the agent on `host` start a trial, in which `values` replace placeholders."""
 
     host_launch = launch.on_host.get(host, launch)
 

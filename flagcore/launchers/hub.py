@@ -26,7 +26,7 @@ Connect = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 
 
 class Hub:
-    """The hub that runs in the process of `module`. It starts with the first request."""
+    """A process of `module` that connects flagcore to the agents on hosts. It starts with the first request."""
 
     def __init__(self, launcher: str, module: str) -> None:
         self.launcher, self.module = launcher, module

@@ -44,8 +44,8 @@ class LocalRunning:
 class LocalLauncher(Launcher):
     """Starts trials on this machine, which may run in parallel.
 
-    A trial with `Launch.warm` is forked from a template, if the template is idle. The template is kept for trials with
-    the same program, environment, cores and control group, until one of them fails.
+    A trial with `Launch.warm` is forked from a `Template` if that is idle. The template is kept for trials with the
+    same program, environment, cores and control group, until one of them fails.
     """
 
     name = "local"

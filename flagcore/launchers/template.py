@@ -36,7 +36,9 @@ OF_ONE_TRIAL = (guarded.MARKER, "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNOD
 
 
 class Template:
-    """A template that runs one trial at a time. It also represents the guard process of its last trial."""
+    """A process that has imported a program's modules, so that trials can be forked from it, one at a time. The object
+    also represents the guard process of the last trial.
+    """
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], directory: str) -> None:
         """Start a template for `python -m PACKAGE ARGUMENT...`. Raises OSError if it cannot start."""
@@ -94,7 +96,7 @@ class Template:
 
 
 class Templates:
-    """Keeps the template for trials with the same program, environment, cores and control group."""
+    """Keeps one `Template`, for trials with the same program, environment, cores and control group."""
 
     def __init__(self) -> None:
         self.template: Template | None = None

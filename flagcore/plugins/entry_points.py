@@ -282,7 +282,7 @@ def importer(name: str | None = None) -> Importer:
 
 
 def watcher(name: str) -> Callable[[RunEvent], object]:
-    """Return the function `on_event` of the watcher `name`. It lets exceptions of the watcher through.
+    """Return the function `on_event` of the watcher `name`. Exceptions of the watcher are not caught.
 
     Raises SpecError or NoDevice like `workload`.
     """

@@ -147,7 +147,7 @@ def seconds_text(objective: str, seconds: float) -> str:
 
 
 def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
-    """Return as text the knobs in which two candidates differ, each with both values."""
+    """Return a text with the knobs in which two candidates differ, each with both values."""
     lines = []
     for name, pair in differs.items():
         knob, texts = knob_of(name, knobs), [differs[each] for each in details(name, knobs) if each in differs]
@@ -330,7 +330,7 @@ def _side_text(side: Side, knobs: Knobs) -> str:
 
 
 def _rows(both: Comparison) -> Iterator[list[str]]:
-    """Yield the rows of the table. The row of a figure that neither side has is empty."""
+    """Yield the rows of the table. The row of a metric that neither candidate has is empty."""
     sides = (both.a, both.b)
     measured = [side.measured for side in sides]
     is_served = both.objective in SERVING
@@ -383,7 +383,7 @@ def figure_pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def largest_differences(time: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the seconds by which parts of a time differ, second minus first, largest difference first.
+    """Return the difference of each part of a step in seconds, second minus first, with the largest difference first.
 
     Only parts that differ in the same direction as the total are returned.
     """
@@ -394,7 +394,7 @@ def largest_differences(time: Mapping[str, tuple[float, float]]) -> dict[str, fl
 
 
 def parts_text(differences: Mapping[str, float]) -> str:
-    """Return the largest differences of parts as text."""
+    """Return a text with the largest `differences`, which are in seconds by part of a step."""
     return ", ".join(f"{_(part_name(name))} {differences[name]:+.3g} s" for name in list(differences)[:MAX_PARTS])
 
 

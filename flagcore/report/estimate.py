@@ -56,7 +56,7 @@ class Mixing:
 
     @property
     def sum_alone(self) -> float:
-        """The tokens per second of all kinds alone."""
+        """The sum of the tokens per second of the fastest plan of each kind of chip alone."""
         return sum(each.tokens_per_second for each in self.alone)
 
     @property

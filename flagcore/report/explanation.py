@@ -146,8 +146,8 @@ def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
 def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
     """Return the memory of the worst stage by component, with its totals.
 
-    Components add up to static memory and activations, which may reach their maximum at different times. `OTHER` is the
-    difference to the peak.
+    The components sum to static memory and activations, which may reach their maximum at different times. The row
+    `OTHER` contains the peak minus this sum.
     """
     components = memory.get("components", {})
     static, activation = memory["static_gib"], memory["activation_gib"]
@@ -185,7 +185,7 @@ def by_component(names: Iterable[str], labels: Labels) -> list[str]:
 def memory_parts(memory: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts of the memory in use of a device in GiB. Their names are in English.
 
-    They add up to `device_used_gib`. Parts below `MIN_SHOWN` are left out.
+    The parts sum to `device_used_gib`. Parts below `MIN_SHOWN` are left out.
     """
     components, static, peak = memory.get("components", {}), memory["static_gib"], memory["peak_allocated_gib"]
     if "kv_cache_gib" in memory:

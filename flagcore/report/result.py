@@ -282,9 +282,9 @@ def noise_warnings(plan: Plan) -> Iterator[str]:
 
 
 def _side_by_side(plan: Plan) -> dict[str, Any] | None:
-    """Return whether trials ran side by side, and their slowdown as a share of the time alone.
+    """Return whether trials may run in parallel, and the slowdown of a parallel trial relative to one that ran alone.
 
-    It is None if unknown.
+    Returns None if it was not measured.
     """
     if (found := plan.interference) is None:
         return None

@@ -96,7 +96,7 @@ def assumed_text(assumed: Mapping[str, object]) -> str:
 
 
 def scaled_text(seconds: float, nodes: int = 0, of_nodes: int = 0) -> str:
-    """Return as text the measured time from which a whole step was scaled, and the nodes if they were fewer."""
+    """Return a text with the measured time from which a whole step was scaled, and with the `nodes` that were used."""
     if nodes:
         text = N_("scaled from {seconds} s on {nodes} of {of_nodes} nodes")
         return _(text, seconds=shown(seconds), nodes=nodes, of_nodes=of_nodes)
@@ -292,7 +292,7 @@ def limits_text(limits: Mapping[str, float]) -> str:
 
 
 def slo_text(missed: Mapping[str, float]) -> str:
-    """Return the text for a prediction: that it meets the latency limits, or the figures that exceed them."""
+    """Return a text that a prediction meets the latency limits, or with the metrics that exceed them."""
     return ", ".join(_("{name} too high", name=latency_name(name)) for name in missed) or _("met")
 
 
@@ -351,7 +351,7 @@ def load_text(point: Mapping[str, Any]) -> str:
 
 
 def serving_load_text(serve: ServeSpec) -> str:
-    """Return as text the requests of a serving job, and the clients or rates of its load points."""
+    """Return a text with the requests of a serving job, and with the clients or rates of its load points."""
     loads = serve.loads
     points = [load_text({name: value for name, value in asdict(load).items() if value is not None}) for load in loads]
     if serve.highest is not None:
@@ -372,7 +372,7 @@ def serving_load_text(serve: ServeSpec) -> str:
 
 
 def at_load(text: str, load: str) -> str:
-    """Return a figure's text with the load at which it was measured, if there are several load points."""
+    """Return the metric in `text` with the `load` at which it was measured, or `text` alone if `load` is empty."""
     return _("{value} at {load}", value=text, load=load) if load else text
 
 
@@ -386,7 +386,7 @@ def gain_text(objective: str, gain: float) -> str:
 
 
 def run_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of runs as texts for a table: states in the selected language, figures with units."""
+    """Convert the values in records of runs to strings for a table, with states in the selected language and units."""
     return [{**each, **_run_texts(each)} for each in records]
 
 

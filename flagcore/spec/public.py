@@ -64,7 +64,7 @@ def absolute_model(source: str, base: Path) -> str:
 
 
 def _stem(name: str) -> tuple[str, str | None]:
-    """Return the part of a repository's name that determines the shape, and the format that its end names."""
+    """Return the part of a repository's name that determines the shape, and the weight format at its end, if any."""
     model = name.lower().rpartition("/")[2].removeprefix("meta-").replace("quantized.", "quantized-")
     words, weights = model.split("-"), None
     while len(words) > 1 and (

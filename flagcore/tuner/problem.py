@@ -72,7 +72,7 @@ def candidate_columns(platform: Platform, values: Mapping[str, KnobValue]) -> di
 
 
 def require_launchable(problem: Problem) -> None:
-    """Raise SpecError if trials cannot run with a listed value of a knob with effects.
+    """Raise SpecError if the space lists a value with an `Effect` that trials cannot use.
 
     It is also raised if the environment of this process already has a variable that such a knob sets.
     """

@@ -119,7 +119,7 @@ OF = {"runs": 1.0, "kernels": RUN_SLOWDOWN}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveFile:
-    """The content of a `curve.yaml` or `serving.yaml`. The curve's `run_slowdown` follows from `of`."""
+    """The content of a `curve.yaml` or `serving.yaml`. `of`: what the curve was fitted to; sets `run_slowdown`."""
 
     source: Source
     curve: Curve
@@ -224,8 +224,8 @@ def read_provenance(text: str, file: str) -> Provenance:
 
 
 def read_kernels(text: str, file: str, reading: Reading) -> KernelSheet:
-    """Return the kernels of a `kernels.jsonl`, corrected by `reading`. Raises SpecError with the number of the bad
-    line.
+    """Return the kernels of a `kernels.jsonl`, with times corrected as by `Reading.kernel`. Raises SpecError with the
+    number of the invalid line.
     """
     kernels = []
     for number, line in enumerate(text.splitlines(), 1):

@@ -36,7 +36,7 @@ def list_with(
     *tools: str,
     processes: Callable[[str], Mapping[int, tuple[str, ...]]] = read_processes,
 ) -> ListDevices:
-    """Return a function that runs `tools`, commands such as `acme-smi info`, one by one until `read` finds devices.
+    """Return a function that runs `tools` such as `acme-smi info`, one by one until `read` finds devices in the output.
 
     `processes` reads the processes that hold memory of each device, from the same output.
     """
@@ -202,7 +202,7 @@ class DeviceDetector:
         return tuple(replace(each, name=word, within=within) for each, word in zip(devices, words, strict=False))
 
     def _effective(self, environment: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the variables of `visible` that apply if they are set."""
+        """Return the variables of `visible`, without those that are empty in `environment` if these count as unset."""
         return tuple(name for name in self.visible if environment.get(name) or not self.empty_is_unset)
 
 

@@ -370,9 +370,7 @@ def _settings(
 
 
 def _layout(value: object) -> str:
-    """Return a layout of stages as Megatron's text. If `value` is a list, it contains a list of layers for each
-    stage.
-    """
+    """Return a pipeline layout in Megatron's syntax. A `value` that is a list contains the layers of each stage."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -386,7 +384,7 @@ def _cluster(
 ) -> tuple[dict[str, Any], int]:
     """Return the section `cluster`, and the number of devices in it.
 
-    The recipe's name contains both. Otherwise, the cluster has the fewest devices that can run the recipe.
+    Both are read from the recipe's name. If it does not state them, the cluster has the fewest devices that can run it.
     """
     match = _IN_NAME.search(name)
     sizes = (baseline.get(key) for key in SIZES[:4])

@@ -32,7 +32,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Hetero:
-    """A job on several meshes: the sizes and the device type of each, and the layers of each stage, if they are set."""
+    """A job on several meshes, which are groups of devices with their own parallel sizes."""
 
     sizes: tuple[Sizes, ...]
     types: tuple[str, ...]

@@ -22,7 +22,7 @@ def metrics(trial: Mapping[str, Any]) -> dict[str, float]:
 
 
 def params(trial: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
-    """Return the knobs of a trial by name. The value of a knob without a value is a text."""
+    """Return the values of a trial's knobs by name. Null becomes the string `None`."""
     known = (str, int, float, bool)
     return {name: value if isinstance(value, known) else str(value) for name, value in trial["candidate"].items()}
 

@@ -146,7 +146,7 @@ def _all_runs(subject: Subject) -> Iterator[str]:
 
 
 def _pruning_rules(snapshot: Snapshot, row: int) -> list[PruningRule]:
-    """Return the rule that removed a row in the stage `prune`, as a list of one. The list is empty if no rule did."""
+    """Return a list with the rule that pruned `row`, or an empty list if the row was not pruned."""
     code, trial = int(snapshot.pruned.rule[row]), int(snapshot.pruned.trial[row])
     if not code:
         return []
@@ -183,7 +183,7 @@ def _why_open(subject: Subject) -> list[str]:
 
 
 def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
-    """Report what became of every combination of a spec, or of a run and its trials.
+    """Explain how rules and trials reduced the search space of a spec, or of the run in a folder.
 
     Raises the errors of `flagcore.errors`.
     """
@@ -229,7 +229,7 @@ def explain_candidate(
 
 
 def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
-    """Return the report on a candidate with this name, in the form of `explain_candidate`. Raises UsageError."""
+    """Return the report on the candidate `name`, in a form that `explain_candidate` accepts. Raises UsageError."""
     subject = Subject.of(snapshot, name)
     (state, because, rules), changes, cluster = state_of(subject), subject.changes(), snapshot.task.cluster
     if state in (OPEN, RAN):
@@ -290,7 +290,7 @@ def compare(
 
 
 def _split_name(text: str, default: SpecLike | None = None) -> tuple[SpecLike, str]:
-    """Return the run or spec, and the name of the candidate, in `text`. If it names no run, the run is `default`."""
+    """Return the run or spec that `text` names, or else `default`, and the name of the candidate."""
     run, colon, name = text.rpartition(":")
     if not Path(text).exists() and colon and Path(run).exists():
         return Path(run), name
@@ -328,7 +328,7 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
 
 
 def _side(subject: Subject) -> Side:
-    """Return the state and the figures of one compared candidate."""
+    """Return the state, the predictions and the measurements of one compared candidate."""
     state, because, _rules = state_of(subject)
     cluster = subject.snapshot.task.cluster
     return Side(
@@ -364,7 +364,7 @@ def _measured(side: Subject) -> MeasuredRuns | None:
 
 
 def _unit(side: Subject) -> float:
-    """Return the tokens per device and step, by which step times are divided to compare tasks. It is 1 for a server."""
+    """Return the tokens per device and step, or 1 for a server. To compare tasks, step times are divided by them."""
     spec = side.snapshot.task.spec
     if isinstance(spec.work, ServeSpec):
         return 1.0
@@ -372,15 +372,15 @@ def _unit(side: Subject) -> float:
 
 
 def _relative(a: Subject, b: Subject, a_s: float, b_s: float) -> float:
-    """Return the time of `b` relative to the time of `a`, minus one.
+    """Return the relative difference between the times of `b` and `a`, such as 0.1 if `b` takes 10% longer.
 
-    For training, it is the time per token and device.
+    For training, times per token and device are compared.
     """
     return b_s / _unit(b) / (a_s / _unit(a)) - 1.0
 
 
 def _times(a: Subject, b: Subject) -> tuple[tuple[float, float] | None, str]:
-    """Return the step times of both candidates in seconds, or None if one is unknown, and their certainty."""
+    """Return both step times in seconds, or None if one is unknown, and the certainty of the difference."""
     if a.snapshot.task.spec.objective != b.snapshot.task.spec.objective and _unit(a) == _unit(b) == 1.0:
         return None, UNKNOWN
     if a.measured_s and b.measured_s:
@@ -398,7 +398,7 @@ def _times(a: Subject, b: Subject) -> tuple[tuple[float, float] | None, str]:
 
 
 def overlap(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Return whether the step times of two candidates overlap, given the step time of each run."""
+    """Return whether the ranges of two candidates' step times overlap, given the step times of the runs of each."""
     return max(first) >= min(second) and max(second) >= min(first)
 
 

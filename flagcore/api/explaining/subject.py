@@ -69,7 +69,7 @@ class Subject:
 
     @classmethod
     def of(cls, snapshot: Snapshot, name: str) -> Subject:
-        """Return the candidate with this name, in the form of `explain_candidate`. Raises UsageError."""
+        """Return the candidate `name`, in a form that `explain_candidate` accepts. Raises UsageError."""
         columns, named = named_columns(snapshot, name)
         columns, others = _completed(snapshot, columns, named)
         typed, kind = name.strip().casefold(), "trial" if snapshot.run else "candidate"
@@ -91,7 +91,7 @@ class Subject:
     def believed(self) -> Mapping[str, Any] | None:
         """The prediction corrected by trials of this and of earlier runs.
 
-        It is None for a spec, or if there are no trials.
+        It is None for a spec, or if the run has no trials.
         """
         snapshot, row = self.snapshot, self.row
         has_trials = snapshot.search_state.trials or snapshot.search_state.probes or len(snapshot.context.past.time)
@@ -131,7 +131,7 @@ class Subject:
     def causes(self) -> str:
         """A paragraph that compares the candidate with the best, or the best with the baseline.
 
-        It is empty if unknown.
+        It is empty if the reasons for the difference are unknown.
         """
         best, baseline = best_of(self.snapshot), self.snapshot.problem.baseline
         is_best = self.candidate == best
@@ -162,7 +162,7 @@ class Subject:
         )
 
     def changes(self) -> dict[str, int]:
-        """Return the rows of alternatives to the candidate, by kind.
+        """Return the rows of up to three alternatives to the candidate, by the kind of alternative.
 
         `allowed`: the nearest row that may be tried. `faster`: the fastest nearby row, if its scaled time is below the
         candidate's. `fastest`: the fastest of all rows, if it is faster than the candidate.

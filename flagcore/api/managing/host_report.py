@@ -143,7 +143,7 @@ STALE_SECONDS = 10.0
 def host_telemetry(launcher: HostsLauncher, devices: Sequence[Device]) -> Callable[[Device], HostDevice]:
     """Watch the hosts of `devices` as long as the launcher keeps its agents.
 
-    Return a function from a device to its reader.
+    Return a function that returns the telemetry reader of a device.
     """
     if launcher.agents and devices:
         launcher.agents.watch_devices((sys.executable, "-m", PROGRAM, "watch"), shared_variables())
@@ -174,10 +174,7 @@ class HostDevice:
         return DeviceUse(**{**use_fields, "processes": tuple(use_fields.get("processes", ()))})
 
     def _reading(self) -> Mapping[str, Any]:
-        """Return the last reading of the device, but none from before the end of the last trial.
-
-        It is empty if unknown.
-        """
+        """Return the latest reading of the device. It is empty if there is none since the end of the last trial."""
         time.sleep(max(0.0, self.launcher.ended_at + LAG_SECONDS - time.monotonic()))
         at, readings = self.launcher.agents.reading(self.device.host) if self.launcher.agents else (-math.inf, ())
         is_current = time.monotonic() - at < STALE_SECONDS and self.place < len(readings)

@@ -257,9 +257,9 @@ SCHEMA_VERSION = 1
 
 
 def insight(problem: Problem, best: Candidate | None) -> dict[str, Any]:
-    """Return the rules, chips and environment of a run, and details about its `best` candidate.
+    """Return the rules, chips and environment of a run, and more about its best candidate, for the report page.
 
-    The details are the stages, the pipeline and alternative candidates.
+    The latter are the memory of its stages, its pipelines, and the fastest candidate for each value of each knob.
     """
     row = None if best is None else problem.space.find(best)
     used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED_MESSAGES}

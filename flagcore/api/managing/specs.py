@@ -140,7 +140,7 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
 
 
 def _envs(variables: Mapping[str, str], notes: Notes) -> dict[str, str]:
-    """Return the variables without secrets, and without those of the machine or the container. Each gets a note."""
+    """Return `variables` without secrets and without those of the machine or container. Add a note on each variable."""
     spec_variables = dict[str, str]()
     for name, value in variables.items():
         if is_secret(name) or redact_text(value) != value:

@@ -164,7 +164,7 @@ LARGEST_SIZE = 1_000_003
 
 
 def _runs(task: Task) -> str:
-    """Return what runs a predicted job: the user's command, the engine, or the trial program."""
+    """Return the name of what would run the trials: the user's command, the engine, or flagcore's trial program."""
     if isinstance(task.spec.work, ServeSpec):
         work = task.spec.work
         return _("as {engine} serves {load} (serve.profile)", engine=work.engine, load=serving_load_text(work))
@@ -257,7 +257,9 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
 
 
 def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | None:
-    """Compare a mixed cluster with each of its kinds. Returns None if no mixed plan has a predicted time."""
+    """Compare a mixed cluster with each of its kinds of chips alone. Returns None if no mixed plan has a predicted
+    time.
+    """
     order, titles = rows_by_time(problem), problem.task.cluster.names
     ways = problem.workload.splits(problem.task, problem.space.columns(order))
     rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}
@@ -321,9 +323,9 @@ DOUBLINGS = 4
 
 
 def cheapest_change(problem: Problem, without: Collection[str]) -> str:
-    """Return the first change with which a candidate remains: other knobs, then more devices or nodes.
+    """Return the first change of the spec with which a candidate fits: other knobs, then more devices or nodes.
 
-    Returns an empty string if no change helps and candidates fit into memory, because then rules remove them.
+    If no change helps, returns advice to use another chip, or an empty string if rules and not memory are the reason.
     """
     task = problem.task
     with loaded_plugins(without) as loaded:

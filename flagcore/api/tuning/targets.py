@@ -95,7 +95,7 @@ def export_targets(engine: str | None = None) -> tuple[str, ...]:
 
 
 def _exporters(engine: str | None) -> dict[str, Exporter | None]:
-    """Return the exporters by target. It is None for the target that is an engine's script.
+    """Return the exporter of each target. It is None for the name of an engine, whose target is a start script.
 
     Exporters that cannot be loaded are left out.
     """

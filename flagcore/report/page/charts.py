@@ -101,7 +101,7 @@ class Bars:
     bars: Sequence[Bar]
 
     def share(self, value: float) -> float:
-        """Return the length of a value, in percent of the width."""
+        """Return the length of the bar for `value`, in percent of the width."""
         return _percent(value / (max(each.high for each in self.bars) or 1.0))
 
 
@@ -112,7 +112,7 @@ def _percent(share: float) -> float:
 
 
 def linear(title: str, values: Sequence[float], *, from_zero: bool = False) -> Axis:
-    """Return a linear axis whose ends are ticks. Of a single value, it has the surroundings."""
+    """Return a linear axis around `values` that ends at ticks. If all values are equal, it extends to both sides."""
     low, high = 0.0 if from_zero else min(values), max(values)
     if low == high:
         low, high = low - (abs(low) or 1.0) / 10, high + (abs(high) or 1.0) / 10

@@ -161,7 +161,10 @@ class RunData(Plan):
         return whole_step_runs or [each for each in runs if each.measurement]
 
     def figures(self, trial: Trial) -> Figures | None:
-        """Return the median over a configuration's runs with their range, or its prediction with its 80% interval."""
+        """Return the median objective over a configuration's runs, the lowest and the highest.
+
+        For an estimate, they are the predicted objective and the bounds of its 80% interval. None if unknown.
+        """
         if self.fidelity == ESTIMATE:
             value, low, high = (self.predicted(trial, bound) for bound in ("value", "low", "high"))
             return None if value is None or low is None or high is None else (value, low, high)
@@ -350,7 +353,7 @@ def own_paths(folder: Path) -> Mapping[str, str]:
 
 
 def _shortened(data: Any, paths: Mapping[str, str]) -> Any:
-    """Return plain data with `paths` replaced in its texts."""
+    """Return plain data in which the `paths` in strings are replaced by their short forms."""
     pattern = re.compile(WHOLE_PATH.replace("{}", "|".join(map(re.escape, sorted(paths, key=len, reverse=True)))))
 
     def shorten(each: Any) -> Any:

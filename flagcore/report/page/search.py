@@ -51,7 +51,7 @@ def trials(run: RunData) -> Section:
 
 
 def trial_table(run: RunData, *, whole: bool = False) -> Table:
-    """Return a table with one row per trial. If it is `whole`, it has durations and reasons, and no empty columns."""
+    """Return a table with one row per trial. With `whole`, it also has durations and reasons, but no empty columns."""
     if run.serves:
         figures = [run.unit, _("spread"), f"~{run.unit}", _("vs base"), *LATENCIES]
     else:

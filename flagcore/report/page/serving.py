@@ -113,7 +113,7 @@ def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
 
 
 def _statistics(run: RunData) -> Iterator[Table]:
-    """Yield the statistics of each latency, for the best and the baseline, each followed by its repeats.
+    """Yield tables with the statistics of each latency, for the best and the baseline, each followed by its repeats.
 
     If there is no best, the trial nearest to the limits replaces it.
     """

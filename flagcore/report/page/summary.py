@@ -144,7 +144,7 @@ def _answer(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
 
 
 def _mark(run: RunData) -> str:
-    """Return the mark for figures that are predicted or partly modelled."""
+    """Return the mark `~` if metrics of the run are predicted or partly modelled, otherwise an empty string."""
     return "" if run.fidelity == RUN else "~"
 
 
@@ -199,7 +199,7 @@ def _cost(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
 
 
 def _step(run: RunData, best: Trial) -> Cell:
-    """Return the median step time of the best with the range over its runs, its spread, or its 80% interval."""
+    """Return the step time of the best with its uncertainty: the range over runs, the spread, or the 80% interval."""
     step = best.measurement
     runs = [measured_s(each) or 0.0 for each in run.final_runs(best)]
     if len(runs) > 1 and step is not None and step.scaled_from is None and step.modelled_s is None:

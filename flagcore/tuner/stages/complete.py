@@ -204,7 +204,7 @@ def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
 
 
 def with_plugin_knobs(platform: Platform) -> Platform:
-    """Return `platform` with the task's knobs with effects.
+    """Return `platform` with the task's knobs whose values have an `Effect`.
 
     These are the plugins' knobs and the compared engine settings that the spec names. A plugin's knob is left out if
     the engine has a knob with the same name. Raises SpecError for an unknown knob or an invalid value.

@@ -56,7 +56,7 @@ def launch(
 
 
 def planned_launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-    """Return the engine's launch of a candidate, with the settings, flags and variables of knobs with effects.
+    """Return the engine's launch of a candidate, with the settings, flags and variables of each `Effect`.
 
     With `for_real`, it is the launch of the user's complete job instead of a trial.
     """
