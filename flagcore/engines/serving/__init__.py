@@ -1,1 +1,1 @@
-"""Serving engines behind one workload: knobs, launch, load, measurements and predictions."""
+"""The serving engines: their knobs, and how their servers are started, loaded, measured and predicted."""

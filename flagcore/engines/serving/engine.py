@@ -63,8 +63,8 @@ class Engine(EngineProfile, Workload):
     def defaults(self, task: Task) -> dict[str, KnobValue]:
         """Return the knob values of a candidate that sets no knob itself.
 
-        Knobs have their neutral values, the split of the weights has the minimum number of devices, and `engine_args`
-        may fix other values.
+        Knobs have the values that `engine_args` fix, or else their neutral values. The default of the knob `split_by`
+        is the minimum number of devices that hold the weights.
         """
         neutral = {knob.name: knob.neutral for knob in self.knobs}
         return neutral | {self.split_by: min_devices(task)} | self.program.parse(task.spec).fixed
@@ -77,7 +77,7 @@ class Engine(EngineProfile, Workload):
     def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:
         """Return the engine's overheads for a task.
 
-        `on_host`: whether the CPU that schedules also computes, so that small kernels have no launch overhead.
+        `on_host`: whether the CPU that schedules also computes. Small kernels then have no launch overhead.
         """
         serve = task.spec.serve
         overheads = overheads_of(self.program.overheads, serve.engine_version)
@@ -119,7 +119,7 @@ class Engine(EngineProfile, Workload):
         return (SloImpossible(task.spec.limits),) if task.spec.limits else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return which rows of `columns` certainly need at least as much memory as `candidate`, judged by their knobs.
+        """Return the rows of `columns` that are certain to need at least as much memory as `candidate`, as a mask.
 
         A knob that `candidate` does not set, or whose effect on memory is unknown, must have the same value in the row.
         """
@@ -212,7 +212,10 @@ class Engine(EngineProfile, Workload):
         return with_measured_acceptance(task, trials)
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        """Return the patterns for the output of the trial program, which itself reads the engine's log."""
+        """Return the failure patterns for the output of the trial program.
+
+        The program itself reads the engine's log.
+        """
         return PATTERNS
 
 
@@ -254,8 +257,8 @@ token were below 0.49 of the prediction."""
 class SloImpossible:
     """Prunes candidates whose predictions miss an SLO limit by far.
 
-    A candidate is pruned if even an optimistic value exceeds the limit. This value lies below the prediction, at twice
-    the distance of the lower end of the 80% interval on a logarithmic scale, and is at most `CERTAIN_SHARE` of the
+    A candidate is pruned if even an optimistic value of a metric exceeds the limit. On a logarithmic scale, this value
+    is twice as far below the prediction as the lower end of the 80% interval. It is at most `CERTAIN_SHARE` of the
     prediction.
     """
 
@@ -267,7 +270,7 @@ class SloImpossible:
         self.message = f"the prediction misses the SLO by far ({bounds})"
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
-        """Return which rows cannot meet a limit. Rows with an unknown metric or interval are not pruned."""
+        """Return a mask of the rows that cannot meet a limit. Rows with an unknown metric or interval are kept."""
         lower_share = np.minimum((predictions.low_s / predictions.step_time_s) ** 2, CERTAIN_SHARE)
         is_pruned = np.zeros(predictions.step_time_s.shape, dtype=np.bool_)
         for name, limit in self._limits.items():
@@ -284,10 +287,10 @@ LONG_LIMITS = {"ttft_s": 100.0, "tpot_s": 5.0, "itl_s": 5.0}
 
 
 def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
-    """Yield a warning of one line for each doubtful setting of a spec.
+    """Yield a one-line warning for each doubtful setting of a spec.
 
-    Doubtful are an unknown release, limits that look like milliseconds, too few requests, an objective that the load
-    determines, speculation with unknown acceptance, and quantized weights in an unknown format.
+    Doubtful settings are an unknown release, limits that look like milliseconds, too few requests, an objective that
+    the load determines, speculation with unknown acceptance, and quantized weights in an unknown format.
     """
     serve = spec.serve
     yield from unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)

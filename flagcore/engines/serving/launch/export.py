@@ -52,10 +52,11 @@ def launch(
     hosts: Sequence[str] = (),
     router: Router | None = None,
 ) -> Launch:
-    """Return the launch of the best configuration, and write files for several instances into `folder`. Raises OSError.
+    """Return the launch of the best configuration. For several instances, write its files to `folder`. Raises OSError.
 
-    `health`: the path that returns 200 when a server is ready. `hosts`: the names of several hosts, on each of which
-    the user starts the script. `router`: the router in front of the instances; if None, nginx divides the requests.
+    `health`: the path that returns 200 when a server is ready. `hosts`: the names of the hosts if there are several;
+    the user starts the script on each of them. `router`: the router in front of the instances; if None, nginx divides
+    the requests.
     """
     if len(instances) == 1 and not instances[0].further:
         instance = instances[0].at_port(FRONT_PORT)
@@ -135,7 +136,7 @@ def compose_files(
     comments: Sequence[str],
     router: Router | None = None,
 ) -> dict[str, str]:
-    """Return the files of docker compose: the compose file, and the configuration of nginx if it divides the requests.
+    """Return the files for docker compose by name: the compose file and, if nginx divides the requests, nginx.conf.
 
     Containers use the host's network. The program comes from the image; other paths in the commands are mounted at the
     same paths. `common`: the environment variables of all instances.
@@ -200,7 +201,7 @@ def _command(instance: Instance) -> list[str]:
 
 
 def _mounted_paths(word: str) -> set[str]:
-    """Return the paths to mount for a word of a command: the path itself, and the folders to which its links point."""
+    """Return the paths to mount for a word of a command: the path in it, and the folders to which its links point."""
     path = Path(word)
     if not path.is_absolute() or not path.exists():
         return set()
@@ -226,7 +227,7 @@ _RELEASE = re.compile(r":v?\d+\.\d+\.\d+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Component:
-    """A Dynamo worker: the fields of its component except name and replicas.
+    """The fields of a Dynamo component that runs a worker, except its name and its number of replicas.
 
     `left_out`: flags of the server for which the worker has no equivalent.
     """
@@ -292,7 +293,7 @@ class _Component:
 def dynamo_files(
     engine: EngineProfile, job: ExportJob, instances: Sequence[Instance], places: Sequence[Placement]
 ) -> Mapping[str, str]:
-    """Return the manifest of the servers by file name.
+    """Return the Dynamo manifest of the servers, by file name.
 
     Raises UsageError if no image is given, or if Dynamo does not run the engine.
     """
@@ -326,7 +327,10 @@ def dynamo_files(
 
 
 def _arguments(worker: Worker, words: Sequence[str], kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the arguments `words` of a server as arguments of `worker`, and the flags that the worker lacks."""
+    """Convert the arguments `words` of a server to arguments of `worker`.
+
+    Also return the flags that the worker lacks.
+    """
     arguments, left_out, keep = list[str](), list[str](), True
     if words and not words[0].startswith("-"):
         arguments.append("--model")

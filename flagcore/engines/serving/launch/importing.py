@@ -82,7 +82,7 @@ def starts(engine: EngineProfile, command: Sequence[str], directory: str) -> boo
 
 
 def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -> dict[str, int]:
-    """Return the section `cluster`: the number of hosts, and of devices on each host.
+    """Return the section `cluster` of a spec: the number of hosts, and the number of devices per host.
 
     `local`: the number of devices on one host in the command, 0 if unknown.
     """
@@ -106,7 +106,7 @@ def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -
 
 
 def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | None:
-    """Return the indices at which an engine's program begins and ends in a command, or None if it is not there."""
+    """Return the start and end index of the engine's program in a command, or None if it is not there."""
     for start in range(len(words)):
         for pattern in engine.program.commands:
             program_words = [os.path.basename(each) for each in words[start : start + len(pattern)]]
@@ -118,7 +118,7 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
 
 
 def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, notes: Notes) -> list[Pair]:
-    """Return the flags of a command after the flags in the engine's configuration file. Raises SpecError."""
+    """Return the flags of a command, preceded by the flags in its configuration file. Raises SpecError."""
     name = engine.program.config_flag
     found = next((values for flag, values in pairs if name and values and strip_dashes(flag) == name), None)
     if found is None:
@@ -213,7 +213,7 @@ def _split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:
 def _divide(
     engine: EngineProfile, arguments: Mapping[str, Any], directory: Path, notes: Notes
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide arguments into the baseline of the searched knobs, and all other arguments. Raises SpecError."""
+    """Split a command's arguments into a baseline (the values of searched knobs) and all others. Raises SpecError."""
     baseline, others, problems = dict[str, Any](), dict[str, Any](), list[SpecError]()
     for name, value in arguments.items():
         knob, _ = engine.program.knob_of(name)
@@ -234,7 +234,7 @@ def _divide(
 
 
 def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
-    """Return the path of a model, which may be in Hugging Face's cache.
+    """Return the path of a model's weights, which may be in Hugging Face's cache.
 
     If there is no such path, `model` is returned and a note is added.
     """
@@ -250,7 +250,7 @@ def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
 
 
 def _value(name: str, text: str) -> Any:
-    """Convert a value of the command line to a number if it is one; otherwise return the text."""
+    """Convert a command-line value to a number if it is one; otherwise return `text`."""
     if _NUMBER.fullmatch(text):
         return float(text) if "." in text else int(text)
     return parse_length(text) if name.replace("-", "_") in LENGTHS else text

@@ -1,4 +1,4 @@
-"""The profile of an engine: everything that its package defines, and that all other modules use."""
+"""The profile of an engine: everything that the engine's package defines for the shared modules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class EngineProfile:
     """Returns the engine's legality rules for candidates."""
     settings: Callable[[Task, Columns], Settings]
     server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Instance]
-    """Returns one instance of a task with these knob values, on these CPU cores if devices are cores."""
+    """Returns the server for a task, its knob values, and the CPU cores to use (empty for other devices)."""
     on_host: Callable[[int, int], tuple[str, ...]] | None = None
     """Returns the additional flags for one host of an instance. Arguments: the number of the instance's hosts, and the
     index of this host. None: an instance cannot span hosts.
@@ -49,11 +49,11 @@ class EngineProfile:
     )
     """Returns the router in front of several servers. Raises UsageError if no router supports such servers."""
     merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
-    """Returns the merges of candidates that the engine treats as equal."""
+    """Returns the merges: rules by which candidates that the engine treats as equal become one."""
     split_by: str = TP
-    """The knob, TP or PP, whose default is the number of devices that the weights need."""
+    """The knob (TP or PP) that by default splits the weights over the minimum number of devices."""
     host_times: tuple[float, float] | None = None
-    """Overheads of the host in seconds, per iteration and per sequence in it, if devices are CPU cores."""
+    """Seconds of host overhead per iteration, and per sequence in an iteration, if devices are CPU cores."""
     receive_flag: str = ""
     """The flag for the number of iterations between two polls for new requests."""
     published_runs: PublishedRuns = field(default_factory=PublishedRuns)

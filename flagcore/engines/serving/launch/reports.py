@@ -25,7 +25,7 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class ServerReports:
     """The API of an engine's server, and the format of its reports: all that the trial program knows about an engine.
 
-    - `counters`: samples at /metrics, with their names in the metrics of a trial.
+    - `counters`: the samples at /metrics to read, with the names that a trial's metrics give them.
     - `shares`: metrics of a load that are ratios: the increase of the first counter, divided by the summed increases of
       the other counters.
     - `settings`: regular expressions for the log, by knob. Their only group is the value in use; the first match
@@ -40,7 +40,7 @@ class ServerReports:
     memory_lines: Mapping[str, str] = field(default_factory=dict)
     failures: tuple[FailurePattern, ...] = ()
     effective: Callable[[Fetch, str], Mapping[str, KnobValue]] = lambda fetch, log: {}
-    """Returns the knob values in use, as far as a running server or its log reports them. Raises OSError."""
+    """Returns the knob values that a running server or its log reports. Raises OSError."""
     own_memory: Callable[[str], Mapping[str, float]] = lambda log: {}
     """Returns, from a log, those metrics of `memory` that `memory_lines` cannot describe."""
     api: str = COMPLETIONS
@@ -59,7 +59,7 @@ class ServerReports:
         return cls(**data, **fields)
 
     def read_counters(self, fetch: Fetch) -> dict[str, float]:
-        """Return the counters at /metrics by their names in a trial; none if the server does not respond."""
+        """Return the counters at /metrics by their names in a trial, or no counters if the server does not respond."""
         try:
             values = samples(fetch("/metrics"))
         except OSError:
@@ -85,7 +85,7 @@ AVERAGED_COUNTERS = (
 
 
 def samples(text: str) -> dict[str, list[float]]:
-    """Return the finite values of each sample at /metrics by name, one value per set of labels."""
+    """Parse the response of /metrics. Return the finite values of each sample by name, one value per set of labels."""
     result: dict[str, list[float]] = {}
     for line in text.splitlines():
         sample = _SAMPLE.match(line)

@@ -64,11 +64,11 @@ class Instance:
     kind: str = ""
 
     def at_port(self, port: int) -> Instance:
-        """Return the instance with `port` in place of PORT, and this machine in place of HEAD if that is still open."""
+        """Return the instance with `port` in place of PORT, and this machine's address in place of a remaining HEAD."""
         return self.filled({PORT: str(port), TRANSFER_PORT: str(transfer_port(port)), HEAD: "127.0.0.1"})
 
     def at_head(self, host: str, port: str) -> Instance:
-        """Return the instance with its first host and the rendezvous port there filled in."""
+        """Return the instance with `host` in place of HEAD, and the rendezvous port `port` in place of HEAD_PORT."""
         return self.filled({HEAD: host, HEAD_PORT: port})
 
     def filled(self, values: Mapping[str, str]) -> Instance:
@@ -117,7 +117,7 @@ class Router:
         return self.argv[2].partition(".")[0] if self.argv[1] == "-m" else Path(self.argv[0]).name
 
     def instance(self, places: Sequence[tuple[str, str, int]]) -> Instance:
-        """Return the router as an instance to start. `places`: kind, host and port of each instance behind it."""
+        """Return the router as an instance to start. `places`: the kind, host and port of each server behind it."""
         words = list(self.argv)
         for kind, host, port in places:
             values = {URL: f"http://{host}:{port}", TRANSFER_PORT: str(transfer_port(port))}
@@ -143,7 +143,7 @@ SERVE = "serve.json"
 
 
 def log_name(number: int, part: int = 0) -> str:
-    """Return the file name of an instance's log. `part`: 0 for its first host, above 0 for further hosts."""
+    """Return the file name of an instance's log. `part`: the index of the host among the instance's hosts."""
     return f"instance-{number}-host-{part}.log" if part else f"instance-{number}.log"
 
 
@@ -190,7 +190,7 @@ def as_text(job: Job) -> str:
 
 
 def read_job(folder: Path) -> Job:
-    """Read the job in `folder`. Raises ValueError, whose text is the problem."""
+    """Read the job in `folder`. Raises ValueError with a description of the problem."""
     try:
         return TypeAdapter(Job).validate_json((folder / SERVE).read_bytes())
     except OSError as error:
@@ -200,6 +200,6 @@ def read_job(folder: Path) -> Job:
 
 
 def plain_load(load: Load) -> dict[str, Any]:
-    """Return a load point as plain JSON data. An infinite rate becomes the text inf."""
+    """Return a load point as plain JSON data. An infinite rate becomes the string "inf"."""
     rate = load.request_rate
     return {**asdict(load), "request_rate": "inf" if rate is not None and math.isinf(rate) else rate}

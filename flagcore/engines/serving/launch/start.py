@@ -1,4 +1,4 @@
-"""Determines how a candidate is started: by the trial program with a job, or as servers of the final configuration."""
+"""Determines how a candidate is started: as a trial, or as the servers of the best configuration."""
 
 import sys
 from collections import Counter
@@ -141,7 +141,7 @@ def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str,
 
 
 def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
-    """Return the groups of equal servers of a candidate and their router, or None if it needs no router.
+    """Return the groups of identical servers of a candidate and their router, or None if they need no router.
 
     See `Workload.groups`. Raises UsageError if the target cannot start such servers.
     """
@@ -172,7 +172,7 @@ def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidat
 
 
 def _first_load(serve: ServeSpec, figures: Mapping[str, float]) -> float:
-    """Return the predicted highest load: a request rate or, by Little's law, a number of requests in flight."""
+    """Return the load at which a search starts: the predicted request rate or, by Little's law, requests in flight."""
     if serve.highest is None:
         return 1.0
     rate = figures.get("requests_per_s") or 1.0

@@ -94,28 +94,28 @@ KNOBS = PROGRAM.knobs
 
 
 def total_context(task: Task) -> int:
-    """Return the total context of all slots in tokens, if `engine_args` fix it, or 0 if it depends on the slots."""
+    """Return the total context of all slots in tokens, as set in `engine_args`, or 0 if it is not set there."""
     others = PROGRAM.parse(task.spec).others
     fixed = others.get("ctx-size")
     return fixed if isinstance(fixed, int) and not isinstance(fixed, bool) else 0
 
 
 def slot_context(task: Task, context: int | None) -> int:
-    """Return `context`, or by default the tokens of the longest request, rounded up to a multiple of SLOT_GRAIN."""
+    """Return the context of a slot in tokens: `context` or the longest request, rounded up to SLOT_GRAIN."""
     return -(-(context or longest_request(task.spec.serve.loads, task.spec.model.vision)) // SLOT_GRAIN) * SLOT_GRAIN
 
 
 def slot_share(columns: Columns, total: int) -> IntArray:
-    """Return the context of one slot for a fixed `total`: an even share, or `total` if the cache is unified."""
+    """Return the context of one slot from the `total` of all slots: an even share, or all if the cache is unified."""
     slots, on = columns[PARALLEL], PROGRAM.code(UNIFIED, "on")
     is_unified = (columns[UNIFIED] == on) | ((columns[UNIFIED] == 0) & (slots <= 0))
     return np.where(is_unified, total, total // np.maximum(slots, 1))
 
 
 def host_cache_mib(task: Task) -> float:
-    """Return how many MiB of evicted prompts an instance may store in the memory of the host.
+    """Return how many MiB of evicted prompts an instance may store in host memory.
 
-    By default it is 0 if prompts never repeat, because storing them would only cost time.
+    The default is 0 if prompts never repeat, because storing them would only cost time.
     """
     others = PROGRAM.parse(task.spec).others
     cache_mib = others.get("cache-ram")
@@ -203,7 +203,8 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
 def _flag(name: str, value: EngineArg) -> Sequence[str]:
     """Return a flag of `engine_args` as command-line words.
 
-    True gives the bare flag and False its opposite, unless the flag has the values on and off. None gives nothing.
+    True becomes the bare flag, and False its opposite, unless the flag takes the values on and off. None becomes no
+    word.
     """
     flag = FLAGS_BY_NAME.get(name)
     spelling = f"--{name}"

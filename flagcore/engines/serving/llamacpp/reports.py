@@ -35,7 +35,7 @@ _CELLS_LINE = re.compile(r"llama_kv_cache: size = .*\(\s*(\d+) cells,.*?(\d+)/\d
 
 
 def _memory(log: str) -> dict[str, float]:
-    """Return the memory in a log by metric: GiB of buffers by kind on the fullest device, and tokens of the cache."""
+    """Return the memory that a log reports, by metric: buffers in GiB on the fullest device, and cached tokens."""
     buffers: dict[tuple[str, str], float] = {}
     for device, kind, size in dict.fromkeys(_BUFFER_LINE.findall(log)):
         buffers[kind, device] = buffers.get((kind, device), 0.0) + float(size) / 1024

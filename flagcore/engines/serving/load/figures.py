@@ -40,9 +40,9 @@ GROWTH = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of a load that counts: the requests sent from `begin_s` to before `end_s` seconds after the first send.
+    """The part of a load that counts: requests sent at `begin_s` or later, and before `end_s`, in seconds.
 
-    `error`: the half-width of the widest 95% interval of a mean, relative to the mean.
+    Times start at the first send. `error`: the half-width of the widest 95% interval of a mean, relative to the mean.
     """
 
     begin_s: float
@@ -55,7 +55,7 @@ class Window:
 
 
 class SteadyState:
-    """Decides when a load has enough requests for the `asked` metrics, such as `ttft_s.p99`.
+    """Decides when a load has enough answers for precise values of the metrics `asked`, such as `ttft_s.p99`.
 
     `concurrency`: None for an open loop. After `max_s` seconds, any steady state suffices.
     """
@@ -65,7 +65,7 @@ class SteadyState:
         self._next = float(MIN_COUNTED)
 
     def most(self, load: Load) -> int:
-        """Return the number of requests after which `load` ends even if its metrics are not precise."""
+        """Return the maximum number of requests of `load`. It then ends even if its metrics are not precise."""
         fewest = self.enough
         fitting = MAX_TOKENS // (load.input_len + load.prefix_len)
         return max(fewest, min(MAX_RATIO * fewest, fitting))
@@ -77,7 +77,7 @@ class SteadyState:
         return self._fewest(flight) + flight
 
     def reached(self, answers: Sequence[Answer], end_s: float) -> Window | None:
-        """Return the window if the answers to the requests sent before `end_s` suffice, else None.
+        """Return the window that counts, or None if the answers to the requests sent before `end_s` are too few.
 
         All of these requests must be answered. Nothing is computed until the number of answers has grown by GROWTH.
         """
@@ -96,7 +96,7 @@ class SteadyState:
         return window if window is not None and enough and window.error <= PRECISION else None
 
     def window(self, answers: Sequence[Answer], end_s: float) -> Window | None:
-        """Return the steady state before `end_s`, or None if the ramp takes half of the requests or more."""
+        """Return the steady state before `end_s` as a window, or None if half of the requests or more ramp up."""
         sent = sorted((answer for answer in answers if answer.start_s < end_s), key=lambda answer: answer.start_s)
         ramps = [_ramp(_known(sent, name)) for name in ("ttft_s", "e2e_s")]
         # The first wave does not count either, because it finds free slots.
@@ -113,7 +113,7 @@ class SteadyState:
 
 
 def cut(answers: Sequence[Answer], end_s: float, fewest: int) -> Window | None:
-    """Return the window from the first send to `end_s`, or None if fewer than `fewest` answers count in it.
+    """Return the window from the first send to `end_s`, or None if it has fewer than `fewest` answers.
 
     All requests sent before `end_s` must be answered. The first requests in flight count, too, as in a load with a
     fixed number of requests.
@@ -144,7 +144,7 @@ def _ramp(values: FloatArray) -> int | None:
 
 
 def mean_error(values: FloatArray) -> float:
-    """Return the half-width of the 95% interval of the mean, relative to the mean, computed from batch means."""
+    """Return the half-width of the 95% confidence interval of the mean, relative to the mean, from batch means."""
     means = np.array([batch.mean() for batch in np.array_split(values, BATCHES)])
     return float(T_QUANTILE * means.std(ddof=1) / math.sqrt(BATCHES) / means.mean()) if means.mean() > 0 else 0.0
 

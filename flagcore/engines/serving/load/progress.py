@@ -88,7 +88,7 @@ def _growth(headroom: float) -> float:
 
 
 def completions_per_s(answers: Sequence[Answer]) -> float:
-    """Return the answers per second between the first and the last end, infinity if the ends do not determine it.
+    """Return the answers per second from the first to the last completed answer, or infinity if it is undefined.
 
     For an overloaded server, it is the highest rate that the server sustains.
     """
@@ -168,7 +168,7 @@ SURE = 2.0
 class Request:
     """A request of a load.
 
-    - `input_tokens`: tokens of the prompt; 0 for a text, whose tokens the server counts.
+    - `input_tokens`: tokens of the prompt; 0 for a prompt that is text, because the server counts its tokens.
     - `arrive_s`: when to send it, in seconds after the start of the load; None in a closed loop.
     - `follows`: whether it continues the conversation of the request before it. It is then sent after the answer to
       that request and the load's think time.
@@ -184,12 +184,12 @@ class Request:
 
 
 class Watch:
-    """Follows a load: stores its answers and its requests in flight, and decides whether it has ended.
+    """Tracks a load: stores its answers and its requests in flight, and decides whether it has ended.
 
     - `has_ended`: whether the load is certain to exceed one of `limits` (`is_stopped`) or to be slower than `min_rate`
       (`is_slow`), or its metrics are precise.
-    - `window`: the time whose requests count, if the load has a steady state or was cut off.
-    - `progress`: the progress of a load that did not end in its time.
+    - `window`: the window of the requests that count, if the load has a steady state or was cut off; else None.
+    - `progress`: the progress of a load that did not end within its time; else None.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Watch:
         self.start = self._last_s = 0.0
 
     def sent(self, stream: Stream) -> None:
-        """Store that a request was sent. Its answer goes to `stream`."""
+        """Record that a request was sent, whose answer is parsed by `stream`."""
         self._unanswered[stream] = time.perf_counter() - self.start
 
     def answered(self, stream: Stream, answer: Answer) -> None:
@@ -232,7 +232,7 @@ class Watch:
         self.has_ended = self.is_stopped or self.window is not None
 
     def is_hopeless(self, timeout_s: float) -> bool:
-        """Return whether the minimum number of requests for metrics is certain to take longer than `timeout_s` seconds.
+        """Return whether the load is certain to have too few answers for metrics after `timeout_s` seconds.
 
         In a closed loop, this is unknown before the first answer.
         """
@@ -262,9 +262,9 @@ class Watch:
 
     @property
     def _answered_until_s(self) -> float:
-        """The time, in seconds after the first send, such that all requests sent before it are answered.
+        """The latest time, in seconds after the first send, before which all sent requests are answered.
 
-        At most the time at which the last answered request was sent.
+        It is at most the send time of the last answered request.
         """
         return next(iter(self._unanswered.values()), self._last_s)
 

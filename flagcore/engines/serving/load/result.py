@@ -1,4 +1,4 @@
-"""The result of a load: complete answers, or problems and no metrics, and its progress if it ended early."""
+"""The result of a load: complete answers with metrics, or the problems. Also its progress if it ended early."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,9 +12,9 @@ third as much as a single request."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The progress of a load that did not end in its time.
+    """The progress of a load that did not end within its time.
 
-    - `answered`, `requests`: the number of answered requests, and the number that the load needs.
+    - `answered`, `requests`: the number of answered requests, and the number of requests that the load needs.
     - `seconds`: the time that the load took.
     - `each_s`: the mean time of an answer; None if unknown.
     - `all_s`: the estimated time of all requests; None if unknown.

@@ -1,4 +1,4 @@
-"""Decides which of several servers gets a request, as a production router would. Trials therefore need no router."""
+"""Chooses the server for each request as a production router would, so that trials need no router."""
 
 from collections.abc import Hashable, Sequence
 
@@ -36,19 +36,19 @@ class LeastBusy:
         return min(range(len(self.busy)), key=lambda index: (self.busy[index], self._sent[index]))
 
     def begin(self, index: int) -> None:
-        """Store that the instance got a request."""
+        """Record that the instance `index` got a request."""
         self.busy[index] += 1
         self._sent[index] += 1
 
     def end(self, index: int) -> None:
-        """Store that the instance answered a request, or that the request failed."""
+        """Record that a request to the instance `index` was answered or failed."""
         self.busy[index] -= 1
 
 
 class Prefixes:
     """Chooses one of `count` instances for each prompt, by the prefixes of the prompts that each instance got before.
 
-    A prompt is a sequence of pieces; the identity of a piece includes all pieces before it.
+    A prompt is given as a sequence of pieces, each identified by a hash of itself and all pieces before it.
     """
 
     def __init__(self, count: int) -> None:

@@ -280,7 +280,7 @@ class _LoadSender:
 
 
 class _Ended(Exception):
-    """Ends a load that exceeds a limit or has precise metrics. The exception does not leave this module."""
+    """Raised to end a load that exceeds a limit or has precise metrics. The exception does not leave this module."""
 
 
 def _requests(
@@ -311,7 +311,7 @@ NEAR_LIMIT = 0.8
 
 
 class Meter:
-    """Measures the CPU time of this process, its descendants and the whole machine since its creation."""
+    """Measures the CPU time of this process with its descendants, and of the machine, since the meter was created."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -332,7 +332,7 @@ class Meter:
 
 
 def _busy_s() -> float:
-    """Return the core seconds for which the machine was busy. I/O wait counts as idle, stolen time as busy."""
+    """Return the CPU time of the whole machine in core seconds. I/O wait counts as idle, stolen time as busy."""
     times = psutil.cpu_times()
     busy = times.user + times.system
     return float(busy + sum(getattr(times, name, 0.0) for name in ("nice", "irq", "softirq", "steal")))

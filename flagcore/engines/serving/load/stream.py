@@ -190,7 +190,7 @@ class Stream:
             self._finish = str(finish)
 
     def _store_frame(self, line: bytes) -> None:
-        """Store the bytes before and after the text, so that events that differ only in their text are not parsed."""
+        """Store the bytes of an event around its text, so that events that differ only in their text are not parsed."""
         key = next((key for key in _TEXTS if key in line), b"")
         begin = line.find(key)
         if not key or line.find(key, begin + 1) >= 0:

@@ -171,7 +171,7 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A turn: its whole prompt, its lengths in tokens, its answer, its images, and its blocks.
+    """A turn of a conversation: its whole prompt, its lengths in tokens, its answer, its images, and its blocks.
 
     A prompt and lengths that the trace does not contain are None.
     """
@@ -187,7 +187,7 @@ class _Turn:
 def _traffic(
     rows: Sequence[Mapping[str, Any]], read: Callable[[Mapping[str, Any], int], Sequence[_Turn]], output_len: int
 ) -> Traffic:
-    """Return the requests of rows by time. `read` returns the turns of a row, given the row and its number.
+    """Return the requests of `rows`, sorted by time. `read` returns the turns of a row, given the row and its number.
 
     A turn that lacks a question or an answer ends its conversation.
     """
@@ -231,7 +231,7 @@ def _traffic(
 
 
 def _lengths(row: Mapping[str, Any], number: int, folder: Path, *, has_blocks: bool) -> _Turn:
-    """Return the turn of a row with lengths, under the keys of Mooncake or other common keys.
+    """Return the turn of a row that has lengths under the keys of Mooncake or other common keys.
 
     `has_blocks`: whether the rows of the trace have blocks. Either all rows have them, or none.
     """

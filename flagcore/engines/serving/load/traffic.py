@@ -205,7 +205,7 @@ def salted(texts: Sequence[str], seed: Sequence[int]) -> list[str]:
 def body(
     model: str, prompt: IntArray | str, output_len: int, path: str = COMPLETIONS, images: Sequence[str] = ()
 ) -> bytes:
-    """Return the body of a request that streams exactly `output_len` tokens, and then the numbers of tokens.
+    """Return the body of a request for a stream of exactly `output_len` tokens, followed by the token counts.
 
     `prompt`: text or token ids. `path`: the endpoint. `images`: data URIs, which only the endpoint CHAT accepts.
     """

@@ -1,4 +1,4 @@
-"""Computes the metrics of all candidates: by simulation for the best, in closed form for the rest of a large space.
+"""Computes the metrics of all candidates: by simulation or, for the slower ones of a large space, in closed form.
 
 The closed form is the steady state of a closed loop, computed for all candidates at once. A request takes the time of
 its prompt and then one iteration per token. A mean iteration decodes `decoding` sequences, and computes the prompt
@@ -53,7 +53,7 @@ Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """All inputs of the candidates' metrics: kinds of instances, with settings, memory and iteration costs.
+    """All inputs to the metrics of candidates: their kinds of instances, with settings, memory and iteration costs.
 
     `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode. `encoder`:
     the costs of the vision tower; None if there is none.
@@ -73,7 +73,10 @@ class Candidates:
         return self.task.spec.serve
 
     def encoding(self, row: int, images: Sequence[ImageWork]) -> list[float]:
-        """Return the seconds that the vision tower takes for the images of each request. Empty if there is no tower."""
+        """Return the seconds that the vision tower takes for the images of each request, or an empty list.
+
+        The list is empty if there is no tower. `row`: the row of the candidate's instances.
+        """
         return [] if self.encoder is None else self.encoder.seconds(row, images)
 
     def draw(self, load: Load) -> SimulatedLoad:
@@ -128,7 +131,7 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
 def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
     """Return the metrics of a load on one candidate.
 
-    `kinds`: the row and the number of instances for each kind of its instances.
+    `kinds`: for each kind of the candidate's instances, its row in `context` and its number of instances.
     """
     overheads = replace(context.overheads, prompt_token=TOKENIZER) if load.is_text else context.overheads
     prices = [
@@ -143,7 +146,7 @@ def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tupl
 
 
 def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> list[Mapping[str, float]]:
-    """Return the metrics at each load that a search for the highest load tries."""
+    """Simulate a search for the highest load, and return the metrics at each load that it tries."""
     points, slo, is_concurrency = list[Mapping[str, float]](), context.serve.slo, context.serve.highest == "concurrency"
 
     def predict(value: float) -> Outcome:
@@ -173,7 +176,7 @@ def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
 
 
 def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
-    """Return the limits of one lane of a candidate. Limits that the load cannot reach are removed.
+    """Return the limits of one lane (instance) of a candidate. Limits that the load cannot reach are removed.
 
     A cache that is too small for one request is treated as unlimited: the memory check already excludes the candidate.
     """
@@ -237,7 +240,7 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
 
 
 def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
-    """Return a closed loop per candidate: one lane with its mean share of the load."""
+    """Return a closed loop for each candidate: one of its lanes (instances) with a mean share of the load."""
     settings, tokens = context.settings, context.memory.cache_tokens
     prompt, output = (np.full(tokens.shape, mean) for mean in load.means)
     rows = range(tokens.size) if context.encoder is not None and load.images else ()
@@ -259,14 +262,14 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
 
 
 def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, FloatArray]:
-    """Return the metrics of the steady state by name, with means in place of percentiles."""
+    """Return the metrics of the steady state, by name. Percentiles are replaced by means."""
     loop, kinds, lanes = _closed_loop(context, load), context.kinds, context.kinds.lanes
     state = steady_state(loop)
     share = np.minimum(lanes, load.flight(1)) / lanes
     rate = kinds.total(state.rate * share)
 
     def mean(values: FloatArray) -> FloatArray:
-        """Average a latency over the kinds of instances of each candidate, weighted by their rates."""
+        """Return the mean of a latency over each candidate's kinds of instances, weighted by their request rates."""
         return kinds.total(state.rate * share * values) / rate
 
     ttft, tpot = mean(state.ttft), mean(state.tpot)
@@ -284,7 +287,10 @@ def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, Float
 
 
 def _best_rows(context: Candidates, figures: Mapping[str, FloatArray], rows: IntArray, limit: int) -> IntArray:
-    """Return the `limit` rows with the best objective in closed form. Rows whose cache holds a request come first."""
+    """Return the `limit` best rows by objective in closed form.
+
+    Rows whose cache holds the longest request come first.
+    """
     name = figure_name(context.task.spec.objective)
     base = figures.get(name, figures["output_tokens_per_s"])[rows]
     if name.endswith("per_device"):
@@ -424,7 +430,7 @@ PARTS = ("queue_s", "prefill_s", "decode_s", "collectives_s", "host_s")
 
 
 def parts(loop: ClosedLoop, decoding: FloatArray) -> dict[str, FloatArray]:
-    """Return the seconds that a request spends in each part on its lane, without waits for a slot or for other prompts.
+    """Return the seconds that a request spends in each part of its time, without waits for a slot or other prompts.
 
     `decoding`: the mean number of decoding sequences of a lane. A prompt is assumed to run alone, and an answer to run
     only with other decoding sequences.

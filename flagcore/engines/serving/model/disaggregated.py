@@ -34,7 +34,7 @@ class Prefill:
 
 @dataclass(slots=True)
 class _Batch:
-    """Prompts that a prefill instance computes together. The decode instance has their caches at the time `done`."""
+    """Prompts that a prefill instance computes together. Their caches reach the decode instance at the time `done`."""
 
     start: float
     link_free: float
@@ -59,8 +59,8 @@ class _Server:
 class Disaggregated(Simulation):
     """Simulates a decode instance, whose iteration times are `price`, and the prefill instances that serve it.
 
-    The number of prefill instances is `prefill.per_decode`, rounded, and at least 1. Prefill instances also serve other
-    decode instances, so a batch of t seconds occupies an instance for t x rounded number / `per_decode` seconds.
+    The number of simulated prefill instances is `prefill.per_decode`, rounded, and at least 1. They also serve other
+    decode instances, so a batch of t seconds occupies an instance for t x (rounded number) / `per_decode` seconds.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Disaggregated(Simulation):
         heappush(self.ready, (batch.done, self.batches, batch))
 
     def _prompt_seconds(self, batch: _Batch) -> float:
-        """Return the seconds of a batch on a prefill instance.
+        """Return the time of a batch on a prefill instance, in seconds.
 
         A prompt beyond the limit of tokens takes several iterations.
         """

@@ -31,7 +31,7 @@ REFERENCE_TOKENS = 8192.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationCosts:
-    """Seconds of the parts of an iteration, by candidate.
+    """The times of the parts of an iteration in seconds, for each candidate.
 
     Tables with one row per candidate and one column per element of `NODES`:
 
@@ -145,10 +145,10 @@ def _overlapped(
     cached: FloatArray,
     settings: Settings,
 ) -> FloatArray:
-    """Return the table `shared` for batches in two halves: one half computes while the other exchanges tokens.
+    """Return the table `shared` if a batch is divided into two halves: one computes while the other exchanges tokens.
 
-    Two times overlap: to compute, including attention to the cache, and to exchange. An iteration takes the longer time
-    and a share of the shorter one. The part of this time that `local` and `cached` contain is subtracted.
+    The compute time, including attention to the cache, overlaps the exchange time. A half takes the longer time plus a
+    share of the shorter one. The time that is already in `local` and `cached` is subtracted.
     """
 
     def computing(tokens: FloatArray) -> FloatArray:
@@ -169,7 +169,7 @@ def _at(table: FloatArray, tokens: FloatArray) -> FloatArray:
 
 
 def _projections(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:
-    """Return the seconds of the matrix products of one attention layer.
+    """Return the time of the matrix products of one attention layer, in seconds.
 
     Latent attention is computed in its absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): one 16-bit product
     per head projects queries to the rank of the cache, and another one projects values back.
@@ -200,7 +200,7 @@ CHUNK_TOKENS = 64.0
 def _linear_attention(
     layer: LinearAttention, serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray
 ) -> FloatArray:
-    """Return the seconds of a layer with linear attention: matrix products, and memory traffic of other kernels.
+    """Return the time of a linear attention layer in seconds: matrix products, and memory traffic of other kernels.
 
     The convolution reads and writes its channels. The recurrence reads these channels and writes values. The gated norm
     reads values and gates, and writes values. States are written and read once per chunk of a prompt.
@@ -296,7 +296,7 @@ def linear(
     attention: bool = False,
     wide: bool = False,
 ) -> FloatArray:
-    """Return the seconds of Y[tokens, outer] = X[tokens, inner] W[inner, outer].
+    """Return the time of the matrix product Y[tokens, outer] = X[tokens, inner] W[inner, outer], in seconds.
 
     Products of `attention` may have a wider precision than others, and `wide` products have 16 bits. Weights in a
     storage format are read in this format and multiplied in a wider one. The engine's overheads already include the
@@ -327,7 +327,7 @@ def distinct_experts(count: FloatArray | float, chosen: float, tokens: FloatArra
 
 
 def experts(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:
-    """Return the seconds of one layer's routed experts for the tokens of all attention ranks together.
+    """Return the time of one layer's routed experts in seconds. `tokens`: the tokens of all attention ranks.
 
     Each of the two products of all experts on a device is one kernel, bound by its arithmetic or by reading the weights
     of the chosen experts. With expert parallelism a device holds whole experts, otherwise a slice of every expert.

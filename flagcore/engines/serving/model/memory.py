@@ -39,8 +39,8 @@ class ServingMemory:
 def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> ServingMemory:
     """Return the memory of one device of each candidate.
 
-    The cache has its fixed size if there is one. Otherwise it is what weights, activations, graphs, driver and
-    libraries leave of the engine's share of memory. If `settings.on_device` is below 1, some layers with their cache,
+    The cache has its fixed size, if one is set. Otherwise it is the engine's share of memory, minus weights,
+    activations, graphs, driver and libraries. If `settings.on_device` is below 1, some layers with their cache,
     and the embedding tables, are in the memory of the host.
     """
     model, overheads, batched_tokens = serving.model, serving.overheads, settings.max_batched_tokens.astype(np.float64)
@@ -102,7 +102,7 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
 
 
 def table_bytes(model: Model, settings: Settings) -> FloatArray:
-    """Return the bytes of embedding and output head on the fullest device, in 16 bits."""
+    """Return the bytes of the 16-bit embedding and output head on the fullest device."""
     tables = np.where(settings.pipeline > 1, 1.0, 1.0 + model.untie_embeddings_and_output_weights)
     rank_bytes: FloatArray = tables * 2.0 * model.vocab_size * float(model.hidden_size) / settings.tensor
     return rank_bytes / settings.cores

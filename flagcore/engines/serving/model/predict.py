@@ -96,9 +96,9 @@ def predict(
 def transfer_seconds(task: Task, kinds: InstanceKinds, settings: Settings, costs: Costs) -> FloatArray:
     """Return the seconds to send the cache of one prompt token from a prefill instance to a decode instance.
 
-    All ranks send at the same time. Each link carries an equal part of the cache; the number of parts is that of the
-    instance with fewer different parts. The link connects hosts unless both instances fit on one host. The time is 0
-    for instances that both prefill and decode.
+    All ranks send at the same time, and each link carries an equal part of the cache. The number of parts is the
+    smaller of the two instances' numbers of different parts. The link connects hosts unless both instances fit on one
+    host. The time is 0 for instances that both prefill and decode.
     """
     if not kinds.role.any():
         return np.zeros(kinds.owner.size)
@@ -132,7 +132,10 @@ def crowding(task: Task, kinds: InstanceKinds, settings: Settings) -> FloatArray
 def _memory_and_times(
     task: Task, serving: Serving, settings: Settings, costs: Costs
 ) -> tuple[ServingMemory, IterationCosts]:
-    """Return memory and iteration costs of candidates, with the weight format and the host time that each sets."""
+    """Return the memory and the iteration costs of candidates.
+
+    Each candidate may set a weight format and a host time.
+    """
     serve, overheads = task.spec.serve, serving.overheads
     memory, times = serving_memory(serving, settings, costs), iteration_costs(serving, settings, costs)
     if settings.quantized.any() and serve.precision in COMPUTE_FORMATS:
@@ -153,7 +156,7 @@ def _selected(rows: BoolArray, chosen: T, others: T) -> T:
 
 
 def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Serving:
-    """Return the inputs of the formulas that all candidates of a task share.
+    """Return the inputs to the formulas that all candidates of a task share.
 
     A number format in which the chip cannot compute is used for storage only. For a weights file (GGUF), the bytes per
     weight follow from the size of the file, and the spec's precision is the format of the matrix products.

@@ -49,7 +49,7 @@ def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
 
 
 def _text_parts(texts: Sequence[str], lengths: Sequence[int]) -> list[list[Part]]:
-    """Return the parts of each text, which is divided where texts with the same beginning diverge."""
+    """Return the parts of each text. A text is divided where it diverges from another text with the same beginning."""
     cuts: list[set[int]] = [{len(text)} for text in texts]
     order = sorted(range(len(texts)), key=texts.__getitem__)
     for direction in (order, order[::-1]):
@@ -77,7 +77,7 @@ def _common(left: str, right: str) -> int:
 
 
 def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatArray:
-    """Return how many tokens of each prompt are in a cache of `capacity` tokens, which stores earlier prompts."""
+    """Return how many tokens of each prompt are cached, if a cache of `capacity` tokens stores earlier prompts."""
     cache, used, hits = OrderedDict[Hashable, int](), 0, list[float]()
     for parts in prompts:
         hit, matches = 0, True
@@ -164,7 +164,7 @@ class RequestTimes:
         )
 
     def endless(self, simulated: int, flight: int, first: int, last: int) -> RequestTimes:
-        """Return the times of a load without end, with `flight` requests in flight of which `simulated` were simulated.
+        """Return the request times in an endless load with `flight` requests in flight, `simulated` of them simulated.
 
         The `first` and the `last` requests do not count unless there are few others. Rates follow from `flight` and the
         mean duration (Little's law). The requests beyond `simulated` wait.
@@ -178,7 +178,7 @@ class RequestTimes:
     def extrapolate(
         self, input_len: IntArray, output_len: IntArray, simulated: int | None, flight: int, delay: float
     ) -> RequestTimes:
-        """Return the times of all requests with these lengths, of which only the first ones were simulated.
+        """Return the request times of all requests with these lengths, of which only the first ones were simulated.
 
         The other requests repeat the simulated ones, without those at both ends. In a closed loop with `flight`
         requests in flight, the requests beyond `simulated` wait, and the first wave starts `delay` seconds later. If
@@ -237,7 +237,7 @@ class SimulatedLoad:
     - `input_len`: prompt tokens, including the tokens of images.
     - `is_text`: whether prompts are texts, which servers must tokenize.
     - `images`: the other work for the images of each request.
-    - `parts`: the parts of each prompt that a prefix cache may have.
+    - `parts`: the parts of each prompt that a prefix cache may contain.
     - `turn`: the turn of each request in its conversation; None if there are no conversations.
     - `think_s`: seconds before each turn except the first one.
     - `prefix_aware`: as in ServeSpec.
@@ -309,7 +309,7 @@ class SimulatedLoad:
         )
 
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
-        """Return how many prompt tokens of each request are in the cache of its lane, for one of `lanes` lanes."""
+        """Return how many prompt tokens of each request on a lane (one of `lanes`) are in the lane's prefix cache."""
         key = lanes, price.lane.retained
         if not self.parts or not price.lane.retained:
             return np.zeros(self._rows(lanes).size)

@@ -75,11 +75,11 @@ class Price:
         self._decode: dict[int, float] = {}
 
     def cached(self, sequences: int) -> float:
-        """Return the seconds per cached token if `sequences` sequences are spread evenly over ranks and stages."""
+        """Return the seconds to read one cached token for `sequences` sequences spread evenly over ranks and stages."""
         return self._cached / (min(self._parts, max(sequences, 1)) * self.lane.gain)
 
     def decode(self, sequences: int) -> float:
-        """Return the seconds per token to decode `sequences` sequences, without the time to read their context."""
+        """Return the seconds in which each of `sequences` sequences gets a token, without reading their context."""
         seconds = self._decode.get(sequences)
         if seconds is None:
             batch = sequences * (1.0 + self.lane.drafted) / self.lane.stages
@@ -119,7 +119,7 @@ class Price:
         return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / self.lane.ranks
 
     def pieces(self, sequences: int, tokens: float, pairs: float, count: int) -> float:
-        """Return the seconds of `count` iterations with `tokens` tokens each of one long prompt.
+        """Return the time of `count` iterations in seconds, each of which computes `tokens` tokens of one long prompt.
 
         `sequences`: sequences that decode at the same time. `pairs`: query-key pairs of the first iteration; each
         further iteration has `tokens` squared more than the one before.
@@ -182,7 +182,7 @@ class Request:
 
 @dataclass(slots=True)
 class Outcome:
-    """The simulated requests in order, and gaps between tokens as (seconds, number of such gaps)."""
+    """The result of a simulation: the requests in order, and the gaps between tokens as (seconds, number of gaps)."""
 
     requests: list[Request]
     gaps: list[tuple[float, int]] = field(default_factory=list)
@@ -242,7 +242,10 @@ class Simulation:
             self._enter(index)
 
     def _add_images(self, price: Price, images: Sequence[ImageWork]) -> None:
-        """Set the seconds that images take, with the vision tower of an instance whose times are `price`."""
+        """Set the seconds that the images of each request take.
+
+        `price`: the times of the instance with the vision tower.
+        """
         for request, work, encode in zip(self.requests, images, price.encoding(images), strict=False):
             request.read, request.encode = work.read_s, encode
 
@@ -345,7 +348,7 @@ class Simulation:
         return True
 
     def _pieces(self, request: Request, decoding: int, budget: float) -> bool:
-        """Compute all iterations that one long prompt fills in one step; return False for at most `MIN_PIECES`.
+        """Compute in one step all iterations that one long prompt fills. Return False if they are at most `MIN_PIECES`.
 
         The last piece of the prompt is left to `_prompts`. No decoding sequence ends before the last of these
         iterations.
@@ -448,7 +451,7 @@ class Simulation:
         self._finish()
 
     def _preempt(self) -> None:
-        """Move the sequence that started last back to the front of the queue; it will be computed again."""
+        """Move the sequence that started last to the front of the queue, so that it is computed again."""
         request = self.order.pop()
         while not request.ticket:
             request = self.order.pop()

@@ -25,7 +25,7 @@ copies."""
 
 
 class ImageWork(NamedTuple):
-    """The work for the images of a request: patches, query-key pairs over all layers, images, and pixels."""
+    """The work for the images of a request: numbers of patches, query-key pairs over all layers, images, and pixels."""
 
     patches: float
     pairs: float
@@ -74,7 +74,7 @@ class EncoderCosts:
 
 
 def encoder_costs(vision: Vision, serving: Serving, settings: Settings, costs: Costs) -> EncoderCosts:
-    """Return the costs of a tower whose weights are split over `settings.tower_shares` ranks: all tensor ranks, or one.
+    """Return the costs of a vision tower. `settings.tower_shares` ranks split its weights: all tensor ranks, or one.
 
     Matrix products run in 16 bits. Ranks that split the weights add up their results after attention and after the FFN.
     """

@@ -1,4 +1,4 @@
-"""Inputs of the serving model that all candidates share: the model, and the overheads of an engine by release.
+"""Inputs to the predictions that all candidates share: the model, and the overheads of an engine by release.
 
 `benchmarks/README.md` lists the measured points of the fits. `benchmarks/serving_fit.py` prints most overheads;
 `request`, `entry`, `receive` and `reserve` were chosen so that the simulated TTFT matches the same points.

@@ -119,7 +119,7 @@ CHUNKS, WIDE_CHUNKS = (2048, 4096, 8192, 16384), (131072, 524288)
 
 
 def _chunks(task: Task) -> tuple[int, ...]:
-    """Return the values of `auto` for the tokens of a prefill chunk, which SGLang divides among attention DP groups."""
+    """Return the values of `auto` for the prefill chunk in tokens. SGLang divides a chunk among attention DP groups."""
     is_wide = task.spec.model.num_moe_experts is not None and Hardware.of(task).hosts > 1
     return (*CHUNKS, *WIDE_CHUNKS) if is_wide else CHUNKS
 
@@ -135,7 +135,10 @@ KNOBS = PROGRAM.knobs
 
 
 def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
-    """Return SGLang's default chunked_prefill_size and largest decode graph, by tp-size and the device's memory."""
+    """Return SGLang's default chunked_prefill_size and largest decode graph.
+
+    `tensor`: the tp-size of each candidate.
+    """
     gib = Hardware.of(task).memory_bytes / 2**30
     unknown = (4096, 160, 160)
     chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), unknown)
@@ -143,7 +146,7 @@ def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def chunk_sizes(task: Task, columns: Columns) -> IntArray:
-    """Return the tokens of one chunk of prompts, by default SGLang's value; -1 if prompts are not divided."""
+    """Return the prefill chunk of each candidate in tokens, by default SGLang's; -1 if prompts are not divided."""
     default = memory_defaults(task, columns[TP] * columns[DP])[0]
     return np.where(columns[CHUNK] != 0, columns[CHUNK], default)
 
@@ -168,7 +171,10 @@ def memory_share(task: Task, columns: Columns) -> FloatArray:
 
 
 def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
-    """Return the tokens of one instance's cache on CPU cores, where SGLang by default would use most of the memory."""
+    """Return the cache size of an instance on CPU cores in tokens.
+
+    SGLang's own default would use most of the memory.
+    """
     loads = task.spec.serve.loads
     tokens: FloatArray = np.ceil(2 * max_in_flight(loads) / np.maximum(instances, 1)) * longest_request(
         loads, task.spec.model.vision
@@ -209,9 +215,9 @@ def settings(task: Task, columns: Columns) -> Settings:
 
 
 def _drafted(other_args: Mapping[str, EngineArg], columns: Columns) -> IntArray:
-    """Return the number of tokens that are drafted one after the other.
+    """Return the number of tokens that each candidate drafts one after the other.
 
-    By default they are the steps of a tree of drafts in `engine_args`, or SGLang's own default.
+    By default it is the number of steps of a draft tree in `engine_args`, or SGLang's own default.
     """
     steps = other_args.get(STEPS)
     default = np.where(columns[SPECULATION] == PROGRAM.code(SPECULATION, NGRAM), NGRAM_TOKENS, DRAFTED_TOKENS)
@@ -223,7 +229,7 @@ def _drafted(other_args: Mapping[str, EngineArg], columns: Columns) -> IntArray:
 def _cache_bytes(
     task: Task, other_args: Mapping[str, EngineArg], get: Columns, devices: IntArray, element: FloatArray
 ) -> FloatArray:
-    """Return the bytes of one device's cache if its number of tokens is fixed, or NaN if the memory determines it."""
+    """Return the cache size of a device in bytes if its number of tokens is fixed, or NaN if it fills the memory."""
     fixed = other_args.get("max-total-tokens")
     if not isinstance(fixed, int) and not Hardware.of(task).on_cores:
         return np.full(devices.shape, np.nan)
@@ -263,7 +269,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
 
 
 def _drafts(values: Mapping[str, KnobValue]) -> list[str]:
-    """Return the flags for the number of drafted tokens: one chain of steps, except for n-grams."""
+    """Return the flags for the number of drafted tokens: a chain of one draft per step, except for n-grams."""
     method, drafted = values.get(SPECULATION), count(values, DRAFTED)
     if method is None or values.get(DRAFTED) is None:
         return []

@@ -58,7 +58,7 @@ class Hardware:
         )
 
     def cores(self, first: int, count: int) -> tuple[int, ...]:
-        """Return the numbers of `count` CPU cores, from the core at index `first` on.
+        """Return the ids of `count` CPU cores, starting with the core at index `first`.
 
         On one host, only the cores that this process may use are counted; if they are too few, the last ones are
         reused. On several hosts, all cores are counted. The tuple is empty if devices are not cores.
@@ -71,7 +71,7 @@ class Hardware:
         return tuple(allowed[first : first + count]) or tuple(allowed[-count:])
 
     def share(self, instances: IntArray) -> IntArray:
-        """Return the number of CPU cores of each instance: an even share of its host's cores."""
+        """Return the number of CPU cores per instance if `instances` instances divide their hosts' cores evenly."""
         instances = np.maximum(instances, 1)
         on_host = self.per_host // -(-instances // self.hosts)
         return np.maximum(np.minimum(self.cards // instances, on_host), 1)
@@ -80,8 +80,8 @@ class Hardware:
 def longest_request(loads: tuple[Load, ...], vision: Vision | None, *, estimated: bool = True) -> int:
     """Return the number of tokens of the longest possible request, prompt and answer.
 
-    This is the upper end of the length distribution, or the longest request of a trace. An image counts as the tokens
-    that the model's `vision` tower turns it into. If `estimated`, texts whose tokens are not counted have one token per
+    This is the upper end of the length distribution, or the longest request of a trace. An image counts as many tokens
+    as the model's `vision` tower makes of it. If `estimated`, texts whose tokens are not counted have one token per
     `MIN_TOKEN_BYTES` bytes, and chats have `CHAT_TOKENS` more; otherwise such texts are ignored. Raises SpecError for
     an unreadable trace.
     """

@@ -88,7 +88,7 @@ def parse(values: Mapping[str, object], knobs: Sequence[Knob], engine: str) -> d
 
 
 def _knobs_by_key(values: Mapping[str, object], knobs: Sequence[Knob], engine: str, prefix: str) -> dict[str, Knob]:
-    """Return the knob that each key names. Raises SpecError for an unknown key, and for two keys of one knob."""
+    """Return the knob of each key in `values`. Raises SpecError for an unknown key, and for two keys of one knob."""
     by_name = {name: knob for knob in knobs for name in knob.names}
     result: dict[str, Knob] = {}
     for key, value in values.items():
@@ -113,7 +113,7 @@ def arguments(knobs: Sequence[Knob], values: Mapping[str, KnobValue], version: s
 
 
 def code(knob: Knob, value: KnobValue) -> int:
-    """Return the integer that represents `value` in the column of `knob`."""
+    """Return the code of a knob's value: the integer that represents it in candidate columns."""
     words = SHARES if knob.kind == "share" else knob.words
     return words.index(value) + 1 if isinstance(value, str) else value or 0
 
@@ -145,12 +145,12 @@ def exchange_settings(task: Task, columns: Columns, knobs: Sequence[Knob]) -> di
 
 
 def or_default(codes: IntArray, default: IntArray | int) -> IntArray:
-    """Return the values of a numeric knob, with `default` where the knob is not set."""
+    """Return the values of a numeric knob's column `codes`, with `default` where the knob is not set."""
     return np.where(codes > 0, codes, default)
 
 
 def shares(codes: IntArray, default: FloatArray | float) -> FloatArray:
-    """Convert the codes of a share knob to numbers in (0, 1], with `default` where the knob is not set."""
+    """Convert the column `codes` of a knob that is a share to numbers in (0, 1], with `default` where it is not set."""
     return np.where(codes > 0, codes / len(SHARES), default)
 
 

@@ -68,7 +68,7 @@ Check: TypeAlias = Callable[[Pair], bool]
 
 @lru_cache(maxsize=1 << 16)
 def roles(word: str) -> Pair:
-    """Return the two kinds of instances in `word`, a value of PREFILL_DECODE. Raises ValueError if it is invalid."""
+    """Parse a value of PREFILL_DECODE. Return its two roles: prefill and decode. Raises ValueError if it is invalid."""
     matches = [_KIND.fullmatch(part) for part in word.lower().replace(" ", "").split("+")]
     if len(matches) != 2 or not (matches[0] and matches[1]):
         raise ValueError(word)
@@ -88,7 +88,7 @@ def parse_roles(value: object, key: str) -> str:
 
 
 def known_roles(task: Task) -> tuple[str, ...]:
-    """Return all values of PREFILL_DECODE for a task in the order of their codes.
+    """Return all values of PREFILL_DECODE for a task, in the order of their codes.
 
     The values of `auto` come first, then the values in the spec.
     """
@@ -104,7 +104,8 @@ def known_roles(task: Task) -> tuple[str, ...]:
 def auto_roles(task: Task) -> tuple[KnobValue, ...]:
     """Return the values of `auto` for PREFILL_DECODE.
 
-    The values are None (not set) and, if the objective is a rate, the divisions of all devices between two kinds.
+    They are None (not set) and, if the objective is a rate, the ways to divide all devices into prefill and decode
+    instances.
     """
     return (None, *(_divisions(task) if is_rate(task.spec.objective) else ()))
 
@@ -117,7 +118,7 @@ def _divisions(task: Task) -> tuple[str, ...]:
 
 @lru_cache(maxsize=16)
 def _all_divisions(cards: int, per_host: int, on_cores: bool, has_experts: bool, smallest: int) -> tuple[str, ...]:
-    """Return the divisions of `cards` devices into instances of two layouts that leave no room for another instance.
+    """Return the ways to divide `cards` devices into prefill and decode instances without room for another instance.
 
     The size of an instance is a power of two and at least half of `smallest`. An instance spans hosts only if it does
     not fit on one. If the model has experts, an instance may also split them, with tensor parallelism or with one
@@ -144,7 +145,7 @@ def _all_divisions(cards: int, per_host: int, on_cores: bool, has_experts: bool,
 
 
 def _wide_divisions(cards: int, per_host: int) -> list[str]:
-    """Return divisions of `cards` devices for wide expert parallelism.
+    """Return the ways to divide `cards` devices into prefill and decode instances with wide expert parallelism.
 
     Prefill instances span several hosts, and one decode instance spans all other hosts. All instances have one
     attention DP group per device.
@@ -193,7 +194,7 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def of_each_kind(task: Task, rule: Rule) -> Rule:
-    """Return a rule that applies `rule`, which is about layouts, to both kinds of instances of PREFILL_DECODE."""
+    """Return a rule that applies the layout rule `rule` also to the prefill and decode instances of PREFILL_DECODE."""
     pairs = [None, *map(roles, known_roles(task))]
     tables = [
         {knob: np.array([pair[kind].layout[knob] if pair else 1 for pair in pairs]) for knob in SPLITS.values()}
@@ -210,12 +211,12 @@ def of_each_kind(task: Task, rule: Rule) -> Rule:
 
 
 def broken_by_code(task: Task, check: Check) -> BoolArray:
-    """Return the result of `check` for each value of PREFILL_DECODE, by code. It is false for code 0 (not set)."""
+    """Return the result of `check` for each value of PREFILL_DECODE, indexed by code; False for code 0 (not set)."""
     return np.array([False, *(check(roles(word)) for word in known_roles(task))])
 
 
 def merges(transfer: str) -> tuple[Merge, ...]:
-    """Return merges that ignore the knobs that PREFILL_DECODE replaces or, if it is not set, the knob `transfer`."""
+    """Return merges that ignore the knobs that PREFILL_DECODE replaces. If it is not set, they ignore `transfer`."""
 
     def merge(knob: str, neutral: int) -> Merge:
         return Merge(
@@ -233,7 +234,7 @@ def merges(transfer: str) -> tuple[Merge, ...]:
 
 
 def _places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int, int]] | None:
-    """Return each instance's hosts, its first device there, and its number of devices, or None if they do not fit.
+    """Return the hosts, the first device and the number of devices of each instance, or None if they do not fit.
 
     `parts`: the number of devices of each instance. CPU cores are divided evenly instead. Large instances are placed
     first, each on the first host with room for it or, if it is larger than a host, on whole hosts.
@@ -255,7 +256,7 @@ def _places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int, 
 
 
 def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
-    """Return the knob values of the instances of one kind: the layout of this kind, without the limits of the other."""
+    """Return the knob values of the prefill or decode instances (`kind`), without limits for the other kind."""
     pair = roles(str(values[PREFILL_DECODE]))
     other_limits = DECODE_LIMITS if kind == PREFILL else PREFILL_LIMITS
     kind_values = {name: value for name, value in values.items() if name not in other_limits}
@@ -269,7 +270,7 @@ def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One instance of a candidate: its knob values, and its `width` devices from the index `first` on.
+    """One instance of a candidate: its knob values, and the index `first` of its `width` devices.
 
     An instance on several `hosts` uses all their devices. `kind`: PREFILL or DECODE if the instance does only this,
     else empty.
@@ -326,9 +327,9 @@ class InstanceKinds:
 
     @property
     def lanes(self) -> FloatArray:
-        """The number of instances among which requests are divided, by kind.
+        """The number of instances among which requests are divided, for each kind.
 
-        These are all instances of the candidate or, for a kind with a role, only the instances of this kind.
+        It counts all instances of the candidate or, for prefill and decode instances, only those of this kind.
         """
         totals = self.total(np.ones(self.owner.size))[self.owner]
         return np.where(self.role > 0, self.count, totals)
@@ -342,7 +343,7 @@ class InstanceKinds:
         return np.bincount(self.owner, weights=self.count * values, minlength=self.size).astype(np.float64)
 
     def worst(self, values: FloatArray) -> IntArray:
-        """Return, for each candidate, the row of its kind with the largest value."""
+        """Return the row of the kind with the largest of `values`, for each candidate."""
         order = np.lexsort((values, self.owner))
         return order[np.searchsorted(self.owner, np.arange(self.size), side="right") - 1]
 

@@ -38,7 +38,7 @@ RESERVED_FLAGS: Mapping[str, str] = {
 
 
 class EngineArgs(NamedTuple):
-    """The `engine_args` of a spec. `fixed`: knob values, the same for all candidates. `others`: all other flags."""
+    """The `engine_args` of a spec. `fixed`: the values of knobs, for all candidates. `others`: all other flags."""
 
     fixed: dict[str, KnobValue]
     others: dict[str, EngineArg]
@@ -166,7 +166,7 @@ class Program:
         return np.array([2.0, *self.cache_types.values()])[columns[knobs.KV]]
 
     def converts_to_fp8(self, columns: Columns) -> BoolArray:
-        """Return for which rows the engine converts the weights to fp8."""
+        """Return a mask of the candidates for which the engine converts the weights to fp8."""
         words = next(knob.words for knob in self.knobs if knob.name == knobs.QUANTIZATION)
         return np.isin(columns[knobs.QUANTIZATION], [code for code, word in enumerate(words, 1) if "fp8" in word])
 
@@ -178,7 +178,10 @@ class Program:
         return engine_args
 
     def split(self, spec: Spec) -> EngineArgs:
-        """Return the same as `parse`, without a check of the other flags. A key may be the name or a flag of a knob."""
+        """Parse `engine_args` as `parse` does, without checking the other flags.
+
+        A key is the name or a flag of a knob.
+        """
         engine_args, problems = EngineArgs({}, {}), list[SpecError]()
         for key, value in self.known_args(spec.serve.engine_args).items():
             name = self.full_name(strip_dashes(key))
@@ -294,7 +297,7 @@ class Program:
         return installed.find_command(spec, tuple(self.program), *self.packages[:1])
 
     def start_command(self, spec: Spec) -> tuple[str, ...]:
-        """Return the same as `command`, without an absolute path if the command does not exist on this machine."""
+        """Return the command that starts the engine, with an absolute path if it exists on this machine."""
         try:
             return self.command(spec)
         except NoDevice:

@@ -31,7 +31,7 @@ from flagcore.spec.huggingface import MODELS
 def split_rules(
     task: Task, *, attention_and_experts: bool, pipeline: bool = True, span: bool = False
 ) -> tuple[Rule, ...]:
-    """Return the rules for the number of instances and the parallel sizes.
+    """Return the legality rules for the number of instances and the parallel sizes.
 
     `attention_and_experts`: the engine has attention DP and EP, and tensor parallelism splits attention by heads.
     `pipeline`: the engine has pipeline stages. `span`: an instance may span hosts.
@@ -84,7 +84,8 @@ def forbidden(task: Task, program: Program) -> tuple[Rule, ...]:
     Each combination has these keys:
 
     - `message`: what the combination violates.
-    - `when`: a condition by knob, all of which must hold; or a list of such mappings, one of which must hold.
+    - `when`: a mapping from knobs to conditions, all of which must hold; or a list of such mappings, one of which must
+      hold.
     - `on_cores`: whether the rule applies only if devices are CPU cores.
 
     A condition is a value, a list of values, `> NUMBER`, or `{not: CONDITION}`. The value null means not set.
@@ -113,7 +114,7 @@ def _forbidden(program: Program, name: str, item: Mapping[str, Any]) -> Rule:
 
 
 def _condition(program: Program, knob: str, wanted: Any) -> Callable[[IntArray], BoolArray]:
-    """Return the function that checks a condition of `forbidden` for the codes of a knob."""
+    """Return a function that checks for which codes of `knob` the condition `wanted` holds (see `forbidden`)."""
     if isinstance(wanted, Mapping):
         holds = _condition(program, knob, wanted["not"])
         return lambda codes: ~holds(codes)
@@ -190,7 +191,7 @@ def check_images(task: Task, needed_flag: str = "") -> None:
 
 
 def tower_merge(task: Task) -> Merge:
-    """Return the merge that ignores `TOWER` if the model has no vision tower or there is one tensor rank."""
+    """Return the merge that ignores the knob `TOWER` if the model has no vision tower or the TP size is 1."""
     return Merge(
         name="tower_of_one_rank",
         knobs=(TP, TOWER),
@@ -307,7 +308,7 @@ devices."""
 def usual_space(
     task: Task, program: Program, defaults: Mapping[str, KnobValue]
 ) -> dict[str, str | tuple[KnobValue, ...]]:
-    """Return a space of the layouts among which an expert chooses, with the engine's defaults for all other knobs.
+    """Return a space of the layouts that an expert would consider, with the engine's defaults for all other knobs.
 
     The layouts come from the spec's space. Without a space, they are all layouts that do not split a matrix over
     several nodes. On CPU cores the engine's defaults are the only choice: one instance that uses all cores.

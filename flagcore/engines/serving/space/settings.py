@@ -83,7 +83,7 @@ class Settings:
 
     @classmethod
     def of(cls, task: Task, columns: Columns, **of_engine: IntArray | FloatArray | BoolArray) -> Settings:
-        """Return the settings `of_engine`, completed with the common knobs in `columns` and with defaults.
+        """Return the settings in `of_engine`, completed with the common knobs in `columns` and with defaults.
 
         By default prompts are chunked, no graphs are captured, the cache takes a share of the memory, all layers are on
         devices, and the tensor ranks split the vision tower.
@@ -143,7 +143,7 @@ class Settings:
 
     @property
     def column(self) -> Settings:
-        """These settings with arrays of shape (candidates, 1), which broadcast over tables of token counts."""
+        """A copy with arrays of shape (candidates, 1), which broadcast over tables of token counts."""
         return Settings(**{each.name: getattr(self, each.name)[:, None] for each in fields(self)})
 
 

@@ -146,7 +146,7 @@ def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.
 
 
 def min_devices(task: Task) -> int:
-    """Return the smallest power of two of devices whose memory can hold the weights, or 1 if the memory is unknown.
+    """Return the minimum number of devices (a power of two) that hold the weights, or 1 if their memory is unknown.
 
     The result does not exceed the number of devices, and divides the number of attention heads.
     """

@@ -50,7 +50,7 @@ def one_line(text: str) -> str:
 
 
 def log_text(file: Path, begin: int = 0) -> str:
-    """Return the text of a log after its first `begin` bytes, empty without a file. Long texts lose their middle."""
+    """Return a log after its first `begin` bytes, or "" if there is no file. The middle of a long log is removed."""
     try:
         with open_regular(file) as log:
             log.seek(begin)

@@ -60,7 +60,7 @@ class LoadRunner:
     """
 
     later: Sequence[Load] = ()
-    """In the first round, the loads that follow the current one and also need time."""
+    """In the first round, the loads after the current one, for which time must be left."""
     highest: HighestLoad | None = None
     """The result of a search for the highest load."""
     is_slow = False
@@ -300,7 +300,7 @@ class LoadRunner:
 
 
 def shares(reports: ServerReports, start: Mapping[str, float], end: Mapping[str, float]) -> dict[str, float]:
-    """Return the ratios `reports.shares` of a load, from the engine's counters before and after it.
+    """Return the ratios in `reports.shares` for a load, from the engine's counters at its start and end.
 
     Ratios of counters that were reset in between are omitted.
     """
@@ -314,7 +314,10 @@ def shares(reports: ServerReports, start: Mapping[str, float], end: Mapping[str,
 
 
 def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> bool:
-    """Return whether the median of each limited metric over the repeats meets its limit; a missing one does not."""
+    """Return whether the median over the repeats meets the limit, for each limited metric.
+
+    A missing metric does not.
+    """
     return all(
         statistics.median(figures.get(name, math.inf) for figures in repeats) <= limit for name, limit in limits.items()
     )
@@ -329,7 +332,7 @@ def _highest(tried: Mapping[float, Outcome], untested: Collection[float]) -> Hig
 
 
 def _warm_up(load: Load, servers: int, most: int) -> Load:
-    """Return a load that lets engines finish their lazy initializations.
+    """Return a warm-up load, with which engines finish their lazy initialization.
 
     The requests have short answers and are sent at once. There are at most `most` requests, but at least two per
     server.

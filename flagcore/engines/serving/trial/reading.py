@@ -1,4 +1,4 @@
-"""Reads the results of a trial: all load points, and the one that determines its score."""
+"""Reads the results of a trial: all load points, and the load point that determines the measurement."""
 
 import math
 import statistics
@@ -104,7 +104,7 @@ class _Point:
 
 
 def _minimal_goodput(name: str, figures: Mapping[str, float], answer_count: object) -> float:
-    """Return the goodput of half a request within the SLO, so that loads with no such request can be compared.
+    """Return a goodput of half a request within the SLO, so that loads without any such request can be compared.
 
     Returns 0 for other metrics than goodput.
     """
@@ -119,7 +119,7 @@ def _broken_limit(name: str, figures: Mapping[str, float], limit: float) -> str:
 
 
 def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, object]:
-    """Return the knob values that the servers used. If the engine chose a value, the name of the knob says so."""
+    """Return the knob values that the servers used. The name of a knob tells if the engine chose its value."""
     unset = {knob for knob, value in candidate.items if value is None}
     return {
         (f"{knob} (the engine's own choice)" if knob in unset else knob): value
@@ -128,7 +128,7 @@ def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, objec
 
 
 def _resident_bytes(data: Mapping[str, Any], core_counts: Sequence[int]) -> int | None:
-    """Return the resident bytes per core of the fullest instance, or None if they are unknown."""
+    """Return the resident memory per core of the fullest instance in bytes, or None if it is unknown."""
     resident = zip(data.get("resident_bytes", ()), core_counts, strict=False)
     shares = [bytes_ / max(cores, 1) for bytes_, cores in resident]
     return int(max(shares, default=0)) or None
@@ -177,8 +177,8 @@ def _tokens_per_iteration(figures: Mapping[str, float]) -> float | None:
 def acceptance(tokens: float, drafted: int) -> float:
     """Return the probability that a drafted token is accepted if all drafted tokens before it are.
 
-    The function is the inverse of `tokens_per_iteration`. `tokens`: the mean number of tokens of an iteration with
-    `drafted` drafted tokens.
+    This is the inverse of `tokens_per_iteration`. `tokens`: the mean number of tokens that an iteration with `drafted`
+    drafted tokens yields.
     """
     low, high = 0.0, 1.0
     for _ in range(30):

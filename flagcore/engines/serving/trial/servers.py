@@ -221,7 +221,7 @@ class Server(Served):
         return list(processes.values())
 
     def _addresses(self) -> str:
-        """Return the server's address and, if its processes listen elsewhere instead, those addresses."""
+        """Return the server's address, followed by the addresses at which its processes listen instead, if any."""
         pids = self.pids()
         others = {f"{each.laddr.ip} port {each.laddr.port}" for each in _listening_sockets() if each.pid in pids}
         return f"127.0.0.1 port {self.port}" + (f", only at {', '.join(sorted(others))}" if others else "")

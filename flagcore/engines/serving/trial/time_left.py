@@ -41,7 +41,7 @@ class Limit:
 
     @classmethod
     def of(cls, folder: Path, seconds: float, start_s: float) -> Limit:
-        """Return the limit of the trial in `folder`, where launch.json contains the reason for the limit."""
+        """Return the time limit of the trial in `folder`. The reason for the limit is read from launch.json."""
         try:
             because = str(json.loads((folder / "launch.json").read_text("utf-8"))["timeout_because"])
         except (OSError, ValueError, LookupError, TypeError):
@@ -52,7 +52,7 @@ class Limit:
         return cls(seconds=seconds, start_s=start_s, key=limit_match[1], value_s=float(limit_match[2]))
 
     def no_time(self, name: str) -> str:
-        """Return the message that no time is left for the load `name`."""
+        """Return a message that no time is left for the load `name`."""
         return f"no time left for {name}{self._long_start}; set a higher {self.key}"
 
     @property
@@ -63,7 +63,7 @@ class Limit:
     def short_of_time(
         self, progress: Progress, name: str, loads: Sequence[Load], left_s: float, predicted_s: float | None
     ) -> str:
-        """Return the message about the load `name`, which did not end in its time.
+        """Return a message about the load `name`, which did not end within its time.
 
         The message contains the progress, the time that all requests need, and settings with which the load would end.
         `loads`: this load and the loads after it, for which `left_s` seconds were left in total. `predicted_s`: the
@@ -92,7 +92,7 @@ class Limit:
 
 
 def fewest_answers(load: Load) -> int:
-    """Return the minimum number of answers from which a load has metrics.
+    """Return the minimum number of answers that a load needs for metrics.
 
     This is FEWEST_ANSWERS, or the number of requests in flight if that is more.
     """

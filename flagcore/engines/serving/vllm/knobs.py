@@ -95,7 +95,7 @@ def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def limits(task: Task, columns: Columns) -> tuple[IntArray, IntArray]:
-    """Return the maximum numbers of tokens and of sequences in one iteration, by default vLLM's values."""
+    """Return the maximum number of tokens and of sequences per iteration of each candidate, by default vLLM's."""
     tokens, seqs = batch_defaults(task, columns[TP] * columns[PP])
     seqs_set, tokens_set = columns[SEQS] > 0, columns[TOKENS] > 0
     tokens = np.where(tokens_set, columns[TOKENS], tokens)
@@ -175,7 +175,7 @@ def is_async(task: Task) -> bool:
 def _cache_bytes(
     task: Task, other_args: Mapping[str, EngineArg], get: Columns, ranks: IntArray, devices: IntArray
 ) -> FloatArray:
-    """Return the bytes of one device's cache if they are fixed, or NaN if the memory share determines them."""
+    """Return the cache size of a device in bytes if it is fixed, or NaN if the share of memory determines it."""
     fixed = other_args.get("kv-cache-memory-bytes")
     if isinstance(fixed, int):
         return fixed * ranks / devices
