@@ -64,7 +64,7 @@ def broken_rules_of(problem: Problem, columns: Columns) -> list[ExcludingRule]:
 
 
 def legal_candidate(problem: Problem, columns: Columns) -> Candidate:
-    """Return the candidate with these columns (one row), as the engine runs it. Raises UsageError if it is illegal."""
+    """Return the candidate in one-row `columns`, as the engine runs it. Raises UsageError if it is illegal."""
     if rules := broken_rules_of(problem, columns):
         raise UsageError(_("the candidate is illegal: {rules}", rules="; ".join(map(str, rules))))
     return as_candidate(problem.space.axes, canonical(columns, problem.legality.merges))

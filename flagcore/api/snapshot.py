@@ -57,7 +57,7 @@ class Snapshot:
         ]
 
     def record(self, columns: Columns) -> dict[str, Any]:
-        """Return the prediction of a candidate, inside the space or not, with the components of its worst stage."""
+        """Return the prediction of a candidate, which may be outside the space, like `prediction_records`."""
         return prediction_records(self.problem.platform, columns)[0]
 
 

@@ -305,7 +305,8 @@ class Workload(Predictor):
         """
 
     def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
-        """Return a function that returns the seconds of each finished step of a running trial, including warm-up.
+        """Return a function that returns the time of each finished step of a running trial in seconds, including
+        warm-up.
 
         The function is called about twice a second, so it should read only what was added to the log since the last
         call. By default it returns no steps, and trials are not stopped early.

@@ -32,7 +32,7 @@ class Support(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The source of a figure. `detail` states how the figure was measured or where it was published."""
+    """Where a value comes from. `detail` states how the value was measured or where it was published."""
 
     kind: Literal["measured", "datasheet", "published", "estimated", "user"]
     detail: Annotated[str, MinLen(1)]
@@ -71,9 +71,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """A chip model. Its figures describe one device, as software sees it.
+    """A chip model. All values describe one device, as software sees it.
 
-    Figures that were neither published nor measured are None or absent.
+    Values that were neither published nor measured are None or absent.
 
     `aliases`: the names that drivers and frameworks report.
     `family_names`: shorter names that mean this chip in specs and on the command line. Other chips may share them.
@@ -103,7 +103,7 @@ class Chip:
 
     @property
     def figures(self) -> dict[str, Fact]:
-        """The known figures by key. The key of a nested figure is its path, such as `link.bytes_per_second`."""
+        """The known values by key. The key of a nested value is its path, such as `link.bytes_per_second`."""
         single = {
             "memory_bytes": self.memory_bytes,
             "memory_bandwidth_bytes_per_second": self.memory_bandwidth_bytes_per_second,

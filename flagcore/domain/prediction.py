@@ -36,7 +36,7 @@ PART_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The prediction of one candidate in seconds, bytes and flops. Unknown figures are None or absent.
+    """The prediction of one candidate in seconds, bytes and flops. Unknown values are None or absent.
 
     `step_time_s`: the time that the search minimizes. For a server: the objective in seconds, such as the time per
     output token.
@@ -115,9 +115,9 @@ class Predictions:
         return (self.device_used_bytes <= self.capacity_bytes) | np.isnan(self.capacity_bytes)
 
     def keeps_limits(self, limits: Mapping[str, float]) -> BoolArray:
-        """Return a boolean array: whether each candidate meets the limits. Unknown figures are assumed to meet them.
+        """Return a boolean array: whether each candidate meets the limits. Unknown metrics are assumed to meet them.
 
-        `limits`: upper bounds by the names of figures.
+        `limits`: upper bounds by metric.
         """
         is_met = np.ones(self.step_time_s.shape, dtype=np.bool_)
         for name, limit in limits.items():
@@ -235,7 +235,7 @@ Components: TypeAlias = Mapping[str, Mapping[str, FloatArray]]
 
 
 def components_of_row(components: Components, row: int) -> dict[str, dict[str, float]]:
-    """Return the component figures of one candidate. Components whose figures are all 0 are skipped."""
+    """Return the parameters and bytes by model component of one candidate. Components with only zeros are skipped."""
     table = {name: {key: float(values[row]) for key, values in figures.items()} for name, figures in components.items()}
     return {name: figures for name, figures in table.items() if any(figures.values())}
 
@@ -282,7 +282,7 @@ class Passes:
 
 
 def longest(pipelines: Sequence[Passes]) -> float | None:
-    """Return the predicted seconds of the slowest pipeline, or None if the time of any pipeline is unknown."""
+    """Return the predicted time of the slowest pipeline in seconds, or None if the time of any pipeline is unknown."""
     seconds = [each.predicted_s for each in pipelines if each.predicted_s]
     return max(seconds) if seconds and len(seconds) == len(pipelines) else None
 

@@ -209,7 +209,7 @@ class Spec:
 
     @property
     def limits(self) -> Mapping[str, float]:
-        """The upper bounds of measured figures, by the name of the figure. Empty for training."""
+        """The upper bounds of measured metrics, by the name of the metric. Empty for training."""
         return self.work.slo if isinstance(self.work, ServeSpec) else {}
 
 

@@ -247,7 +247,9 @@ class Trial:
 
     @property
     def scale(self) -> float:
-        """The predicted time of a whole step over the predicted time of a step of this trial. 1.0 if not shortened."""
+        """The ratio of the predicted times of a whole step and of a step of this trial. 1.0 if its steps are not
+        shortened.
+        """
         return self.shortened.scale if self.shortened else 1.0
 
     @property
@@ -257,12 +259,12 @@ class Trial:
 
     @property
     def predicted_step_s(self) -> float | None:
-        """The seconds of a whole step, as predicted before any trial. None if unknown."""
+        """The time of a whole step in seconds, as predicted before any trial. None if unknown."""
         return step_value(self.predicted)
 
     @property
     def expected_step_s(self) -> float | None:
-        """The predicted seconds of a whole step, corrected by earlier trials if possible. None if unknown."""
+        """The predicted time of a whole step in seconds, corrected by earlier trials if possible. None if unknown."""
         return step_value(self.believed) or self.predicted_step_s
 
     @property
@@ -292,7 +294,7 @@ class Trial:
 
     @property
     def step_seen_s(self) -> float | None:
-        """The measured seconds of a step, or else the median of the finished steps. None if no step finished."""
+        """The measured step time in seconds, or else the median of the finished steps. None if no step finished."""
         if self.measurement:
             return self.measurement.step_time_s
         return median(self.finished_steps_s) if self.finished_steps_s else None

@@ -129,8 +129,8 @@ class Collectives:
         object.__setattr__(self, "measured", {kind: index for kind, (index, _) in grids.items()})
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return the seconds of one collective, as `CollectiveCosts.seconds`. NaN if the rate of a level that it uses
-        is unknown.
+        """Return the time of one collective in seconds. It is NaN if the rate of a level that the collective uses is
+        unknown.
         """
         count = np.asarray(ranks, dtype=np.float64)
         if not self.topology.levels:

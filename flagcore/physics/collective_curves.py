@@ -36,7 +36,7 @@ PEER_SECONDS = 1e-6
 
 
 def smooth(startup: FloatArray, transfer: FloatArray) -> FloatArray:
-    """Return the seconds of a collective, given its start-up time and its transfer time in seconds."""
+    """Return the time of a collective, given its start-up time and its transfer time, all in seconds."""
     return startup + transfer + SMOOTHING * np.sqrt(startup * transfer)
 
 
@@ -158,7 +158,7 @@ class Grid:
         return cls(len(rows) - 1.0, base.ravel(), slope.ravel())
 
     def at(self, payload_bytes: FloatArray, ranks: FloatArray) -> FloatArray:
-        """Return the seconds of a collective for each payload and number of ranks. They are 0 for one rank.
+        """Return the time of a collective in seconds for each payload and number of ranks. It is 0 for one rank.
 
         Payloads are clipped to the range of the grid.
         """

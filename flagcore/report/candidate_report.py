@@ -114,7 +114,7 @@ class CandidateReport(Notebook):
 
 
 def candidate_report_text(report: CandidateReport) -> str:
-    """Return the report of a candidate as text."""
+    """Format the report on a candidate as text."""
     knobs = report.knobs
     hardware = hardware_text(report.devices, report.chip)
     place = _("{name} on {hardware}", name=_title(report.name), hardware=hardware)
@@ -140,7 +140,7 @@ def _title(name: str) -> str:
 
 
 def seconds_text(objective: str, seconds: float) -> str:
-    """Return a step time as text, in the unit of the objective."""
+    """Format a step time in seconds in the unit of the objective."""
     if objective in SERVING:
         return objective_text(objective, objective_value(objective, seconds))
     return f"{seconds:.4g} s/step"
@@ -221,7 +221,7 @@ def _matches(report: CandidateReport) -> Iterator[str]:
 
 
 def _time(report: CandidateReport, other: Alternative) -> str:
-    """Return the expected time of another candidate as text."""
+    """Format the expected step time of another candidate."""
     step, mark = other.expected_s, "" if other.measured else "~"
     return _("time unknown") if step is None else f"{mark}{seconds_text(report.objective, step)}"
 
@@ -311,7 +311,7 @@ class Comparison(Notebook):
 
 
 def compared_text(both: Comparison) -> str:
-    """Return a comparison as text."""
+    """Format a comparison of two candidates as text."""
     sides = [f"{name}: {_side_text(side, both.knobs)}" for name, side in (("A", both.a), ("B", both.b))]
     lines = [*sides, _("Changed knobs: {changes}", changes=differs_text(both.differs, both.knobs) or "-")]
     if both.tasks:
@@ -377,7 +377,7 @@ SAME_TIME = 5e-4
 
 
 def figure_pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return the figures of two sides by name. A figure that one side lacks is 0."""
+    """Return pairs of the values in `a` and `b` with the same name. A value that one of them lacks is 0."""
     names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) or b.get(name)]
     return {name: (float(a.get(name) or 0.0), float(b.get(name) or 0.0)) for name in names}
 

@@ -75,7 +75,7 @@ def explanation_text(explanation: Explanation) -> str:
 
 
 def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
-    """Return a prediction as text: the parts of the model, of the memory and of the time, with the engine's labels."""
+    """Format a prediction as text: the parts of the model, of the memory and of the time, with the engine's labels."""
     if "objective" in record:
         return served_text(record)
     layers = record.get("stage_layers")
@@ -129,7 +129,7 @@ def _served_memory(memory: Mapping[str, Any]) -> str:
 
 
 def used_text(memory: Mapping[str, Any], digits: str = ".2f") -> str:
-    """Return the memory in use of a device, and its capacity if it is known, as text."""
+    """Format the memory in use of a device, and its capacity if it is known."""
     return " / ".join(f"{memory[name]:{digits}}" for name in ("device_used_gib", "capacity_gib") if name in memory)
 
 
@@ -229,7 +229,7 @@ def time_text(data: Mapping[str, Any]) -> str:
 
 
 def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the plugins' knobs as text: values, effects, and why some values cannot be launched."""
+    """Format the plugins' knobs as text: values, effects, and why some values cannot be launched."""
     if not knobs:
         return ""
     rows = []

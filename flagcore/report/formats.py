@@ -130,7 +130,7 @@ def fitted(width: int | None) -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as the text of a table cell, with four significant digits. None becomes `-`."""
+    """Format a value for a table cell, with four significant digits. None becomes `-`."""
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):
@@ -141,7 +141,7 @@ def shown(value: Any) -> str:
 
 
 def size_text(gib: float | None) -> str:
-    """Return a size in GiB as text in a suitable unit, such as `8 KiB` or `1.5 GiB`. None becomes `-`."""
+    """Format a size in GiB with a suitable unit, such as `8 KiB` or `1.5 GiB`. None becomes `-`."""
     if gib is None:
         return "-"
     size, units = abs(gib) * 2**30, ("B", "KiB", "MiB", "GiB", "TiB")

@@ -235,7 +235,7 @@ def _read_measured(data: Mapping[str, Any]) -> Measurement:
 
 
 def _flat(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures by flat names, which reverses `nest_statistics`."""
+    """Return metrics with flat names such as `ttft_s.p50`. This reverses `nest_statistics`."""
     nested = {name: value for name, value in figures.items() if isinstance(value, Mapping)}
     statistics = {f"{name}.{each}": figure for name, value in nested.items() for each, figure in value.items()}
     return {name: value for name, value in figures.items() if name not in nested} | statistics
@@ -308,7 +308,7 @@ def front(plan: Plan) -> list[Mapping[str, Any]]:
 
 
 def slow_devices(plan: Plan) -> dict[str, list[int]]:
-    """Return the warnings about slow devices without their figures, each with the numbers of its trials."""
+    """Return the warnings about slow devices without measured values, each with the numbers of its trials."""
     trials_by_device: dict[str, list[int]] = {}
     for each in (*plan.trials, *plan.repeats):
         for line in each.measurement.slow if each.measurement else ():

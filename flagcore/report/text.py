@@ -78,7 +78,7 @@ def state_name(state: str, fidelity: str = RUN) -> str:
 
 
 def search_time_text(time: SearchTime) -> str:
-    """Return the upper bound for the time of a search as text."""
+    """Format the upper bound for the time of a search."""
     trials = ngettext("{count} trial", "{count} trials", time.trials)
     repeats = ngettext("{count} repeat", "{count} repeats", time.repeats)
     text = _("At most {trials} and {repeats}", trials=trials, repeats=repeats)
@@ -88,7 +88,7 @@ def search_time_text(time: SearchTime) -> str:
 
 
 def assumed_text(assumed: Mapping[str, object]) -> str:
-    """Return the assumed implementation and settings of a plan as text."""
+    """Format the assumed implementation and settings of a plan."""
     implementation, *items = assumed.items()
     settings = ", ".join(name if value is True else f"{name}={value}" for name, value in items)
     text = N_("Assumed: {implementation} layers, {settings} (set train.implementation or train.settings to change).")
@@ -104,7 +104,7 @@ def scaled_text(seconds: float, nodes: int = 0, of_nodes: int = 0) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a duration as text in seconds, minutes or hours."""
+    """Format a duration in seconds, minutes or hours."""
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -140,7 +140,7 @@ def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
 
 
 def value_text(value: object) -> str:
-    """Return the value of a knob as text."""
+    """Format the value of a knob."""
     if value is None:
         return _("unset")
     return (_("on") if value else _("off")) if isinstance(value, bool) else str(value)
@@ -157,7 +157,7 @@ def details(flag: str, knobs: Knobs) -> list[str]:
 
 
 def layers_text(layers: Sequence[int]) -> str:
-    """Return the layers of each pipeline stage as text. Equal neighbors are joined."""
+    """Format the number of layers of each pipeline stage. Equal neighbors are joined."""
     runs = [(count, len(list(equal))) for count, equal in groupby(layers)]
     return ", ".join(f"{number} x {count}" if number > 1 else str(count) for count, number in runs)
 
@@ -276,7 +276,7 @@ def highest_text(load: float, found: HighestLoad | None) -> str:
 
 
 def short_line(measured: Measurement, objective: str) -> str:
-    """Return the main figures of a measurement for a line of progress, with the objective first."""
+    """Return the main metrics of a measurement for a line of progress, with the objective first."""
     figures = [objective_text(objective, objective_value(objective, measured.step_time_s))]
     rate = measured.figures.get("output_tokens_per_s")
     figures += [f"{shown(rate)} {SHORT_RATES['output_tokens_per_s']}"] if rate and not is_rate(objective) else []
@@ -287,7 +287,7 @@ def short_line(measured: Measurement, objective: str) -> str:
 
 
 def limits_text(limits: Mapping[str, float]) -> str:
-    """Return latency limits as text."""
+    """Format latency limits."""
     return ", ".join(f"{latency_name(name)} <= {limit:g} s" for name, limit in limits.items())
 
 
@@ -341,7 +341,7 @@ def _slow_trials(plan: Plan) -> list[str]:
 
 
 def load_text(point: Mapping[str, Any]) -> str:
-    """Return the load of a load point as text."""
+    """Format the load of a load point."""
     if "concurrency" in point:
         return _("{count} clients", count=f"{point['concurrency']:g}")
     if "request_rate" not in point:

@@ -81,7 +81,7 @@ def islands(matrix: Matrix, link: str) -> tuple[tuple[int, ...], ...]:
 
 
 def near_adapters(matrix: Matrix) -> dict[int, tuple[str, ...]]:
-    """Return the adapters that each device reaches without crossing the CPU; collective libraries use these."""
+    """Return the network adapters that each device reaches without crossing the CPU. Collective libraries use them."""
     return {
         device: tuple(name for (of, name), cell in matrix.adapters.items() if of == device and cell in NEAR)
         for device in matrix.devices

@@ -180,7 +180,7 @@ def is_tuned(source: Source) -> bool:
 
 
 def _nodes(devices: int, per_node: int) -> dict[str, Any]:
-    """Return the number of nodes of a group of `devices`. A mesh on a part of a node counts as a separate node."""
+    """Return the keys for the nodes of a group of `devices`. A mesh on a part of a node counts as a separate node."""
     nodes = devices // per_node if devices % per_node == 0 else 1
     return {"nodes": nodes, "devices_per_node": devices // nodes}
 

@@ -80,7 +80,7 @@ def read_history(
 
 
 def _order(line: int, cells: Cells) -> tuple[float, int]:
-    """Return the place of a row in the order in which FlagScale ran the tasks."""
+    """Return a sort key that puts rows in the order in which FlagScale ran the tasks."""
     index = _number(cells.get("idx"))
     return (line if index is None else index), line
 
@@ -151,7 +151,7 @@ def _check(task: Task, heading: Sequence[str], cells: Cells, width: int) -> None
 def _trial(
     task: Task, cells: Cells, candidate: Candidate, line: int, lines_of_figures: dict[tuple[float, ...], int]
 ) -> Trial:
-    """Return the trial of a row. `lines_of_figures` contains the first line with each combination of figures."""
+    """Return the trial of a row. `lines_of_figures` contains the first line with each combination of metrics."""
     text, serves = cells.get("error", ""), isinstance(task.spec.work, ServeSpec)
     reason = " ".join(text.split())[:200] or None
     elapsed_s = max(_number(cells.get("elapsed_time")) or 0.0, 0.0)
@@ -181,7 +181,7 @@ def _trial(
 
 
 def _figures(cells: Cells) -> dict[str, float]:
-    """Return the figures of a server in a row by flagcore's names, with latencies in seconds."""
+    """Return the metrics of a server in a row under flagcore's names, with latencies in seconds."""
     found = {ours: _number(cells.get(name)) for name, ours in SERVE_COLUMNS.items()}
     known = {name: value for name, value in found.items() if value is not None and value > 0}
     return {name: value / 1e3 if name.endswith("_s.mean") else value for name, value in known.items()}

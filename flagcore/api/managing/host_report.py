@@ -71,9 +71,9 @@ def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
 
 
 def reading(reader: Telemetry | None) -> dict[str, Any]:
-    """Return the figures and the users of a device as plain data.
+    """Return the telemetry and the processes of a device as plain data.
 
-    The data contains only `lost` if the device does not respond. It is empty if the figures are unknown.
+    The data contains only `lost` if the device does not respond. It is empty if the telemetry is unknown.
     """
     try:
         if reader is None:
@@ -162,7 +162,7 @@ class HostDevice:
     place: int
 
     def sample(self) -> Mapping[str, float]:
-        """Return the figures of the last second. Raises LookupError if the device does not respond."""
+        """Return the telemetry of the last second. Raises LookupError if the device does not respond."""
         figures = self._reading()
         if figures.get("lost"):
             raise LookupError(self.device.title)

@@ -152,7 +152,7 @@ def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> 
 
 
 def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
-    """Yield the support of each engine on each kind of chip found here, and the problems of the chip's software."""
+    """Yield records on the support of each engine on each of `chips`, and on problems of the chip's software."""
     for chip in chips:
         if rates := _rates_text(chip):
             yield _record(chip.name, _("rates of matrix products"), rates, "")

@@ -106,7 +106,7 @@ def build_problem_of_spec(
 
 
 def prediction_records(platform: Platform, columns: Columns) -> list[dict[str, Any]]:
-    """Return the prediction of each row, with the components of its worst stage.
+    """Return the prediction of each row, with the memory of the model components on the stage that needs the most.
 
     If a row has no predicted time, its record contains the reason.
     """
@@ -188,7 +188,7 @@ def _assumed(task: Task) -> Mapping[str, Any]:
 
 
 def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
-    """Return candidates with their predictions, and with the memory of their worst stage by component.
+    """Return candidates with their predictions, and with the memory by component on the stage that needs the most.
 
     `slo` contains the predicted figures of a server that exceed their limits, in seconds.
     """

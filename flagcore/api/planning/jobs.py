@@ -94,7 +94,7 @@ class _Jobs:
         self._value_rules: dict[Hashable, tuple[ValueRule, ...]] = {}
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
-        """Return one answer per line: a status, and the predicted figures or the reason of an error."""
+        """Return one answer per line: a status, and the predicted metrics or the reason for an error."""
         from flagcore.spec.jobs import read_job  # takes long to import, and only job files need it
 
         answers: dict[int, Answer] = {}

@@ -288,7 +288,7 @@ def believed(trial: Trial, key: str) -> float | None:
 
 
 def time_parts(trial: Trial) -> Mapping[str, float]:
-    """Return the predicted seconds of each part of a step or request. It is empty if they are unknown."""
+    """Return the predicted time in seconds of each part of a step or request. It is empty if unknown."""
     return lookup(trial.predicted, "time") or {}
 
 
@@ -298,7 +298,7 @@ def memory_of(trial: Trial) -> Record:
 
 
 def measured_s(trial: Trial) -> float | None:
-    """Return the measured seconds of a step, or None if the trial was not measured."""
+    """Return the measured step time in seconds, or None if the trial was not measured."""
     return trial.measurement.step_time_s if trial.measurement else None
 
 
@@ -308,7 +308,7 @@ def seconds(trial: Trial) -> float | None:
 
 
 def served(trial: Trial, name: str) -> float | None:
-    """Return a measured figure of a server, or None if it is unknown."""
+    """Return the measured metric `name` of a server, or None if it is unknown."""
     return number(trial.measurement.figures.get(name)) if trial.measurement else None
 
 

@@ -252,7 +252,7 @@ def _gain(run: RunData, best: Trial) -> Cell:
 
 
 def _fastest_without_limits(run: RunData, best: Trial) -> str:
-    """Return the figures of the fastest load point over all trials, and the limits that it exceeds."""
+    """Return a text with the metrics of the fastest load point of all trials, and the limits that it exceeds."""
     name = figure_name(run.objective)
     points = [(trial, point) for trial in run.trials if trial.measurement for point in trial.measurement.points]
     by_speed = [(seconds(run.objective, value), trial, point) for trial, point in points if (value := point.get(name))]

@@ -281,7 +281,7 @@ class _Monitor:
 
 
 def _predicted_step(trial: Trial) -> float | None:
-    """Return the predicted seconds of a step as the trial runs it, which may be shortened. Returns None if unknown."""
+    """Return the predicted time of a step as the trial runs it, maybe shortened, in seconds, or None if unknown."""
     return trial.predicted_step_s / trial.scale if trial.predicted_step_s else None
 
 

@@ -139,7 +139,7 @@ def _memory(prediction: Prediction) -> dict[str, object]:
 
 
 def in_gib(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `figures` with the values of all names that end in `_bytes` in GiB, under names that end in `_gib`."""
+    """Convert each value in `figures` whose name ends in `_bytes` to GiB, under a name that ends in `_gib`."""
     return {
         name.replace("_bytes", "_gib"): value / GIB if name.endswith("_bytes") and value is not None else value
         for name, value in figures.items()
@@ -147,7 +147,7 @@ def in_gib(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rank_record(figures: RankPrediction) -> dict[str, object]:
-    """Return the prediction of a rank as plain data, in GiB and seconds. Unknown figures are left out."""
+    """Return the prediction of a rank as plain data, in GiB and seconds. Unknown values are left out."""
     data: dict[str, object] = {"rank": figures.rank}
     for name in ("static", "peak_allocated", "reserved", "device_used"):
         data[f"{name}_gib"] = getattr(figures, f"{name}_bytes") / GIB
