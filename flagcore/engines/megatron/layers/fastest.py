@@ -182,7 +182,7 @@ def _chunks(layers: FloatArray, leading: FloatArray, length: int, virtual: int, 
 def fit_splits(
     train: Training, layout: Layout, chosen: BoolArray, share: FloatArray, costs: Costs, blocks: Blocks
 ) -> tuple[Training, Layout, BoolArray]:
-    """Return the inputs with new splits for `chosen` candidates that exceed memory, and a mask of the changed candidates.
+    """Return the inputs with new splits for `chosen` candidates that exceed memory, and a mask of those that changed.
 
     A new split fits in memory and minimizes the time of the slowest stage. `share` is the memory in use relative to the
     capacity, for each candidate.
