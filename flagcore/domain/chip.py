@@ -1,4 +1,4 @@
-"""Chips and devices: names, figures with their sources, and slow devices.
+"""Chips and devices: names, properties with their sources, and slow devices.
 
 All ranks of a synchronous job have the same step time, because they wait for each other, so step times do not show
 which device is slow. Each trial therefore ends with a speed test, a fixed matrix product on each rank. The clocks that

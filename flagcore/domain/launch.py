@@ -1,4 +1,4 @@
-"""The launch of a program, its exit, and the reason why it failed."""
+"""The launch of a program, how it ended, and why it failed."""
 
 from __future__ import annotations
 

@@ -366,7 +366,7 @@ def repeats_seconds(control: Control, search_state: SearchState, *, at_most: boo
 
 
 def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:
-    """Return whether there is time to run `trial` again."""
+    """Return whether `trial` can be repeated within `control.max_time`, of which `elapsed` seconds are over."""
     return control.max_time is None or elapsed + full_duration_s(control, trial) <= control.max_time
 
 

@@ -1,4 +1,4 @@
-"""Redacts secrets such as keys, tokens and passwords. They are found by their names or their formats.
+"""Redacts secrets such as keys, tokens and passwords. Secrets are found by name or by format.
 
 The detection is not perfect: it misses secrets with unusual names, and redacts some harmless values.
 """

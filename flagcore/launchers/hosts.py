@@ -1,4 +1,4 @@
-"""Starts a trial on several hosts, with an agent on each. It ends when one host fails or is lost.
+"""Starts a trial on several hosts, with an agent on each. The trial ends when one host fails or is lost.
 
 The launcher `ssh` starts the agents with ssh.
 """

@@ -63,7 +63,7 @@ def startup_seconds(level: Level, kind: str, ranks: FloatArray) -> FloatArray:
 
 
 def usable_share(level: Level, ranks: FloatArray) -> FloatArray | float:
-    """Return the share of its peak rate that a device reaches in a collective among `ranks` > 1 devices of `level`."""
+    """Return the share of the peak bandwidth that each device reaches in a collective among `ranks` > 1 devices."""
     share: FloatArray | float = level.efficiency
     if level.pair_share < 1.0:
         share = share * np.minimum((ranks - 1.0) * level.pair_share, 1.0)

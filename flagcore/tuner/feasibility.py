@@ -1,4 +1,4 @@
-"""Answers from predictions alone.
+"""Plans without trials, and explanations of why no candidate fits or has a predicted time.
 
 They are: whether candidates fit and meet the limits, why times are unknown, the time of a search, and a dry run.
 """

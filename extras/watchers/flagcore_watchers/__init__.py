@@ -1,7 +1,6 @@
 """Watchers that log the events of a run to experiment trackers. `flag tune --watch NAME` selects them.
 
-Each has a function `on_event`. This module converts the figures of a trial to the form that the trackers
-need.
+Each watcher has a function `on_event`. This module converts the metrics of a trial to the form that the trackers need.
 """
 
 import math

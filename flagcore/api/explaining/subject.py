@@ -1,4 +1,4 @@
-"""A candidate of a spec or run with its figures, and alternatives to it."""
+"""A candidate of a spec or run with its predictions and measurements, and alternatives to it."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def busy(device: Device, reader: Telemetry | None, idle: float = 0.0) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the report, or watch the devices."""
+    """Print the report on this host or, with the argument `watch`, the telemetry of its devices every second."""
     watch = list(arguments) == ["watch"]
     with loaded_plugins(()) as loaded:
         devices = [(device, loaded.telemetry(device)) for device in loaded.devices()]

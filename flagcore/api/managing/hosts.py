@@ -1,7 +1,7 @@
 """Checks the hosts of a cluster before the first trial.
 
-They must be reachable and equal, and must have the devices of the spec. It is also checked that hosts can connect to
-the first one. Their speed is compared with a matrix product on each device, and with an all-reduce between neighbors.
+The hosts must be reachable and identical, have the devices of the spec, and be able to connect to the first host. The
+speed of hosts is compared with a matrix product on each device, and with an all-reduce between neighbors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Predictions without trials: the candidates of a spec, the gain of mixing chips, and the change that helps most."""
+"""Predictions without trials: the candidates of a spec, the gain of mixing chips, and changes that make a candidate
+fit.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Job records: their predictions, in groups that share a task, and the measurements of earlier runs in this format."""
+"""Predicts job records in groups that share a task, and reads measurements of earlier runs in the same format."""
 
 import math
 from collections import defaultdict

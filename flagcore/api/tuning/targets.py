@@ -90,7 +90,7 @@ def _require_equal_nodes(job: ExportJob, target: str) -> None:
 
 
 def export_targets(engine: str | None = None) -> tuple[str, ...]:
-    """Return the names of all targets, or of the targets for candidates of one engine."""
+    """Return the names of all export targets, or of those for candidates of one engine."""
     return tuple(_exporters(engine))
 
 

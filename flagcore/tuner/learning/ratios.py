@@ -255,7 +255,7 @@ class _TaskPrior:
     fit: _Fit | None = None
 
     def mean_and_root(self, points: Points) -> tuple[FloatArray, FloatArray]:
-        """Return the prior mean at `points`, and a root of the part of their covariance that earlier runs explain."""
+        """Return the prior mean at `points`, and a square root of the covariance that earlier runs explain."""
         if self.past is None or self.fit is None:
             return np.zeros(len(points)), np.zeros((0, len(points)))
         cross = covariance(self.scales, self.past, points)

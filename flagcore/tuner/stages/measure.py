@@ -145,7 +145,7 @@ class _Monitor:
         return scale * min(timed_steps) > early_stop_ratio(self.best) * self.best.measurement.step_time_s
 
     def _is_too_long(self, steps: Sequence[float], elapsed: float) -> bool:
-        """Return whether only the first step is finished, and the second one would end after the trial's time limit.
+        """Return whether only the first step is finished, and the second one is expected to end after the time limit.
 
         On an accelerator, the first step compiles kernels, so the second one is assumed to take at most the predicted
         time.

@@ -32,7 +32,7 @@ def _fastest(context: SearchContext) -> np.int64:
 
 
 def _any(context: SearchContext) -> np.int64:
-    """Return a random open row. The seed is the number of trials, so that a resumed run makes the same choices."""
+    """Return a random untried row. The seed is the number of trials, so that a resumed run makes the same choices."""
     generator = np.random.default_rng(len(context.trials) + len(context.pending))
     return generator.choice(context.open_rows)  # type: ignore[no-any-return]
 
