@@ -114,7 +114,7 @@ class Megatron(contracts.Workload):
         return _ordered_at_least(columns, other, {}) & _recomputes_at_most(other, columns)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        """Return the values of each knob among which an expert would choose.
+        """Return the values that an expert would consider, for each knob.
 
         The values are all sizes of TP, PP, DP and EP, micro-batch size 1, and the distributed optimizer and full
         recompute on and off.
@@ -162,7 +162,9 @@ def _ordered_at_least(columns: Columns, other: Columns, order: Mapping[str, int]
 
 
 def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
-    """Return whether `less` recomputes at most as much as `more`: nothing, the same, or fewer layers by block.
+    """Return a mask of the candidates for which the columns `less` recompute at most as much as the columns `more`.
+
+    They then recompute nothing, the same, or at most as many layers by block recompute.
 
     Selective and full recompute have no order: full recompute of some layers keeps the attention scores of the others.
     """
@@ -176,7 +178,7 @@ def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
 
 
 def _recompute_level(columns: Columns) -> IntArray:
-    """Return 0 for no recompute, 1 for selective and 2 for full recompute."""
+    """Return a code for each candidate: 0 for no recompute, 1 for selective and 2 for full recompute."""
     level: IntArray = columns["use_recompute"] * columns["recompute_granularity"]
     return level
 

@@ -61,7 +61,7 @@ NETWORK_PARTS = ("cp_comm_s", "ep_comm_s", "pp_comm_s", "dp_comm_exposed_s")
 
 
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
-    """Return the predicted memory of a device (bytes) and time of a step (seconds) of each candidate in `columns`."""
+    """Return the predicted device memory in bytes and step time in seconds, for each candidate in `columns`."""
     parts, order = [], []
     for rows, meshes in by_kinds(task, columns, costs):
         results = [_predicted(task, *each) for each in meshes]
@@ -89,7 +89,7 @@ def _predicted(task: Task, columns: Columns, costs: Costs) -> Predictions:
 
 
 def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout]:
-    """Return the inputs of the formulas for each candidate, with the split of layers that `predict` uses.
+    """Return the inputs to the formulas for each candidate, with the layer splits that `predict` uses.
 
     All candidates are on the same node groups, which have these `costs`.
     """
@@ -104,7 +104,7 @@ def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout
 
 
 def base_inputs(task: Task, columns: Columns) -> tuple[Training, Layout]:
-    """Return the inputs of the formulas for each candidate before splits are derived, so all splits are even."""
+    """Return the inputs to the formulas for each candidate, before layer splits are derived: all splits are even."""
     train, layout = training(task), layout_of(task, columns)
     if (code := columns.get(MESHES)) is not None and code.any():
         layout = _on_meshes(task, columns)
@@ -171,7 +171,7 @@ def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> 
 
 
 def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
-    """Return log2 of each dimension of a device's matrix products: tokens of a micro-batch, hidden size, TP."""
+    """Return the base-2 logarithms of a candidate's tokens per micro-batch, hidden size and TP size."""
     train, layout = training(task), layout_of(task, columns)
     width = np.full_like(layout.tensor, float(train.model.hidden_size))
     return {
@@ -208,7 +208,7 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
 
 
 def training(task: Task) -> Training:
-    """Return the inputs of the formulas that all candidates of `task` share.
+    """Return the inputs to the formulas that all candidates of `task` share.
 
     If the spec names no implementation, flagcore's trial program uses megatron-core's local layers without fused
     activation functions. A user's command is assumed to be Megatron-LM, which uses transformer-engine by default.
@@ -360,11 +360,10 @@ def _sum(parts: Mapping[str, FloatArray]) -> float:
 
 
 def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue]:
-    """Return a candidate's values, in which the layout of its stages replaces `balanced`. An even split needs no
-    layout.
+    """Return a candidate's knob values with the layout of its stages in place of `balanced`.
 
-    A layout includes the virtual stages, so the number of layers per virtual stage, which Megatron then refuses, is
-    unset.
+    An even split needs no layout. A layout includes the virtual stages, so the number of layers per virtual stage,
+    which Megatron then refuses, is unset.
     """
     task = platform.task
     values = plain_values(task, candidate)

@@ -214,9 +214,7 @@ def program_progress(folder: str) -> tuple[float, ...]:
 
 
 class CommandProgress:
-    """A function object that returns the seconds of the steps that a user's command has printed. It reads each line
-    once.
-    """
+    """A callable that returns the seconds of the steps that a user's command has logged. Each line is read once."""
 
     def __init__(self, folder: str) -> None:
         self._folder, self._log = folder, MegatronLog()
@@ -340,7 +338,7 @@ def _max_over_ranks(ranks: Sequence[Mapping[str, Any]], metric: str) -> int | No
 
 
 def _program_values(candidate: Candidate, effective: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values with which the trial program ran.
+    """Yield the name and value of each knob and setting with which the trial program ran.
 
     Settings that the candidate leaves to the engine are omitted.
     """

@@ -253,9 +253,7 @@ MICROBATCHES_PER_STAGE = 2
 
 
 def shorter_batch(task: Task, candidate: Candidate, share: float) -> int | None:
-    """Return the smallest legal global batch size that is at least `share` of the task's.
-
-    Returns None if no smaller size than the task's is legal.
+    """Return the smallest legal global batch size of at least `share` times the task's, or None if it is not smaller.
 
     The number of micro-batches is a multiple of the number of stages, which interleaved schedules require
     (megatron-core `schedules.py`).
@@ -350,7 +348,7 @@ def installation_notes(platform: Platform) -> tuple[str, ...]:
 
 
 def _chooses_layers(platform: Platform) -> bool:
-    """Return whether the spec leaves the choice of layers open, and the device may support transformer-engine."""
+    """Return whether the spec names no implementation of layers, and the device may support transformer-engine."""
     train = platform.task.spec.train
     is_named = train.command is not None or train.implementation is not None
     return not is_named and platform.support.device_type not in (None, "cpu")

@@ -38,17 +38,17 @@ class StageTimes:
 
     @property
     def busy(self) -> FloatArray:
-        """Seconds of forward and backward of one micro-batch on each stage, without sends."""
+        """The seconds of forward and backward of one micro-batch on each stage, without sends."""
         return self.forward + self.backward_input + self.backward_weight
 
     @property
     def latency(self) -> FloatArray:
-        """The part of a message's seconds that does not block the sender."""
+        """The part of the message time that does not block the sender, in seconds."""
         return self.send * (1.0 - np.asarray(self.blocking, dtype=np.float64))
 
     @property
     def sending(self) -> FloatArray:
-        """The part of a message's seconds that blocks the sender."""
+        """The part of the message time that blocks the sender, in seconds."""
         return self.send * np.asarray(self.blocking, dtype=np.float64)
 
 
@@ -144,13 +144,13 @@ def _running(function: np.ufunc, stages: FloatArray) -> FloatArray:
 
 
 def _stages_after(stages: FloatArray) -> FloatArray:
-    """Return the number of later stages for each stage, as a column."""
+    """Return the number of stages after each stage, as a column."""
     column: FloatArray = np.arange(len(stages) - 1.0, -1.0, -1.0)[:, None]
     return column
 
 
 def _with_sends(times: StageTimes, v: FloatArray | float, *, with_w: bool = True) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds of forward and backward on each stage, including the time that sends block the stage.
+    """Return the forward and backward time of each stage in seconds, including the time that sends block the stage.
 
     A micro-batch has v sends in each direction, one fewer forward on the last stage and one fewer backward on the first
     one. `with_w` adds W to the backward.
@@ -168,10 +168,12 @@ def _with_sends(times: StageTimes, v: FloatArray | float, *, with_w: bool = True
 def _end_of_passes(
     pass_: FloatArray, other: FloatArray, latency: FloatArray, extra: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds after which each stage ends its first passes, with and without the return from the last stage.
+    """Return the time at which each stage ends its first passes, in seconds after the start of the step.
 
-    `extra` is the time of the passes after the first one on the slowest stage so far. If forward and backward are
-    exchanged, the result is the time from a stage's last passes to the end of the step.
+    The first array includes paths that return from the last stage, the second excludes them. `pass_` and `other` are
+    the times of a pass in this direction and in the other one. `extra` is the time of the passes after the first one on
+    the slowest stage so far. If forward and backward are exchanged, the result is the time from a stage's last passes
+    to the end of the step.
     """
     without_return = _running(np.add, pass_) + np.arange(len(pass_))[:, None] * latency + extra
     end = without_return.copy()
@@ -181,7 +183,7 @@ def _end_of_passes(
 
 
 def _pass_rounds(pass_: FloatArray, latency: FloatArray, count: FloatArray) -> FloatArray:
-    """Return the seconds of `count` passes on the slowest path.
+    """Return the time of `count` passes on the slowest path, in seconds.
 
     Either all passes are on the slowest stage so far, or one round goes over all stages and the other passes are on the
     slowest of all stages. With latency, paths with as many rounds over all stages as possible are considered, too.
@@ -198,7 +200,7 @@ def _pass_rounds(pass_: FloatArray, latency: FloatArray, count: FloatArray) -> F
 def _longest_path(
     front: FloatArray, first: FloatArray, back: FloatArray, last: FloatArray, steps: FloatArray, middle: FloatArray
 ) -> FloatArray:
-    """Return the longest path over all stages. A stage without steady state, with `steps` below 1, ignores `middle`."""
+    """Return the time of the longest path over all stages in seconds. Stages with `steps` below 1 ignore `middle`."""
     path = front + middle
     path += back
     short = steps < 1.0

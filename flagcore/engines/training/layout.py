@@ -1,4 +1,4 @@
-"""Inputs of the memory and time formulas: parallel layouts, options that all candidates share, and splits of layers."""
+"""Inputs to the memory and time formulas: parallel layouts, options that all candidates share, and layer splits."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def _rows(values: Any, rows: slice | IntArray) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """The contents of one (virtual) stage: its layers, its multi-token prediction (MTP) depths, and its ends.
+    """The contents of one (virtual) pipeline stage.
 
-    `layers` and `mtp` are numbers. `embedding` and `loss` are 1 if the stage has the embedding or the output head, else
-    0.
+    `layers` and `mtp` are its numbers of layers and of multi-token prediction (MTP) depths. `embedding` and `loss` are
+    1 if the stage has the embedding or the output head, else 0.
     """
 
     embedding: int = 0
@@ -61,7 +61,7 @@ class StageLayers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splits:
-    """Explicit splits of layers over stages, numbered from 1. Number 0 means a split by the rules of `Layout`.
+    """Explicit splits of layers over stages, numbered from 1. Number 0 means that the fields of `Layout` set the split.
 
     `contents`: the layers and ends of each stage, with the shape (splits, stages, fields of `stages.Part`).
     `stage_counts`: the number of stages of each split.
@@ -94,7 +94,7 @@ class Splits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """A job's settings as inputs of the formulas. Each engine derives them from its own settings.
+    """The settings of a job that the formulas need. Each engine derives them from its own settings.
 
     `schedule` is a name in `flagcore.physics.pipelines`; None means 1F1B, or interleaved 1F1B with virtual stages.
     `splits` are the splits to which `Layout.split` refers. With `early_mtp`, derived splits may place multi-token
@@ -144,7 +144,7 @@ DEFAULTS = Options()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Inputs of the formulas that all candidates of a task share.
+    """Inputs to the formulas that all candidates of a task share.
 
     With `flash` the attention kernel stores no scores. With `fused_activation` the FFN's activation function is one
     kernel. With `transformer_engine`, Transformer Engine's layers replace megatron-core's own: rotary embedding and the
@@ -165,12 +165,12 @@ class Training:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one activation or weight; 8-bit formats keep 16-bit activations between layers."""
+        """The bytes of one activation or weight. With 8-bit formats, activations between layers have 16 bits."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def weight_share(self) -> float:
-        """Share of a micro-batch's activations that is held until the gradients of weights are computed, as in ZB-2p.
+        """The share of a micro-batch's activations that is stored until its weight gradients are computed, as in ZB-2p.
 
         It is 32 h / (34 h + 5 a s); flash attention drops the term 5 a s (arXiv 2401.10241, its scheduler).
         """
@@ -190,8 +190,8 @@ class Layout(ArrayRecord):
     `pipeline`, `virtual`, `microbatches` and `split` as the first mesh. The tuple is empty if all node groups have the
     same parallel sizes.
 
-    If each node group has whole replicas, `data` is the number of replicas in all groups, and `here` is the number of
-    replicas in this group.
+    If each node group has whole replicas, `data` is the number of replicas in all groups, and `here` contains the
+    number of replicas in this layout's group.
     """
 
     data: FloatArray
@@ -233,9 +233,9 @@ class Layout(ArrayRecord):
 
     @property
     def overlap_kind(self) -> FloatArray:
-        """How the layers of two micro-batches overlap.
+        """Whether the layers of two micro-batches can overlap, as a code for each candidate.
 
-        0: not at all. 1: without a pipeline. 2: in an interleaved pipeline.
+        0: they cannot. 1: without a pipeline. 2: in an interleaved pipeline.
         """
         recomputes, kinds = (self.uniform > 0) | (self.block > 0), np.where(self.virtual > 1.0, 2.0, 0.0)
         return np.where((self.expert == 1.0) | recomputes, 0.0, np.where(self.pipeline > 1.0, kinds, 1.0))
@@ -274,17 +274,17 @@ class Layout(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Mesh(ArrayRecord):
-    """The layout of the stages on one node group with its own parallel sizes; `start` is the first of them."""
+    """The layout of the stages on one node group that has its own parallel sizes. `start` is the index of the first."""
 
     start: FloatArray
     layout: Layout
 
 
 def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
-    """Return the distinct combinations of integer columns.
+    """Find the distinct rows of integer columns.
 
-    The first array contains the index of the first row with each combination, the second the index of each row's
-    combination in the first array.
+    Returns two arrays: the index of the first occurrence of each distinct row, and, for each row, the index of its
+    distinct row in the first array.
     """
     key = np.zeros(columns[0].shape, dtype=np.int64)
     for column in columns:

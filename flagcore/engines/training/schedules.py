@@ -22,7 +22,7 @@ from flagcore.physics.pipelines import SCHEDULES
 
 
 def makespan(schedule: str, times: StageTimes, microbatches: FloatArray, virtual: FloatArray) -> FloatArray:
-    """Return the seconds from the first forward of a step to the last backward of all stages, per candidate.
+    """Return the time from the first forward to the last backward of a step in seconds, for each candidate.
 
     `microbatches` and `virtual` are counts as floats, with shape (candidates,); only `interleaved` uses `virtual`. All
     candidates have pipelines of the same length. With `Schedule.post_validation`, the result is the longest span of one
@@ -85,7 +85,7 @@ def deferred(
     microbatches: FloatArray,
     weight_share: FloatArray | float = 0.4,
 ) -> FloatArray:
-    """Return the number of micro-batches of which stage `index` holds only the inputs of W, at the peak of `in_flight`.
+    """Return for how many micro-batches stage `index` stores only the inputs of W, at the peak of `in_flight`.
 
     W needs the inputs of the linear layers and the gradients of their outputs, not the tensors of attention. Stage r
     holds r such micro-batches in ZB-H1 and ZB-1p, and 2r in ZB-H2. In ZB-2p it holds as many as fit in the memory of 2p
@@ -233,7 +233,7 @@ def dualpipe_v(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def _with_gaps(work: FloatArray, micro_batch: FloatArray, gaps: FloatArray, covered: FloatArray) -> FloatArray:
-    """Return the seconds of the device with the longest sum of work and gaps.
+    """Return the longest time of a device in seconds: its work plus its gaps.
 
     `micro_batch` is the time of one micro-batch on each device. A device that is slower than the mean works during part
     of its gaps: it makes up the difference to the mean for `covered` micro-batches.
@@ -258,7 +258,7 @@ def _with_sends(times: StageTimes) -> tuple[FloatArray, FloatArray, FloatArray, 
 
 
 def _sum_before(stages: FloatArray) -> FloatArray:
-    """Return the sum of `stages` over all previous stages, for each stage."""
+    """Return, for each stage, the sum of the values in `stages` over all stages before it."""
     total: FloatArray = np.cumsum(stages, axis=0) - stages
     return total
 
@@ -270,7 +270,10 @@ def _fill_and_drain(
     weight: FloatArray,
     latency: FloatArray,
 ) -> FloatArray:
-    """Return the seconds of filling and draining: the maximum of linear functions of the stages' mean times."""
+    """Return the time to fill and drain the pipeline in seconds: the maximum of the linear functions in `forms`.
+
+    Their arguments are the mean times of the passes over all stages.
+    """
     p = float(len(forward))
     means = [x.mean(axis=0) for x in (forward, backward, weight)]
     longest = np.zeros_like(latency)
@@ -283,7 +286,7 @@ def _fill_and_drain(
 
 
 def _pairs(times: StageTimes, *, mirrored: bool) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Return the seconds of each device for F and B overlapped, F + B, W, and B + W, and the latency of a message.
+    """Return the seconds of each device for overlapped F and B, the passes in series, W, and B + W, and the latency.
 
     With `mirrored` a device does half of its work for stage r and half for stage p - 1 - r.
     """

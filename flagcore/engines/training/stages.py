@@ -57,9 +57,9 @@ class Stage(Part):
 
 
 def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Sequence[FloatArray] = ()) -> list[Stage]:
-    """Return the stages of each candidate that can have the largest memory peak, in order.
+    """Return the stages that can have the largest memory peak, in order, for all candidates.
 
-    For short pipelines, the last stage is repeated.
+    For candidates with shorter pipelines, the last stage is repeated.
 
     These are the first, the second and the last stage, each stage whose contents differ from the previous one, and
     `starts`, the first stages on other devices. Every other stage equals the previous one and stores fewer
@@ -157,7 +157,7 @@ def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, opti
 
 
 def placed(model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]) -> tuple[Layout, Options]:
-    """Return the layout and the options with the explicit layers of `stages`.
+    """Return the layout and the options, changed to the explicit layer split `stages`.
 
     Only candidates that have as many (virtual) stages as `stages` change.
     """
@@ -187,7 +187,7 @@ def depths_received(model: Model, stage: Stage) -> FloatArray:
 
 
 def layers_before_last(model: Model, layout: Layout) -> FloatArray:
-    """Return the maximum number of layers on the last device's virtual stages, except the very last one.
+    """Return the maximum number of layers on the last device, without the layers of its last virtual stage.
 
     These virtual stages have as many layers as in an even split.
     """
@@ -196,7 +196,7 @@ def layers_before_last(model: Model, layout: Layout) -> FloatArray:
 
 
 def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flight: FloatArray) -> FloatArray:
-    """Return the micro-batches in flight if virtual stages differ in their numbers of layers.
+    """Return the number of micro-batches in flight if virtual stages differ in their numbers of layers.
 
     The unit is a whole stage. A device runs `pipeline` micro-batches through its first virtual stage, then through the
     next one. The first virtual stages have one layer more. On the last device, each virtual stage but the last has the
@@ -316,7 +316,7 @@ def edge_parameters(
     norm: FloatArray | None = None,
     mtp: FloatArray | float = 0.0,
 ) -> Parts:
-    """Return the numbers of weights of embedding, final norm and output head on a stage, by component.
+    """Return the number of weights of a stage's embedding, final norm and output head, by component.
 
     `first` and `last` are 1 for the first and last stage, `norm` for a stage with the final norm (None: the last
     stage), and `mtp` for a stage with multi-token prediction. With several stages, a tied head and multi-token
@@ -333,7 +333,7 @@ def edge_parameters(
 
 
 def mtp_parameters(train: Training, layout: Layout) -> Parts:
-    """Return the numbers of weights of all multi-token prediction depths, by component. Source: megatron-core 0.16."""
+    """Return the number of weights of all multi-token prediction depths, by component. Source: megatron-core 0.16."""
     model, depths = train.model, train.model.mtp_num_layers
     layer = layer_parameters(train, layout, moe=model.num_moe_experts is not None)
     extra_weights = 2 * model.hidden_size**2 / layout.tensor + 3 * model.hidden_size

@@ -57,9 +57,7 @@ class ArgumentSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """One argument of a command. Its words are those from `position` up to `end` (exclusive); `values` are not
-    converted.
-    """
+    """One argument of a command: its words from index `position` to before `end`, and its unconverted `values`."""
 
     flag: str
     spec: ArgumentSpec
@@ -175,7 +173,7 @@ class ArgumentTable:
         return flag, equals, value
 
     def _unknown_flag(self, flag: str, value: str) -> ArgumentProblem:
-        """Return the problem of a flag that this release does not define."""
+        """Return the problem that this release does not define a flag."""
         problem = f"is not an argument of Megatron-LM {self.release}"
         fix = "remove it"
         if spec := self.find(flag):
@@ -195,7 +193,7 @@ def _count(spec: ArgumentSpec, values: Sequence[str]) -> int | None:
 
 
 def _wrong_count(flag: str, spec: ArgumentSpec, inline: Sequence[str]) -> ArgumentProblem:
-    """Return the problem of a flag with the wrong number of values.
+    """Return the problem that a flag has the wrong number of values.
 
     The flag has too few values, or it is written as `--flag=value` although it requires none or several.
     """
@@ -205,7 +203,7 @@ def _wrong_count(flag: str, spec: ArgumentSpec, inline: Sequence[str]) -> Argume
 
 
 def _stray_value(flag: str, spec: ArgumentSpec | None, value: str) -> ArgumentProblem:
-    """Return the problem of a value that does not belong to any flag."""
+    """Return the problem that a value does not belong to any flag."""
     problem, fix = "is a value without a flag", "remove it, or write its flag before it"
     if spec is not None:
         problem = f"follows {flag}, which takes {_COUNTS.get(spec.values, f'{spec.values} values')}"
@@ -215,7 +213,7 @@ def _stray_value(flag: str, spec: ArgumentSpec | None, value: str) -> ArgumentPr
 
 
 def _invalid_values(argument: Argument) -> Iterator[ArgumentProblem]:
-    """Yield the problem of each value that has the wrong type or is not among the choices."""
+    """Yield a problem for each value of an argument that has the wrong type or is not one of the choices."""
     spec = argument.spec
     for value in argument.values if spec.values != 0 else ():
         try:

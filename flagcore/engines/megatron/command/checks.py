@@ -181,9 +181,9 @@ def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
-    """Return lines about the changes of the user's command in trials: one per reason, and one for skipped commands.
+    """Return one line for each reason for which trials change the user's command.
 
-    Skipped commands are the commands of a script that trials do not run.
+    Another line names the commands of a script that trials do not run.
     """
     task, values = platform.task, candidate.as_dict()
     command = user_command(task.spec, {**platform.environment, **environment(values)})
@@ -275,7 +275,7 @@ MAX_VALUE_LENGTH = 80
 
 
 def spec_warnings(spec: Spec) -> list[str]:
-    """Return the lines of `command_warnings`, and a line for each setting without effect and for an unknown release.
+    """Return warnings about a spec: about its command, each setting without effect, and an unknown release.
 
     A setting has no effect if it changes no candidate.
     """

@@ -48,7 +48,9 @@ ARGUMENTS_FILE = "arguments.json"
 def own_launch(
     platform: Platform, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None, *, for_real: bool
 ) -> Launch:
-    """Return the launch of the user's own command with the knob `values` of a candidate, which may be a mixed job.
+    """Return the launch of the user's own command with a candidate's knob `values`.
+
+    `mixed`: the candidate as a mixed job.
 
     With `for_real`, the launch is the real job instead of a trial. If the command does not start Megatron-LM, the
     candidate's flags replace the word `{flags}` or are appended. Raises SpecError for a script that cannot be read,
@@ -105,7 +107,7 @@ def _hosts_of(task: Task, mixed: Mixed | None) -> tuple[str, ...]:
 def _arguments(
     spec: Spec, command: UserCommand, values: Mapping[str, KnobValue], mixed: Mixed | None = None
 ) -> tuple[list[str], set[str]]:
-    """Return a candidate's arguments, and the argparse destinations of the user's arguments that they replace."""
+    """Return the arguments of a candidate, and the argparse destinations of the user's arguments to replace."""
     train = replace(spec.train, engine_version=release_of(spec, command))
     if mixed is not None:
         settings = {name: value for name, value in train.settings.items() if name not in hetero.NOT_PASSED}
@@ -180,7 +182,7 @@ They replace the program's arguments, and are exported to all bash processes of 
 def rerun(
     spec: Spec, command: UserCommand, replaced: Iterable[Argument], values: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[str, ...] | None:
-    """Return a command that runs the script of `spec`, but passes `values` instead of the arguments `replaced`.
+    """Return a command that runs the script of `spec` with `values` in place of the arguments `replaced`.
 
     `command` is the command that the script starts. Returns None if the script, when it is traced again, starts another
     command.

@@ -84,14 +84,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedCommand:
-    """A user's command after the changes, and a list of the changes."""
+    """A user's command as changed for a trial or a job, and a list of the changes."""
 
     command: UserCommand
     changes: tuple[Change, ...] = ()
 
 
 def replaced_arguments(command: UserCommand, table: ArgumentTable, dests: Collection[str]) -> list[Argument]:
-    """Return the arguments of `command` that set `dests`, including equivalent arguments."""
+    """Return the arguments of `command` that set the argparse destinations `dests`, or are equivalent to such ones."""
     replaced_dests = {each for dest in dests for each in (dest, *EQUIVALENT_ARGUMENTS.get(dest, ()))}
     return [argument for argument in table.parse(command.arguments)[0] if argument.dest in replaced_dests]
 
@@ -123,7 +123,7 @@ def _without_profiler(command: UserCommand) -> tuple[UserCommand, list[Change]]:
 def set_arguments(
     command: UserCommand, table: ArgumentTable, dests: Collection[str], words: Sequence[str], why: str = KNOB_REASON
 ) -> ChangedCommand:
-    """Return `command` with its arguments for `dests` removed and with `words` appended."""
+    """Return `command` without its arguments for the destinations `dests`, and with `words` appended."""
     arguments = list(command.arguments)
     before: dict[str, str] = {}
     for argument in reversed(replaced_arguments(command, table, dests)):

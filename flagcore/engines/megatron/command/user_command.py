@@ -191,7 +191,7 @@ def read_command(words: Sequence[str], directory: str | None, variables: Mapping
 
 
 def readable_command(spec: Spec, variables: Mapping[str, str] | None = None) -> UserCommand | None:
-    """Return the result of `user_command`, or None for a script that cannot be read."""
+    """Return the parts of the command in `train.command`, or None if it is a script that cannot be read."""
     try:
         return user_command(spec, variables)
     except SpecError:
@@ -219,7 +219,7 @@ def argument_table(spec: Spec, command: UserCommand) -> ArgumentTable:
 def _parse_command(
     command: tuple[str, ...], directory: str | None, variables: tuple[tuple[str, str], ...]
 ) -> UserCommand | SpecError | None:
-    """Return the result or the error of `user_command`. It is cached, so that a script is traced only once."""
+    """Return the parts of a command, None, or the SpecError. Cached, so that a script is traced only once."""
     parsed = parse(command, directory or ".")
     if parsed is None and is_script(command, directory):
         try:
@@ -424,9 +424,7 @@ def expand_command(
 
 
 def _setting_flags(spec: Spec) -> list[str]:
-    """Return the flags of the spec's settings that the user's command does not contain, or whose values they
-    override.
-    """
+    """Return flags for the settings in the spec that the user's command does not contain, or sets to other values."""
     command_settings = {} if readable_command(spec) else settings_of_command(spec)
     settings = dict(spec.train.settings)
     if {**command_settings, **settings}.get("moe_token_dispatcher_type") == "flex":

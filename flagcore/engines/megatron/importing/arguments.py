@@ -14,8 +14,7 @@ from flagcore.spec.importing import Notes
 
 
 class Flags:
-    """Megatron's arguments by name. A name is the last part of a key, with underscores. Of equal names, the last is
-    used.
+    """Megatron's arguments by name: the last part of a key, with underscores. If a name is repeated, the last is used.
 
     `entries` are full keys and values. Nulls and empty mappings count as missing. `usual_key` is the key to report for
     a missing argument; it contains `{name}` or `{flag}`.
@@ -123,7 +122,7 @@ def _recompute(flags: Flags) -> dict[str, Any]:
 
 
 def baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
-    """Return why the sizes of a job do not fit its devices, batch or layers. The text is empty if they fit."""
+    """Return why the parallel sizes of a job do not fit its devices, batch or layers, or an empty string."""
     tensor, stages, context = (baseline.get(key, 1) for key in SIZES[:3])
     shape = (model["num_layers"], model["num_attention_heads"])
     numbers = (tensor, stages, context, baseline["micro_batch_size"], train["global_batch_size"], *shape)

@@ -135,7 +135,7 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
 
 
 def _size_in(path: Path, keys: Sequence[str]) -> int:
-    """Return the number at `keys` of a JSON file, or the number of entries there; 0 if there is none."""
+    """Return the number at the nested `keys` of a JSON file, or the length of the object there; 0 if it is missing."""
     try:
         value = load_json(path.read_text(encoding="utf-8"))
         for key in keys:

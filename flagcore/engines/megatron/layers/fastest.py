@@ -1,4 +1,4 @@
-"""Derives the splits of layers over pipeline stages that minimize the time of the slowest stage and fit in memory."""
+"""Finds the layer splits over pipeline stages that minimize the time of the slowest stage and fit in memory."""
 
 from dataclasses import dataclass, replace
 from itertools import permutations, product
@@ -30,10 +30,10 @@ micro-batch is assumed to be forward.
 def split_layers(
     train: Training, layout: Layout, chosen: BoolArray, costs: Costs, blocks: Blocks
 ) -> tuple[Training, Layout]:
-    """Return the inputs, in which the `chosen` candidates have the splits that minimize the time of the slowest stage.
+    """Return the inputs with the layer splits that minimize the time of the slowest stage, for the `chosen` candidates.
 
-    Memory is ignored. Candidates for which the even split is as fast keep it. `costs` are the costs in a run, `blocks`
-    the blocks of all candidates.
+    Memory is ignored. Candidates whose even split is as fast keep it. `costs` are the costs in a run, `blocks` the
+    times of the layers of all candidates.
     """
     rows = np.flatnonzero(chosen & (layout.pipeline > 1))
     if not rows.size:
@@ -58,7 +58,7 @@ def split_layers(
 
 
 def _even(train: Training, layout: Layout, splits: LayerSplit) -> BoolArray:
-    """Return for which candidates the split in `splits` equals the even split."""
+    """Return a mask of the candidates whose split in `splits` is the even split."""
     mean_layers, place = train.model.num_layers / layout.pipeline, np.arange(splits.layers.shape[1])
     is_mean = (splits.layers == mean_layers[:, None]) | (place >= layout.pipeline[:, None])
     even: BoolArray = is_mean.all(axis=1) & (mean_layers % layout.virtual == 0) & ~splits.early
@@ -70,7 +70,7 @@ def _even(train: Training, layout: Layout, splits: LayerSplit) -> BoolArray:
 
 
 def _few_microbatches(train: Training, layout: Layout) -> BoolArray:
-    """Return for which candidates the time to fill the pipeline matters: 1F1B with few stages and micro-batches."""
+    """Return a mask of the candidates for which the fill time matters: 1F1B with few stages and micro-batches."""
     is_short = (layout.microbatches < FEW * layout.pipeline) & (layout.pipeline <= SHORT) & (layout.pipeline > 1.0)
     return np.asarray(is_short & (layout.virtual == 1.0) & (train.options.schedule is None))
 
@@ -81,7 +81,7 @@ def fill_sooner(
     """Improve splits on several kinds of chips, in place, for steps with few micro-batches.
 
     Single layers are moved as long as this shortens the step: with a slower stage, the pipeline may fill sooner. `most`
-    has the limits of `best_splits`.
+    is the maximum number of layers of each stage, as in `best_splits`.
     """
     if not paces.starts:
         return
@@ -117,7 +117,7 @@ def fill_sooner(
 
 
 def _step_seconds(layers: FloatArray, times: FloatArray, microbatches: FloatArray) -> FloatArray:
-    """Return the seconds of a step with 1F1B, without messages, for each move and candidate.
+    """Return the step time with 1F1B in seconds, without messages, for each move of a layer and each candidate.
 
     `layers` has the shape (moves, candidates, stages). `times` are the seconds of a micro-batch, of shape (candidates,
     stages, layers).
@@ -182,7 +182,7 @@ def _chunks(layers: FloatArray, leading: FloatArray, length: int, virtual: int, 
 def fit_splits(
     train: Training, layout: Layout, chosen: BoolArray, share: FloatArray, costs: Costs, blocks: Blocks
 ) -> tuple[Training, Layout, BoolArray]:
-    """Return the inputs with new splits for the `chosen` candidates that exceed memory, and which candidates changed.
+    """Return the inputs with new splits for `chosen` candidates that exceed memory, and a mask of those that changed.
 
     A new split fits in memory and minimizes the time of the slowest stage. `share` is the memory in use relative to the
     capacity, for each candidate.
@@ -206,7 +206,7 @@ def fit_splits(
 
 
 def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
-    """Return which candidates may have room for all layers.
+    """Return a mask of the candidates whose devices may have room for all layers.
 
     This is an upper bound: the stages of a node group are assumed to have the room of the group's last stage, which
     stores the fewest micro-batches. The last stage of the pipeline is counted separately, with the fewest layers that
@@ -309,8 +309,7 @@ def _layers_beside_empty_stage(train: Training, layout: Layout, *, early: bool) 
 def _limits_with_mtp(
     train: Training, layout: Layout, costs: Costs | None, most: FloatArray, norm: FloatArray, mtp: FloatArray
 ) -> FloatArray:
-    """Return the limits `most` with new limits for the stages that change if final norm and multi-token prediction
-    move.
+    """Return the layer limits `most`, updated for another place of the final norm and multi-token prediction.
 
     They move to the stages `norm` and `mtp`. Without `costs`, the changed stages have no limits.
     """
@@ -330,7 +329,7 @@ def _limits(
     norm: FloatArray | None = None,
     mtp: FloatArray | None = None,
 ) -> FloatArray:
-    """Return the maximum number of layers that fits where `requested`, else 0: (candidates, leading layers, stages).
+    """Return the maximum number of layers that fits, as (candidates, leading layers, stages); 0 where not `requested`.
 
     The final norm and multi-token prediction are on the stages `norm` and `mtp`, by default on the last one.
     """
@@ -342,7 +341,7 @@ def _limits(
 
 
 def _possible(train: Training, layout: Layout) -> BoolArray:
-    """Return which numbers of leading layers are possible on each stage, as (candidates, leading layers, stages)."""
+    """Return a mask of the possible numbers of leading layers per stage, as (candidates, leading layers, stages)."""
     first, place = leading_layers(train), np.arange(layout.pipeline.max())
     leading = np.arange(first + 1)[:, None]
     possible: BoolArray = np.where(leading == 0, (place > 0) | (first == 0), leading + place <= first)
@@ -350,7 +349,7 @@ def _possible(train: Training, layout: Layout) -> BoolArray:
 
 
 def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
-    """Return the maximum number of layers that fits in the memory of each stage: (candidates, leading layers, stages).
+    """Return the maximum number of layers that fits on each stage, as (candidates, leading layers, stages).
 
     There is a maximum for each number of leading dense layers on the stage. Between the first and the last stage of
     equal chips, later stages without leading layers need less memory. If the second stage may have as many layers as

@@ -44,7 +44,7 @@ class LayerSplit(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Fronts:
-    """A placement of the leading dense layers: the number on each of the first stages (`dense`), and on the `last` one.
+    """A placement of the leading dense layers: how many each of the first stages (`dense`) and the `last` one has.
 
     A virtual stage before a dense layer has no layer with experts. With `early`, multi-token prediction is on the stage
     before the loss, and the last virtual stage, which computes the loss, has no layer. With `between`, the stage with
@@ -68,12 +68,12 @@ class Fronts:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Numbers of leading layers on the first stages, on the stage between (if any), and on the last one."""
+        """The numbers of leading layers on the first stages, on the stage between (if any), and on the last stage."""
         return (*self.dense, *[0] * self.between, self.last)
 
     @property
     def places(self) -> list[int]:
-        """Index of each of these stages in the pipeline; negative numbers count from the end."""
+        """The pipeline index of each stage in `leading`; negative indices count from the end."""
         return [*range(len(self.dense)), *[-2] * self.between, -1]
 
     @classmethod
@@ -93,12 +93,12 @@ class Fronts:
                     yield cls(dense, leading - sum(dense))
 
     def fit(self, pipeline: FloatArray) -> BoolArray:
-        """Return for which of the pipeline sizes `pipeline` this placement is possible."""
+        """Return a mask of the sizes in `pipeline` for which this placement is possible."""
         before = pipeline - 1.0 - self.between
         return before == len(self.dense) if self.last or self.early > self.between else before >= len(self.dense)
 
     def least(self, virtual: FloatArray) -> list[FloatArray]:
-        """Return the minimum number of layers of each of these stages.
+        """Return the minimum number of layers of each stage in `leading`, for each candidate.
 
         Each virtual stage has at least one layer, except the last one of the model and, with early multi-token
         prediction, the one before it. If all devices have leading layers, each may have them on several virtual stages.
@@ -114,7 +114,7 @@ class Fronts:
         return minima
 
     def most(self, virtual: FloatArray) -> list[FloatArray]:
-        """Return the maximum number of layers of each stage, for candidates with `virtual` chunks per stage."""
+        """Return the maximum number of layers of each stage in `leading`, for each candidate."""
         full = len(self.dense) - (self.last == 0)
         any_number = np.full_like(virtual, np.inf)
         limits = [np.where(virtual > 1, np.inf, float(count)) for count in self.dense[:full]]
@@ -130,7 +130,7 @@ def leading_layers(train: Training) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Paces(ArrayRecord):
-    """The pace of each node group. `starts` are the first stages of the groups after the first one."""
+    """The `Pace` of each node group: seconds by number of layers. `starts`: the first stage of each further group."""
 
     groups: tuple[Pace, ...]
     starts: tuple[FloatArray, ...]
@@ -156,7 +156,7 @@ class Paces(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Middles(ArrayRecord):
-    """The stages on one node group that are between the first stages and the last: from `low` to before `high`.
+    """The middle stages on one node group, with the indices `low` to `high - 1`: neither the first ones nor the last.
 
     `count` is the number of these stages, `room` the maximum of their total number of layers. With limits, `limited`
     contains the limits of all stages, the cumulative sums of the sorted limits, and, for each of the sorted limits, the
@@ -171,7 +171,7 @@ class Middles(ArrayRecord):
 
     @classmethod
     def of(cls, low: FloatArray, high: FloatArray, limits: FloatArray | None) -> Middles:
-        """Return the stages from `low` to before `high`.
+        """Return the middle stages with the indices `low` to `high - 1`.
 
         `limits` are the maximum numbers of layers of each stage of a pipeline: (candidates, stages).
         """
@@ -187,9 +187,9 @@ class Middles(ArrayRecord):
         return cls(low, high, count, np.where(is_middle, limits, 0.0).sum(axis=1), limited)
 
     def level(self, layers: FloatArray) -> FloatArray:
-        """Return the number of layers of the largest of these stages if all of them have `layers` in total.
+        """Return the number of layers of the largest middle stage if all middle stages have `layers` in total.
 
-        It is inf if the stages cannot have that many.
+        It is inf if they cannot have that many.
         """
         if self.limited:
             _, below, others = self.limited
@@ -200,9 +200,9 @@ class Middles(ArrayRecord):
         return np.where(layers > self.room, np.inf, level)
 
     def spread(self, layers: FloatArray, longest: int) -> FloatArray:
-        """Return `layers` distributed over these stages: (candidates, stages).
+        """Return the number of layers of each middle stage if they have `layers` in total, as (candidates, stages).
 
-        The numbers are equal as far as the limits allow. If the layers do not divide evenly, the first of these stages
+        The numbers are equal as far as the limits allow. If the layers do not divide evenly, the first middle stages
         have one layer fewer, because they store the most micro-batches.
         """
         place, level = np.arange(longest), self.level(layers)[:, None]
@@ -346,7 +346,7 @@ def _move_layers(
 
 
 def _of_rows(paces: Sequence[Pace], rows: IntArray) -> list[Pace]:
-    """Return the paces of the candidates `rows`. Stages on one node group share one object."""
+    """Return `paces` for only the candidates `rows`. Stages on the same node group still share one object."""
     by_id = {id(pace): pace[rows] for pace in paces}
     return [by_id[id(pace)] for pace in paces]
 

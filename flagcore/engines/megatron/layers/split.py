@@ -76,7 +76,7 @@ class Split:
         return np.where(number > 0, number, from_each)
 
     def ends(self, c: Columns) -> tuple[IntArray, IntArray]:
-        """Return the numbers of layers of the first and of the last stage; 0 if they are not set."""
+        """Return the explicit numbers of layers of the first and of the last stage; 0 where they are not set."""
         zeros = np.zeros_like(c[PP])
         first, last = c.get(FIRST, zeros), c.get(LAST, zeros)
         return np.where(first > 0, first, self.first), np.where(last > 0, last, self.last)
@@ -87,7 +87,7 @@ class Split:
         return np.where(knob > 0, knob, self.expert_tensor or c[TP])
 
     def uneven(self, c: Columns) -> BoolArray:
-        """Return which candidates have no even split of layers over stages, or only one with an empty stage."""
+        """Return a mask of the candidates without an even split of layers over stages, or only with an empty stage."""
         if self.layout_layers:
             broken: BoolArray = (len(self.layout_layers) % c[PP] != 0) | (c[PP] < self.last_stages)
             return broken
@@ -98,7 +98,7 @@ class Split:
         return np.where(balanced(c), self.layers < c[PP] - 1, ~complete | empty)
 
     def ragged(self, c: Columns) -> BoolArray:
-        """Return for which candidates the layers of a device cannot be divided evenly over its virtual stages."""
+        """Return a mask of the candidates whose layers per device cannot be divided evenly over virtual stages."""
         number, per_virtual = c.get(VIRTUAL_STAGES, np.zeros_like(c[PP])), c[LAYERS_PER_VIRTUAL]
         if self.layout_layers:
             contradicts = (number > 0) & (number * c[PP] != len(self.layout_layers))
@@ -119,7 +119,7 @@ class Split:
         return np.where(balanced(c), -(-self.layers // c[PP]), largest)
 
     def chunk_layers(self, c: Columns) -> list[IntArray]:
-        """Return the numbers of layers that a virtual stage may have, the largest first."""
+        """Return the numbers of layers that a virtual stage may have, for each candidate, in descending order."""
         if self.layout_layers:
             return [np.full_like(c[PP], number) for number in sorted(set(self.layout_layers), reverse=True)]
         chunk = self.stage_layers(c) // self.virtual(c)
@@ -134,14 +134,14 @@ class Split:
 
 
 def balanced(c: Columns) -> BoolArray:
-    """Return which candidates have a derived split."""
+    """Return a mask of the candidates whose layer split flagcore derives."""
     zeros = np.zeros_like(c[PP])
     is_derived: BoolArray = (c.get(SPLIT, zeros) == BALANCED) & (c[PP] > 1) | (c.get(MESHES, zeros) > 0)
     return is_derived
 
 
 def derived(task: Task) -> bool:
-    """Return whether splits can be derived for a task.
+    """Return whether flagcore can derive layer splits for a task.
 
     This requires an engine release with layouts, the engine's own schedule, and no setting that fixes the split or
     applies to single stages.

@@ -129,7 +129,7 @@ def _spread(count: int, parts: int) -> list[int]:
 
 
 def _filled(count: int, parts: int, largest: int) -> list[int]:
-    """Return `parts` numbers from 1 to `largest` that add up to `count`; the last one is the remainder."""
+    """Divide `count` into `parts` numbers from 1 to `largest`. The last number is the remainder."""
     sizes: list[int] = []
     for later in reversed(range(parts - 1)):
         sizes.append(min(largest, count - sum(sizes) - later))

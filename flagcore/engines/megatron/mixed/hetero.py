@@ -122,7 +122,7 @@ def _meshes(task: Task, values: Mapping[str, KnobValue]) -> list[Mesh]:
 
 
 def _layers(platform: Platform, values: Mapping[str, KnobValue], stages: int) -> list[int]:
-    """Return the number of layers of each stage."""
+    """Return the number of layers of each of a candidate's `stages` pipeline stages."""
     task = platform.task
     model, layout = task.spec.model, task.spec.train.settings.get(LAYOUT)
     if layout:
@@ -161,7 +161,7 @@ def _whole(value: KnobValue) -> int:
 
 
 def _values(arguments: Sequence[str], flag: str) -> list[str]:
-    """Return the values that follow a flag in `arguments`."""
+    """Return the values that follow `flag` in `arguments`."""
     if flag not in arguments:
         return []
     words = arguments[arguments.index(flag) + 1 :]

@@ -67,7 +67,7 @@ DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The texts of meshes that a space lists, numbered from 1 as in the column of the knob `meshes`.
+    """The values of the knob `meshes` in a space, numbered from 1 as in its column. Each value is a text.
 
     `groups` are the node groups in the order of the pipeline, -1 for none: (texts + 1, meshes). `codes` are the codes
     of the knobs in `OWN`, in the same shape. `lengths` is the number of stages of each pipeline.
@@ -96,7 +96,7 @@ class Meshes:
         return number
 
     def columns(self, columns: Columns, mesh: int) -> Columns:
-        """Return the candidates' columns on their mesh with the index `mesh`, with the pipeline size of all meshes.
+        """Return the knob columns of the candidates' mesh with the index `mesh`, with the pipeline size of all meshes.
 
         Knobs without a column are omitted.
         """
@@ -115,7 +115,7 @@ class Meshes:
         return {name: mesh_columns.get(name, column) for name, column in columns.items()}
 
     def of_replicas(self, columns: Columns, number: int, batch: int) -> list[Columns]:
-        """Return the candidates' columns on each mesh, for candidates that split the data over `number` meshes."""
+        """Return the knob columns of each mesh, for candidates that split the data over `number` meshes."""
         counts = self.microbatches(columns, batch)
         replicas = self.codes[DP][columns[MESHES]][:, :number].sum(axis=1)
         return [
@@ -124,10 +124,10 @@ class Meshes:
         ]
 
     def microbatches(self, columns: Columns, batch: int) -> IntArray:
-        """Return the micro-batches per replica on each mesh, for candidates that split the data: (candidates, meshes).
+        """Return the micro-batches per replica of each mesh, for candidates that split the data.
 
-        If the text of the meshes has no `x`, all replicas have the same number: the batch divided by the samples that
-        all replicas process at once, rounded down.
+        The shape is (candidates, meshes). If the text of the meshes has no `x`, all replicas have the same number: the
+        batch divided by the samples that all replicas process at once, rounded down.
         """
         code = columns[MESHES]
         has_mesh, counts = self.groups[code] >= 0, self.codes[MICROBATCHES][code]
@@ -136,13 +136,13 @@ class Meshes:
         return np.where(counts > 0, counts, even) * has_mesh
 
     def sizes(self, columns: Columns) -> IntArray:
-        """Return the micro-batch size of each mesh, for candidates that split the data: (candidates, meshes)."""
+        """Return the micro-batch size of each mesh as (candidates, meshes), for candidates that split the data."""
         mesh_sizes = self.codes[MBS][columns[MESHES]]
         return np.where(mesh_sizes > 0, mesh_sizes, columns[MBS][:, None])
 
 
 def recompute_codes(word: str) -> tuple[int, ...]:
-    """Return the codes of the recompute knobs for the recompute `word` of a mesh; no codes for any other word."""
+    """Return the codes of the recompute knobs that a mesh's recompute `word` stands for; empty for any other word."""
     block = _BLOCK.fullmatch(word)
     return (1, 2, 2, int(block[1])) if block else RECOMPUTE_CODES.get(word, ())
 
@@ -201,9 +201,7 @@ def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, i
 
 
 def encoded(task: Task, value: object) -> IntArray:
-    """Return the column of the knob `meshes` for one candidate. Raises SpecError if the space does not list its
-    meshes.
-    """
+    """Encode one candidate's value of the knob `meshes` as a column. Raises SpecError if the space does not list it."""
     texts = Meshes.from_task(task).texts
     if value is not None and value not in texts:
         raise SpecError(
@@ -237,7 +235,7 @@ def by_kinds(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntAr
 
 
 def splits(task: Task, columns: Columns) -> dict[str, BoolArray]:
-    """Return which candidates split the layers over the node groups, and which split the data."""
+    """Return two masks by name: of the candidates that split the layers over node groups, and that split the data."""
     code, table = columns.get(MESHES), Meshes.from_task(task)
     if code is None:
         return {}
@@ -247,7 +245,7 @@ def splits(task: Task, columns: Columns) -> dict[str, BoolArray]:
 
 
 def groups_of_row(task: Task, columns: Columns) -> list[int]:
-    """Return the node groups of the first candidate in the order of its pipeline."""
+    """Return the indices of the first candidate's node groups, in the order of its pipeline."""
     code = columns.get(MESHES)
     if code is None or not code[0]:
         return list(range(len(task.cluster.groups)))

@@ -105,7 +105,7 @@ def recompute_words(task: Task) -> list[str]:
 
 
 def _has(task: Task, knob: str, code: int) -> bool:
-    """Return whether the space lists a value of a recompute knob. The code 0 means that the knob does not apply."""
+    """Return whether the space lists the value of `knob` with this code. The code 0 means that it does not apply."""
     listed = task.spec.space.get(knob, AUTO)
     if isinstance(listed, str) or (not code and knob != RECOMPUTE_KNOBS[0]):
         return True
@@ -119,9 +119,9 @@ def _largest(task: Task, switch: str) -> int:
 
 
 def _step_seconds(train: Training, layout: Layout, costs: Costs, stage: Stage, seconds: FloatArray) -> FloatArray:
-    """Return the seconds of a stage for gradients and optimizer.
+    """Return the time of a stage for gradient reduction and optimizer step, in seconds.
 
-    `seconds` is the stage's time of a micro-batch; a third of it is assumed to be forward.
+    `seconds` is the stage's time per micro-batch. A third of it is assumed to be forward.
     """
     params = split_parameters(stage_parameters(train, layout, stage))
     forward, backward = Seconds.from_compute(seconds / 3.0), Seconds.from_compute(seconds * 2.0 / 3.0)
@@ -131,7 +131,7 @@ def _step_seconds(train: Training, layout: Layout, costs: Costs, stage: Stage, s
 
 
 def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
-    """Return the options for one node group: all legal sizes, with their times and memory."""
+    """Return the options for one node group: all legal parallel sizes, with their times and memory."""
     train, columns = training(task), mesh_columns(task, group)
     # In a pipeline of four stages, 0, 1 and 3 are a first, a middle and a last stage.
     layout = replace(layout_of(task, columns), pipeline=np.full(columns[PP].shape, 4.0))
@@ -173,7 +173,7 @@ def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
 
 
 def share_sizes(batch: int) -> list[int]:
-    """Return the micro-batch sizes to try for a share of a batch: the batch's divisors, and powers of two."""
+    """Return the micro-batch sizes to try for a part of the batch: divisors of the batch, and powers of two."""
     return sorted({*divisors(batch), *(2**power for power in range(batch.bit_length()))})
 
 

@@ -101,7 +101,7 @@ def _with_space(task: Task, values: Mapping[str, str | tuple[KnobValue, ...]]) -
 
 
 def values_alone(task: Task, group: int | None = None) -> dict[str, str | tuple[KnobValue, ...]]:
-    """Return the sizes and the recompute of the listed meshes, as values of the knobs for candidates without meshes.
+    """Return the parallel sizes and the recompute of the meshes in a space, as knob values for jobs without meshes.
 
     With `group`, only texts with a single mesh on this node group are used. The result is then empty unless the group
     is `LARGE`, because the whole space of smaller groups is searched. Candidates without meshes need no other values:
@@ -158,9 +158,9 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
 
 
 def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float, int, int]]:
-    """Yield tuples of a lower bound of a step's seconds, a context-parallel size, and samples per micro-batch.
+    """Yield a lower bound of the step time, a context-parallel size, and the number of samples per micro-batch.
 
-    The samples are those of all replicas together.
+    The samples are the total over all replicas. The bound is in seconds.
     """
     layers, batch = task.spec.model.num_layers, task.spec.train.global_batch_size
     keys = {key for each in options for key in zip(each.context.tolist(), each.samples.tolist(), strict=True)}
@@ -175,7 +175,7 @@ def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float
 def _crossed(
     task: Task, options: Sequence[MeshOptions], limit: float, equal: Sequence[str], alike: Sequence[str]
 ) -> list[MeshOptions]:
-    """Return the combinations of options whose lower bound of a step's seconds is at most `limit`.
+    """Return the combinations of options whose step time has a lower bound of at most `limit` seconds.
 
     The result contains the options of each group, with one row per combination. It does not depend on the order of the
     groups. The groups are combined one after the other. The bound of an incomplete combination assumes the best of each
@@ -255,7 +255,7 @@ def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Seque
 
 
 def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
-    """Return whether the `figure` of each option is one of the `MAX_SIZES` lowest among options with equal `alike`."""
+    """Return a mask of the options with the `MAX_SIZES` lowest values in `figure`, among those with equal `alike`."""
     order = np.lexsort((figure, alike))
     place = np.empty_like(order)
     place[order] = np.arange(order.size) - np.searchsorted(alike[order], alike[order])
@@ -390,7 +390,9 @@ SOLVE = ("samples", "start", "pace")
 
 
 def _crossed_replicas(task: Task, costs: Costs, columns: Mapping[int, Mapping[str, IntArray]]) -> list[Rows]:
-    """Return the combinations of sizes that fit in memory: the options of each group, with the seconds of its replicas.
+    """Return the combinations of sizes that fit in memory.
+
+    Each row is an option of each group, with its replicas' times.
 
     For each micro-batch size of each node group, only the fastest option is used.
     """
@@ -412,7 +414,7 @@ def _crossed_replicas(task: Task, costs: Costs, columns: Mapping[int, Mapping[st
 
 
 def _replica_figures(task: Task, costs: Costs, rows: Mapping[str, IntArray]) -> Rows:
-    """Return `rows` with the seconds of the replicas.
+    """Return the options `rows`, extended with the times of their replicas in seconds.
 
     `start` is the fixed time of a step (inf if the replicas do not fit), `pace` the time of each micro-batch, and
     `after` the time after all micro-batches. A micro-batch has `samples` samples over all replicas of the group.
@@ -438,9 +440,9 @@ def _fastest_replicas(rows: Rows, places: IntArray) -> list[int]:
 
 
 def _level(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int) -> FloatArray:
-    """Return the seconds in which the replicas of all kinds process the batch together.
+    """Return the time in which the replicas of all kinds together process the batch, in seconds.
 
-    The numbers of micro-batches are not rounded to integers.
+    `start` and `pace` are seconds per step and per micro-batch. Numbers of micro-batches are not rounded.
     """
     rate = samples / pace
     level: FloatArray = (batch + (rate * start).sum(axis=1)) / rate.sum(axis=1)
@@ -448,7 +450,7 @@ def _level(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int)
 
 
 def shares(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int) -> tuple[IntArray, FloatArray]:
-    """Return the numbers of micro-batches that minimize the time of the slowest replica, and this time.
+    """Return the number of micro-batches per kind that minimizes the time of the slowest replica, and this time.
 
     The time is inf if no numbers are possible. The arguments and the numbers have the shape (rows, kinds). A
     micro-batch of all replicas of a kind has `samples` samples.

@@ -26,7 +26,7 @@ OF_BATCH = "global_batch_size"
 
 
 def with_meshes(task: Task, rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules of a task whose candidates may have meshes, from the `rules` without meshes."""
+    """Extend `rules`, which apply to candidates without meshes, to tasks whose candidates may have meshes."""
     if len(task.cluster.groups) == 1:
         return tuple(rules)
     table = Meshes.from_task(task)

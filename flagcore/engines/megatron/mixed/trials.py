@@ -63,12 +63,12 @@ def require_runnable(task: Task) -> None:
 
 
 def data_problem() -> str:
-    """Return the text of an error: only flagcore's trial program can run a data split, and why."""
+    """Return an error message: only flagcore's trial program can run a data split."""
     return f"splits the data, which Megatron-LM and FlagScale after 0.3 cannot run ({OF_DATA})"
 
 
 def shares(task: Task, candidate: Candidate) -> list[dict[str, Any]]:
-    """Return the replicas of each mesh of a candidate that splits the data, as the trial program's `Share`.
+    """Return the replicas on each mesh of a candidate that splits the data, as the fields of `Share` in trial/job.py.
 
     The list is empty for other candidates.
     """
@@ -142,7 +142,7 @@ def _in_order(task: Task, candidate: Candidate, counts: Sequence[int]) -> list[i
 
 
 def as_asked(task: Task, candidate: Candidate, effective: Mapping[str, object]) -> dict[str, object]:
-    """Return the effective values of a trial, except those that follow from the candidate's meshes."""
+    """Return the `effective` values of a trial without those that follow from the candidate's meshes."""
     if candidate.as_dict().get(MESHES) is None:
         return dict(effective)
     plain = plain_values(task, candidate)

@@ -34,7 +34,7 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _knob(name: str, row: dict[str, Any]) -> Knob:
-    """Return the knob of a row of `knobs.yaml`, whose keys are fields of Knob, or one of these:
+    """Return the knob for a row of `knobs.yaml`. The keys of a row are fields of Knob, or these:
 
     - `flag`: its flag, by default its name with hyphens; an empty text means that it has none.
     - `since`: the first release with the flag, if that differs from `versions`.

@@ -29,12 +29,14 @@ DEFAULTS: Mapping[str, Settings] = {
 
 
 def runs(train: TrainSpec) -> str:
-    """Return the program for which a job is predicted: `trial` (flagcore's own) or `command` (Megatron-LM)."""
+    """Return which program's run of a job is predicted: `trial` (flagcore's own) or `command` (Megatron-LM)."""
     return TRIAL if train.command is None and train.implementation in (None, "local") else COMMAND
 
 
 def settings_in_force(spec: Spec) -> Settings:
-    """Return all settings of a job. Later sources take precedence: defaults, assumed, the user's command, the spec.
+    """Return all settings of a job, from the defaults, assumed settings, the user's command, and the spec.
+
+    Later sources take precedence.
 
     Raises SpecError if the spec contradicts a command whose arguments cannot be changed.
     """
@@ -211,7 +213,7 @@ def _grad_bytes(precision: str, settings: Settings) -> int:
 
 
 def _imbalance(settings: Settings) -> float:
-    """Return the number of tokens of the busiest expert rank, relative to the mean.
+    """Return the number of tokens of the busiest expert rank, relative to the mean over ranks.
 
     A capacity factor limits the load. With padding to the capacity, the load equals the factor.
     """

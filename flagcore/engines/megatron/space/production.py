@@ -60,7 +60,9 @@ def overlaps(
 
 
 def as_in_production(platform: Platform) -> Platform:
-    """Return `platform` with its vendor's implementation and the settings of recipes, unless the spec names a program.
+    """Return `platform` with the vendor's implementation and the settings of published recipes.
+
+    It is unchanged if the spec names a program.
 
     A setting is skipped if the spec sets it or compares its values, if the chip or the release does not support it, or
     if it contradicts another setting.

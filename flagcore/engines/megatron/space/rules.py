@@ -122,7 +122,7 @@ def _length_rules(task: Task) -> Iterator[Rule]:
 
 
 def _node_group_rules(task: Task) -> Iterator[Rule]:
-    """Yield a rule for clusters with several kinds of chips: a pipeline stage is in a single node group."""
+    """Yield the rule that each pipeline stage is on a single node group, for clusters with several kinds of chips."""
     cluster = task.cluster
     if len(cluster.groups) == 1:
         return
@@ -352,9 +352,7 @@ def _schedule_rule(setting: SettingValue, split: Split, batch: int) -> Rule:
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return the merges of values that Megatron treats as equal: of knobs without effect, and of equivalent
-    schedules.
-    """
+    """Return merges of candidates that Megatron treats as equal: knobs without effect, and equivalent schedules."""
     split, is_dense, can_derive = Split.from_task(task), task.spec.model.num_moe_experts is None, derived(task)
     settings = settings_in_force(task.spec)
     sharded = task.spec.train.command is not None and any(settings.get(name) for name in DIST_OPT_SETTINGS)
@@ -424,6 +422,6 @@ def _recompute_merges(split: Split) -> Sequence[Merge]:
 
 
 def recomputes(c: Columns, granularity: int) -> BoolArray:
-    """Return which candidates recompute with a granularity, `SELECTIVE` or `FULL`."""
+    """Return a mask of the candidates whose recompute has the `granularity` `SELECTIVE` or `FULL`."""
     result: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == granularity)
     return result

@@ -93,7 +93,7 @@ class Cpu:
 
 
 class Accelerator:
-    """A device that has a torch module, such as torch.cuda."""
+    """An accelerator as the device of a rank. It has a torch module, such as torch.cuda."""
 
     needs_memory_step = False
 
@@ -261,9 +261,9 @@ def _cuda_type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _splits_to_numpy(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Convert the dispatcher's split sizes to host arrays at the same `point` of its work as Megatron does.
+    """Convert the split sizes of the token dispatcher to host arrays, at the `point` at which Megatron copies them.
 
-    Megatron uses a side stream for this.
+    Megatron copies them on a side stream.
     """
     if point == dispatcher.cuda_dtoh_point and not dispatcher.drop_and_pad:
         for name in ("input_splits", "output_splits", "output_splits_tp"):

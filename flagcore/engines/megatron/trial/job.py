@@ -189,12 +189,12 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """Number of ranks on this host: its share of all ranks, or 1 for a probe."""
+        """The number of ranks on this host: its share of all ranks, or 1 for a probe."""
         return self.world_size // self.nodes if self.probe is None else 1
 
     @property
     def num_microbatches(self) -> int:
-        """Number of micro-batches of each data-parallel replica, or of this one, in one step."""
+        """The number of micro-batches per step of each data-parallel replica, or of `replica` if it is set."""
         if self.replica:
             return self.replica.microbatches
         return self.train.global_batch_size // (self.candidate.micro_batch_size * self.candidate.data_parallel_size)
@@ -217,7 +217,7 @@ class Job:
 
     @property
     def virtual_stages(self) -> int | None:
-        """Number of model chunks on each pipeline stage, or None if the schedule is not interleaved."""
+        """The number of model chunks on each pipeline stage, or None if the schedule is not interleaved."""
         if layout := self.stage_layers:
             chunks = len(layout) // self.candidate.pipeline_model_parallel_size
             return chunks if chunks > 1 else None

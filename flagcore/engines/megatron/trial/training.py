@@ -86,7 +86,7 @@ def train(job: Job, built: BuiltModel, rank_device: RankDevice) -> Iterator[Step
 
 
 def _steps_in_time(job: Job, times: list[float], planned: int) -> int:
-    """Return how many of the `planned` steps end before `job.ends_at`, judged by the `times` of the finished steps."""
+    """Return how many of the `planned` steps end before `job.ends_at`, estimated from the `times` of finished steps."""
     if job.ends_at is None or len(times) < MIN_STEPS:
         return planned
     return steps_in_time(times, planned, job.ends_at - time.monotonic())
@@ -136,7 +136,7 @@ def _synchronize(rank_device: RankDevice) -> float:
 
 
 def _for_schedule(items: list[Any]) -> Any:
-    """Return `items` for the interleaved schedule; for other schedules, return the only item."""
+    """Return `items` for the interleaved schedule, which takes lists, or the only item for other schedules."""
     return items if groups.get_virtual_pipeline_model_parallel_world_size() else items[0]
 
 

@@ -23,7 +23,7 @@ They are the probabilities before and after dropout, and a mask of one byte (arX
 
 
 def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
-    """Return the modules of self-attention: norm, QKV projection, core, and output projection."""
+    """Return the modules of self-attention: norm, QKV projection, attention core, and output projection."""
     model, unit, local = train.model, sizes.unit, sizes.local
     h, width, output_width = model.hidden_size, sum(widths(model)), attended(model)
     tensors = _latent_projections(train, layout, sizes) if model.multi_latent_attention else {}

@@ -22,7 +22,7 @@ from flagcore.engines.transformer import attended
 class ExtraBytes:
     """Bytes that recompute or offload adds to a module's peak.
 
-    They are limited to `saved_per_layer` bytes for each other layer in flight.
+    The bytes are limited to `saved_per_layer` times the number of other layers in flight.
     """
 
     bytes: FloatArray
@@ -185,7 +185,9 @@ def saving(
     offloaded: Collection[str],
     on_host: FloatArray | float,
 ) -> list[Module]:
-    """Return a layer's modules without their recomputed tensors and, if `on_host` is 1, without the `offloaded` ones.
+    """Return a layer's modules without the tensors that are recomputed or, where `on_host` is 1, `offloaded`.
+
+    `row`: the modules of the layer.
 
     If several groups in `recomputed` contain the same tensor, the first group applies. Recomputed tensors are not
     offloaded. During backward, the offloaded tensors of one layer are on the device, because each tensor that is no
@@ -251,9 +253,9 @@ class Moments:
 
     @classmethod
     def from_modules(cls, row: Sequence[Module], offset: FloatArray | float = 0.0, split: int = 0) -> Moments:
-        """Return the peaks of a layer with these modules, plus `offset`.
+        """Return the peaks of a layer that consists of the modules `row`, plus `offset` bytes.
 
-        The first `split` modules do not depend on the later ones.
+        The peaks of the first `split` modules do not depend on the later modules.
         """
         without_savings, later_bytes, saving = np.zeros(()), np.zeros(()), []
         for index, module in reversed(list(enumerate(row))):
@@ -290,7 +292,9 @@ class Layer:
 
     @classmethod
     def from_modules(cls, row: Sequence[Module], front: int = 0) -> Layer:
-        """Combine the modules of a layer. With `front`, its backward may overlap another micro-batch's forward.
+        """Return the bytes of a layer from its modules.
+
+        With `front`, its backward may overlap another micro-batch's forward.
 
         Both then run module by module (megatron-core 0.16 `model_chunk_schedule_plan.py`). The forward of the first
         `front` modules (attention and router) precedes the backward of the experts, and the forward of the experts

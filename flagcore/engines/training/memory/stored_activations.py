@@ -20,7 +20,7 @@ PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_a
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """The kinds of layers of a model, and what they store with recompute and offload, for each candidate.
+    """The bytes that each kind of layer of a model stores, with recompute and offload, for each candidate.
 
     `dense` is a layer without experts, `moe` a layer with experts. `rows` are the modules of both kinds, `entry` is the
     module of the embedding, and `head_row` are the modules of the head. `recomputed` is 1 where selective recompute
@@ -41,7 +41,7 @@ class Kinds:
 
     @classmethod
     def from_layout(cls, train: Training, layout: Layout) -> Kinds:
-        """Return the kinds of layers of candidates. Without experts, both kinds are the same."""
+        """Return the kinds of layers for each candidate in `layout`. Without experts, both kinds are the same."""
         sizes, options = Sizes.from_layout(train, layout), train.options
         heads, recomputed = attention(train, layout, sizes), {}
         rows = [[*heads, *ffn(train, layout, sizes)]]
@@ -56,12 +56,15 @@ class Kinds:
         return cls(train, layout, sizes, tuple(rows), *ends, recomputed, offloaded, layers[0], layers[-1], last)
 
     def stored_layers(self, offloaded: Collection[str] = (), on_host: FloatArray | float = 1.0) -> tuple[Layer, Layer]:
-        """Return the bytes of a layer without and of a layer with experts, with the tensors `offloaded` on the host."""
+        """Return the bytes of a dense and of an MoE layer.
+
+        The tensors `offloaded` are on the host where `on_host` is 1.
+        """
         layers = _layers(self.train, self.sizes, self.rows, self.recomputed, offloaded, on_host)
         return layers[0], layers[-1]
 
     def on(self, stage: Stage) -> tuple[Layer, Layer]:
-        """Return the bytes of a layer without and of a layer with experts on a stage.
+        """Return the bytes of a dense layer and of an MoE layer on a stage.
 
         If `offload_stages` is empty, all stages offload.
         """
@@ -89,12 +92,12 @@ class Kinds:
         return Layer.from_modules(row)
 
     def in_flight(self, stage: Stage) -> FloatArray:
-        """Return the micro-batches in flight if the virtual stages of a device have equal numbers of layers."""
+        """Return the number of micro-batches in flight if all virtual stages of a device have equally many layers."""
         layout, schedule = self.layout, self.train.options.schedule or "interleaved"
         return in_flight(schedule, stage.index, layout.pipeline, layout.virtual, layout.microbatches)
 
     def early_in_flight(self, stage: Stage) -> FloatArray:
-        """Return the micro-batches in flight on the last virtual stage of devices with early multi-token prediction.
+        """Return the number of micro-batches in flight on the last virtual stage of devices with early MTP.
 
         The result is 0 for other stages.
         """
@@ -107,7 +110,7 @@ class Kinds:
         return (stage.in_flight < self.layout.microbatches) & self.layout.pairs(self.train.model)
 
     def waiting(self, stage: Stage) -> FloatArray:
-        """Return the bytes of a stage that are stored after B and until the weight gradients (W) are computed.
+        """Return the bytes of a stage that are stored from the backward pass (B) until the weight gradients (W).
 
         ZB-2p defers W for as many micro-batches as fit in the memory of 2p micro-batches.
         """
@@ -145,8 +148,9 @@ def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray
 class StageActivations:
     """The activations of a stage at the memory peak of forward and backward.
 
-    `dense` and `moe` are the numbers of layers that store all their tensors. `inputs`: bytes of the inputs of
-    recomputed layers. `stored`: bytes of all micro-batches in flight. `above`: bytes at the peak beyond `stored`.
+    `dense` and `moe` are the numbers of dense and MoE layers that store all their tensors. `inputs`: bytes of the
+    inputs of recomputed layers. `stored`: bytes of all micro-batches in flight. `above`: bytes at the peak beyond
+    `stored`.
     """
 
     dense: FloatArray
@@ -198,7 +202,7 @@ def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The layers of a stage, with the effect of full recompute on them.
+    """The layers of a stage, and the bytes that they need with full recompute.
 
     `plain` is the peak of the backward pass of fully stored layers above the stored bytes. `input` is the bytes that
     each recomputed layer stores.
@@ -229,9 +233,7 @@ class _Work:
         return cls(layout, stage, dense, moe, chunk, block, least, hidden, plain)
 
     def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return the numbers of fully stored layers, without and with experts, and the bytes of the other layers'
-        inputs.
-        """
+        """Return the numbers of fully stored dense and MoE layers, and the bytes of the other layers' inputs."""
         dense, moe = _whole(self.layout, self.stage, block)
         return dense, moe, (self.stage.layers - dense - moe) * self.input
 
@@ -295,7 +297,7 @@ def _early(stage: Stage) -> BoolArray:
 
 
 def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the numbers of layers, without and with experts, that block recompute does not recompute.
+    """Return the numbers of dense and of MoE layers that block recompute does not recompute.
 
     `block` is the number of recomputed layers at the start of each virtual stage.
     """

@@ -61,14 +61,14 @@ class State(ArrayRecord):
 
 
 def split_parameters(parts: Parts) -> tuple[FloatArray, FloatArray]:
-    """Return the numbers of dense weights, which all data-parallel ranks replicate, and of expert weights."""
+    """Return the number of dense weights, which all data-parallel ranks replicate, and the number of expert weights."""
     dense = sum((value for name, value in parts.items() if name not in EXPERT_PARTS), np.zeros(()))
     experts = sum((parts[name] for name in EXPERT_PARTS if name in parts), np.zeros_like(dense))
     return dense, experts
 
 
 def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, linear: FloatArray | float) -> State:
-    """Return the bytes of the model states of `count` parameters, of which `linear` are weights of linear layers.
+    """Return the memory of the states of `count` parameters, of which `linear` are weights of linear layers.
 
     With d ranks that shard the optimizer, a 16-bit parameter with fp32 gradients needs 2 + 4 + 12 / d bytes. An fp32
     parameter needs 4 + 4 + 8 / d, because it has no main parameter. A precision-aware optimizer stores only the lower
@@ -356,7 +356,7 @@ def component_table(
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
-    """The data that the memory estimates of several stages share.
+    """The inputs that the memory estimates of all stages share.
 
     `selective` is an upper bound for the candidates `uniform`, which recompute every layer in full: the estimate with
     selective recompute instead, because full recompute must not be predicted to need more memory. It is None if there
@@ -375,9 +375,7 @@ class _Estimate:
         return replace(estimate, selective=estimate._with_selective(modules, uniform)) if uniform.size else estimate
 
     def _with_selective(self, modules: frozenset[str], rows: IntArray) -> _Estimate:
-        """Return the estimate of the candidates `rows`, with selective recompute of `modules` as their only
-        recompute.
-        """
+        """Return the estimate for the candidates `rows` if they only recompute `modules`, selectively."""
         train, layout, zeros = self.kinds.train, self.kinds.layout[rows], np.zeros(rows.shape)
         selective = np.maximum(layout.selective, layout.uniform == 1)
         train = replace(train, options=replace(train.options, recompute_modules=modules))
@@ -429,7 +427,7 @@ class _Estimate:
         return Memory(static=static, activation=activation, peak=peak, worst_stage=stage_.index.astype(np.int64))
 
     def _may_hold_more(self) -> bool:
-        """Return whether the recompute option may leave more bytes allocated after a step than less recompute would.
+        """Return whether recompute may leave more bytes allocated after a step than less recompute would.
 
         This is the case in mixture-of-experts models, for full recompute and for recompute of the module `moe`.
         """

@@ -110,7 +110,7 @@ def gradient_time(
     params: tuple[FloatArray, FloatArray],
     stage: StageTime,
 ) -> FloatArray:
-    """Return the exposed seconds per step for reducing gradients and for gathering a distributed optimizer's weights.
+    """Return the exposed seconds per step for gradient reduction and for gathering a distributed optimizer's weights.
 
     `params` are the largest numbers of dense and of expert parameters of a stage on a node group. Gradients are
     all-reduced, or reduce-scattered with a gather of the weights (arXiv 1910.02054, section 7). Overlapped collectives
@@ -148,6 +148,9 @@ def gradient_time(
 
 
 def _exposed(seconds: FloatArray, window: FloatArray, share: FloatArray) -> FloatArray:
-    """Return the exposed seconds of a collective over `window` seconds of kernels, plus the slowdown of the kernels."""
+    """Return the exposed time of a collective that overlaps `window` seconds of kernels, in seconds.
+
+    It includes the slowdown of the kernels. `share` is the share of compute that the collective uses.
+    """
     overlap = np.minimum(seconds, window)
     return seconds - overlap + share * overlap

@@ -1,4 +1,4 @@
-"""Seconds of the parts of a pass: linear layers, element-wise kernels, collectives, and messages between stages."""
+"""Times of the parts of a pass: linear layers, element-wise kernels, collectives, and messages between stages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ proportional."""
 
 @dataclass(frozen=True, slots=True)
 class Seconds(ArrayRecord):
-    """Seconds of kernels (`compute`) and of exposed collectives, by kind of parallelism.
+    """The times of kernels (`compute`) and of exposed collectives, by kind of parallelism, in seconds.
 
     `launches` is the number of kernels.
     """
@@ -43,7 +43,7 @@ class Seconds(ArrayRecord):
 
     @classmethod
     def from_compute(cls, compute: FloatArray, **others: FloatArray) -> Seconds:
-        """Return an instance with `compute` and the fields in `others`. All other fields are 0."""
+        """Return a `Seconds` with `compute` and the fields in `others`. All other fields are 0."""
         zeros = np.zeros_like(compute)
         parts = {"tensor": zeros, "context": zeros, "expert": zeros, "launches": zeros, **others}
         return cls(compute, **parts)
@@ -55,7 +55,7 @@ class Seconds(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Block(ArrayRecord):
-    """Seconds of a part of the model: forward, backward to its input, and kernels of the weight gradients.
+    """The times of a part of the model in seconds: forward, input gradients, and kernels of the weight gradients.
 
     `repeated` is the part of the forward that selective recompute adds to the backward pass.
     """
@@ -68,7 +68,7 @@ class Block(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class StageTime(ArrayRecord):
-    """Seconds of one micro-batch on one pipeline stage: forward, backward to its input, weight gradients."""
+    """The times of one micro-batch on a pipeline stage in seconds: forward, input gradients, weight gradients."""
 
     forward: Seconds
     backward: Seconds
@@ -101,7 +101,7 @@ def activation_seconds(
 
 @dataclass(frozen=True, slots=True)
 class Linear(ArrayRecord):
-    """Seconds of a linear layer's three products: output, input gradient, weight gradient."""
+    """The times of a linear layer's three matrix products in seconds: output, input gradient, weight gradient."""
 
     forward: FloatArray
     input_gradient: FloatArray
@@ -141,7 +141,7 @@ def collective(
 
 @dataclass(frozen=True, slots=True)
 class TensorCollectives:
-    """Seconds of the collectives around one block of tensor-parallel layers (attention, or an FFN).
+    """The times of the collectives around one block of tensor-parallel layers (attention or an FFN), in seconds.
 
     With sequence parallelism a block gathers its input tokens and reduce-scatters its output; without it, the block
     all-reduces its output (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2).
@@ -214,7 +214,7 @@ def expert_dispatch(train: Training, layout: Layout, costs: Costs) -> FloatArray
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Seconds of point-to-point messages between neighbouring stages.
+    """The times of messages between neighbouring pipeline stages, in seconds.
 
     `inside` is the mean time of a message inside each node group, `between` the time of a message across each border
     between two groups, and `usual` the longest mean.
@@ -295,7 +295,7 @@ def _border_seconds(train: Training, before: Layout, after: Layout, between: Col
 
 
 def _mean_send(collectives: CollectiveCosts, train: Training, layout: Layout, stages: FloatArray) -> FloatArray:
-    """Return the mean seconds of a message between neighbouring stages of a pipeline with `stages` stages.
+    """Return the mean time of a message between neighbouring stages in a pipeline of `stages` stages, in seconds.
 
     Several stages may share a node or a rack. Of p stages, p / 2**k - 1 boundaries are at multiples of 2**k stages.
     Messages across these boundaries travel the distance of 2**k stages.

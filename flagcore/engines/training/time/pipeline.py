@@ -66,7 +66,7 @@ def pipeline_time(
 def sends(
     train: Training, layout: Layout, costs: Costs, placement: Placement, last: Stage
 ) -> tuple[Messages, FloatArray, FloatArray, FloatArray]:
-    """Return the messages, whether sending blocks (1 or 0), and the seconds of a usual and of a mean message.
+    """Return the messages, whether sends block (1 or 0), and the usual and the mean message time in seconds.
 
     If sending blocks the sender, each message takes the time of its node group or border, which differs from the usual
     one by `Messages.send_delays`. Otherwise all messages take the mean time.
@@ -89,9 +89,9 @@ def sender_waits(train: Training, layout: Layout, last: Stage | None = None) -> 
 
 
 def shape_seconds(train: Training, layout: Layout, costs: Costs) -> FloatArray:
-    """Return the seconds that early multi-token prediction adds to a micro-batch on a stage.
+    """Return the seconds that early multi-token prediction adds to each micro-batch on a stage.
 
-    Its messages are preceded by their shapes, so they do not overlap compute.
+    Messages are then preceded by their shapes, so they do not overlap compute.
     """
     waits, placement = 1.0 - sender_waits(train, layout), Placement.from_layout(layout, costs)
     message_s = Messages.from_layout(train, layout, costs, placement).mean(layout, placement)
@@ -103,7 +103,7 @@ def _refill_seconds(costs: Costs) -> float:
 
 
 def overlapped_passes(train: Training, times: Sequence[StageTime]) -> list[FloatArray]:
-    """Return the seconds of a forward and a backward of two micro-batches that overlap, for each stage.
+    """Return the time of an overlapped forward and backward of two micro-batches in seconds, for each stage.
 
     The all-to-alls of tokens overlap kernels. The list is empty for schedules without such pairs. Source: DeepSeek-V3
     report (arXiv 2412.19437), section 3.2.1.
@@ -115,7 +115,7 @@ def overlapped_passes(train: Training, times: Sequence[StageTime]) -> list[Float
 
 
 def _representatives(length: int, indices: list[FloatArray]) -> IntArray:
-    """Return the representative's index of each of the `length` stages of a pipeline, as (stages, candidates)."""
+    """Return the index of the representative of each of a pipeline's `length` stages, as (stages, candidates)."""
     numbers = np.full((length, indices[0].size), -1)
     for index in indices[:-1]:
         for stage in range(int(index.min()), length - 1):

@@ -54,7 +54,7 @@ estimate."""
 
 @dataclass(frozen=True, slots=True)
 class Parts(ArrayRecord):
-    """Times of a model's parts: a dense layer, an MoE layer, the embedding and the head."""
+    """The times of a model's parts: a dense layer, an MoE layer, the embedding and the head."""
 
     dense: Block
     moe: Block
@@ -115,7 +115,7 @@ class _NoCollectives:
 
 
 def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | None = None) -> dict[str, FloatArray]:
-    """Return the seconds of each part of one step, which add up to the step. They are NaN if a cost is unknown.
+    """Return the step time in seconds, divided into parts whose sum is the step time. NaN if a cost is unknown.
 
     `blocks` are the blocks of the candidates at `costs_in_run(costs)`, if already computed. The parts are those of the
     slowest stage, with the costs of its node group. The rest of the pipeline's time is split into exposed messages and
@@ -199,7 +199,7 @@ def _in_replica(layout: Layout) -> Layout:
 
 
 def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds of a rank of pipeline stage `index`: forward and backward of a step, and the optimizer step.
+    """Return the seconds per step in which a rank of stage `index` works: forward and backward, and the optimizer.
 
     Collectives and waits for other ranks are not included.
     """
@@ -213,14 +213,14 @@ def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) 
 
 
 def costs_in_run(costs: Costs) -> Costs:
-    """Return the costs in a run on many devices, where kernels are slower than alone."""
+    """Return the costs in a run on many devices, where kernels are slower than if they run alone."""
     kernels = costs.kernels if costs.run_slowdown == 1.0 else with_slowdown(costs.kernels, costs.run_slowdown)
     return replace(costs, kernels=kernels, further={start: costs_in_run(each) for start, each in costs.further.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class _Timed(ArrayRecord):
-    """The time of a stage and of its optimizer step, and its numbers of dense and of expert parameters."""
+    """A stage's time per micro-batch, its optimizer step time, and its numbers of dense and of expert parameters."""
 
     time: StageTime
     optimizer_s: FloatArray
@@ -248,7 +248,7 @@ def _timed(
 def _stage_time(
     train: Training, layout: Layout, costs: Costs, parts: Parts, stage: Stage, params: tuple[FloatArray, FloatArray]
 ) -> StageTime:
-    """Return a stage's time of one micro-batch, including waits for kernel launches.
+    """Return the time of one micro-batch on a stage, including waits for kernel launches.
 
     Full recompute repeats the forward pass of a layer with its collectives before the backward pass. Selective
     recompute repeats the named modules of the other layers.
@@ -322,7 +322,7 @@ DEPENDS_ON = (*LAYER_COUNTS, "pipeline", "virtual", "selective", "uniform", "blo
 
 @dataclass(frozen=True, slots=True)
 class _Passes(ArrayRecord):
-    """Seconds and kernel launches of a block's forward, and of its backward including weight gradients."""
+    """The seconds and the kernel launches of a block's forward, and of its backward including weight gradients."""
 
     forward: FloatArray
     launches: FloatArray
@@ -332,7 +332,7 @@ class _Passes(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class _Blocks(ArrayRecord):
-    """Seconds and kernel launches of the passes through each part of a model.
+    """The seconds and the kernel launches of the passes through each part of a model.
 
     `layer` is an MoE layer if the model has any, `leading_layer` a leading dense layer, and `mtp` multi-token
     prediction without its layers. `once_s` is added once per stage, in seconds. `recomputed_layers` is the number of
@@ -363,7 +363,7 @@ class Pace:
 
     @classmethod
     def from_blocks(cls, train: Training, layout: Layout, costs: Costs, blocks: Blocks, group: int = 0) -> Pace:
-        """Return the pace of each candidate on the devices of node group `group`, which have these `costs`.
+        """Return the `Pace` of each candidate on the devices of node group `group`, whose costs are `costs`.
 
         Offload of activations is not included.
         """
