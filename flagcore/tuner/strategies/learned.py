@@ -132,9 +132,7 @@ class Learned:
 
 
 def _evaluate(context: SearchContext) -> _Evaluation:
-    """Estimate the times, the probabilities of success and the costs of the untried candidates with the fastest
-    predictions.
-    """
+    """Estimate times, success probabilities and costs of the untried candidates with the fastest predictions."""
     predicted, rows = predicted_times(context), fastest_open_rows(context)
     features = context.features(rows)
     observed = observed_times(context)
