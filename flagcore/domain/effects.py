@@ -255,7 +255,7 @@ def _variant(task: Task, rules_of: _RulesOf, merges_of: _MergesOf, knobs: Sequen
 
 
 def _require_possible(task: Task, knobs: Sequence[Knob], variants: Sequence[_Variant]) -> None:
-    """Raise SpecError if no combination of compared values is legal, or if a listed value is in no legal combination."""
+    """Raise SpecError if no combination of values is legal, or if a listed value is in no legal combination."""
     errors = [each.error for each in variants if each.error]
     if len(errors) == len(variants):
         raise errors[0]
