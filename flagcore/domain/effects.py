@@ -255,7 +255,7 @@ def _variant(task: Task, rules_of: _RulesOf, merges_of: _MergesOf, knobs: Sequen
 
 
 def _require_possible(task: Task, knobs: Sequence[Knob], variants: Sequence[_Variant]) -> None:
-    """Raise SpecError if no variant is legal, or if the space lists a value for which no variant is legal."""
+    """Raise SpecError if no combination of compared values is legal, or if no legal combination has a listed value."""
     errors = [each.error for each in variants if each.error]
     if len(errors) == len(variants):
         raise errors[0]
@@ -269,7 +269,7 @@ def _require_possible(task: Task, knobs: Sequence[Knob], variants: Sequence[_Var
 
 
 def _rule(axes: Sequence[Axis], cases: _Cases[Rule]) -> Rule:
-    """Return one rule for all variants, from the rule of each variant in `cases`.
+    """Return one rule for all combinations of compared values, from the rule for each combination in `cases`.
 
     If the rule exists for only one value of one knob, its name and message include the knob and the value.
     """
@@ -293,7 +293,7 @@ def _rule(axes: Sequence[Axis], cases: _Cases[Rule]) -> Rule:
 
 
 def _merge(axes: Sequence[Axis], cases: _Cases[Merge]) -> Merge:
-    """Return one merge for all variants, from the merge of each variant in `cases`."""
+    """Return one merge for all combinations of compared values, from the merge for each combination in `cases`."""
     merge = next(each for each in cases.values() if each)
     names, by_codes = _by_codes(axes, cases)
     if not names:

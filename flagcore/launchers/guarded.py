@@ -77,7 +77,7 @@ class Guarded:
         return self._report
 
     def wait(self, seconds: float) -> dict[str, Any] | None:
-        """Wait at most `seconds`, and return the verdict, or None if the trial still runs."""
+        """Wait at most `seconds` for the trial to end. Return the guard's verdict, or None if the trial still runs."""
         if self._verdict is None:
             with contextlib.suppress(TimeoutError):
                 line = self._read_line(seconds)

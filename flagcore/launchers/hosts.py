@@ -118,7 +118,8 @@ class HostsLauncher(Launcher):
         self.failures[host] = MAX_LOSSES
 
     def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:
-        """Prepare to continue a run: prefer hosts that were not `lost` before, and end processes of interrupted trials.
+        """Prepare to continue a run: prefer hosts that are not in `lost`, and end remaining processes of interrupted
+        trials.
 
         `cut_off` contains the folders of these trials. A lost host may have been repaired, so it counts as lost only
         once.

@@ -103,7 +103,7 @@ def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
 
 
 def rows_by_time(problem: Problem) -> IntArray:
-    """Return the open rows sorted by predicted time, with ties sorted by predicted memory.
+    """Return the rows that were not pruned, sorted by predicted time, with ties sorted by predicted memory.
 
     Candidates without a predicted time, and those that exceed a limit, come last.
     """

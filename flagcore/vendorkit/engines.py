@@ -212,7 +212,7 @@ class RefusedValues(engine.RefusedValues, Quirk):
 
 @dataclass(frozen=True, kw_only=True)
 class ForcedSetting(engine.ForcedSetting, Quirk):
-    """A setting that must have a certain value."""
+    """A setting with only one value that works."""
 
 
 @dataclass(frozen=True, kw_only=True)

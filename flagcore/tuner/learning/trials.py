@@ -96,7 +96,7 @@ def _time_bounds(context: SearchContext, known: Observations) -> Observations:
 
 
 def fastest_open_rows(context: SearchContext) -> IntArray:
-    """Return the rows of the open candidates with the fastest predictions, at most MAX_ROWS."""
+    """Return the rows with the fastest predictions among those that can be tried, at most MAX_ROWS."""
     rows = context.open_rows
     if rows.size <= MAX_ROWS:
         return rows

@@ -132,7 +132,9 @@ class Learned:
 
 
 def _evaluate(context: SearchContext) -> _Evaluation:
-    """Evaluate the open candidates with the fastest predictions: their expected times, probabilities and costs."""
+    """Estimate the times, the probabilities of success and the costs of the untried candidates with the fastest
+    predictions.
+    """
     predicted, rows = predicted_times(context), fastest_open_rows(context)
     features = context.features(rows)
     observed = observed_times(context)
