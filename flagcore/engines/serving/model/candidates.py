@@ -406,7 +406,7 @@ def _with_prompts_only(loop: ClosedLoop, means: LoopMeans) -> LoopMeans:
 
 
 def _iterations(loop: ClosedLoop, decoding: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the time of an iteration without prompts in seconds, and the time and prompt tokens of one with prompts."""
+    """Return the seconds of an iteration without prompts, and the seconds and prompt tokens of one with prompts."""
     costs, overheads, ranks, batch = loop.costs, loop.overheads, loop.ranks * loop.stages, decoding / loop.stages
     plain, reads = loop.device(decoding), loop.reads(decoding)
     plain = np.where(batch / loop.ranks > costs.captured, np.maximum(plain, costs.floor), plain)
