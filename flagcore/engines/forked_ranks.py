@@ -94,7 +94,7 @@ def _start(number: int, work: Work, listener: socket.socket | None) -> _Rank:
 
 
 def _run_rank(number: int, work: Work, listener: socket.socket | None, output: BinaryIO, parent: int) -> NoReturn:
-    """Run a rank in the forked process. Never returns."""
+    """Run a rank in the forked process, and exit with its exit code. Never returns."""
     code = 1
     try:
         for signum in _STOP_SIGNALS:

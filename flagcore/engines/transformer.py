@@ -7,7 +7,7 @@ from flagcore.domain.space import FloatArray
 
 
 def widths(model: Model) -> tuple[int, int, int]:
-    """Return the total width of the queries, of the keys and of the values, each over all heads."""
+    """Return the widths of queries, keys and values, each in total over all heads."""
     heads = model.num_attention_heads
     if model.multi_latent_attention:
         query = heads * ((model.qk_head_dim or 0) + (model.qk_pos_emb_head_dim or 0))
@@ -27,7 +27,7 @@ def latent_widths(model: Model) -> tuple[int, int, int]:
 
 
 def projection_weights(model: Model) -> tuple[int, int]:
-    """Return the numbers of weights of the attention's input projections.
+    """Return the number of weights of the attention's input projections, in two parts.
 
     The first number is for the projections that compress the input for latent attention (else 0), the second for those
     to queries, keys and values.
@@ -41,10 +41,10 @@ def projection_weights(model: Model) -> tuple[int, int]:
 
 
 def cached_layers(model: Model, tokens: FloatArray | float, computed: FloatArray | float = 0.0) -> FloatArray | float:
-    """Return the number of layers with full attention whose cache of `tokens` tokens is as large as the model's cache.
+    """Return how many full-attention layers would have a cache as large as the model's, for `tokens` tokens.
 
-    Layers with a window cache fewer tokens. While a prompt is processed, `computed` tokens at once, they also cache
-    these.
+    Layers with a window cache fewer tokens. While a prompt is processed, they also cache the `computed` tokens that are
+    processed at once.
     """
     if model.windows is None:
         return float(model.attention_layers)
@@ -54,18 +54,13 @@ def cached_layers(model: Model, tokens: FloatArray | float, computed: FloatArray
 
 
 def read_layers(model: Model, tokens: float) -> float:
-    """Return the number of layers with full attention that read as much as the model for a token after `tokens`
-    tokens.
-    """
+    """Return how many full-attention layers would read as much as the model, for a token after `tokens` tokens."""
     layers = float(cached_layers(model, tokens))
     return layers if model.indexer is None else layers * min(model.indexer.top_k / max(tokens, 1.0), 1.0)
 
 
 def paired_layers(model: Model, tokens: float) -> float:
-    """Return the number of layers with full attention that compute as many query-key pairs as the model.
-
-    The prompt has `tokens` tokens.
-    """
+    """Return how many full-attention layers would have as many query-key pairs as the model, for `tokens` tokens."""
 
     def share(attended_tokens: int) -> float:
         part = min(attended_tokens / max(tokens, 1.0), 1.0)

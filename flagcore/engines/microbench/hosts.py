@@ -55,9 +55,7 @@ def _product(bench: Bench) -> float:
 
 
 def _links(bench: Bench, rank: int, hosts: int) -> dict[int, float]:
-    """Return the seconds of an all-reduce with each neighbour in a ring of hosts. The keys are the neighbours'
-    ranks.
-    """
+    """Return the seconds of an all-reduce with each neighbour in a ring of hosts, by the rank of the neighbour."""
     pairs = [(first, (first + 1) % hosts) for first in range(hosts if hosts > 2 else 1)]
     groups = [dist.new_group(sorted(pair)) for pair in pairs]
     data, seconds = torch.zeros(LINK_BYTES // 4, device=bench.device), {}

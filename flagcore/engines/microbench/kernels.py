@@ -1,4 +1,4 @@
-"""The kernels to measure, as in `flagcore.physics.kernel_table`: products, attention, memory, copies and launches.
+"""The kernels to measure: matrix products, attention, memory operations, copies and launches.
 
 `Bench` measures the times of calls, synchronized with the processes on the other devices.
 """
@@ -59,7 +59,7 @@ class Bench:
             self._module.synchronize()
 
     def agree(self, value: float) -> float:
-        """Return the maximum of `value` over all processes, so that all of them continue with the same value."""
+        """Return the maximum of `value` over all processes, so that they all continue with the same value."""
         if not self._is_distributed:
             return value
         shared = torch.tensor([value], dtype=torch.float32, device=self.device)
@@ -203,7 +203,7 @@ def measured(bench: Bench, items: list[Item], seconds: float, *, alone: bool = T
 
 
 def _expected_seconds(items: list[Item], timings: dict[int, Timing], index: int) -> float:
-    """Return the estimated seconds of an item, from the nearest measured item, scaled up if this item has more work."""
+    """Estimate the seconds of an item from the nearest measured item, scaled up if the item has more work."""
     if not timings:
         return 0.0
     nearest = min(timings, key=lambda other: abs(other - index))
@@ -211,7 +211,7 @@ def _expected_seconds(items: list[Item], timings: dict[int, Timing], index: int)
 
 
 def record(timing: Timing) -> Row:
-    """Return the fields of a timing as they are written to the output."""
+    """Return a timing as the fields of a record in the output."""
     return {"us": round(timing.seconds * 1e6, 4), "spread": round(timing.spread, 4), "repeats": timing.repeats}
 
 

@@ -153,7 +153,7 @@ def compute_call() -> Callable[[], object]:
 
 
 def collective_call(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> Callable[[], object]:
-    """Return a call of a collective. The whole tensor, over all ranks, has `size` bytes."""
+    """Return a call of the collective `kind`. The tensor has `size` bytes in total over all ranks."""
     dtype = torch.bfloat16 if size < MIN_GRADIENT_BYTES else torch.float32
     buffer = torch.zeros(max(size // dtype.itemsize, ranks) // ranks * ranks, dtype=dtype, device=device)
     shard = torch.zeros(buffer.numel() // ranks, dtype=dtype, device=device)

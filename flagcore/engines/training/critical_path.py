@@ -53,7 +53,7 @@ class StageTimes:
 
 
 def gpipe(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the seconds of a step with GPipe: all forwards, then all backwards (arXiv 1811.06965). Exact."""
+    """Return the step time in seconds with GPipe: all forwards, then all backwards (arXiv 1811.06965). Exact."""
     forward, backward = _with_sends(times, 1.0)
     hops = 2.0 * (len(forward) - 1) * times.latency
     slowest: FloatArray = forward.max(axis=0) + backward.max(axis=0)
@@ -62,7 +62,7 @@ def gpipe(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def one_forward_one_backward(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the seconds of a step with 1F1B (Narayanan et al. 2021, arXiv 2104.04473). Exact if sends block."""
+    """Return the step time in seconds with 1F1B (Narayanan et al. 2021, arXiv 2104.04473). Exact if sends block."""
     forward, backward = _with_sends(times, 1.0)
     warm = np.minimum(_stages_after(forward), m - 1.0)
     front, first = _end_of_passes(forward, backward, times.latency, warm * _running(np.maximum, forward))
@@ -72,7 +72,7 @@ def one_forward_one_backward(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
-    """Return the seconds of a step with interleaved 1F1B in groups of p micro-batches (arXiv 2104.04473).
+    """Return the step time in seconds with interleaved 1F1B in groups of p micro-batches (arXiv 2104.04473).
 
     A path may also wrap around: p passes later, the last stage is followed by the first device's next virtual stage. If
     m is a multiple of p, the formula is exact for even stages and within 3.5% for uneven ones. The error grows by 0.5%
@@ -101,7 +101,7 @@ def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
 def deferred_weights(
     times: StageTimes, m: FloatArray, warm: FloatArray, delayed: FloatArray, *, barrier: bool
 ) -> FloatArray:
-    """Return the seconds of a step with a schedule that defers W, the gradients of weights, to fill the bubble.
+    """Return the step time in seconds with a schedule that defers W, the gradients of weights, to fill the bubble.
 
     `warm` is the number of F passes before a stage's first B pass, `delayed` the number of W passes after its last B
     pass. Both have the shape (stages, candidates). With `barrier`, the step lasts from the first pass of any stage to

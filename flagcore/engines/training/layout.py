@@ -37,7 +37,7 @@ class ArrayRecord:
 
 
 def _rows(values: Any, rows: slice | IntArray) -> Any:
-    """Return the elements with the indices `rows` of an array, of a record, or of each record in a tuple."""
+    """Return the rows `rows` of an array, of a record, or of each record in a tuple."""
     if isinstance(values, tuple):
         return tuple(each[rows] for each in values)
     if isinstance(values, np.ndarray) and not isinstance(rows, slice):
@@ -348,8 +348,9 @@ class Placement:
         return number
 
     def pick(self, index: FloatArray, values: Sequence[T]) -> T:
-        """Return the value for the node group of stage `index`, for each candidate. `values` has one entry per
-        group.
+        """Return, for each candidate, the value of the node group of stage `index`.
+
+        `values` has one entry per group.
         """
         return values[0] if len(values) == 1 else pick(self.group(index), values)
 

@@ -100,7 +100,7 @@ def deferred(
 
 
 def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the seconds of a step with ZB-H1, ZB-H2, ZB-1p or ZB-2p.
+    """Return the step time in seconds with ZB-H1, ZB-H2, ZB-1p or ZB-2p.
 
     ZB-H1 and ZB-1p hold p micro-batches, ZB-H2 holds 2p - 1, which is optimal for F = B = W. ZB-2p is planned for the
     middle stage: it runs forwards until the first backward arrives, and W until the other stages are done, each at most
@@ -156,7 +156,7 @@ def zero_bubble_v(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def v_half(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the seconds of a step with V-Half (arXiv 2405.15362), which needs half of the memory of 1F1B.
+    """Return the step time in seconds with V-Half (arXiv 2405.15362), which needs half of the memory of 1F1B.
 
     The limited memory delays steps unless W + 2B >= 2F >= 2B - W. Deviation: 3 / 4 / 3.5%; 11% for two devices.
     """
@@ -174,7 +174,7 @@ def v_half(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def v_min(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the seconds of a step with V-Min (arXiv 2405.15362), which needs a third of the memory of 1F1B.
+    """Return the step time in seconds with V-Min (arXiv 2405.15362), which needs a third of the memory of 1F1B.
 
     Its devices are busy all the time only if F = B = W. Each p / 3 micro-batches take at least the time that one
     micro-batch needs to pass forward, or backward, through all p devices. With two devices, the memory allows slightly
@@ -198,7 +198,7 @@ def v_min(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def dualpipe(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the seconds of a step with DualPipe (arXiv 2412.19437), for even p and m >= 2p.
+    """Return the step time in seconds with DualPipe (arXiv 2412.19437), for even p and m >= 2p.
 
     The bubble is that in DualPipe's repository.
 
@@ -216,7 +216,7 @@ def dualpipe(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def dualpipe_v(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the seconds of a step with DualPipeV for m >= 2p.
+    """Return the step time in seconds with DualPipeV for m >= 2p.
 
     DualPipeV folds DualPipe so that parameters are not replicated.
 

@@ -95,7 +95,7 @@ def trial_command(
 
 
 def _hosts_of(task: Task, mixed: Mixed | None) -> tuple[str, ...]:
-    """Return the hosts of the node groups that a mixed job uses. The result is empty if it uses all groups."""
+    """Return the hosts of the node groups that a mixed job uses, or no hosts if it uses all groups."""
     groups = task.cluster.groups
     if mixed is None or len(mixed.groups) == len(groups):
         return ()

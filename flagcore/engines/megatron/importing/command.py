@@ -95,7 +95,7 @@ def _global_batch(flags: Flags, baseline: dict[str, Any], devices: int) -> Any:
 
 
 def _compare_shapes(flags: Flags, section: dict[str, Any]) -> None:
-    """Report an error for each size in the command that differs from the given model.
+    """Report an error for each model size in the command that differs from the model `section` of the spec.
 
     Predictions would otherwise be for another job than the command's.
     """

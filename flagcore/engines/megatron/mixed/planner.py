@@ -263,7 +263,7 @@ def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
 
 
 def _legal(chosen: Sequence[MeshOptions], *, shares_weights: bool) -> BoolArray:
-    """Return which combinations satisfy the rules between meshes."""
+    """Return a mask of the combinations that satisfy the rules between meshes."""
     tensor, data, expert = (np.stack([getattr(each, name) for each in chosen]) for name in ("tp", "dp", "ep"))
     legal: BoolArray = (expert > 1).all(axis=0) | (expert == 1).all(axis=0)
     if shares_weights:

@@ -83,12 +83,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _layers(text: str) -> int:
-    """Return the number of layers in `text`, where `auto` is -1 and `all` is -2, as in llama.cpp."""
+    """Parse a number of layers. As in llama.cpp, `auto` is -1 and `all` is -2."""
     return {"auto": -1, "all": -2}.get(text) or int(text)
 
 
 def _params(wheel: Any, options: argparse.Namespace) -> Any:
-    """Return the wheel's parameters, with llama-server's defaults for flags that are not given."""
+    """Convert command-line options to the wheel's parameters. Missing flags have llama-server's defaults."""
     params = wheel.CommonParams()
     params.n_parallel, params.hostnames = -1, ["127.0.0.1"]
     for flag in FLAGS:

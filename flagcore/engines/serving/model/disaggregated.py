@@ -22,8 +22,8 @@ from flagcore.engines.serving.model.vision import ImageWork
 class Prefill:
     """The prefill instances that serve one decode instance.
 
-    - `price`: their iteration times.
-    - `per_decode`: their number per decode instance, which may be a fraction.
+    - `price`: the iteration times of a prefill instance.
+    - `per_decode`: the number of prefill instances per decode instance, which may be a fraction.
     - `transfer`: seconds that the cache of one prompt token takes on the link of one prefill instance.
     """
 

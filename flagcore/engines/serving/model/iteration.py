@@ -221,7 +221,7 @@ def _ffn(serving: Serving, kernels: KernelCosts, tokens: FloatArray, width: Floa
 
 
 def _reduce(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
-    """Return the seconds of one all-reduce of the tokens' activations among the tensor ranks.
+    """Return the time of one all-reduce of the activations of `tokens` among the tensor ranks, in seconds.
 
     For small messages, engines have their own kernels, which have a lower latency than the communication library.
     """

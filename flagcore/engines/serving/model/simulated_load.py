@@ -455,7 +455,7 @@ def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, flo
 
 
 def _meets_limits(times: RequestTimes, has_tpot: BoolArray, slo: Mapping[str, float]) -> BoolArray:
-    """Return which requests meet all limits. Of several limits on one latency, the widest counts."""
+    """Return a mask of the requests that meet all limits. Of several limits on one latency, the widest counts."""
     widest = widest_limits(slo)
     is_good = np.ones(times.ttft.size, dtype=np.bool_)
     tpot = np.where(has_tpot, times.tpot, 0.0)

@@ -292,7 +292,7 @@ class Simulation:
             self.next += 1
 
     def _cached_tokens(self, request: Request) -> float:
-        """Return the number of tokens that a request occupies in the cache, with the unused part of its last block."""
+        """Return how many tokens of the cache a request occupies, including the unused part of its last block."""
         return request.prompt + request.made - self.lane.shared_prefix + 0.5 * (self.lane.block - 1.0)
 
     def _admit(self, ended: int) -> bool:

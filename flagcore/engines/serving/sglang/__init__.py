@@ -66,7 +66,7 @@ _CACHE_LINE = re.compile(r"KV Cache is allocated\..*?(?:K size: ([\d.]+) GB, V s
 
 
 def _pools(log: str) -> dict[str, float]:
-    """Return the size of the KV cache on the fullest rank in GiB. SGLang's log prints GiB as GB."""
+    """Return the KV cache size on the fullest rank in GiB, as a metric. SGLang's log prints GiB as GB."""
     pools = [sum(float(part) for part in line if part) for line in _CACHE_LINE.findall(log)]
     return {"kv_cache_gib": max(pools)} if pools else {}
 
@@ -79,7 +79,7 @@ def _server_info(fetch: Fetch) -> dict[str, Any]:
 
 
 def _data(info: Mapping[str, Any]) -> int:
-    """Return the attention DP size. Older releases report it as `dp_size`, together with `enable_dp_attention`."""
+    """Return the attention DP size in a server's `info`. Older releases report it as `dp_size`."""
     size = info.get("attn_dp_size")
     if isinstance(size, int) and size > 1:
         return size

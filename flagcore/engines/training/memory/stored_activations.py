@@ -291,7 +291,7 @@ class _Work:
 
 
 def _early(stage: Stage) -> BoolArray:
-    """Return which candidates have multi-token prediction, but not the loss, on this stage."""
+    """Return a mask of the candidates with multi-token prediction, but not the loss, on this stage."""
     is_early: BoolArray = (stage.mtp > 0) & (stage.last == 0)
     return is_early
 
