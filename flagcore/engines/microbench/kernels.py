@@ -126,7 +126,7 @@ class Bench:
             self._filler = torch.zeros(64 << 20, dtype=torch.uint8, device=self.device)
         if not self._fill_calls:
             self._filler.bitwise_not_()
-            once = self.seconds_of(self._filler.bitwise_not_, MIN_SAMPLES) / MIN_SAMPLES
+            once = max(self.seconds_of(self._filler.bitwise_not_, MIN_SAMPLES) / MIN_SAMPLES, 1e-6)
             # With slow memory, MAX_QUEUED_CALLS fills would take seconds.
             self._fill_calls = min(MAX_QUEUED_CALLS, math.ceil(FILL_SECONDS / once))
         for _ in range(self._fill_calls):  # keeps the device busy while the host launches the measured calls
