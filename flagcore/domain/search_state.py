@@ -233,7 +233,6 @@ def significant(slowdown: float, first_runs: Sequence[Trial], second_runs: Seque
 
     `slowdown`: the step time of the slower candidate over that of the faster one, minus one. `first_runs` and
     `second_runs`: the measured runs of each candidate.
-
     """
     # Times are compared, not speeds: noise is relative to a time and can exceed 100%, as can a slowdown, but not the
     # relative loss of speed.

@@ -46,7 +46,7 @@ def test_a_message_of_a_record_is_english_and_translated_where_it_is_printed() -
 
 def test_a_saved_message_is_translated_with_its_values() -> None:
     stop_message = Message("max_trials = {count} reached", count=3)
-    message = Message("no trial fits in the remaining {left:.0f} s; {why}", left=4.0, why=stop_message)
+    message = Message("cannot be read ({why})", why=stop_message)
     saved = json.loads(json.dumps(message.record))
     assert from_record(str(message), saved) == message
     choose("zh")

@@ -117,15 +117,19 @@ class Learned:
         best = math.log(min(feasible_times))
         gain = evaluation.fits * evaluation.success * evaluation.feasible
         gain = gain * expected_gain(evaluation.log_predicted, evaluation.posterior, best)
-        max_gain = float(gain.max())
-        is_finished, message = _is_finished(context, evaluation, gain, best)
-        if is_finished:
-            return Choice(row=None, because=message)
+        if because := _finished_because(context, evaluation, gain, best):
+            return Choice(row=None, because=because)
         seconds_left = context.seconds_left
         is_possible = np.ones(gain.shape) if seconds_left is None else evaluation.full_s < seconds_left
+        max_gain = float(gain.max())
         if not is_possible.any():
-            text = Message("no trial fits in the remaining {left:.0f} s; {why}", left=seconds_left, why=message)
-            return Choice(row=None, because=text)
+            because = Message(
+                "no trial fits in the remaining {left:.0f} s; the largest expected gain of an untried candidate is "
+                "{gain:.1%}",
+                left=seconds_left,
+                gain=max_gain,
+            )
+            return Choice(row=None, because=because)
         index = int(np.argmax(is_possible * gain / evaluation.cost_s))
         choice = _choice(evaluation, index, f"an expected gain of {gain[index]:.1%}")
         return replace(choice, belief={**choice.belief, MAX_GAIN: max_gain})
@@ -163,38 +167,33 @@ def _fit_probability(context: SearchContext, rows: IntArray, features: Features)
     return probability
 
 
-def _is_finished(
-    context: SearchContext, evaluation: _Evaluation, gain: FloatArray, best: float
-) -> tuple[bool, Message]:
-    """Return whether the search ends, and a message about the expected gain of the open candidates.
+def _finished_because(context: SearchContext, evaluation: _Evaluation, gain: FloatArray, best: float) -> Message | None:
+    """Return why the search ends, or None if it continues. `gain` is the expected gain of each evaluated candidate.
 
     The search ends if the largest expected gain is below GAIN_SHARE of the indifference, now and before the last trial.
     The latter is not needed if the measurements confirm earlier runs. If the spec gives a number of planned steps, the
     search ends when no trial saves more time than it takes.
     """
     control, max_gain = context.task.spec.control, float(gain.max())
-    steps = control.planned_steps
-    if steps is not None:
-        is_worth_a_trial = gain * math.exp(best) * steps > evaluation.cost_s
-        text = Message(
+    if (steps := control.planned_steps) is not None:
+        if (gain * math.exp(best) * steps > evaluation.cost_s).any():
+            return None
+        return Message(
             "no trial is expected to save more time in {steps:,} steps than it takes; "
             "the largest expected gain of an untried candidate is {gain:.1%}",
             steps=steps,
             gain=max_gain,
         )
-        return not is_worth_a_trial.any(), text
-    least = GAIN_SHARE * indifference(control, _best_runs(context))
-    message = Message(
-        "the largest expected gain of an untried candidate is {gain:.1%}, below {least:.1%}",
-        gain=max_gain,
-        least=least,
-    )
+    least = GAIN_SHARE * indifference(control, [_best_trial(context)])
     if max_gain >= least:
-        return False, message
-    successful = [trial for trial in context.trials if trial.state in SUCCESS_STATES]
-    if len(successful) >= MIN_MEASURED and _last_max_gain(context) < least:
-        return True, message
-    return len(successful) >= MIN_CONFIRMED and _confirms(context, evaluation, best), message
+        return None
+    successful = sum(trial.state in SUCCESS_STATES for trial in context.trials)
+    was_below_before = successful >= MIN_MEASURED and _last_max_gain(context) < least
+    if not was_below_before and not (successful >= MIN_CONFIRMED and _confirms(context, evaluation, best)):
+        return None
+    return Message(
+        "the largest expected gain of an untried candidate is {gain:.1%}, below {least:.1%}", gain=max_gain, least=least
+    )
 
 
 def _last_max_gain(context: SearchContext) -> float:
@@ -205,11 +204,14 @@ def _last_max_gain(context: SearchContext) -> float:
     return float(value) if isinstance(value, float | int) else math.inf
 
 
-def _best_runs(context: SearchContext) -> list[Trial]:
-    """Return the trial of the fastest measured candidate that meets the limits, as a list."""
-    measured = [trial for trial in context.trials if trial.measurement and not trial.measurement.broken]
-    measured = [trial for trial in measured if trial.state is TrialState.MEASURED]
-    return [min(measured, key=lambda trial: trial.measurement.step_time_s if trial.measurement else math.inf)]
+def _best_trial(context: SearchContext) -> Trial:
+    """Return the trial of the fastest measured candidate that meets the limits. There must be one."""
+    feasible = (
+        (trial.measurement.step_time_s, trial.number, trial)
+        for trial in context.trials
+        if trial.state is TrialState.MEASURED and trial.measurement and not trial.measurement.broken
+    )
+    return min(feasible)[-1]
 
 
 def _confirms(context: SearchContext, evaluation: _Evaluation, best: float) -> bool:

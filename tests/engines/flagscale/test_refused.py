@@ -171,12 +171,12 @@ def parsed(name: str, *overrides: str) -> None:
 
 def test_an_error_without_a_file_gets_the_file_of_the_tree() -> None:
     found = read_tree(Path("serve_vllm"), "tune")
-    error = SpecError(key="auto_tuner.space.instances", problem="is no value", value=3)
-    assert str(found.translate_error(error)) == f"serve_vllm/tune.yaml: {SPACE}.vllm.instance = 3 is no value"
-    engine_args = SpecError(key="serve.engine_args.context_len", problem="is no value")
+    error = SpecError(key="auto_tuner.space.instances", problem="is invalid", value=3)
+    assert str(found.translate_error(error)) == f"serve_vllm/tune.yaml: {SPACE}.vllm.instance = 3 is invalid"
+    engine_args = SpecError(key="serve.engine_args.context_len", problem="is invalid")
     assert (
         str(found.translate_error(engine_args))
-        == "serve_vllm/tune.yaml: serve[0].engine_args.max_model_len is no value"
+        == "serve_vllm/tune.yaml: serve[0].engine_args.max_model_len is invalid"
     )
     for other in (SpecError(key="model", problem="x", file="other"), SpecError(key="--chip", problem="x")):
         assert found.translate_error(other) is other
