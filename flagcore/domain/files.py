@@ -64,13 +64,14 @@ def writable(path: Path, fix: str = "") -> Iterator[None]:
     """Convert an OSError in this context to a RunError about `path`.
 
     `fix`: the advice to the user in the error. The default is to use another folder for the run. If the disk is full,
-    the advice is always to free space.
+    the advice is to free space.
     """
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            fix = _("free some space and start again; finished trials are saved")
+            saved = _("free some space and start again; finished trials are saved")
+            fix = _("free some space and start again") if fix else saved
         fix, reason = fix or _("use --run-dir for another folder"), error.strerror or error
         raise RunError(_("{file} cannot be written: {why}; {fix}", file=path, why=reason, fix=fix)) from None
 

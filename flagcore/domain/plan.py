@@ -303,8 +303,8 @@ def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
 def gains(search_state: SearchState) -> tuple[float, ...]:
     """Return the relative speedup of the best over the baseline in each round, such as 0.25 for 25% more tokens/s.
 
-    A round is a run of the best and the last run of the baseline before it. Rounds in which one of them has no
-    measurement of whole steps are skipped. Returns an empty tuple if the baseline was not measured.
+    A round is a run of the baseline and the first run of the best after it and before the next run of the baseline.
+    Rounds in which one of them has no measurement of whole steps are skipped. Empty if the baseline was not measured.
     """
     best, baseline = search_state.best, search_state.baseline
     if best is None or baseline is None or baseline.state is not TrialState.MEASURED:
@@ -312,15 +312,14 @@ def gains(search_state: SearchState) -> tuple[float, ...]:
     if best.candidate == baseline.candidate:
         return (0.0,)
     baseline_runs = (baseline, *search_state.repeats_of(baseline.candidate))
-    rounds = [
-        (best_run, [each for each in baseline_runs if each.number < best_run.number][-1:])
-        for best_run in (*(() if best.source else (best,)), *search_state.repeats_of(best.candidate))
-    ]
+    best_runs = (*(() if best.source else (best,)), *search_state.repeats_of(best.candidate))
+    ends = (*(run.number for run in baseline_runs[1:]), math.inf)
+    rounds = (
+        (baseline_run, next((run for run in best_runs if baseline_run.number < run.number < end), None))
+        for baseline_run, end in zip(baseline_runs, ends, strict=True)
+    )
     return tuple(
-        speed(best_run) / speed(earlier_runs[0]) - 1
-        for best_run, earlier_runs in rounds
-        if earlier_runs
-        and best_run.state is earlier_runs[0].state is TrialState.MEASURED
-        and best_run.is_final
-        and earlier_runs[0].is_final
+        speed(best_run) / speed(baseline_run) - 1
+        for baseline_run, best_run in rounds
+        if best_run and all(run.state is TrialState.MEASURED and run.is_final for run in (best_run, baseline_run))
     )

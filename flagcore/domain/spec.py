@@ -123,7 +123,7 @@ class Control:
     `trial_nodes`: the number of nodes on which trials run. None means all nodes.
     `fidelity`: one of `flagcore.domain.trial.FIDELITIES`.
     `probes`: the number of candidates that are probed before the first run.
-    `indifference`: the relative gain that is not worth a further trial.
+    `indifference`: the relative gain that does not matter to the user; see `search_state.indifference`.
     `planned_steps`: the number of steps that the best candidate will run in production. None if unknown.
     """
 

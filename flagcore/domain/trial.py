@@ -199,7 +199,7 @@ class Trial:
     - `source`: the file from which the trial was imported. None if flagcore ran it.
     - `began_s`: the time of its start, in seconds since the start of the search.
     - `chosen_because`: why the strategy chose the candidate.
-    - `believed`: the strategy's corrected prediction when it chose the candidate.
+    - `believed`: the strategy's corrected prediction when it chose the candidate, and the figures on which it decided.
     - `search_ended`: for a repeat, the reason why the search ended before it.
     - `shortened`: how its steps were shortened. None if they were whole.
     - `group`: the number of its group of devices, if other trials ran at the same time. None if it ran alone.

@@ -58,13 +58,13 @@ def read_proc(pid: int, name: str) -> bytes:
         return b""
 
 
-def read_ids(pid: int) -> tuple[int, int, int, bool] | None:
-    """Return a process's parent, process group and session, and whether it is a zombie (proc_pid_stat(5)).
+def read_ids(pid: int) -> tuple[int, int, int, bytes] | None:
+    """Return a process's parent, process group, session and state (proc_pid_stat(5)): b"Z" is a zombie, b"T" stopped.
 
     Returns None if the process has ended.
     """
     fields = read_proc(pid, "stat").rpartition(b")")[2].split()
-    return (int(fields[1]), int(fields[2]), int(fields[3]), fields[0] == b"Z") if fields else None
+    return (int(fields[1]), int(fields[2]), int(fields[3]), fields[0]) if fields else None
 
 
 def all_processes() -> set[int]:
@@ -205,7 +205,7 @@ class StopMeter:
     def overdue(self, pids: set[int]) -> str:
         """Return a process that was stopped for too long, with its name, or an empty string."""
         started, now = time.process_time(), time.monotonic()
-        stopped_pids = [pid for pid in pids if read_proc(pid, "stat").rpartition(b")")[2].split(None, 1)[:1] == [b"T"]]
+        stopped_pids = [pid for pid in pids if (ids := read_ids(pid)) and ids[3] == b"T"]
         self.stopped_at = {pid: self.stopped_at.get(pid, now) for pid in stopped_pids}
         self.pace.rest(started)
         overdue_pids = (pid for pid, stopped_at in self.stopped_at.items() if now - stopped_at > STOPPED_SECONDS)

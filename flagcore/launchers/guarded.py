@@ -159,8 +159,8 @@ def sweep(marker: str, session: int = 0) -> int:
 def _find_processes(marker: str, session: int) -> list[int]:
     word, found = f"{MARKER}={marker}\0".encode(), []
     for pid in guard.all_processes():
-        _, _, session_of_pid, is_zombie = guard.read_ids(pid) or (0, 0, 0, True)
-        if not is_zombie and ((session and session_of_pid == session) or word in guard.read_proc(pid, "environ")):
+        _, _, session_of_pid, state = guard.read_ids(pid) or (0, 0, 0, b"Z")
+        if state != b"Z" and ((session and session_of_pid == session) or word in guard.read_proc(pid, "environ")):
             found.append(pid)
     return found
 

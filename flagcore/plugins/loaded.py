@@ -418,9 +418,9 @@ def _plugin(name: str, load: Callable[[], object], points: Sequence[EntryPoint] 
     """
     stage = "load"
     try:
-        hooks = load()
+        module = load()
         stage = "check"
-        return make_plugin(name, hooks, points[0] if points else None)
+        return make_plugin(name, module, points[0] if points else None)
     except KeyboardInterrupt:
         raise
     except BaseException as error:

@@ -89,7 +89,7 @@ class BudgetSection(Section):
     repeats: Repeats = _CONTROL.repeats
     """Minimum number of times that the baseline, the best and its rivals run again at the end."""
     indifference: Fraction = _CONTROL.indifference
-    """Relative gain that is not worth a further trial; candidates that differ by less count as equally fast."""
+    """Relative gain that does not matter; at least the noise. The search ends when a quarter of it is expected."""
     run_best: bool = _CONTROL.run_best
     """Whether the best configuration is started at the end."""
     use_experience: bool = _CONTROL.use_experience

@@ -127,7 +127,7 @@ class _Search:
         self.started = started
         self.state, self.past = SearchState(), dependencies.past(problem)
         self.consecutive_busy = 0
-        """Consecutive trials whose devices were busy, or that lost a host which cannot be replaced."""
+        """Consecutive trials that were inconclusive, such as those whose devices were busy or that lost a host."""
         self.loss: str | None = None
         """If the last trial lost a host, the host and the reason."""
         stored_trials = self.store.trials()
@@ -243,7 +243,7 @@ class _Search:
 
     def _stop_reason(self) -> str | None:
         if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY:
-            text = N_("in {count} consecutive trials, devices were busy or a host failed")
+            text = N_("in {count} consecutive trials, devices were busy, processes were stopped or a host failed")
             return Message(text, count=self.consecutive_busy)
         no_trial = why_no_trial(self._context()) if self.fidelity == RUN else None
         return no_trial or stop_reason(self.control, self.state, self.elapsed, len(self._pending))

@@ -33,8 +33,8 @@ def ended(running: RunningLaunch, seconds: float = 30.0) -> Exit:
     return found
 
 
-def family(pid: int) -> tuple[int, int, int, bool]:
-    """Return parent, process group, session and whether it is a zombie of a process that runs."""
+def family(pid: int) -> tuple[int, int, int, bytes]:
+    """Return the parent, the process group, the session and the state of a process that runs."""
     found = guard.read_ids(pid)
     assert found is not None
     return found

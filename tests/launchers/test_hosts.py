@@ -174,7 +174,7 @@ def test_a_silent_host_is_lost(tmp_path: Path, mark: str, monkeypatch: pytest.Mo
 
 
 def agent_below(parent: int, mark: str) -> int:
-    families = {pid: guard.read_ids(pid) or (0, 0, 0, True) for pid in processes(mark)}
+    families = {pid: guard.read_ids(pid) or (0, 0, 0, b"Z") for pid in processes(mark)}
     (agent,) = [pid for pid, family in families.items() if family[:2] == (parent, pid)]
     return agent
 

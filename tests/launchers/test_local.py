@@ -285,7 +285,9 @@ def test_finished_trials_leave_no_descriptor_and_no_zombie(tmp_path: Path) -> No
         with pytest.raises(LaunchError):
             start(tmp_path / name, "/no/such/program")
     assert len(os.listdir("/proc/self/fd")) == before
-    assert not any((kin := guard.read_ids(pid)) and kin[0] == os.getpid() and kin[3] for pid in guard.all_processes())
+    assert not any(
+        (kin := guard.read_ids(pid)) and kin[0] == os.getpid() and kin[3] == b"Z" for pid in guard.all_processes()
+    )
 
 
 def test_what_is_not_text_arrives_unchanged(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ class HostReport:
 
     - `problem`: why it cannot be used, or an empty string.
     - `machine`: the same text for two names of one machine. Empty if unknown.
-    - `clock_s`: how many seconds its clock is ahead. None, as for `free_disk_bytes`, if it cannot be reached.
+    - `clock_s`: how many seconds its clock is ahead. None if the host cannot be reached.
+    - `free_disk_bytes`: the free space of the folder for trials. None if the host cannot be reached.
     - `devices`, `versions`: its devices and versions, or None if flagcore is not installed on the host.
     - `torch`: the device type and the backend of torch, or None without torch.
     - `files`: digests of files and folders. The digest of a missing file is empty.

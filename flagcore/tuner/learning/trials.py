@@ -1,7 +1,7 @@
 """Estimates for untried candidates from finished trials.
 
-They are the ratios of measured to predicted values, the duration of a trial, and the probabilities that it succeeds,
-fits, meets the limits, and is faster than the best.
+They are the ratios of measured to predicted values, the duration of a trial, the probabilities that it succeeds,
+fits and meets the limits, and its expected gain.
 """
 
 import math

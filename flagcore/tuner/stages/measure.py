@@ -193,8 +193,8 @@ class _Monitor:
         state, reason = failure(ended, self.folder, self._failure_patterns, self.trial.time_limit)
         if state is TrialState.TIMED_OUT and self.is_training:
             reason = self._timeout_reason(reason, steps)
-        is_lost = ended.ended_by in INCONCLUSIVE
-        return replace(self.trial, state=state, reason=reason, inconclusive=is_lost, lost_host=ended.lost_host)
+        is_inconclusive = ended.ended_by in INCONCLUSIVE
+        return replace(self.trial, state=state, reason=reason, inconclusive=is_inconclusive, lost_host=ended.lost_host)
 
     @property
     def _failure_patterns(self) -> tuple[FailurePattern, ...]:

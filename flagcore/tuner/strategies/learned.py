@@ -76,8 +76,6 @@ class _Evaluation:
     """
 
     rows: IntArray
-    features: Features
-    ratios: Ratios
     log_predicted: FloatArray
     posterior: Posterior
     log_time: FloatArray
@@ -102,9 +100,11 @@ class Learned:
         """Return the candidate with the highest expected gain per expected cost, or none if no gain is likely."""
         evaluation = _evaluate(context)
         trials = [trial for trial in context.trials if trial.state is TrialState.MEASURED]
-        measurements = [trial.measurement for trial in trials if trial.measurement]
-        feasible_times = [measurement.step_time_s for measurement in measurements if not measurement.broken]
-        if not feasible_times:
+        measurements = [(trial.measurement, trial) for trial in trials if trial.measurement]
+        feasible = [
+            (measured.step_time_s, trial.number, trial) for measured, trial in measurements if not measured.broken
+        ]
+        if not feasible:
             likely = evaluation.fits * evaluation.success * evaluation.feasible
             if len(measurements) >= MIN_MEASURED and likely.max() < MIN_PROBABILITY:
                 message = Message(
@@ -114,10 +114,11 @@ class Learned:
             index = int(np.argmax(np.log(likely + 1e-12) - evaluation.log_time))
             reason = "no measured candidate is within the limits" if measurements else "no candidate is measured yet"
             return _choice(evaluation, index, f"{reason}: the fastest predicted candidate that is likely to fit")
-        best = math.log(min(feasible_times))
+        best_s, _, best_trial = min(feasible)
+        best = math.log(best_s)
         gain = evaluation.fits * evaluation.success * evaluation.feasible
         gain = gain * expected_gain(evaluation.log_predicted, evaluation.posterior, best)
-        if because := _finished_because(context, evaluation, gain, best):
+        if because := _finished_because(context, evaluation, gain, best, best_trial):
             return Choice(row=None, because=because)
         seconds_left = context.seconds_left
         is_possible = np.ones(gain.shape) if seconds_left is None else evaluation.full_s < seconds_left
@@ -149,9 +150,7 @@ def _evaluate(context: SearchContext) -> _Evaluation:
     full_s = full_trial_seconds(context, log_time)
     cost_s = expected_seconds(context, log_time, full_s, fits, success)
     feasible = feasibility_probability(context, rows, features)
-    return _Evaluation(
-        rows, features, ratios, log_predicted, posterior, log_time, fits, success, feasible, full_s, cost_s
-    )
+    return _Evaluation(rows, log_predicted, posterior, log_time, fits, success, feasible, full_s, cost_s)
 
 
 def _fit_probability(context: SearchContext, rows: IntArray, features: Features) -> FloatArray:
@@ -167,8 +166,12 @@ def _fit_probability(context: SearchContext, rows: IntArray, features: Features)
     return probability
 
 
-def _finished_because(context: SearchContext, evaluation: _Evaluation, gain: FloatArray, best: float) -> Message | None:
-    """Return why the search ends, or None if it continues. `gain` is the expected gain of each evaluated candidate.
+def _finished_because(
+    context: SearchContext, evaluation: _Evaluation, gain: FloatArray, best: float, best_trial: Trial
+) -> Message | None:
+    """Return why the search ends, or None if it continues.
+
+    `gain`: the expected gain of each evaluated candidate. `best`: the logarithm of the step time of `best_trial`.
 
     The search ends if the largest expected gain is below GAIN_SHARE of the indifference, now and before the last trial.
     The latter is not needed if the measurements confirm earlier runs. If the spec gives a number of planned steps, the
@@ -184,7 +187,7 @@ def _finished_because(context: SearchContext, evaluation: _Evaluation, gain: Flo
             steps=steps,
             gain=max_gain,
         )
-    least = GAIN_SHARE * indifference(control, [_best_trial(context)])
+    least = GAIN_SHARE * indifference(control, [best_trial])
     if max_gain >= least:
         return None
     successful = sum(trial.state in SUCCESS_STATES for trial in context.trials)
@@ -202,16 +205,6 @@ def _last_max_gain(context: SearchContext) -> float:
     last = max(chosen, key=lambda trial: trial.number, default=None)
     value = (last.believed or {}).get(MAX_GAIN) if last else None
     return float(value) if isinstance(value, float | int) else math.inf
-
-
-def _best_trial(context: SearchContext) -> Trial:
-    """Return the trial of the fastest measured candidate that meets the limits. There must be one."""
-    feasible = (
-        (trial.measurement.step_time_s, trial.number, trial)
-        for trial in context.trials
-        if trial.state is TrialState.MEASURED and trial.measurement and not trial.measurement.broken
-    )
-    return min(feasible)[-1]
 
 
 def _confirms(context: SearchContext, evaluation: _Evaluation, best: float) -> bool:

@@ -175,8 +175,7 @@ def test_an_error_without_a_file_gets_the_file_of_the_tree() -> None:
     assert str(found.translate_error(error)) == f"serve_vllm/tune.yaml: {SPACE}.vllm.instance = 3 is invalid"
     engine_args = SpecError(key="serve.engine_args.context_len", problem="is invalid")
     assert (
-        str(found.translate_error(engine_args))
-        == "serve_vllm/tune.yaml: serve[0].engine_args.max_model_len is invalid"
+        str(found.translate_error(engine_args)) == "serve_vllm/tune.yaml: serve[0].engine_args.max_model_len is invalid"
     )
     for other in (SpecError(key="model", problem="x", file="other"), SpecError(key="--chip", problem="x")):
         assert found.translate_error(other) is other
