@@ -65,10 +65,10 @@ class KubernetesLauncher(HostsLauncher):
         return export(job)
 
     def manifest(
-        self, platform: Platform, spec: Path, *, name: str, kind: str, image: str, volume: str
+        self, platform: Platform, spec: Path, *, name: str, options: Mapping[str, str]
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the manifest of a job that tunes a spec, and notes for the user. Raises UsageError, SpecError."""
-        return manifest(platform, spec, name=name, kind=kind, image=image, volume=volume)
+        return manifest(platform, spec, name=name, options=options)
 
 
 LAUNCHER: Launcher = KubernetesLauncher(

@@ -52,7 +52,7 @@ def export(
     """Write files that start a candidate to the folder `output`. The candidate is from a run's folder or from a spec.
 
     `target`: the engine of the candidate, or a target of an exporter (`flagcore.contracts.Exporter`). `candidate`: its
-    name in the form of `explain_candidate`. `options`: image, kind and volume. `output`: by default, `NAME-TARGET` in
+    name in the form of `explain_candidate`. `options`: see `ExportJob`. `output`: by default, `NAME-TARGET` in
     the working directory. Raises the errors of `flagcore.errors`.
     """
     place = Path(where)
@@ -218,16 +218,14 @@ def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
 def manifest(
     where: Path | str,
     *,
-    kind: str,
-    image: str,
     name: str | None = None,
-    volume: str | None = None,
     without: Collection[str] = (),
+    **options: str | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the manifest of a Kubernetes job that tunes a spec, and notes for the user.
 
-    Requires the extra `kubernetes`. `kind` is jobset, pytorchjob or volcano. `volume` is CLAIM:PATH, a persistent
-    volume claim and its mount point. All files must have the same paths in the image or on the volume. Raises the
+    Requires the extra `kubernetes`. `options`: `kind` (jobset, pytorchjob or volcano) and `image` are required; for the
+    others see `ExportJob`. All files must have the same paths in the image or on the volume. Raises the
     errors of `flagcore.errors`.
     """
     place = Path(where)
@@ -240,4 +238,4 @@ def manifest(
     name = job_name(place.stem) if name is None else checked_name(name)
     writer = cast(ManifestWriter, plugins.launcher("kubernetes"))
     platform = load_snapshot(place, None, without).problem.platform
-    return writer.manifest(platform, place, name=name, kind=kind, image=image, volume=volume or "")
+    return writer.manifest(platform, place, name=name, options={key: value for key, value in options.items() if value})
