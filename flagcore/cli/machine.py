@@ -112,7 +112,7 @@ def calibrate_command(seconds: float, devices: int | None, listed: bool, form: s
     options.say(_("Saved to {file}; used by all predictions for {chip}.", file=file, chip=calibration.chip))
 
 
-@click.group("plugins")
+@click.group("plugins", cls=options.Group)
 def plugins_command() -> None:
     """List installed plugins and their chips, check them, or create a new one."""
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @options.objective
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of candidates to list.")
 @click.option("--all", "every", is_flag=True, help="List every candidate, not only the fastest of each layout.")
-@click.option("--explain", metavar="ID", help="Show one candidate in detail: its number in the list, or baseline.")
+@click.option("--explain", metavar="ID", help="Show one candidate in detail, named as for `flag explain`.")
 @options.output
 @options.plugins
 def estimate_command(
@@ -89,7 +89,12 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
     from flagcore import api
     from flagcore.report.estimate import estimate_columns, estimate_texts
 
-    number = _number(explain)
+    if (number := _number(explain)) is None:
+        objective = {"auto_tuner.objective": arguments["objective"]} if arguments["objective"] else {}
+        changed = api.changed_spec(spec, objective)
+        report = api.explain_candidate(changed, str(explain), chip=arguments["chip"], without=arguments["without"])
+        _print(report, form)
+        return
     estimate = api.estimate(spec, top=max(top, number), **arguments)
     if explain is not None:
         if number > len(estimate.candidates):
@@ -112,13 +117,20 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
             (options.show if is_result else options.say)(text)
 
 
-def _number(explain: str | None) -> int:
-    """Return the number of the candidate to explain. It is 0 for the baseline, and if no candidate is named."""
+def _number(explain: str | None) -> int | None:
+    """Return the number of the candidate to explain. It is 0 for the baseline, and if no candidate is named.
+
+    Returns None for a candidate that is named by its knobs.
+    """
     if explain in (None, "baseline"):
         return 0
-    if not str(explain).isdecimal() or not 1 <= int(str(explain)) <= MAX_EXPLAINED:
+    name = str(explain).strip()
+    if not name.lstrip("-").isdecimal() and name != "best":
+        return None
+    number = 1 if name == "best" else int(name[:10])
+    if not 1 <= number <= MAX_EXPLAINED:
         raise click.UsageError(_("--explain {id}: expected the number of a candidate, or baseline", id=explain))
-    return int(str(explain))
+    return number
 
 
 def _is_pipe(file: str) -> bool:

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def models_command(words: tuple[str, ...], form: str) -> None:
 HISTORY = "-history"
 
 
-class _Importers(click.Group):
+class _Importers(options.Group):
     """The commands NAME and NAME-history of each installed importer, and one per engine.
 
     The importers are looked up on first use.
@@ -125,8 +126,18 @@ class _Importers(click.Group):
                 raise click.UsageError(_("{package} is not installed: run `{command}`", package=cmd_name, command=fix))
             return None
         if cmd_name in names(IMPORTERS):
-            return translated(config_command if importer(cmd_name).has_trees else recipe_command)
-        return translated(history_command if cmd_name.endswith(HISTORY) else command_command)
+            found = importer(cmd_name)
+            return _named(config_command if found.has_trees else recipe_command, found.title)
+        if cmd_name.endswith(HISTORY):
+            return _named(history_command, importer(cmd_name.removesuffix(HISTORY)).title)
+        return _named(command_command, cmd_name)
+
+
+def _named(command: click.Command, name: str) -> click.Command:
+    """Return a command whose summary in a list of commands begins with the name of the tool or engine."""
+    named = copy(translated(command))
+    named.short_help = f"{name}: {named.get_short_help_str(limit=1000)}"
+    return named
 
 
 @click.group("import", cls=_Importers)

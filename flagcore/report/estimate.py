@@ -77,7 +77,8 @@ class Estimate(Notebook):
     - `assumed`: the implementation and settings that a plan assumes.
     - `notes`: the plugins' notes on engine and chip.
     - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
-    - `roomier`: the fastest candidate below 90% of the memory, if the first one takes more than 95%.
+    - `roomier`: the fastest candidate below 90% of the memory, if the first one takes more.
+    - `crowded`: the fastest candidate that leaves no margin of memory, if it is faster than the first one.
     - `slo` of a candidate: the figures that exceed the latency limits.
     - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits.
     - `mixing`: a comparison of a mixed cluster with each of its kinds of chips alone.
@@ -93,6 +94,7 @@ class Estimate(Notebook):
     model: tuple[Mapping[str, Any], ...]
     defaults: Mapping[str, Any] | None = None
     roomier: Mapping[str, Any] | None = None
+    crowded: Mapping[str, Any] | None = None
     unmet: str = ""
     untimed: int = 0
     no_time: str = ""
@@ -140,6 +142,8 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         lines.append(candidate_line(_("engine defaults"), estimate.defaults, estimate.knobs))
     if estimate.roomier:
         lines.append(candidate_line(_("fastest below 90% of the memory"), estimate.roomier, estimate.knobs))
+    if estimate.crowded:
+        lines.append(candidate_line(_("faster, but without a margin of memory"), estimate.crowded, estimate.knobs))
     yield "\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts), False
     if estimate.mixing:
         yield "\n" + mixing_text(estimate.mixing, estimate.knobs), True

@@ -9,8 +9,8 @@ import numpy as np
 from flagcore.contracts import Platform, Problem, Workload
 from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import Candidate, IntArray, KnobValue, Legality, Space, as_candidate
-from flagcore.domain.spec import Spec, Task
+from flagcore.domain.space import BoolArray, Candidate, IntArray, KnobValue, Legality, Space, as_candidate
+from flagcore.domain.spec import Spec, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import _
@@ -105,13 +105,33 @@ def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
 def rows_by_time(problem: Problem) -> IntArray:
     """Return the rows that were not pruned, sorted by predicted time, with ties sorted by predicted memory.
 
-    Candidates without a predicted time, and those that exceed a limit, come last.
+    Candidates that leave no margin of memory (`lacks_margin`), those without a predicted time, and those that exceed a
+    limit come last.
     """
     rows, predictions = problem.pruned.open_rows, problem.predictions
     time = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
     breaks_limit = ~predictions.keeps_limits(problem.task.spec.limits)[rows]
-    order: IntArray = rows[np.lexsort((predictions.device_used_bytes[rows], time, breaks_limit))]
+    last = (lacks_margin(problem)[rows] & np.isfinite(time), breaks_limit)
+    order: IntArray = rows[np.lexsort((predictions.device_used_bytes[rows], time, *last))]
     return order
+
+
+def lacks_margin(problem: Problem) -> BoolArray:
+    """Return whether each row needs more than PLANNED_SHARE of the memory, so that a plan proposes other rows first.
+
+    Servers reserve a share that a knob sets, and `cluster.memory_per_device` is a budget in which the user has already
+    left a margin: for these, no row lacks one.
+    """
+    spec = problem.task.spec
+    if not isinstance(spec.work, TrainSpec) or spec.cluster.memory_bytes_per_device:
+        return np.zeros(len(problem.space), dtype=np.bool_)
+    return problem.predictions.share_in_use > PLANNED_SHARE
+
+
+PLANNED_SHARE = 1.0 - 6.0 / 80.0
+"""The share of the memory that plans use. The rest is left to fragmentation and other processes. The share is that of
+SimuMax's search, which keeps 6 GB of a device of 80 GB free (MooreThreads/SimuMax, `examples/search/llm_search.py`,
+`gmi_error`). Trials measure candidates above it, too."""
 
 
 def _baseline(platform: Platform, legal: Legality) -> Candidate:

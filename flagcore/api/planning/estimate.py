@@ -28,7 +28,7 @@ from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.formats import lookup
 from flagcore.report.text import serving_load_text
 from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, search_time, unmet_text
-from flagcore.tuner.problem import build_problem, candidate_columns, no_launch_reason, rows_by_time
+from flagcore.tuner.problem import build_problem, candidate_columns, lacks_margin, no_launch_reason, rows_by_time
 from flagcore.tuner.stages.predict import (
     limit,
     model_table,
@@ -74,6 +74,7 @@ def estimate(
         baseline=_records(problem, np.array([problem.space.find(problem.baseline)]))[0],
         defaults=_engine_defaults(problem),
         roomier=_roomier(problem, order),
+        crowded=_crowded(problem, order),
         unmet=unmet_text(problem) or only_baseline_text(problem),
         candidates=_candidates(problem, order, top, distinct=distinct),
         model=tuple(model_table(problem.workload.parts(task))),
@@ -216,18 +217,24 @@ def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
 
 
 def _roomier(problem: Problem, order: IntArray) -> dict[str, Any] | None:
-    """Return the first candidate of `order` that uses less than 90% of the memory, if the fastest uses more than 95%.
+    """Return the first candidate of `order` below ROOMY_SHARE of the memory, if the first candidate is not below it.
 
     Returns None otherwise, and if all candidates use the same share, because a knob sets the share that the engine
     reserves.
     """
     share = problem.predictions.share_in_use[order]
     below = order[share < ROOMY_SHARE]
-    return _records(problem, below[:1])[0] if below.size and share[0] > CROWDED_SHARE else None
+    return _records(problem, below[:1])[0] if below.size and share[0] >= ROOMY_SHARE else None
 
 
-CROWDED_SHARE, ROOMY_SHARE = 0.95, 0.90
-"""Shares of the memory. Users keep about a tenth free, because fragmentation and other processes vary."""
+ROOMY_SHARE = 0.90
+"""The share of the memory below which a candidate has ample room. Chosen by hand."""
+
+
+def _crowded(problem: Problem, order: IntArray) -> dict[str, Any] | None:
+    """Return the fastest candidate without a margin of memory, if it is faster than the first of `order`."""
+    seconds, crowded = problem.predictions.step_time_s, order[lacks_margin(problem)[order]]
+    return _records(problem, crowded[:1])[0] if crowded.size and seconds[crowded[0]] < seconds[order[0]] else None
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ from flagcore.report.page.summary import no_best
 from flagcore.report.result import noise_warnings
 from flagcore.spec.convert import engines_of, select_engine
 from flagcore.tuner.calibration import Experience
+from flagcore.tuner.feasibility import crowded_baseline_text
 from flagcore.tuner.loop import Dependencies, TuneResult
 from flagcore.tuner.loop import tune as run_loop
 from flagcore.tuner.store.directory import RunDirectory
@@ -211,6 +212,7 @@ class _EngineRun:
         warn_about_problem(problem)
         warn(filter(None, [problem.platform.precision_reason]))
         if self.spec.control.fidelity == RUN:
+            warn(filter(None, [crowded_baseline_text(problem)]))
             warn(self.workload.command_changes(problem.platform, problem.baseline))
         warn(self.workload.installation_notes(problem.platform))
         fixed_fields = {"baseline": problem.baseline.as_dict(), "storage": storage}
