@@ -91,8 +91,9 @@ def run_home(run: Run) -> Path:
 
 
 def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
-    """Return the spec of a run with its saved hardware and baseline, so that it does not depend on this machine."""
-    spec = replace(spec, baseline=stored["fixed"].get("baseline"))
+    """Return the spec of a run with its saved hardware, network and baseline, as on the machine of the run."""
+    network = stored["fixed"].get("network") or {}
+    spec = replace(spec, baseline=stored["fixed"].get("baseline"), cluster=spec.cluster.with_measured(network))
     if precision := stored["task"].get("precision"):
         spec = replace(spec, work=replace(spec.work, precision=precision))
     hardware = stored["task"].get("hardware") or {}

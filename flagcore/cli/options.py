@@ -150,7 +150,11 @@ class Group(click.Group):
         """Write a section with the given commands."""
         commands = [(name, self.get_command(ctx, name)) for name in names]
         with formatter.section(title):
-            formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in commands if each])
+            formatter.write_dl([(name, self.summary(name, each)) for name, each in commands if each])
+
+    def summary(self, name: str, command: click.Command) -> str:
+        """Return the whole summary of a command."""
+        return command.get_short_help_str(limit=1000)
 
 
 objective = click.option(

@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import suppress
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -126,18 +125,15 @@ class _Importers(options.Group):
                 raise click.UsageError(_("{package} is not installed: run `{command}`", package=cmd_name, command=fix))
             return None
         if cmd_name in names(IMPORTERS):
-            found = importer(cmd_name)
-            return _named(config_command if found.has_trees else recipe_command, found.title)
-        if cmd_name.endswith(HISTORY):
-            return _named(history_command, importer(cmd_name.removesuffix(HISTORY)).title)
-        return _named(command_command, cmd_name)
+            return translated(config_command if importer(cmd_name).has_trees else recipe_command)
+        return translated(history_command if cmd_name.endswith(HISTORY) else command_command)
 
+    def summary(self, name: str, command: click.Command) -> str:
+        """Return the summary of a command after the name of its tool or engine."""
+        from flagcore.plugins import IMPORTERS, importer, names
 
-def _named(command: click.Command, name: str) -> click.Command:
-    """Return a command whose summary in a list of commands begins with the name of the tool or engine."""
-    named = copy(translated(command))
-    named.short_help = f"{name}: {named.get_short_help_str(limit=1000)}"
-    return named
+        tool = name.removesuffix(HISTORY)
+        return f"{importer(tool).title if tool in names(IMPORTERS) else name}: {super().summary(name, command)}"
 
 
 @click.group("import", cls=_Importers)
