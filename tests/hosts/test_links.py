@@ -21,7 +21,7 @@ def test_the_links_between_hosts_are_measured_and_used(tmp_path: Path) -> None:
     for name in bed.names:
         bed.set_rate(name, "400mbit" if name != "h2" else "80mbit")
     project = Project(bed, tmp_path)
-    project.write_spec(trials=1, compare=True, nic_latency_seconds=0.001, spares=0)
+    project.write_spec(trials=1, compare=True, batch=12, nic_latency_seconds=0.001)
     tune = Tune(project)
     tune.finish()
     bed.close()
