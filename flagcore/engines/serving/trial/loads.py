@@ -139,8 +139,8 @@ class LoadRunner:
 
         def run(value: float, *, stop: bool = True) -> Outcome:
             nonlocal answers_s, seed, headroom
-            began = time.monotonic()
-            arrivals_s = 0.0 if is_concurrency else (base.num_prompts or 0) / value
+            began, load = time.monotonic(), base.at(key, value)
+            arrivals_s = 0.0 if is_concurrency else (load.num_prompts or 0) / value
             # A load that runs out of time has no metrics, so it starts only if it is likely to end. Before the first
             # metrics, only its arrivals are considered, because a lower load may be faster than those tried before.
             if tried and self.deadline - began < arrivals_s + (TIME_SHARE * answers_s if points else 0.0):
@@ -150,7 +150,7 @@ class LoadRunner:
                     return Outcome.UNTESTED
                 reason += " and below, and higher ones exceed the limits; set a lower serve.profile.num_prompts"
                 raise TrialFailure(TrialState.TIMED_OUT, reason)
-            load, self.may_be_cut = base.at(key, value), not points
+            self.may_be_cut = not points
             log(f"{key} {value:.4g}")
             seed += 1
             try:
