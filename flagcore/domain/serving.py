@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 EngineArg: TypeAlias = bool | int | float | str | None
 
@@ -161,6 +161,8 @@ class ServeSpec:
     `prefix_aware`: whether a request goes to the instance that has already received the longest prefix of its prompt,
     unless that instance is much busier than others. Otherwise it goes to the instance with the fewest requests.
     `default_space`: whether the spec has no space, so that the engine searches layouts and batch limits.
+    `elsewhere`: `host` or `image` if commands are for another machine or for a container image, so that programs are
+    not looked up on this machine. Empty otherwise.
     """
 
     engine: str
@@ -177,3 +179,4 @@ class ServeSpec:
     highest: str | None = None
     prefix_aware: bool = False
     default_space: bool = False
+    elsewhere: Literal["", "host", "image"] = ""

@@ -143,7 +143,7 @@ class RateCheck:
         self._next: float = max(flight + max(flight, MIN_TIMED), count / 4)
 
     def is_below(self, answers: Sequence[Answer]) -> bool:
-        """Return whether the rate of `answers`, which are sorted by their ends, is certain to be too low."""
+        """Return whether the rate of `answers`, which are sorted by their ends, is very likely too low."""
         if len(answers) < self._next:
             return False
         self._next = NEXT_CHECK * len(answers)
@@ -186,8 +186,8 @@ class Request:
 class Watch:
     """Tracks a load: stores its answers and its requests in flight, and decides whether it has ended.
 
-    - `has_ended`: whether the load is certain to exceed one of `limits` (`is_stopped`) or to be slower than `min_rate`
-      (`is_slow`), or its metrics are precise.
+    - `has_ended`: whether the load is certain to exceed one of `limits` (`is_stopped`), is very likely slower than
+      `min_rate` (`is_slow`), or has precise metrics.
     - `window`: the window of the requests that count, if the load has a steady state or was cut off; else None.
     - `progress`: the progress of a load that did not end within its time; else None.
     """

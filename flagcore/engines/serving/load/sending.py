@@ -74,7 +74,7 @@ def measure(
     - `share_s`: seconds after which a load may end early.
     - `fewest`: if not None, any load ends after `share_s` or `timeout_s` with the metrics of its requests so far if at
       least this many of them count, and ends at once if they would take much longer than `timeout_s`.
-    - `min_rate`: the load also ends if it is certain to be slower.
+    - `min_rate`: the load also ends if it is very likely slower (`RateCheck`).
     - `prefix_aware`: whether a request goes to the target that got the longest prefix of its prompt before.
     - `prefill`: targets that only prefill. `targets` then only decode, and a request is sent to one of each (`Pairs`).
     - `protocol`: how these targets exchange caches, as `load.routing` names it.

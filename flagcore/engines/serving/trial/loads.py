@@ -64,7 +64,7 @@ class LoadRunner:
     highest: HighestLoad | None = None
     """The result of a search for the highest load."""
     is_slow = False
-    """Whether a load was stopped because it was certain to be slower than `job.min_rate`. It is then the last one."""
+    """Whether a load was stopped because it was very likely slower than `job.min_rate`. It is then the last one."""
     may_be_cut = True
     """Whether the load may end with few requests, because it was not measured before: few are better than none."""
 
@@ -143,6 +143,7 @@ class LoadRunner:
             arrivals_s = 0.0 if is_concurrency else (load.num_prompts or 0) / value
             # A load that runs out of time has no metrics, so it starts only if it is likely to end. Before the first
             # metrics, only its arrivals are considered, because a lower load may be faster than those tried before.
+            # The estimate is the same for all numbers of clients, so their search ends with the first untested one.
             if tried and self.deadline - began < arrivals_s + (TIME_SHARE * answers_s if points else 0.0):
                 log(reason := f"no time left for {key} {value:.4g}")
                 untested.add(value)
