@@ -46,8 +46,9 @@ TIME_SHARE = 1.5
 longest time between the last arrival and the last answer of the loads before it. A load is not repeated if the
 remaining time is less than this multiple of the last repeat's time, or than that time for a steady load, which can end
 early."""
-OVERLOADED = re.compile(r"refused: HTTP (429|503)\b")
-"""Matches the failure of a load that a server refuses because it has too many requests."""
+OVERLOADED = re.compile(r"refused: HTTP (429|503)\b|: connection lost: after 0 events")
+"""Matches the failure of a load that a running server refuses because it has too many requests: it says so, or closes
+new connections."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
 """Tokens per answer, and maximum number of requests, of the warm-up. A load may also have a warm-up of its own."""
 
