@@ -27,10 +27,10 @@ from flagcore.plugins.entry_points import installed, load_only, one_line, origin
 from flagcore_testing.kit import Subject, run
 from flagcore_testing.package import read_source
 
-SECONDS = 600.0
+SECONDS = 1800.0
 """Time limit of all checks of one plugin, in seconds."""
-CHECK_SECONDS = 90.0
-"""Time limit of one check in seconds. It is far above the time of checks that wait for a tool."""
+CHECK_SECONDS = 400.0
+"""Time limit of one check in seconds. It is far above the time of checks on a busy machine."""
 AT_ONCE = max(1, min(4, os.cpu_count() or 1))
 """Number of plugins that are checked at the same time."""
 
