@@ -25,6 +25,7 @@ class Problem:
     `rules`: the pruning rules of the engine and of plugins.
     `pruned`: the candidates that were removed by `rules`, or by rules that the search has learned from trials.
     `knobs`: the knobs of the engine and of plugins, by name.
+    `adds_baseline`: whether the space that the spec describes does not contain the baseline.
     """
 
     platform: Platform
@@ -35,6 +36,7 @@ class Problem:
     baseline: Candidate
     rules: tuple[PruningRule, ...] = ()
     knobs: Knobs = field(default_factory=dict)
+    adds_baseline: bool = False
 
     @property
     def task(self) -> Task:

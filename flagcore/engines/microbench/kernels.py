@@ -26,10 +26,9 @@ TIME_QUANTILE = 0.1
 
 MAX_QUEUED_CALLS = 200
 """Maximum number of launched calls that an accelerator has not yet executed."""
-
-
 FILL_SECONDS = 0.02
-"""Seconds for which an accelerator is kept busy while the host launches `MAX_QUEUED_CALLS` calls."""
+"""Seconds for which at most `MAX_QUEUED_CALLS` fills of memory keep an accelerator busy while the host launches the
+measured calls."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,9 @@ class Bench:
         return time.perf_counter() - start
 
     def _device(self, call: Callable[[], object], calls: int) -> float:
-        """Return the seconds of `calls` calls on the device's clock. The device is kept busy, so launches cost no
-        time.
+        """Return the seconds of `calls` calls on the device's clock, or on the host's if the device has none.
+
+        The device is busy while the host launches the calls, so the result does not contain launches.
         """
         if not hasattr(self._module, "Event"):
             return self.seconds_of(call, calls)

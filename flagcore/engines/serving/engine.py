@@ -154,7 +154,7 @@ class Engine(EngineProfile, Workload):
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         return rules.usual_space(task, self.program, self.defaults(task))
 
-    def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
+    def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
         return rules.rule_of_thumb(columns, predictions, self.split_by)
 
     def installed_version(self, spec: Spec) -> str:
@@ -294,6 +294,9 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     """
     serve = spec.serve
     yield from unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)
+    for name in program.split(spec).others:
+        if (found := program.flag_problem(name, program.flags_of(spec), program.version(spec))) and found.removed:
+            yield f"serve.engine_args.{name} {found.problem}; {found.fix}, or set serve.engine_version to your release"
     for name, limit in serve.slo.items():
         if limit >= LONG_LIMITS.get(name.partition(".")[0], math.inf):
             yield f"serve.slo.{name}: {limit:g} s is a very long limit; limits are in seconds: 200 ms is 0.2"

@@ -162,6 +162,13 @@ def test_the_pareto_front_of_load_points_is_in_the_result(runs: Runs) -> None:
     (limited,) = [chart for chart in report.page.charts if "p99 TTFT, s" in [each.text for each in chart.every("p")]]
     (limit,) = [each for each in limited.every("line") if list(each.every("title"))]
     assert limit.text == f"limit {report.result['limits']['ttft_s.p99']:g} s"
+    assert limit.attributes["class"] == "limit"
+    assert limit.attributes["x1"] == limit.attributes["x2"] != "0.0%"
+    names, shapes = zip(
+        *((each.text.strip(), next(each.every("line", "path"))) for each in limited.every("li")), strict=True
+    )
+    assert dict(zip(names, shapes, strict=True))[limit.text].attributes["class"] == "limit"
+    assert len(names) == len(set(names)) > 1
     points = [each for svg in limited.every("svg") for each in svg.every("svg") if list(each.every("title"))]
     assert {point.text.split("\n")[0].split(":")[0] for point in points} == {
         f"trial {trial['number']}" for trial in report.result["trials"] if trial["measured"]

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -45,19 +45,21 @@ def spec_of_command(
         raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
     program = words[place[0] : place[1]]
     notes = Notes()
+    is_default = tuple(program) == tuple(engine.program.program)
+    flags, version = engine.program.installed_release() if is_default and not start.version else ((), start.version)
     pairs = _with_config(engine, list(_split(engine, words[place[1] :])), directory, notes)
-    path, arguments, hosts, local = _arguments(engine, pairs, start.version or "", notes)
+    path, arguments, hosts, local = _arguments(engine, pairs, flags, version, notes)
     path = model or _weights(path, directory, notes)
     if path is None:
         fix = f"write it after {' '.join(program)}, or give its path as --model"
         raise SpecError(key="model", problem="is not in the command", fix=fix)
-    baseline, engine_args = _divide(engine, arguments, directory, notes)
+    baseline, engine_args = _divide(engine, arguments, version, directory, notes)
     notes.note(
         "serve.profile", "is not in the command: set the lengths and the number of your requests", "serve.profile"
     )
     load = {"input_len": Load().input_len, "output_len": Load().output_len, "concurrency": 16}
     serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
-    if tuple(program) != tuple(engine.program.program):
+    if not is_default:
         serve["command"] = [os.path.abspath(directory / each) if "/" in each else each for each in program]
     if start.version:
         serve["engine_version"] = start.version
@@ -135,23 +137,24 @@ def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, note
 
 
 def _arguments(
-    engine: EngineProfile, pairs: Sequence[Pair], version: str, notes: Notes
+    engine: EngineProfile, pairs: Sequence[Pair], installed_flags: Collection[str], version: str, notes: Notes
 ) -> tuple[str | None, dict[str, Any], int, int]:
     """Return the parts of a server's command line.
 
     The result contains the model, the flags with their values (True for a flag without a value), the number of hosts,
-    and the data-parallel ranks per host (0 if unknown). Raises SpecError for misspelt flags.
+    and the data-parallel ranks per host (0 if unknown). `installed_flags`: as in `Program.check`. Raises SpecError for
+    misspelt flags.
     """
     model, arguments, hosts, local = None, dict[str, Any](), 1, 0
     for flag, values in pairs:
         name = strip_dashes(flag)
         knob, _ = engine.program.knob_of(name)
-        if knob is None and not flag.startswith("--"):
-            name = engine.program.full_name(name)
+        if knob is None and flag:
+            is_short = not flag.startswith("--")
+            name = engine.program.full_name(name) if is_short else engine.program.unabbreviated(name, version)
             knob, _ = engine.program.knob_of(name)
-        elif knob is None:
-            name = name.replace("_", "-")
-            knob, _ = engine.program.knob_of(name)
+            if not is_short and name != strip_dashes(flag):
+                notes.note(flag, f"is short for --{name}", "serve")
         if model is None and knob is not None and len(values) > (knob.kind != "flag"):
             model = values.pop()  # the model follows a flag, as in `--enforce-eager MODEL`
         if not flag or name in engine.program.model_flags:
@@ -172,16 +175,21 @@ def _arguments(
             arguments[name] = _value(name, values[0]) if values else True
     known_arguments = engine.program.known_args(arguments)
     problems = list[SpecError]()
-    for name in list(known_arguments):
+    for name in [name for name in known_arguments if engine.program.knob_of(name)[0] is None]:
         flag = as_words({name: True}, has_negation=True)[0]
-        if removal := engine.program.removal(name, version):
-            notes.note(flag, f"dropped: {removal[0]}; {removal[1]}", "serve.engine_args")
+        found = engine.program.flag_problem(name, installed_flags, version)
+        if found and not found.removed:
+            problems.append(
+                SpecError(key=flag, problem=found.problem, fix=found.fix.replace("did you mean ", "did you mean --"))
+            )
+        elif found and found.is_certain:
+            notes.note(flag, f"dropped: {found.problem}; {found.fix}", "serve.engine_args")
             del known_arguments[name]
             arguments.pop(name, None)
-        elif similar := engine.program.similar_flag(name, version):
-            problem = f"is not a flag of {engine.program.title}"
-            problems.append(SpecError(key=flag, problem=problem, fix=f"did you mean --{similar}?"))
-        elif not engine.program.knows_flag(name) and engine.program.knob_of(name)[0] is None:
+        elif found:
+            problem = f"{found.problem}; {found.fix}, or set serve.engine_version to your release"
+            notes.note(flag, problem, f"serve.engine_args.{name}")
+        elif not engine.program.knows_flag(name) and name not in installed_flags:
             problem = "is not known to flagcore: it is passed to the engine unchanged"
             notes.note(flag, problem, f"serve.engine_args.{name}")
     if problems:
@@ -211,12 +219,12 @@ def _split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:
 
 
 def _divide(
-    engine: EngineProfile, arguments: Mapping[str, Any], directory: Path, notes: Notes
+    engine: EngineProfile, arguments: Mapping[str, Any], version: str, directory: Path, notes: Notes
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a command's arguments into a baseline (the values of searched knobs) and all others. Raises SpecError."""
     baseline, others, problems = dict[str, Any](), dict[str, Any](), list[SpecError]()
     for name, value in arguments.items():
-        knob, _ = engine.program.knob_of(name)
+        knob, _ = engine.program.knob_of(name, version)
         if knob is not None and any(each in DEFAULT_SPACE for each in knob.names):
             try:
                 baseline[knob.name] = knob.parse(value, f"--{name}")

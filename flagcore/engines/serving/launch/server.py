@@ -160,7 +160,7 @@ class Job:
     - `hosts`: the names of the hosts on which instances run; empty for this machine.
     - `protocol`: how instances that only prefill or only decode exchange caches (`load.routing`).
     - `predicted_s`: the predicted mean time of a request; None if there are several loads.
-    - `min_rate`: the load is stopped if it is certain to be slower.
+    - `min_rate`: the load is stopped if its rate is very likely lower; None if it may not be stopped.
     """
 
     engine: str

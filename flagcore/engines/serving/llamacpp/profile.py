@@ -7,7 +7,7 @@ server of xllamacpp 2026.10.11549.
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 
 import numpy as np
@@ -21,7 +21,7 @@ from flagcore.engines.serving.llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
 from flagcore.engines.serving.space.knobs import CONTEXT, KV, SPECULATION, Auto, or_default
-from flagcore.engines.serving.space.program import EngineArgs, Program
+from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.rules import (
     check_images,
     context_rules,
@@ -55,10 +55,8 @@ PACKAGE = "xllamacpp"
 class LlamaProgram(Program):
     """The user's own llama-server of any release, or the server of the xllamacpp wheel, whose flags are checked."""
 
-    def parse(self, spec: Spec) -> EngineArgs:
-        engine_args = self.split(spec)
-        self.check(engine_args.others, FLAGS_BY_NAME if spec.serve.command is None else (), self.version(spec))
-        return engine_args
+    def flags_of(self, spec: Spec) -> Collection[str]:
+        return FLAGS_BY_NAME if spec.serve.command is None else ()
 
     def version(self, spec: Spec) -> str:
         wheel = "" if spec.serve.command is not None else installed.package_version(sys.executable, PACKAGE)
@@ -173,7 +171,7 @@ RUNNER = "flagcore.engines.serving.llamacpp.server"
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
     spec = task.spec
     other_args = PROGRAM.parse(spec).others
-    is_embedded = spec.serve.command is None
+    is_embedded = spec.serve.command is None and not spec.serve.elsewhere
     command = (sys.executable, "-m", RUNNER) if is_embedded else PROGRAM.start_command(spec)
     argv = [*command, "--model", spec.serve.weights or "", "--host", address(task), "--port", PORT, "--metrics"]
     argv += knobs.arguments([knob for knob in KNOBS if knob.name != CONTEXT], values)
@@ -216,7 +214,10 @@ def _flag(name: str, value: EngineArg) -> Sequence[str]:
         return (spelling, "on" if value else "off")
     if value:
         return (spelling,)
-    return (flag.off[-1],) if flag and flag.off and name not in flag.off else (f"--no-{name}",)
+    if flag and flag.off:
+        return ((flag.names if {spelling, f"-{name}"} & {*flag.off} else flag.off)[-1],)
+    positive = name.removeprefix("no-")
+    return () if positive in PROGRAM.reserved else (f"--{positive}" if positive != name else f"--no-{name}",)
 
 
 def _int(value: KnobValue) -> int | None:

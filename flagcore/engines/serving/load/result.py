@@ -130,7 +130,7 @@ class LoadResult:
     - `notes`: notes to the user about estimated values, and about a client that may be the bottleneck.
     - `stopped`: whether the load was stopped because it was certain to exceed a limit. A stopped load has no figures,
       and `requests` are the answers so far.
-    - `slow`: whether the load was stopped because it was certain to be too slow. It has the figures of its answers.
+    - `slow`: whether the load was stopped because it was very likely too slow. It has the figures of its answers.
     - `window`: the time in which the requests that count were sent, in seconds after the first send; None if all count.
     - `error`: the relative uncertainty of the means if the load ended before they were precise.
     - `progress`: the progress of a load that did not end in its time; None for others. Such a load has figures if

@@ -74,7 +74,7 @@ def measure(
     - `share_s`: seconds after which a load may end early.
     - `fewest`: if not None, any load ends after `share_s` or `timeout_s` with the metrics of its requests so far if at
       least this many of them count, and ends at once if they would take much longer than `timeout_s`.
-    - `min_rate`: the load also ends if it is certain to be slower.
+    - `min_rate`: the load also ends if it is very likely slower (`RateCheck`).
     - `prefix_aware`: whether a request goes to the target that got the longest prefix of its prompt before.
     - `prefill`: targets that only prefill. `targets` then only decode, and a request is sent to one of each (`Pairs`).
     - `protocol`: how these targets exchange caches, as `load.routing` names it.
@@ -159,6 +159,8 @@ class _LoadSender:
         while not end.done():
             left_s = start + timeout_s - time.perf_counter()
             if left_s <= 0 or (timeout_s - left_s > share_s and watch.is_cut()) or watch.is_hopeless(timeout_s):
+                break
+            if watch.is_too_late():
                 break
             await asyncio.wait([end], timeout=min(left_s, CHECK_S))
         end.cancel()

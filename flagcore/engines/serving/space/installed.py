@@ -28,16 +28,19 @@ def find_command(spec: Spec, default: tuple[str, ...], package: str = "") -> tup
     """
     command = spec.serve.command or default
     program = command[0]
-    bin_folder = os.path.dirname(sys.executable)
-    if os.sep in program:
-        path = shutil.which(os.path.join(spec.serve.directory or ".", program))
-    else:
-        path = shutil.which(program, path=bin_folder) or shutil.which(program)
+    path = find_program(program, spec.serve.directory or ".")
     if path is None:
         pip = f" (`pip install {package}`, or the build of the chip's vendor)" if command == default and package else ""
         problem = f"{program}, which starts {spec.serve.engine}, is not installed"
         raise NoDevice(f"{problem}; install it{pip}, or set serve.command")
     return (os.path.abspath(path), *command[1:])
+
+
+def find_program(program: str, directory: str = ".") -> str | None:
+    """Return the path of a program: below `directory`, beside this interpreter, or in PATH. None if there is none."""
+    if os.sep in program:
+        return shutil.which(os.path.join(directory, program))
+    return shutil.which(program, path=os.path.dirname(sys.executable)) or shutil.which(program)
 
 
 @lru_cache(maxsize=64)

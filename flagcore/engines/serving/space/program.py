@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import yaml
-from packaging.specifiers import SpecifierSet
 
-from flagcore.domain.knob import Flag, Knob
+from flagcore.domain.knob import Flag, Knob, in_versions
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Spec, Task
@@ -42,6 +42,19 @@ class EngineArgs(NamedTuple):
 
     fixed: dict[str, KnobValue]
     others: dict[str, EngineArg]
+
+
+class FlagProblem(NamedTuple):
+    """Why an engine may reject a flag, and what to do.
+
+    - `removed`: whether earlier releases had the flag.
+    - `is_certain`: False if the release is unknown, and may still have the flag.
+    """
+
+    problem: str
+    fix: str
+    removed: bool = False
+    is_certain: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +88,13 @@ class Program:
     - `commands`: all commands with which users may start it.
     - `model_flags`: flags for the model, which may also follow the command without a flag.
     - `images`: the entry points of public container images (see `Workload.images`).
+    - `in_image`: the path of the program in these images. Empty if it is on the PATH.
     - `config_flag`: the flag of a YAML file with more flags.
     - `local_flag`: the flag of the data-parallel ranks on each host.
     - `short_flags`: flags of one dash that are not flags of a knob, with their long names. A name with a dot at its end
       applies only to a flag with a key after a dot.
     - `digit_flags`: flags of one letter that a digit may follow without a space, as in `-O3`.
+    - `abbreviations`: whether the engine accepts the unique start of a long flag, as argparse does by default.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
     - `packages`: pip packages that may install the engine.
     - `releases`: a PEP 440 specifier of the known releases; empty if knobs do not depend on the release.
@@ -87,7 +102,8 @@ class Program:
     - `flag_files`, `flag_fields`: files of the engine's source that contain its flags as literals, or as fields of a
       class. Flags are not checked if both are empty.
     - `flags`: all flags of the newest known release, from `known_flags` of the file; empty if they are not known.
-    - `removed`: by release, the flags that it no longer has, each with its successor or an empty string.
+    - `removed`: by release, the flags that it no longer has, each with its successor or an empty string. The release is
+      empty if it is not known.
     - `overheads`: fields of `Overheads` (model/work.py), by the first release to which they apply, the newest first.
     - `block_sizes`: supported block sizes, by attention backend.
     - `cache_types`: bytes per cached element, by word of the knob for the cache type.
@@ -103,10 +119,12 @@ class Program:
     commands: Sequence[Sequence[str]] = ()
     model_flags: Sequence[str] = ()
     images: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    in_image: str = ""
     config_flag: str = ""
     local_flag: str = ""
     short_flags: Mapping[str, str] = field(default_factory=dict)
     digit_flags: str = ""
+    abbreviations: bool = False
     expert_switch: str = ""
     packages: Sequence[str] = ()
     releases: str = ""
@@ -174,8 +192,15 @@ class Program:
         """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError for invalid ones."""
         engine_args = self.split(spec)
         if engine_args.others:
-            self.check(engine_args.others, self.installed_flags(spec), self.version(spec))
+            self.check(engine_args.others, self.flags_of(spec), self.version(spec))
         return engine_args
+
+    def flags_of(self, spec: Spec) -> Collection[str]:
+        """Return the flags of the engine that a spec's command starts. It is empty if they are not known."""
+        try:
+            return self.installed_flags(self.command(spec))
+        except NoDevice:
+            return ()
 
     def split(self, spec: Spec) -> EngineArgs:
         """Parse `engine_args` as `parse` does, without checking the other flags.
@@ -183,9 +208,10 @@ class Program:
         A key is the name or a flag of a knob.
         """
         engine_args, problems = EngineArgs({}, {}), list[SpecError]()
+        version = self.version(spec) if spec.serve.engine_args else ""
         for key, value in self.known_args(spec.serve.engine_args).items():
             name = self.full_name(strip_dashes(key))
-            knob, flag = self.knob_of(name)
+            knob, flag = self.knob_of(name, version)
             if knob is None:
                 engine_args.others[name] = value
             elif flag is not None and name == flag.off and isinstance(value, bool):
@@ -213,74 +239,82 @@ class Program:
         head, dot, tail = name.partition(".")
         return (self.short_flags.get(head + dot) or self.short_flags.get(head, head)) + dot + tail
 
-    def knob_of(self, name: str) -> tuple[Knob | None, Flag | None]:
+    def knob_of(self, name: str, version: str | None = None) -> tuple[Knob | None, Flag | None]:
         """Return the knob with this name or flag (without dashes), and the flag.
 
-        The flag is None if the knob's name matches. Both are None if nothing matches.
+        The flag is None if the knob's name matches. Both are None if nothing matches. `version`: the release, which
+        matters for a flag that sets different knobs in different releases.
         """
         for knob in self.knobs:
             if knob.name == name.replace("-", "_"):
                 return knob, None
         matches = ((knob, flag) for knob in self.knobs for flag in knob.flags)
-        same_name = (pair for pair in matches if name in (strip_dashes(pair[1].name), strip_dashes(pair[1].off)))
-        return next(same_name, (None, None))
+        same_name = [pair for pair in matches if name in (strip_dashes(pair[1].name), strip_dashes(pair[1].off))]
+        return next(
+            (pair for pair in same_name if in_versions(pair[1].versions, version)), (*same_name, (None, None))[0]
+        )
 
-    def check(self, names: Iterable[str], known_flags: Collection[str], version: str) -> None:
+    def check(self, names: Iterable[str], installed_flags: Collection[str], version: str) -> None:
         """Raise SpecError for flags that are reserved, or that the release does not have.
 
-        `known_flags`: the flags of the installed release. If it is empty, only flags that were removed or are misspelt
-        are found.
+        `installed_flags`: the flags of the installed release; empty if they are not known.
         """
         problems: list[SpecError] = []
         for name in names:
             key, positive = f"serve.engine_args.{name}", name.removeprefix("no-").split(".")[0]
             if reason := self.reserved.get(name) or self.reserved.get(positive):
                 problems.append(SpecError(key=key, problem=f"is set by flagcore: {reason}", fix="remove it"))
-            elif removal := self.removal(name, version):
-                problems.append(SpecError(key=key, problem=removal[0], fix=removal[1]))
-            elif known_flags and name not in known_flags and positive not in known_flags:
-                close_matches = get_close_matches(name, sorted(known_flags), n=1)
-                fix = f"did you mean {close_matches[0]}?" if close_matches else "remove it"
-                problems.append(SpecError(key=key, problem=f"is not a flag of the installed {self.title}", fix=fix))
-            elif not known_flags and (similar := self.similar_flag(name, version)):
-                problem = f"is not a flag of {self.title}"
-                problems.append(SpecError(key=key, problem=problem, fix=f"did you mean {similar}?"))
+            elif (found := self.flag_problem(name, installed_flags, version)) and found.is_certain:
+                problems.append(SpecError(key=key, problem=found.problem, fix=found.fix))
         if problems:
             raise join_errors(problems)
 
-    def removal(self, name: str, version: str) -> tuple[str, str] | None:
-        """Return the problem and the fix for a flag that a release no longer has, or None.
+    def flag_problem(self, name: str, installed_flags: Collection[str], version: str) -> FlagProblem | None:
+        """Return why the engine may reject a flag that sets no knob, or None if it accepts it, or if that is unknown.
 
-        An unknown release is taken for the newest.
+        `installed_flags`: as in `check`. They have priority over the known flags. A release that is newer than the
+        known ones may have more flags than these.
         """
-        release = installed.release(version)
+        names = _forms(name)
+        if names & set(installed_flags):
+            return None
         for since, flags in self.removed.items():
-            if name in flags and (release is None or release >= (installed.release(since) or ())):
-                return f"was removed in {self.title} {since}".rstrip(), f"use {flags[name]}" if flags[
-                    name
-                ] else "remove it"
-        return None
+            removed = next((each for each in names if each in flags), None)
+            if removed is not None and (not since or in_versions(f">={since}", version)):
+                is_certain = bool(installed_flags) or (bool(since) and installed.release(version) is not None)
+                fix = f"use {flags[removed]}" if flags[removed] else "remove it"
+                problem = f"was removed in {self.title} {since}".rstrip()
+                return FlagProblem(problem, fix, removed=True, is_certain=is_certain)
+        if installed_flags:
+            close = next(iter(get_close_matches(name, sorted(installed_flags), n=1)), "")
+            problem = f"is not a flag of the installed {self.title}"
+            return FlagProblem(problem, f"did you mean {close}?" if close else "remove it")
+        close = _similar(name, self.flags) if in_versions(self.releases, version) and not self.knows_flag(name) else ""
+        return FlagProblem(f"is not a flag of {self.title}", f"did you mean {close}?") if close else None
 
     def knows_flag(self, name: str) -> bool:
         """Return whether a known release has a flag, which may be negated or have a key after a dot."""
-        names = {name, name.split(".")[0], name.removeprefix("no-").split(".")[0]}
-        return bool(names & self.flags) or any(name in flags for flags in self.removed.values())
+        return bool(_forms(name) & {*self.flags, *chain.from_iterable(self.removed.values())})
 
-    def similar_flag(self, name: str, version: str) -> str:
-        """Return the flag that the user may have meant, if `name` is not a flag; empty if there is no similar flag.
+    def unabbreviated(self, name: str, version: str) -> str:
+        """Return the long flag of which `name` is the unique start, if the engine accepts such starts; else `name`."""
+        if not self.abbreviations or self.knows_flag(name) or not in_versions(self.releases, version):
+            return name
+        longer = [each for each in {*self.flags, *chain.from_iterable(self.removed.values())} if each.startswith(name)]
+        return longer[0] if len(longer) == 1 else name
 
-        It is also empty for a release newer than the known ones, which may have new flags.
+    def installed_flags(self, command: Sequence[str]) -> Collection[str]:
+        """Return the flags of the engine that a command with an absolute path starts, without dashes.
+
+        The result is empty if they are not known.
         """
-        is_known = not self.releases or not version or SpecifierSet(self.releases).contains(version, prereleases=True)
-        return "" if self.knows_flag(name) or not is_known else _similar(name, self.flags)
+        folders = installed.package_folders(command[0])
+        return _flags_in_source(folders, tuple(self.flag_files), tuple(self.flag_fields))
 
-    def installed_flags(self, spec: Spec) -> frozenset[str]:
-        """Return the flags of the installed engine, without dashes. The set is empty if the engine is not installed."""
-        try:
-            command = self.command(spec)
-        except NoDevice:
-            return frozenset()
-        return _flags_in_source(installed.package_folders(command[0]), tuple(self.flag_files), tuple(self.flag_fields))
+    def installed_release(self) -> tuple[Collection[str], str]:
+        """Return the flags and the version of the engine that `program` starts. Both are empty if unknown."""
+        path = installed.find_program(self.program[0]) if self.program else None
+        return (self.installed_flags([path]), installed.package_version(path, *self.packages)) if path else ((), "")
 
     def columns(self, task: Task, columns: Columns) -> dict[str, IntArray]:
         """Return a column for each knob.
@@ -297,7 +331,13 @@ class Program:
         return installed.find_command(spec, tuple(self.program), *self.packages[:1])
 
     def start_command(self, spec: Spec) -> tuple[str, ...]:
-        """Return the command that starts the engine, with an absolute path if it exists on this machine."""
+        """Return the command that starts the engine, with an absolute path if it exists here.
+
+        The path is that of the target for a command that is for another machine.
+        """
+        if spec.serve.elsewhere:
+            own = (self.in_image,) if self.in_image and spec.serve.elsewhere == "image" else ()
+            return tuple(spec.serve.command or own or self.program or self.commands[0])
         try:
             return self.command(spec)
         except NoDevice:
@@ -322,6 +362,11 @@ class Program:
             fix = f"install {self.packages[0]} there, or set serve.command"
             raise NoDevice(f"{self.title} is not installed for {command[0]}; {fix}")
         self.parse(spec)
+
+
+def _forms(name: str) -> set[str]:
+    """Return a flag, and the flag without its negation and without a key after a dot."""
+    return {name, name.split(".")[0], name.removeprefix("no-").split(".")[0]}
 
 
 @lru_cache(maxsize=256)

@@ -245,7 +245,7 @@ def test_flags_that_flagcore_sets_are_refused_with_a_reason(engine: str, flags: 
         assert (error.value.key, error.value.fix) == (f"serve.engine_args.{key}", "remove it")
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp", "lmdeploy"])
 def test_the_table_of_flags_is_consistent(engine: str) -> None:
     program = engine_of(engine).program
     removed = {flag: successor for flags in program.removed.values() for flag, successor in flags.items()}
@@ -262,6 +262,7 @@ def test_the_table_of_flags_is_consistent(engine: str) -> None:
         ("vllm", {"no-async-scheduling": True}, {"async_scheduling": "off"}),
         # values that a build of the engine registers are passed on
         ("vllm", {"attention-backend": "VENDOR_ATTN", "quantization": "vendor_int8"}, {}),
+        ("vllm", {"O": 3}, {"optimization_level": "3"}),
         ("sglang", {"tp": 4, "dp": 2}, {TP: 4, "instances": 2}),
         ("sglang", {"tp_size": 4, "attn_dp_size": 2}, {TP: 2, DP: 2}),
         ("sglang", {"tp": 4, "dp_size": 2, "enable_dp_attention": True}, {TP: 2, DP: 2}),

@@ -58,6 +58,20 @@ def test_other_flags_reach_the_server_in_its_spelling() -> None:
     assert ("--cache-ram", "0") not in pairwise(words)
 
 
+@pytest.mark.parametrize(
+    ("flag", "word"),
+    [
+        ("no-kv-offload", "--kv-offload"),
+        ("kv-offload", "--no-kv-offload"),
+        ("no-cont-batching", "--cont-batching"),
+        ("no-mmap", "--mmap"),
+        ("mmap", "--no-mmap"),
+    ],
+)
+def test_false_is_the_opposite_flag(flag: str, word: str) -> None:
+    assert server(cores(engine_args={flag: False}, command=("/bin/echo",))).argv[-1] == word
+
+
 def test_the_host_keeps_prompts_that_are_shared() -> None:
     def kept(turns: int, **arguments: int) -> tuple[bool, float]:
         loads = (replace(LOAD, turns=turns, num_prompts=64, concurrency=8),)

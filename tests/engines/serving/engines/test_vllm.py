@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from flagcore import api
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.trial.loads import shares
 from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
@@ -63,7 +64,17 @@ def test_a_removed_flag_is_reported_with_its_replacement() -> None:
     with pytest.raises(SpecError, match="kv-offloading-size") as error:
         ENGINE.axes(cards(engine_args={"swap_space": 4}))
     assert error.value.key == "serve.engine_args.swap-space"
-    assert server(cards(engine_version="0.17.1", engine_args={"swap_space": 4})).argv[-2:] == ("--swap-space", "4")
+    for release in ("0.17.1", None):  # an unknown release may have it
+        older = cards(engine_version=release, engine_args={"swap_space": 4})
+        assert server(older).argv[-2:] == ("--swap-space", "4")
+        warned = [each for each in ENGINE.spec_warnings(older.spec) if each.startswith("serve.engine_args.swap-space")]
+        assert bool(warned) is (release is None)
+
+
+def test_the_preset_is_a_level_of_compilation_before_0_12() -> None:
+    older = cards(engine_version="0.11.0", engine_args={"O": 3})
+    assert ENGINE.program.split(older.spec).fixed == {"compilation_mode": "3"}
+    assert server(older).argv[-2:] == ("--compilation-config.level", "3")
 
 
 @pytest.fixture
@@ -99,6 +110,25 @@ def test_the_version_comes_from_the_interpreter_that_would_start_it(install: Pat
     source.write_text('parser.add_argument("--swap-space")')  # which only older releases have
     older = cards(engine_version=None, command=(str(install), "serve"), engine_args={"swap_space": 4})
     assert server(older).argv[-2:] == ("--swap-space", "4")
+
+
+def test_an_import_is_checked_with_the_installed_flags(install: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(install.parent))
+    distribution(install, "vllm", "0.19.1")
+    source = install.parent.parent / "lib/python3.11/site-packages/vllm/engine/arg_utils.py"
+    source.write_text('parser.add_argument("--swap-space", "--vendor-flag")')  # a vendor's build may have both
+
+    def read(words: str) -> tuple[dict[str, Any], set[str]]:
+        imported = api.read_command("vllm", ["vllm", "serve", "Qwen/Qwen3-8B", *words.split()])
+        return imported.data["serve"]["engine_args"], {note.key for note in imported.notes}
+
+    args, notes = read("--swap-space 4 --vendor-flag --task generate")
+    assert args == {"swap-space": 4, "vendor-flag": True}
+    assert "--task" in notes
+    assert not notes & {"--swap-space", "--vendor-flag"}
+    with pytest.raises(SpecError) as error:
+        read("--no-such-flag")
+    assert error.value.key == "--no-such-flag"
 
 
 def test_another_release_than_the_installed_one_can_be_planned_but_not_run(install: Path, tmp_path: Path) -> None:
