@@ -199,7 +199,11 @@ class _Search:
             is_possible = self.consecutive_busy < MAX_CONSECUTIVE_BUSY and self._has_nodes(trial.candidate)
             if not is_possible or not has_time_to_repeat(self.control, trial, self.elapsed):
                 return
-            self._run(self._plan(trial.candidate, Role.REPEAT, search_ended=search_ended))
+            planned = self._plan(trial.candidate, Role.REPEAT, search_ended=search_ended)
+            if trial in self.state.disturbed:
+                because = Message(N_("other programs used cores during trial {number}"), number=trial.number)
+                planned = replace(planned, chosen_because=because)
+            self._run(planned)
 
     def _start_trials(self) -> str:
         """Start trials while a group of devices is free.

@@ -42,6 +42,7 @@ from flagcore.report.text import (
     gain_text,
     limits_text,
     load_text,
+    nearest_limit,
     scaled_text,
     state_name,
 )
@@ -181,6 +182,8 @@ def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     if run.limits:
         yield _("Within latency limits"), Cell(limits_text(run.limits))
         if measured:
+            if nearest := nearest_limit(measured.figures, run.limits):
+                yield _("Nearest limit"), Cell(*nearest)
             yield _("Without the limits"), Cell(_fastest_without_limits(run, best))
     source = f"{_(NAMES['trials_made'][run.fidelity])}, {_('trial')} {best.number}"
     yield _("Source"), Cell(source, None, f"#trial-{best.number}")
