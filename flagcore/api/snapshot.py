@@ -7,8 +7,9 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, LoadedSpec, SpecLike, loaded_plugins, read_spec, warn_about_problem
-from flagcore.api.planning.estimate import build_problem_of_spec, prediction_records
+from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.api.planning.jobs import past_of_problem
+from flagcore.api.planning.records import prediction_records
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
 from flagcore.contracts import Problem, SearchContext
 from flagcore.domain.prediction import PastMeasurements

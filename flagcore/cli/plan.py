@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 @options.objective
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of candidates to list.")
 @click.option("--all", "every", is_flag=True, help="List every candidate, not only the fastest of each layout.")
+@click.option("--evidence", is_flag=True, help="List the published runs on this chip, measured and predicted.")
 @click.option("--explain", metavar="ID", help="Show one candidate in detail, named as for `flag explain`.")
 @options.output
 @options.plugins
@@ -69,6 +70,7 @@ def estimate_command(
 
 OPTIONS_OF_SPECS = {
     "chip": "--chip",
+    "evidence": "--evidence",
     "explain": "--explain",
     "form": "--format",
     "objective": "--objective",
@@ -87,7 +89,7 @@ def _estimate_jobs(jobs: str, without: tuple[str, ...]) -> None:
 
 def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:
     from flagcore import api
-    from flagcore.report.estimate import estimate_columns, estimate_texts
+    from flagcore.report.estimate import estimate_columns, estimate_texts, published_table
 
     if (number := _number(explain)) is None:
         objective = {"auto_tuner.objective": arguments["objective"]} if arguments["objective"] else {}
@@ -110,6 +112,14 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
             options.show(detail_text(details, title, estimate.knobs, estimate.labels))
         else:
             options.show_record(details, form)
+    elif arguments["evidence"]:
+        from flagcore.report.formats import as_data
+
+        runs: list[dict[str, Any]] = as_data(estimate.published)
+        if form == "table":
+            options.show(published_table(estimate.published, estimate.knobs))
+        else:
+            options.show_records(runs, form, {name: name for name in runs[0]} if runs else {})
     elif form != "table":
         options.show_records(estimate.candidates, form, estimate_columns(estimate))
     else:
