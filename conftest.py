@@ -32,7 +32,6 @@ TOGETHER = {
         "tests/engines/megatron/trial/test_trial_program.py",
         "tests/engines/megatron/trial/test_tune_for_real.py",
         "tests/engines/training/test_memory_of_ranks.py",
-        "tests/engines/training/test_parameters.py",
         "tests/vendors/test_simulated_nodes.py",
     ),
     "fixture runs": ("tests/report/page/",),
@@ -41,7 +40,6 @@ TOGETHER = {
         "tests/engines/megatron/space/test_rules.py",
         "tests/engines/megatron/layers/test_stages.py",
         "tests/engines/megatron/trial/test_trial_layers.py",
-        "tests/tuner/strategies/test_sampled.py",
     ),
 }
 """Prefixes of files whose tests stay in one process of pytest-xdist: they train, or share what takes long to start."""

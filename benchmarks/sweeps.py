@@ -282,7 +282,7 @@ def _baseline(task: Task, workload: Workload, space: Space, predictions: Predict
             codes = [axis.encode(value) for value in (*allowed, axis.neutral)]
             usual_rows &= np.isin(columns[axis.knob], codes)
     rows = np.flatnonzero(usual_rows) if usual_rows.any() else np.arange(len(space))
-    row = workload.rule_of_thumb(space.columns(rows), predictions.take(rows))
+    row = workload.rule_of_thumb(task, space.columns(rows), predictions.take(rows))
     return space.candidate(int(rows[row]))
 
 

@@ -45,6 +45,15 @@ LLAMA_8B = {
     "vocab_size": 128256,
 }
 """The shape of Llama 3 8B."""
+PLAIN_SPACE = {
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "use_distributed_optimizer": False,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "use_recompute": False,
+}
+"""The space of a spec that varies only DP, TP, PP and the micro-batch size."""
 DENSE = Model(
     name="dense",
     num_layers=4,

@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
+import pytest
+
 from flagcore.contracts import Problem
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.tuner.problem import build_problem
+from flagcore.tuner.problem import UNUSUAL_SHARE, build_problem, rows_by_time
 from tests import small
 from tests.tuner.stages.test_discover import loaded, plugin, spec
 
@@ -21,3 +24,23 @@ def test_the_rule_of_thumb_chooses_a_candidate_that_fits_if_one_does() -> None:
     default = float(used[found.row_of(found.baseline)])
     less = problem(int(default) - 1)
     assert less.predictions.fits[less.row_of(less.baseline)]
+
+
+def test_a_usual_candidate_that_is_about_as_fast_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = problem()
+    first, second = rows_by_time(found)[:2]
+    unusual = np.array([1 if row == first else 0 for row in found.pruned.open_rows])
+    monkeypatch.setattr(type(WORKLOAD), "unusual", lambda *_: unusual)
+    step_time_s = 10 + found.predictions.step_time_s
+    step_time_s[first] = 1
+    for faster, expected in ((0.5, second), (1.5, first)):
+        step_time_s[second] = 1 + faster * UNUSUAL_SHARE
+        changed = replace(found, predictions=replace(found.predictions, step_time_s=step_time_s))
+        assert rows_by_time(changed)[0] == expected
+
+
+def test_a_baseline_that_the_spec_excludes_comes_last() -> None:
+    requested = replace(spec(), space={"micro_batch_size": (4,)})
+    found = build_problem(requested, loaded(x=plugin(small.CHIP, 8)), WORKLOAD)
+    assert found.baseline.as_dict()["micro_batch_size"] != 4
+    assert rows_by_time(found)[-1] == found.row_of(found.baseline)

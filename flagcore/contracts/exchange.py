@@ -5,6 +5,7 @@ An importer converts files of another tuner to a spec or to trials. Importers ar
 """
 
 import os
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +95,10 @@ DEVICES_OF_HOST = {
 because the names of network devices differ between hosts."""
 
 
+ANY_HOST = "{{host_{}}}"
+"""A placeholder for the name of a host, with the number of the host: the target decides on which hosts a job runs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportJob:
     """A candidate to export.
@@ -118,8 +123,8 @@ class ExportJob:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes of the job."""
-        return sum(group.nodes for group in self.platform.task.cluster.groups)
+        """The number of nodes of the job: one for servers that run on one host."""
+        return 1 if self.launch.ready else sum(group.nodes for group in self.platform.task.cluster.groups)
 
     @property
     def is_server(self) -> bool:
@@ -190,3 +195,13 @@ def comments(job: ExportJob) -> list[str]:
     program = next((word for word in job.launch.argv if word.endswith(".py")), "/")
     place = [] if job.launch.directory or os.path.isabs(program) else [f"Start it in the folder of {program}."]
     return [f"# {line}" for line in (*job.comments, *place)]
+
+
+def shell_quoted(word: str, variables: Mapping[str, str]) -> str:
+    """Quote a word for a shell. Each key of `variables` in the word is replaced by a reference to its variable."""
+    for value, name in variables.items():
+        before, found, after = word.partition(value)
+        if found:
+            ends: Sequence[str] = [shell_quoted(each, variables) if each else "" for each in (before, after)]
+            return f'{ends[0]}"${name}"{ends[1]}'
+    return shlex.quote(word)

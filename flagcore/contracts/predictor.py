@@ -87,9 +87,16 @@ class Predictor(ABC):
         """
         return {knob.name: (knob.neutral,) for knob in self.knobs if knob.searchable}
 
-    def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
+    def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
         """Return the row of the candidate in the usual space that an expert would choose. By default the first."""
         return 0
+
+    def unusual(self, task: Task, columns: Columns, predictions: Predictions) -> IntArray:
+        """Return the number of unusual properties of each candidate, which published runs avoid.
+
+        A plan prefers usual candidates that are about as fast. By default all elements are 0.
+        """
+        return np.zeros(_rows(columns), dtype=np.int64)
 
     def defaults(self, task: Task) -> Mapping[str, KnobValue]:
         """Return the knob values that are in effect if the user sets no knob.

@@ -25,6 +25,7 @@ class Problem:
     `rules`: the pruning rules of the engine and of plugins.
     `pruned`: the candidates that were removed by `rules`, or by rules that the search has learned from trials.
     `knobs`: the knobs of the engine and of plugins, by name.
+    `adds_baseline`: whether the space that the spec describes does not contain the baseline.
     """
 
     platform: Platform
@@ -35,6 +36,7 @@ class Problem:
     baseline: Candidate
     rules: tuple[PruningRule, ...] = ()
     knobs: Knobs = field(default_factory=dict)
+    adds_baseline: bool = False
 
     @property
     def task(self) -> Task:
@@ -148,6 +150,7 @@ class Event:
     `objective`, `knobs`: the objective and the knobs of the task.
     `search_time`: only in the first event.
     `note`: a line for the user.
+    `stop`: a function without arguments that ends the search. Running trials end first, and finalists are not repeated.
     """
 
     kind: str
@@ -160,6 +163,7 @@ class Event:
     knobs: Knobs = field(default_factory=dict)
     search_time: SearchTime | None = None
     note: str = ""
+    stop: Callable[[], None] = lambda: None
 
 
 class Watcher(Protocol):

@@ -33,6 +33,7 @@ class Launch:
 
     The other fields describe the launch for the user:
 
+    `script`: the text of the shell script that `argv` runs, if flagcore wrote it. Exports contain the text itself.
     `ready`: a server is ready when all these URLs return status 200. Its address is the root of the first URL.
     `own_script`: whether `argv` runs the user's script.
     `leaves_out`: the other commands of the user's script, if `argv` is one command of it. None otherwise.
@@ -48,6 +49,7 @@ class Launch:
     timeout_because: str = ""
     memory_limit_bytes: int | None = None
     disk_limit_bytes: int = 2 << 30
+    script: str = ""
     ready: tuple[str, ...] = ()
     own_script: bool = False
     leaves_out: tuple[str, ...] | None = None

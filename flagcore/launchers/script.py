@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flagcore.contracts import ExportJob
-from flagcore.contracts.exchange import DEVICES_OF_HOST, comments
+from flagcore.contracts.exchange import DEVICES_OF_HOST, comments, shell_quoted
 from flagcore.domain.engine import without_devices
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret
@@ -58,24 +58,30 @@ def batch_script(job: ExportJob) -> str:
     options = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": 1, devices: job.devices}
     lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items()), *comments(job)]
     several = job.nodes > 1
+    address = "" if not several else "MASTER_ADDR" if not job.launch.script else "HOSTS"
+    if address == "HOSTS" and "${HOSTS" not in job.launch.script:
+        address = ""  # the script has the names
     if several:
-        lines.append(f"# Start it with sbatch, or on each of the {job.nodes} nodes with NODE_RANK and MASTER_ADDR set.")
+        names = " and ".join(filter(None, ("NODE_RANK", address)))
+        lines.append(f"# Start it with sbatch, or on each of the {job.nodes} nodes with {names} set.")
     rank = ['NODE_RANK="${NODE_RANK:-$SLURM_NODEID}"'] if several else []
     lines += ["start() {", *rank, *start_lines(job, several=several), "}"]
-    first = [
-        '  MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1',
-        "  export MASTER_ADDR=${MASTER_ADDR%%[[:space:]]*}",
-    ]
+    hostnames = '$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1'
+    first = "=${MASTER_ADDR%%[[:space:]]*}" if address == "MASTER_ADDR" else ""
     lines += [
         'if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${NODE_RANK:-}" ]; then',
-        *(first if several else []),
+        *([f"  {address}={hostnames}", f"  export {address}{first}"] if address else []),
         "  export -f start",
         '  [ -n "${SLURM_STEP_ID:-}" ] || exec srun --kill-on-bad-exit=1 bash -c start',
         "fi",
     ]
     if several:
         lines.append(': "${NODE_RANK:=${SLURM_NODEID:?set NODE_RANK to the number of this node, from 0}}"')
-        lines.append(': "${MASTER_ADDR:?set it to the name of the first node}"')
+    if address:
+        meaning = {"HOSTS": "the names of all nodes, in the order of NODE_RANK"}.get(
+            address, "the name of the first node"
+        )
+        lines.append(f': "${{{address}:?set it to {meaning}}}"')
     return "\n".join([*lines, "start"]) + "\n"
 
 
@@ -88,6 +94,8 @@ def start_lines(job: ExportJob, *, several: bool = False, secrets: Mapping[str, 
     lines = [f"cd {shlex.quote(launch.directory)} || exit 1"] if launch.directory else []
     if KIND in launch.argv:
         lines.append(': "${DEVICE_TYPE:?set it to the type of this node in the host file}"')
+    if launch.script:
+        return [*lines, *(["export NODE_RANK"] if several else []), *exports(launch), *launch.script.splitlines()]
     if several:
         lines.append(f'export NODE_RANK MASTER_ADDR MASTER_PORT="${{MASTER_PORT:-{MASTER_PORT}}}" NNODES={job.nodes}')
         lines.append(f'export PET_NNODES={job.nodes} PET_NODE_RANK="$NODE_RANK"')
@@ -124,13 +132,3 @@ def multi_line(words: Sequence[str], separator: str = " \\\n", secrets: Mapping[
 
 def _quoted(word: str, secrets: Mapping[str, str] = {}) -> str:
     return shell_quoted(word, {**secrets, **NODE_VARIABLES, **DEVICES_OF_HOST})
-
-
-def shell_quoted(word: str, variables: Mapping[str, str]) -> str:
-    """Quote a word for a shell. Each key of `variables` in the word is replaced by a reference to its variable."""
-    for value, name in variables.items():
-        before, found, after = word.partition(value)
-        if found:
-            ends: Sequence[str] = [shell_quoted(each, variables) if each else "" for each in (before, after)]
-            return f'{ends[0]}"${name}"{ends[1]}'
-    return shlex.quote(word)

@@ -291,6 +291,18 @@ def limits_text(limits: Mapping[str, float]) -> str:
     return ", ".join(f"{latency_name(name)} <= {limit:g} s" for name, limit in limits.items())
 
 
+def nearest_limit(figures: Mapping[str, float], limits: Mapping[str, float]) -> tuple[str, float] | None:
+    """Return the latency that is closest to its limit as text, and its share of the limit. None if none is known."""
+    shares = {name: figures[name] / limit for name, limit in limits.items() if name in figures}
+    if not shares:
+        return None
+    name = max(shares, key=lambda each: shares[each])
+    text = N_("{latency} {value} s, {share:.0%} of {limit:g} s")
+    value = shown(figures[name])
+    shown_text = _(text, latency=latency_name(name), value=value, share=shares[name], limit=limits[name])
+    return shown_text, shares[name]
+
+
 def slo_text(missed: Mapping[str, float]) -> str:
     """Return a text that a prediction meets the latency limits, or with the metrics that exceed them."""
     return ", ".join(_("{name} too high", name=latency_name(name)) for name in missed) or _("met")

@@ -39,6 +39,7 @@ def build_problem(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, pla
     space = build(axes, legal.rules, legal.merges)
     if not len(space):
         raise NothingFits(_nothing_legal(space, legal))
+    adds_baseline = space.find(baseline) is None
     space = space.with_candidate(baseline)
     predictions = predict(platform, space)
     rules = (*workload.pruning_rules(platform.task), *([smaller] if smaller else []))
@@ -51,6 +52,7 @@ def build_problem(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, pla
         baseline=baseline,
         rules=rules,
         knobs={knob.name: knob for knob in (*workload.knobs, *platform.task.knobs)},
+        adds_baseline=adds_baseline,
     )
 
 
@@ -105,13 +107,22 @@ def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
 def rows_by_time(problem: Problem) -> IntArray:
     """Return the rows that were not pruned, sorted by predicted time, with ties sorted by predicted memory.
 
-    Candidates without a predicted time, and those that exceed a limit, come last.
+    Each unusual property counts as UNUSUAL_SHARE of the time, so that usual candidates come first if they are about as
+    fast. Then come candidates without a predicted time, those that exceed a limit, and a baseline that the space of
+    the spec does not contain.
     """
     rows, predictions = problem.pruned.open_rows, problem.predictions
-    time = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
+    unusual = problem.workload.unusual(problem.task, problem.space.columns(rows), predictions.take(rows))
+    time = np.nan_to_num(predictions.step_time_s[rows] * (1.0 + UNUSUAL_SHARE * unusual), nan=np.inf)
     breaks_limit = ~predictions.keeps_limits(problem.task.spec.limits)[rows]
-    order: IntArray = rows[np.lexsort((predictions.device_used_bytes[rows], time, breaks_limit))]
+    is_added = np.full(rows.size, problem.adds_baseline)
+    is_added &= rows == problem.row_of(problem.baseline)
+    order: IntArray = rows[np.lexsort((predictions.device_used_bytes[rows], time, breaks_limit, is_added))]
     return order
+
+
+UNUSUAL_SHARE = 0.02
+"""Chosen by hand, well below the errors of predictions: predicted differences of this size do not decide."""
 
 
 def _baseline(platform: Platform, legal: Legality) -> Candidate:
@@ -132,7 +143,7 @@ def _baseline(platform: Platform, legal: Legality) -> Candidate:
         predictions = predict(platform, space)
         fitting = np.flatnonzero(predictions.fits)
         rows = fitting if fitting.size else np.arange(len(space))
-        return space.candidate(int(rows[workload.rule_of_thumb(space.columns(rows), predictions.take(rows))]))
+        return space.candidate(int(rows[workload.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]))
     columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)
     if broken:
         problem = f"is not legal: {'; '.join(rule.message for rule in broken)}"

@@ -279,7 +279,11 @@ def test_an_exported_llama_server_really_answers(tmp_path: Path) -> None:
     data = yaml.safe_load((ROOT / "examples" / "serve-cpu.yaml").read_text())
     data["serve"]["weights"] = str(weights)
     exported(written(tmp_path, data), "llamacpp", "instances=1, parallel=4")
-    process = subprocess.Popen([tmp_path / "out-llamacpp" / "job.sh"], start_new_session=True)
+    program = tmp_path / "llama-server"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m flagcore.engines.serving.llamacpp.server "$@"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    process = subprocess.Popen([tmp_path / "out-llamacpp" / "job.sh"], env=environment, start_new_session=True)
     url = "http://127.0.0.1:8000"
     try:
         deadline = time.monotonic() + 60

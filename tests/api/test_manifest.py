@@ -12,9 +12,8 @@ import pytest
 from flagcore_kubernetes.job import KINDS
 
 from flagcore import api
-from flagcore.contracts.exchange import DEVICES_OF_HOST
+from flagcore.contracts.exchange import DEVICES_OF_HOST, shell_quoted
 from flagcore.errors import SpecError, UsageError
-from flagcore.launchers.script import shell_quoted
 from flagcore.plugins import launcher
 from tests.hosts.bed import HOST, missing
 from tests.small import SHAPE

@@ -1,10 +1,12 @@
 """Plans: distinct layouts, the names of chips, and what to change where nothing fits."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flagcore import api
+from flagcore.api.snapshot import load_snapshot
 from flagcore.errors import NothingFits
 from flagcore.plugins import load_plugins
 from flagcore.report.text import bottleneck_text
@@ -16,6 +18,7 @@ SPACE = {
     "num_layers_per_virtual_pipeline_stage": None,
     "use_recompute": False,
 }
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LAYOUT = ("data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
@@ -26,6 +29,13 @@ def spec(chip: str = "H100-SXM", *, space: dict[str, Any] = SPACE) -> Any:
         "train": {"engine": "megatron", "seq_length": 4096, "global_batch_size": 128, "precision": "bf16"},
         "auto_tuner": {"space": space},
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_varies_several_knobs(path: Path) -> None:
+    axes = load_snapshot(path, None, ()).problem.space.axes
+    assert sum(len(axis.values) > 1 for axis in axes) >= 4
 
 
 def test_each_layout_is_listed_once_with_its_number_among_all_candidates() -> None:

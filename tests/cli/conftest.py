@@ -20,6 +20,7 @@ import yaml
 from flagcore import api
 from flagcore.cli import main
 from flagcore.launchers import guard
+from tests import small
 
 SERVER = Path(__file__).parents[1] / "engines" / "serving" / "trial" / "server.py"
 FLAG = (sys.executable, "-c", "from flagcore.cli import main; main()")
@@ -31,15 +32,7 @@ MODEL = {
     "num_attention_heads": 4,
     "vocab_size": 1000,
 }
-SPACE = {
-    "micro_batch_size": [1, 2, 4],
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "use_distributed_optimizer": False,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "use_recompute": False,
-}
+SPACE = {**small.PLAIN_SPACE, "micro_batch_size": [1, 2, 4]}
 TRAIN = '''\
 """Plays a training run: prints what Megatron would print, as fast as the knobs make it."""
 import os, sys, time

@@ -50,7 +50,7 @@ def flagcore_check_task(task):
 
 
 def test_a_broken_plugin_is_reported_and_others_still_work(
-    answer: Answer, project: Project, install: Install, caplog: pytest.LogCaptureFixture
+    answer: Answer, flag: Flag, project: Project, install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install("flagcore-broken", {"broken": "broken_plugin"}, {"broken_plugin": BROKEN})
     output = "plugin broken (flagcore-broken): ImportError: libdriver.so.1: cannot open shared object file"
@@ -64,6 +64,10 @@ def test_a_broken_plugin_is_reported_and_others_still_work(
     caplog.clear()
     assert answer("estimate", project.spec(), "--no-plugin", "broken")
     assert "broken" not in caplog.text
+    caplog.clear()
+    tuned = flag("tune", project.spec(control={"max_trials": 1, "repeats": 0}), "--run-dir", str(project.run_dir))
+    assert (tuned.code, output in caplog.messages) == (0, True)
+    assert [trial["state"] for trial in project.result()["trials"]] == ["measured"]
 
 
 def test_an_added_plugin_changes_detection_planning_and_runs(

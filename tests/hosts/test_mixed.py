@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests import small
 from tests.cli.conftest import FLAG
 from tests.hosts.bed import ROOT, Bed, missing
 
@@ -32,15 +33,7 @@ SPEC: dict[str, Any] = {
     "train": {"engine": "megatron", "seq_length": 128, "precision": "fp32"},
     "envs": {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": 1},  # threads that spin use up the quota of a host
 }
-SIZES = {
-    "tensor_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "micro_batch_size": 1,
-    "sequence_parallel": False,
-    "use_distributed_optimizer": False,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "use_recompute": False,
-}
+SIZES = {**small.PLAIN_SPACE, "tensor_model_parallel_size": 1, "micro_batch_size": 1}
 SPEEDS = {1: {"fast": 0.5, "slow": 0.2}, 2: {"fast": 0.4, "slow": 0.15}}
 """The share of a core that the processes of a host have, by the number of hosts of a kind."""
 CANDIDATES = {

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -197,13 +198,25 @@ def test_a_stopped_process_ends_its_trial(tmp_path: Path, monkeypatch: pytest.Mo
     wait_for(tmp_path / "stdout.log", "\n")
     pid = int((tmp_path / "stdout.log").read_text())
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.2)
-    os.kill(pid, signal.SIGCONT)
-    assert trial.wait(1.0) is None
-    os.kill(pid, signal.SIGSTOP)
     exit_record = ended(trial)
     assert (exit_record.ended_by, exit_record.detail) == ("stopped", f"process {pid} (sleep)")
     assert not marked.alive()
+
+
+def test_only_a_process_that_stays_stopped_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, limit = guard.StopMeter(), guard.STOPPED_SECONDS
+    states = [
+        (0, "T", False),
+        (limit, "T", False),
+        (limit, "S", False),
+        (2 * limit, "T", False),
+        (4 * limit, "T", True),
+    ]
+    for now, state, overdue in states:
+        clock = SimpleNamespace(monotonic=lambda now=now: now, process_time=time.process_time)
+        monkeypatch.setattr(guard, "time", clock)
+        monkeypatch.setattr(guard, "read_ids", lambda pid, state=state: (1, 1, 1, state.encode()))
+        assert bool(meter.overdue({1})) == overdue
 
 
 def test_stop_ends_the_tree_by_request(tmp_path: Path, marked: Marked) -> None:

@@ -20,15 +20,7 @@ from flagcore.tuner.store.trials import OptunaStore
 from flagcore.tuner.strategies import PREDICTED
 from tests import small
 
-SPACE: dict[str, Any] = {
-    "micro_batch_size": (1, 2, 4),
-    "context_parallel_size": (1,),
-    "expert_model_parallel_size": (1,),
-    "sequence_parallel": (False,),
-    "use_distributed_optimizer": (False,),
-    "num_layers_per_virtual_pipeline_stage": (None,),
-    "use_recompute": (False,),
-}
+SPACE: dict[str, Any] = {"micro_batch_size": (1, 2, 4), **{name: (value,) for name, value in small.PLAIN_SPACE.items()}}
 UNTIMED = replace(small.CHIP, dense_flops_per_second={}, memory_bandwidth_bytes_per_second=None)
 """A chip of which no rate is known, so that no candidate is ruled out by its predicted time."""
 

@@ -18,7 +18,7 @@ import yaml
 from flagcore_testing import fakes
 
 from tests.cli.conftest import Flag, flag  # noqa: F401 (fixture)
-from tests.small import SHAPE
+from tests.small import PLAIN_SPACE, SHAPE
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
@@ -82,13 +82,10 @@ SPEC: dict[str, Any] = {
     "auto_tuner": {
         "baseline": {"tensor_model_parallel_size": 2, "micro_batch_size": 1},
         "space": {
+            **PLAIN_SPACE,
             "tensor_model_parallel_size": [2, 4],
             "pipeline_model_parallel_size": 1,
-            "context_parallel_size": 1,
             "micro_batch_size": 1,
-            "sequence_parallel": False,
-            "use_distributed_optimizer": False,
-            "use_recompute": False,
         },
         "control": {"train_iters": 3, "warmup_iters": 1, "max_trials": 1, "repeats": 0},
     },

@@ -14,13 +14,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flagcore.contracts import ExportJob, Platform
-from flagcore.contracts.exchange import DEVICES_OF_HOST, claim_and_mount, comments, device_limits
+from flagcore.contracts.exchange import DEVICES_OF_HOST, claim_and_mount, comments, device_limits, shell_quoted
 from flagcore.domain.engine import without_devices
 from flagcore.domain.launch import ServerGroups
 from flagcore.domain.secrets import is_secret
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
-from flagcore.launchers.script import MASTER_PORT, shell_quoted
+from flagcore.launchers.script import MASTER_PORT
 from flagcore.spec.plain_data import dump_yaml
 from flagcore_kubernetes.join import TOKEN
 

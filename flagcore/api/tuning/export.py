@@ -128,7 +128,7 @@ def _save_launch(plan: Plan, problem: Problem, run_dir: Path) -> str:
         message = f"echo {shlex.quote(f'this cannot be started: {cannot}')} >&2"
         text = "\n".join(["#!/bin/sh", f"# {heading(plan)}", message, "exit 2"]) + "\n"
     else:
-        launch = problem.platform.with_selected_devices().prepared_launch(planned)
+        launch = problem.platform.with_selected_devices().prepared_launch(replace(planned, script=""))
         cannot = launch.missing
         text = _start_script(plan, launch, problem, run_dir)
         saved = {**redact_data(asdict(launch)), "directory": launch.directory or launch.folder}

@@ -1,7 +1,8 @@
 """Exports a candidate as files that start it, and a spec as a Kubernetes job that tunes it."""
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,11 @@ from flagcore.api.inputs import LoadedSpec
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
+from flagcore.contracts.exchange import ANY_HOST
 from flagcore.domain.files import writable, write
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Candidate
 from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
@@ -60,23 +63,41 @@ def export(
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
-    require_startable(snapshot.problem, chosen, elsewhere=exporter is not None)
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            job = _job(snapshot, chosen, exporter, folder.resolve(), job_id, options or {})
-            _require_equal_nodes(job, target)
-            files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
-        except FlagError:
-            rmtree(folder, ignore_errors=True)
-            raise
+    require_startable(snapshot.problem, chosen, elsewhere=True)
+    with writable(folder, _("choose another folder with --output")), _whole_folder(folder) as draft:
+        job = _job(snapshot, chosen, exporter, draft, job_id, options or {})
+        _require_equal_nodes(job, target)
+        files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
         for file, text in files.items():
-            (folder / file).parent.mkdir(exist_ok=True)
-            write(folder / file, text)
-            (folder / file).chmod(0o755 if text.startswith("#!") else 0o644)
+            (draft / file).parent.mkdir(exist_ok=True)
+            write(draft / file, text)
+            (draft / file).chmod(0o755 if text.startswith("#!") else 0o644)
     text = N_("the job trains on generated data until you replace the sample arguments; add {missing}")
     notes = (_(text, missing=job.launch.missing),) if job.launch.sample else ()
     return Exported(files=tuple(sorted(each for each in folder.rglob("*") if each.is_file())), notes=notes)
+
+
+@contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder, which becomes `folder` at the end. It is deleted if an exception ends the context.
+
+    Its path in the text files that were written to it is replaced by that of `folder`. Raises OSError.
+    """
+    target = folder.resolve()
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        for file in filter(Path.is_file, draft.rglob("*")):
+            if str(draft) in (text := file.read_text("utf-8", errors="surrogateescape")):
+                file.write_text(text.replace(str(draft), str(target)), "utf-8", errors="surrogateescape")
+        if target.exists():  # it may be the working directory
+            for each in draft.iterdir():
+                each.replace(target / each.name)
+        else:
+            draft.rename(target)
+    finally:
+        rmtree(draft, ignore_errors=True)
 
 
 def _require_equal_nodes(job: ExportJob, target: str) -> None:
@@ -138,6 +159,7 @@ def _job(
     engine: object = snapshot.problem.workload
     platform = snapshot.problem.platform
     platform = platform if exporter is None or exporter is engine else platform.without_local_devices()
+    platform = _elsewhere(platform, exporter, engine)
     comments = _comments(snapshot, candidate)
     make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
     single_server, replicas = candidate, 1
@@ -150,6 +172,28 @@ def _job(
     per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
     used = snapshot.problem.workload.device_counts(snapshot.task, columns_of(snapshot, single_server))
     return make(launch=launch, devices=min(per_node, int(used[0])), replicas=replicas)
+
+
+def _elsewhere(platform: Platform, exporter: Exporter | None, engine: object) -> Platform:
+    """Return the platform for servers on other machines: programs are found there, and hosts are those of the target.
+
+    A start script has the hosts of the spec, if it names them.
+    """
+    spec = platform.task.spec
+    if not isinstance(spec.work, ServeSpec):
+        return platform
+    in_image = exporter is engine or (exporter is not None and exporter.per_server)
+    work = replace(spec.work, elsewhere="image" if in_image else "host")
+    cluster, launcher = spec.cluster, spec.launcher
+    if cluster.nodes > 1 and not (exporter is None and spec.on_each_host):
+        cluster = replace(cluster, hosts=tuple(ANY_HOST.format(number) for number in range(cluster.nodes)))
+        launcher = ON_HOSTS
+    spec = replace(spec, work=work, cluster=cluster, launcher=launcher)
+    return replace(platform, task=replace(platform.task, spec=spec))
+
+
+ON_HOSTS = "hosts"
+"""A launcher on several hosts that the target determines."""
 
 
 def _launch(platform: Platform, candidate: Candidate, folder: Path) -> Launch:

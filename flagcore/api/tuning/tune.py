@@ -48,7 +48,7 @@ from flagcore.report.page.summary import no_best
 from flagcore.report.result import noise_warnings
 from flagcore.spec.convert import engines_of, select_engine
 from flagcore.tuner.calibration import Experience
-from flagcore.tuner.loop import Dependencies, TuneResult
+from flagcore.tuner.loop import STOPPED, Dependencies, TuneResult
 from flagcore.tuner.loop import tune as run_loop
 from flagcore.tuner.store.directory import RunDirectory
 
@@ -76,9 +76,10 @@ def tune(
     `run_dir`: by default, `runs/` and the name of the file. An existing run is resumed; with `new`, it is moved aside.
     `without`: names of plugins to disable. `storage`: an Optuna storage that replaces the journal. `fidelity`
     (`estimate`, `probe` or `run`) and `objective` override the spec; a run may be resumed at a higher fidelity.
-    `on_event`: called when a trial starts and when it ends. `watch`: names of watchers, such as `webhook`, which get
-    events and cannot delay or stop the run. Several engines are tuned one after the other, and the outcome of the best
-    engine is returned. Raises the errors of `flagcore.errors`. The result is written if a trial has run.
+    `on_event`: called when a trial starts and when it ends; its argument's `stop()` ends the search. `watch`: names of
+    watchers, such as `webhook`, which get events and cannot delay or stop the run. Several engines are tuned one after
+    the other, and the outcome of the best engine is returned. Raises the errors of `flagcore.errors`. The result is
+    written if a trial has run.
     """
     file, data = spec_data(spec if objective is None else changed_spec(spec, {"auto_tuner.objective": objective}))
     data = data if fidelity is None else with_fidelity(data, fidelity)
@@ -279,6 +280,8 @@ def each_engine(
     for engine in engines:
         try:
             done[engine] = tune_one(_budget_share(select_engine(data, engine), len(engines)), run_dir / engine)
+            if done[engine].plan.stopped_because == STOPPED:
+                break
         except (Interrupted, HostLost):
             raise
         except FlagError as error:

@@ -86,6 +86,7 @@ class Megatron(contracts.Workload):
     command_changes = staticmethod(checks.command_changes)
     starts = staticmethod(starts_megatron)
     as_in_production = staticmethod(production.as_in_production)
+    unusual = staticmethod(production.unusual)
     assumed = staticmethod(production.assumed)
     derived_knobs: Collection[str] = (meshes.MESHES,)
     with_derived_values = staticmethod(mesh_planner.with_meshes)
@@ -126,16 +127,17 @@ class Megatron(contracts.Workload):
         full = dict(zip(meshes.RECOMPUTE_KNOBS[1:], recompute, strict=True))
         return {**neutral, **dict.fromkeys(auto, AUTO), **full}
 
-    def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
+    def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
         """Return the row of the candidate in `columns` with the smallest TP x PP that fits in memory.
 
-        If no candidate fits, return the row of the one that needs the least memory. Candidates with an even split come
-        first. Ties prefer, in this order: no recompute, a smaller EP, no distributed optimizer, TP over PP, and
-        sequence parallelism.
+        If no candidate fits, return the row of the one that needs the least memory. Candidates whose TP groups and
+        expert groups are each inside a node, and then those with an even split, come first. Ties prefer, in this order:
+        no recompute, a smaller EP, no distributed optimizer, TP over PP, and sequence parallelism.
         """
         missing_bytes = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
         ties = [columns[name] for name in (RECOMPUTE, EP, DIST_OPT, PP)]
-        keys = (missing_bytes, columns[SPLIT], columns[TP] * columns[PP], *ties, -columns[SP])
+        crosses = np.maximum(columns[TP], columns[EP]) > task.cluster.linked_devices
+        keys = (missing_bytes, crosses, columns[SPLIT], columns[TP] * columns[PP], *ties, -columns[SP])
         return int(np.lexsort(keys[::-1])[0])
 
     def read_command(

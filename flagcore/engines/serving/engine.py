@@ -154,7 +154,7 @@ class Engine(EngineProfile, Workload):
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         return rules.usual_space(task, self.program, self.defaults(task))
 
-    def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
+    def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
         return rules.rule_of_thumb(columns, predictions, self.split_by)
 
     def installed_version(self, spec: Spec) -> str:

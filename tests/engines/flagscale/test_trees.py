@@ -5,6 +5,7 @@ import copy
 import functools
 import json
 import os
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -91,17 +92,19 @@ def test_missing_keys_of_a_tree_have_megatrons_defaults() -> None:
 
 def test_a_training_tree_starts_its_entrypoint_with_all_of_its_flags() -> None:
     found = tree("train_dense", "train.data.data_path=[1, a, 2, b]", "~experiment.cmds")
-    command = found.data["train"]["command"]
-    place = command.index("flagscale/train/train_gpt.py")
-    options = {flag: command[at + 1] for at, flag in enumerate(command[:place]) if flag.startswith("--")}
-    assert command[0] == "torchrun"
-    assert (options["--nnodes"], options["--nproc_per_node"], options["--rdzv_endpoint"]) == ("1", "8", "localhost:0")
-    arguments = command[place + 1 :]
-    at = arguments.index("--data-path")
-    assert arguments[at : at + 5] == ["--data-path", "1", "a", "2", "b"]
-    assert {"--sequence-parallel", "--overlap-grad-reduce", "--never-heard-of"} <= set(arguments)
-    save = arguments[arguments.index("--save") + 1]
-    assert save == os.path.abspath("outputs/dense/checkpoints")
+    program, *words = found.data["train"]["command"]
+    parser = ArgumentParser(allow_abbrev=False)
+    for name in ("--nnodes", "--nproc_per_node", "--rdzv_endpoint", "--save"):
+        parser.add_argument(name)
+    parser.add_argument("--data-path", nargs="+")
+    options, others = parser.parse_known_args(words)
+    assert (program, options.nnodes, options.nproc_per_node) == ("torchrun", "1", "8")
+    assert options.rdzv_endpoint == "localhost:0"
+    assert options.data_path == ["1", "a", "2", "b"]
+    assert options.save == os.path.abspath("outputs/dense/checkpoints")
+    assert {"flagscale/train/train_gpt.py", "--sequence-parallel", "--overlap-grad-reduce", "--never-heard-of"} <= {
+        *others
+    }
 
 
 def test_flags_have_the_form_of_flagscale() -> None:

@@ -23,6 +23,13 @@ def test_tune_writes_the_same_page_as_the_report_command(runs: Runs, kind: str) 
     assert (report.folder / "report.html").read_text() == report.html
 
 
+@pytest.mark.parametrize("kind", ["dense", "failed"])
+def test_the_stop_reason_is_in_the_language_of_the_reader(runs: Runs, kind: str) -> None:
+    reason = runs(kind).result["stopped_because"]
+    assert reason in runs(kind).page.section("summary").text
+    assert reason not in read(runs.chinese(kind)).section("summary").text
+
+
 @pytest.mark.parametrize("kind", ["pipeline", "serving"])
 def test_the_page_needs_neither_plugins_nor_predictions(runs: Runs, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "load_snapshot", lambda *given: pytest.fail("it was predicted again"))

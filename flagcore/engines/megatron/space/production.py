@@ -14,11 +14,13 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
 import yaml
 
 from flagcore.contracts import Platform
 from flagcore.domain.engine import RefusedValues, ValueRule
-from flagcore.domain.space import Candidate, KnobValue
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.engines.megatron.command.checks import release_problem
 from flagcore.engines.megatron.layers.stages import (
@@ -30,7 +32,7 @@ from flagcore.engines.megatron.layers.stages import (
 )
 from flagcore.engines.megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
 from flagcore.engines.megatron.space.options import check, settings_in_force
-from flagcore.engines.megatron.space.rules import EXPERT_OVERLAP, settings_with_rules
+from flagcore.engines.megatron.space.rules import CP, EXPERT_OVERLAP, TP, settings_with_rules
 from flagcore.errors import SpecError
 from flagcore.spec.knobs import setting_from_text
 
@@ -97,6 +99,26 @@ def assumed(task: Task, candidate: Candidate) -> dict[str, SettingValue]:
     return legal
 
 
+def unusual(task: Task, columns: Columns, predictions: Predictions) -> IntArray:
+    """Return the number of unusual properties of each candidate.
+
+    These are tensor parallelism over several nodes, fewer than USUAL_TOKENS tokens per context-parallel rank, and more
+    than CROWDED_SHARE of the memory in use. On a mixed cluster, no property is unusual.
+    """
+    if len(task.cluster.groups) > 1:
+        return np.zeros_like(columns[CP])
+    is_short = (columns[CP] > 1) & (columns[CP] * USUAL_TOKENS > task.spec.train.seq_length)
+    is_crowded = predictions.share_in_use > CROWDED_SHARE
+    return (columns[TP] > task.cluster.linked_devices).astype(np.int64) + is_short + is_crowded
+
+
+USUAL_TOKENS = 4096
+"""The fewest tokens per context-parallel rank of the runs that NVIDIA (Megatron-Bridge, NeMo, DGX Cloud, MoE-ModelZoo)
+and SimuMax publish. In none of these runs does a tensor-parallel group span nodes."""
+CROWDED_SHARE = 0.97
+"""Chosen by hand: above it, fragmentation and other processes are likely to cause an out-of-memory error."""
+
+
 def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
     """Return the settings of published recipes. MoE models recompute cheap modules that store many bytes."""
     model, settings = task.spec.model, task.spec.train.settings
@@ -107,7 +129,8 @@ def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
     modules = "layernorm,moe_act" + (",mla_up_proj" if model.multi_latent_attention else "")
     if task.spec.train.precision == "fp8":
         recipe["fp8_recipe"] = "blockwise"  # the default, delayed scaling, cannot be combined with such recompute
-    return {**recipe, "moe_token_dispatcher_type": "flex", EXPERT_OVERLAP: True, "recompute_modules": modules}
+    recipe |= {"expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "flex"}
+    return {**recipe, EXPERT_OVERLAP: True, "recompute_modules": modules}
 
 
 def _refuses(rules: Sequence[ValueRule], knob: str, value: SettingValue) -> bool:

@@ -20,10 +20,10 @@ from typing import Any
 import yaml
 
 from flagcore.contracts import ExportJob
-from flagcore.contracts.exchange import claim_and_mount, comments, device_limits
+from flagcore.contracts.exchange import ANY_HOST, claim_and_mount, comments, device_limits, shell_quoted
 from flagcore.domain.engine import without_devices
 from flagcore.domain.launch import Launch
-from flagcore.domain.secrets import is_secret, secrets_in_arguments
+from flagcore.domain.secrets import is_secret
 from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.launch.server import Instance, Router
 from flagcore.engines.serving.space.knobs import TRANSFER
@@ -52,11 +52,11 @@ def launch(
     hosts: Sequence[str] = (),
     router: Router | None = None,
 ) -> Launch:
-    """Return the launch of the best configuration. For several instances, write its files to `folder`. Raises OSError.
+    """Return the launch of the best configuration. For several instances, it runs the script START in `folder`.
 
-    `health`: the path that returns 200 when a server is ready. `hosts`: the names of the hosts if there are several;
-    the user starts the script on each of them. `router`: the router in front of the instances; if None, nginx divides
-    the requests.
+    `health`: the path that returns 200 when a server is ready. `hosts`: the names of the hosts if there are several, or
+    the placeholders `ANY_HOST` for them; the user starts the script on each of them. `router`: the router in front of
+    the instances; if None, nginx divides the requests.
     """
     if len(instances) == 1 and not instances[0].further:
         instance = instances[0].at_port(FRONT_PORT)
@@ -69,38 +69,42 @@ def launch(
         meet = [(hosts[host], str(MEETING_PORT + number)) for number, host in heads]
         placed = [each.at_head(*place) for each, place in zip(placed, meet, strict=True)]
     placed = [each.at_port(port) for each, port in zip(placed, ports, strict=True)]
-    if router is None:
-        Path(folder, NGINX).write_text(_nginx(placed, hosts), encoding="utf-8")
-    start, has_secret = Path(folder, START), any(secrets_in_arguments(each.argv) for each in placed)
-    start.touch(mode=0o600)
-    start.write_text(start_script(placed, folder, hosts, router), encoding="utf-8")
-    start.chmod(0o700 if has_secret else 0o755)
-    urls = tuple(f"http://127.0.0.1:{port}{health}" for port in (FRONT_PORT, *ports))
+    urls = tuple(f"http://127.0.0.1:{port}{health}" for port in dict.fromkeys((FRONT_PORT, *ports)))
     numbers = ", ".join(f"NODE_RANK={number} on {host}" for number, host in enumerate(hosts))
     return Launch(
-        argv=("/bin/sh", str(start)),
+        argv=("/bin/bash", str(Path(folder, START))),
         folder=folder,
         directory=directory,
+        script=start_script(placed, hosts, router),
         ready=() if hosts else urls,
         missing=f"a start on each host, with its number: {numbers}" if hosts else "",
     )
 
 
-def start_script(
-    instances: Sequence[Instance], folder: str, hosts: Sequence[str] = (), router: Router | None = None
-) -> str:
-    """Return a shell script that runs the instances of a host and stops them together.
+def start_script(instances: Sequence[Instance], hosts: Sequence[str] = (), router: Router | None = None) -> str:
+    """Return the lines of a bash script that runs the instances of a host and stops them together.
 
-    On the first host, it also runs nginx or the router.
+    On the first host, it also runs the router, or nginx if there are several instances.
     """
+    names = {host: f"{{hosts[{number}]}}" for number, host in enumerate(hosts) if host == ANY_HOST.format(number)}
+
+    def shell(words: Sequence[str]) -> str:
+        return " ".join(shell_quoted(word, names) for word in words)
+
     commands: list[list[str]] = [[] for _ in hosts or ("",)]
     for each in instances:
         for host_offset, argv in enumerate((each.argv, *each.further)):
-            commands[each.host + host_offset].append(shlex.join(_command(replace(each, argv=argv))))
-    front: Sequence[str] = ("nginx", "-c", str(Path(folder, NGINX)), "-g", "daemon off;")
+            commands[each.host + host_offset].append(shell(_command(replace(each, argv=argv))))
+    program, front, conf = "nginx", "", ""
     if router:
-        front = _front(router, instances, hosts)
-    return _render("start.sh.j2", commands=commands, count=len(instances), front=front, router=router is not None)
+        argv = _front(router, instances, hosts)
+        program, front = argv[0], shell(argv)
+    elif len(instances) > 1:
+        front = f"""nginx -p "$folder" -c {NGINX} -g 'daemon off;'"""
+        conf = _nginx(instances, [f"${names[host]}" if host in names else host for host in hosts])
+    count, has_router = len(instances), router is not None
+    fields = {"commands": commands, "count": count, "named": bool(names), "nginx": conf, "router": has_router}
+    return _render("start.sh.j2", **fields, front=front, program=program)
 
 
 def _front(router: Router, instances: Sequence[Instance], hosts: Sequence[str] = ()) -> tuple[str, ...]:
@@ -116,6 +120,8 @@ def _places_of(instances: Sequence[Instance], hosts: Sequence[str]) -> list[tupl
 
 
 def _ports(instances: Sequence[Instance]) -> list[int]:
+    if len(instances) == 1:
+        return [FRONT_PORT]
     step = KIND_STEP if any(each.kind for each in instances) else 1
     return [FRONT_PORT + 1 + number * step for number in range(len(instances))]
 
@@ -142,8 +148,7 @@ def compose_files(
     same paths. `common`: the environment variables of all instances.
     """
     several = len(instances) > 1
-    ports = _ports(instances) if several else [FRONT_PORT]
-    instances = [each.at_port(port) for each, port in zip(instances, ports, strict=True)]
+    instances = [each.at_port(port) for each, port in zip(instances, _ports(instances), strict=True)]
     words = [word for instance in instances for word in instance.argv[1:]]
     paths = sorted({*([directory] if directory else []), *(path for word in words for path in _mounted_paths(word))})
     services: dict[str, object] = {

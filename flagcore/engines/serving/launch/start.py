@@ -2,12 +2,15 @@
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.engine import device_variables, without_devices
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, ServerGroup, ServerGroups
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.serving import ServeSpec
@@ -18,10 +21,11 @@ from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.launch.server import ROUTER_HEALTH, SERVE, Instance, Job, Router, as_text
 from flagcore.engines.serving.load.result import MinRate
 from flagcore.engines.serving.load.traffic import in_flight
+from flagcore.engines.serving.space import knobs
 from flagcore.engines.serving.space.hardware import PREFILL_DECODE, Hardware
 from flagcore.engines.serving.space.placement import Placement, placements
 from flagcore.errors import LaunchError, UsageError
-from flagcore.i18n import N_, _
+from flagcore.i18n import _
 
 PROGRAM = "flagcore.engines.serving.trial"
 OWN_ADDRESS = "{own_address}"
@@ -44,16 +48,18 @@ def launch(
     whether to start the servers of the final configuration instead of a trial.
     """
     task, serve = platform.task, platform.task.spec.serve
-    instances = instances_of(platform, engine, candidate)
+    instances = instances_of(platform, engine, candidate, is_public=bool(serve.elsewhere))
     directory = serve.directory or folder
     try:
         if for_real:
             router = router_of(platform, engine, candidate, len(instances))
             hosts = task.spec.cluster.hosts if task.spec.on_each_host else ()
             if not hosts and any(each.host or each.further for each in instances):
-                text = N_("servers on several hosts need cluster.hostfile and auto_tuner.launcher, or --to {target}")
-                raise UsageError(_(text, target=export.DYNAMO))
-            return export.launch(instances, folder, directory, engine.reports.health, hosts, router)
+                raise UsageError(_("servers on several hosts need cluster.hostfile and auto_tuner.launcher"))
+            started = export.launch(instances, folder, directory, engine.reports.health, hosts, router)
+            if started.script and not serve.elsewhere:
+                _write_script(started.script, Path(folder, export.START), instances)
+            return started
         job = Job(
             engine=engine.where,
             instances=instances,
@@ -91,6 +97,16 @@ def launch(
     return Launch(argv=on_host, client=program, folder=folder)
 
 
+def _write_script(script: str, file: Path, instances: Sequence[Instance]) -> None:
+    """Write the start script of `instances`. Only the owner can read it if it contains a secret. Raises OSError."""
+    has_secret = any(secrets_in_arguments(each.argv) for each in instances)
+    file.touch(mode=0o600)
+    file.write_text(f"#!/bin/bash\n{script}", encoding="utf-8")
+    file.chmod(0o700 if has_secret else 0o755)
+
+
+BY_DEFAULT = "_by_default"
+"""The end of the names of merges that treat the engine's own value of a knob as not set."""
 STOPPABLE = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
 """Objectives whose loads may be stopped early. The rate of an open loop follows from its arrivals."""
 
@@ -186,6 +202,7 @@ def _instance(
     task = platform.task
     cores = Hardware.of(task).cores(placement.first, placement.width)
     instance = engine.server(task, placement.values, cores)
+    instance = replace(instance, argv=(*instance.argv, *_explicit(engine, task, placement.values, instance.argv)))
     if placement.kind:
         assert engine.of_kind, "the candidate is legal"
         instance = engine.of_kind(task, values, placement.kind, instance)
@@ -210,3 +227,37 @@ def _instance(
         further=tuple(other_argvs),
         kind=placement.kind,
     )
+
+
+def _explicit(
+    engine: EngineProfile, task: Task, values: Mapping[str, KnobValue], argv: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the arguments by which the user set the engine's own values, which the candidate's `values` leave out.
+
+    They stay, because the values of another release may differ. `argv`: the command without these arguments.
+    """
+    words, version = list[str](), engine.program.version(task.spec)
+    baseline = knobs.parse(task.spec.baseline or {}, engine.knobs, engine.name)
+    given = {**baseline, **engine.program.parse(task.spec).fixed}
+    for knob in engine.knobs:
+        value, chosen = given.get(knob.name), values.get(knob.name)
+        is_same = chosen == value == knob.neutral or (chosen is None and _is_default(engine, task, values, knob, value))
+        own_words = (
+            replace(knob, passes_neutral=True).arguments(value, version) if is_same and value is not None else ()
+        )
+        words += own_words if own_words and own_words[0] not in argv else ()
+    return tuple(words)
+
+
+def _is_default(
+    engine: EngineProfile, task: Task, values: Mapping[str, KnobValue], knob: Knob, value: KnobValue
+) -> bool:
+    """Return whether `value` is the engine's own value of a knob for a candidate with `values`."""
+    by_name, own_values = {each.name: each for each in engine.knobs}, {**values, knob.name: value}
+    for merge in engine.merges(task):
+        if knob.name in merge.knobs and merge.name.endswith(BY_DEFAULT):
+            codes = {name: knobs.code(by_name[name], own_values.get(name)) for name in merge.knobs}
+            columns = merge.canonical({name: np.array([code]) for name, code in codes.items()})
+            if value is not None and not columns.get(knob.name, np.ones(1)).any():
+                return True
+    return False

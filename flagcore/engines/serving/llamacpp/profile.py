@@ -183,7 +183,7 @@ RUNNER = "flagcore.engines.serving.llamacpp.server"
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
     spec = task.spec
     other_args = PROGRAM.parse(spec).others
-    is_embedded = spec.serve.command is None
+    is_embedded = spec.serve.command is None and not spec.serve.elsewhere
     command = (sys.executable, "-m", RUNNER) if is_embedded else PROGRAM.start_command(spec)
     argv = [*command, "--model", spec.serve.weights or "", "--host", address(task), "--port", PORT, "--metrics"]
     argv += knobs.arguments([knob for knob in KNOBS if knob.name != CONTEXT], values)

@@ -88,6 +88,7 @@ class Program:
     - `commands`: all commands with which users may start it.
     - `model_flags`: flags for the model, which may also follow the command without a flag.
     - `images`: the entry points of public container images (see `Workload.images`).
+    - `in_image`: the path of the program in these images. Empty if it is on the PATH.
     - `config_flag`: the flag of a YAML file with more flags.
     - `local_flag`: the flag of the data-parallel ranks on each host.
     - `short_flags`: flags of one dash that are not flags of a knob, with their long names. A name with a dot at its end
@@ -118,6 +119,7 @@ class Program:
     commands: Sequence[Sequence[str]] = ()
     model_flags: Sequence[str] = ()
     images: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    in_image: str = ""
     config_flag: str = ""
     local_flag: str = ""
     short_flags: Mapping[str, str] = field(default_factory=dict)
@@ -330,7 +332,13 @@ class Program:
         return installed.find_command(spec, tuple(self.program), *self.packages[:1])
 
     def start_command(self, spec: Spec) -> tuple[str, ...]:
-        """Return the command that starts the engine, with an absolute path if it exists on this machine."""
+        """Return the command that starts the engine, with an absolute path if it exists here.
+
+        The path is that of the target for a command that is for another machine.
+        """
+        if spec.serve.elsewhere:
+            own = (self.in_image,) if self.in_image and spec.serve.elsewhere == "image" else ()
+            return tuple(spec.serve.command or own or self.program or self.commands[0])
         try:
             return self.command(spec)
         except NoDevice:

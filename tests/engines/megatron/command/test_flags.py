@@ -23,6 +23,17 @@ def test_disabled_knobs_have_no_flag_and_a_real_run_is_not_shortened() -> None:
     assert "None" not in arguments
 
 
+def test_knobs_with_a_value_and_the_steps_of_a_trial_are_flags() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 4}
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    rich = small.candidate(**sizes, sequence_parallel=True, use_recompute=True, **recompute)
+    words = flags(rich.as_dict(), small.task().spec, 5)
+    values = {"seq_length": 128, "global_batch_size": 8, **sizes, **recompute, "train_iters": 5, "log_interval": 1}
+    text = " ".join(words)
+    assert all(f"--{name.replace('_', '-')} {value}" in text for name, value in values.items())
+    assert "--sequence-parallel" in words
+
+
 def test_flags_replace_their_placeholder_or_are_appended() -> None:
     arguments = ["--a", "1"]
     assert expand_command(["run", "{flags}", "--mine"], {}, arguments, "/f") == ("run", "--a", "1", "--mine")

@@ -16,6 +16,8 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.layers.stages import LAYOUT
 from flagcore.engines.megatron.mixed.meshes import MESHES, SIZES
 from flagcore.engines.megatron.mixed.planner import planned
+from flagcore.engines.megatron.predict import stage_layers
+from flagcore.engines.megatron.space.knobs import columns as row_of
 from flagcore.engines.megatron.space.knobs import divisors
 from flagcore.tuner.stages.build import build
 from tests import small
@@ -98,6 +100,9 @@ def test_the_best_is_that_of_all_meshes_orders_and_splits(
     assert found <= 1.01 * best[0][0]
     for text in {values[MESHES], *(values[MESHES] for _, values in best)}:
         stages = sum(int((re.findall(r"pp(\d)", mesh) or "1")[0]) for mesh in text.split("+"))
+        task, made = job(count, text, **given)
+        (split,) = stage_layers(task, row_of(task, {**values, MESHES: text}), made)
+        assert (len(split), sum(split)) == (stages, LAYERS_OF_MODEL)
         for layout in layouts(LAYERS_OF_MODEL, stages):
             split = fastest(count, [text], 1, **given, **{LAYOUT: layout})
             assert not split or found <= 1.01 * split[0][0]

@@ -15,6 +15,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.engines.megatron.space.rules import CP, TP
 from flagcore.tuner.stages.build import build, legality
 from tests import small
 
@@ -56,7 +57,7 @@ def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(mo
     task = plan(model, precision=precision)
     legal = legality(small.platform(task))
     space = build(legal.axes, legal.rules, legal.merges)
-    bare = legality(small.platform(typed(task, {})))
+    bare = legality(small.platform(typed(task, {"expert_tensor_parallel_size": 1} if model.num_moe_experts else {})))
     assert len(space) == len(build(bare.axes, bare.rules, bare.merges))
     costs, everything = platform(model).costs, np.arange(len(space))
     found = WORKLOAD.predict(task, space.columns(everything), costs)
@@ -110,3 +111,23 @@ def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Pa
     assert flags({**knobs, **shards}) >= gated | always
     assert flags(plain) >= always
     assert not flags(plain) & gated
+
+
+@pytest.mark.parametrize(
+    ("knobs", "used_gb", "count"),
+    [
+        ({TP: 8, CP: 2}, 77, 0),
+        ({TP: 16}, 40, 1),
+        ({CP: 4}, 40, 1),
+        ({TP: 16, CP: 4}, 79, 3),
+    ],
+)
+def test_tp_over_nodes_short_context_parallel_ranks_and_full_memory_are_unusual(
+    knobs: dict[str, int], used_gb: float, count: int
+) -> None:
+    task = small.task(devices=8, seq_length=8192)
+    columns = WORKLOAD.columns(task, knobs)
+    predictions = replace(
+        WORKLOAD.predict(task, columns, small.costs(task)), device_used_bytes=np.array([used_gb * 1e9])
+    )
+    assert WORKLOAD.unusual(task, columns, predictions).tolist() == [count]

@@ -84,7 +84,9 @@ def test_rank_holds_its_part_of_the_model(found: dict[str, Any], name: str, rank
 def test_phases_are_measured_separately(found: dict[str, Any], name: str, rank: int) -> None:
     probed = found[f"{name} {rank}"]
     peaks = probed["peak_forward_backward_bytes"], probed["peak_optimizer_bytes"]
-    assert 0 < probed["static_bytes"] <= min(peaks)
+    model_bytes = {"dense": 16, "experts": 10}[name] * probed["parameters"]  # FP32; the states of experts are sharded
+    assert model_bytes <= probed["static_bytes"] <= 1.08 * model_bytes
+    assert probed["static_bytes"] <= min(peaks)
     assert max(peaks) == probed["peak_allocated_bytes"]
 
 

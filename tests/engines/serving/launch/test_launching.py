@@ -163,8 +163,9 @@ def test_a_single_winner_is_started_with_the_engines_command(tmp_path: Path) -> 
 def test_several_winners_are_started_behind_nginx(tmp_path: Path) -> None:
     where = on_cards(tmp_path)
     best = launched(where, tmp_path, for_real=True, instances=2, pipeline_model_parallel_size=2)
-    assert best.argv == ("/bin/sh", str(tmp_path / export.START))
-    conf = (tmp_path / export.NGINX).read_text()
+    assert best.argv == ("/bin/bash", str(tmp_path / export.START))
+    conf = best.script
+    assert (tmp_path / export.START).read_text() == f"#!/bin/bash\n{conf}"
     assert "least_conn;" in conf
     assert conf.count("server 127.0.0.1:") == 2
     assert "proxy_buffering off;" in conf
@@ -185,8 +186,8 @@ def test_the_start_script_ends_all_servers_when_one_ends(tmp_path: Path) -> None
     short = Instance(argv=("sh", "-c", f"touch {marks[0]}; sleep 0.2"))
     long = Instance(argv=("sh", "-c", f"touch {marks[1]}; echo $$ > {tmp_path}/pid; exec sleep 600"))
     script, nginx = tmp_path / "start.sh", tmp_path / "nginx"
-    script.write_text(export.start_script([short, long], str(tmp_path)))
-    start: Any = partial(subprocess.run, ["/bin/sh", str(script)], capture_output=True, text=True, timeout=60)
+    script.write_text(export.start_script([short, long]))
+    start: Any = partial(subprocess.run, ["/bin/bash", str(script)], capture_output=True, text=True, timeout=60)
     done = start(check=False, env={"PATH": "/no/such/folder"})
     assert (done.returncode, done.stderr.strip()[:22]) == (1, "nginx is not installed")
     assert not any(mark.exists() for mark in marks)
@@ -236,16 +237,16 @@ def test_winners_on_hosts_are_started_on_each_by_its_number(tmp_path: Path) -> N
     own = script[script.index("1)\n") : script.index("esac")]
     assert "--port 8002" in own
     assert "--port 8001" not in own
-    assert "server b:8002" in (tmp_path / export.NGINX).read_text()
-    subprocess.run(["sh", "-n", str(tmp_path / export.START)], check=True)
+    assert "server b:8002" in script
+    subprocess.run(["bash", "-n", str(tmp_path / export.START)], check=True)
 
 
 def test_an_instance_on_two_hosts_meets_at_the_first(tmp_path: Path) -> None:
     far = Instance(argv=("serve", "{head}:{head_port}", "{port}"), further=(("follow", "{head}:{head_port}"),), host=1)
     best = export.launch([far], str(tmp_path), "/work", "/health", ["a", "b", "c"])
-    script = (tmp_path / export.START).read_text()
-    assert best.argv == ("/bin/sh", str(tmp_path / export.START))
-    assert script.index("1)\n    serve b:8500 8001") < script.index("2)\n    follow b:8500")
+    assert best.argv == ("/bin/bash", str(tmp_path / export.START))
+    assert best.script.index("1)\nserve b:8500 8000") < best.script.index("2)\nfollow b:8500")
+    assert "nginx" not in best.script
 
 
 def on_two_kinds(folder: Path) -> Platform:
@@ -279,7 +280,7 @@ def test_winners_of_two_kinds_are_started_behind_a_router(tmp_path: Path) -> Non
     candidate = of_pair(where, "1xtp1+1xtp1")
     found = VLLM.launch(where, candidate, str(tmp_path), for_real=True)
     script = (tmp_path / export.START).read_text()
-    assert subprocess.run(["sh", "-n", found.argv[1]], check=True).returncode == 0
+    assert subprocess.run(["bash", "-n", found.argv[1]], check=True).returncode == 0
     for words in ("--prefill http://127.0.0.1:8001", "--decode http://127.0.0.1:8017"):
         assert words in script
     assert "VLLM_NIXL_SIDE_CHANNEL_PORT=18017" in script

@@ -132,6 +132,26 @@ def test_one_request_takes_front_end_time_prompt_time_and_an_iteration_per_token
     assert request.end - request.first == pytest.approx(2 * price.decode(1) + price.cached(1) * (1001 + 1002))
 
 
+@pytest.mark.parametrize(
+    ("running", "arrivals", "expected"),
+    [
+        (64.0, [0.0, 0.0], [(2.0, 4.0), (3.0, 4.0)]),  # the first prompt takes two iterations, the second the third
+        (1.0, [0.0, 0.0], [(2.0, 4.0), (5.0, 6.0)]),  # the second waits for the end of the first
+        (64.0, [0.0, 3.5], [(2.0, 4.0), (5.0, 6.0)]),  # it arrives in the fourth iteration, and joins the fifth
+        (64.0, None, [(2.0, 4.0), (5.0, 6.0)]),  # one after the other
+    ],
+)
+def test_two_requests_worked_by_hand(
+    running: float, arrivals: list[float] | None, expected: list[tuple[float, float]]
+) -> None:
+    """Iterations take a second, and up to 100 tokens: a prompt of 200 for 3 tokens, and one of 50 for 2."""
+    costs, zero, one = times(), np.zeros(1), np.ones(1)
+    tables = {name: 0.0 * getattr(costs, name) for name in ("local", "shared", "sampled")}
+    costs = replace(costs, **tables, cached=zero, pair=zero, sequence=zero, floor=zero, fixed=one, crowding=one)
+    price = Price(costs, 0, replace(LANE, budget=100.0, running=running), UNFITTED)
+    assert ends(Simulation(price, [(200, 3), (50, 2)], arrivals, 1).run()) == [*map(pytest.approx, expected)]
+
+
 def test_a_small_cache_preempts_sequences_and_all_are_answered() -> None:
     lengths = [(200, 300)] * 8
     large_cache, small_cache = (

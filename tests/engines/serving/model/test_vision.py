@@ -66,6 +66,14 @@ def test_larger_and_more_images_take_longer_to_the_first_token(engine: str) -> N
     assert times[2] > times[0] + 0.02  # the front end alone takes 25 ns per pixel
 
 
+def test_with_separate_prefill_images_delay_only_the_first_token() -> None:
+    pair = "1xtp1+1xtp1"
+    more: dict[str, Any] = {"values": {"prefill_decode": pair}, "space": {"prefill_decode": (pair,)}}
+    text, seen = predicted(None, **more), predicted(images((1280, 720), count=4), **more)
+    assert ttft(seen) > ttft(text) + 0.1
+    assert seen.figures["tpot_s.mean"] == pytest.approx(text.figures["tpot_s.mean"], rel=0.05)
+
+
 def test_the_tower_takes_memory_even_without_images() -> None:
     text, seen = predicted(None, model=served.DENSE), predicted(None)
     less = float(text.figures["kv_cache_gib"][0] - seen.figures["kv_cache_gib"][0]) * 2**30

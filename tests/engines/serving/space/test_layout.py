@@ -26,7 +26,7 @@ def baseline(engine: Engine, task: Task) -> dict[str, KnobValue]:
     arguments = replace(task, spec=replace(task.spec, space=engine.usual_space(task)))
     space = build(engine.axes(arguments), engine.rules(arguments), engine.merges(arguments))
     predictions = engine.predict(task, space.columns(), costs(task, task.cluster.groups[0].memory_bytes))
-    return space.candidate(engine.rule_of_thumb(space.columns(), predictions)).as_dict()
+    return space.candidate(engine.rule_of_thumb(task, space.columns(), predictions)).as_dict()
 
 
 @ALL

@@ -21,12 +21,15 @@ from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM_ENGINE
         ("error: no such flag\nValueError: b\n", "ValueError: b"),
         ("ready\nfatal: it broke\nbye\n", "fatal: it broke"),
         ("WARNING: TypeError: harmless\nready\nbye\n", "bye"),
+        ("(EngineCore pid=7) WARNING 11-25 04:00:00 [cuda.py:88] RuntimeError: no NVML\nready\nbye\n", "bye"),
         ("ImportError: x, falling back to y\nValueError: b\nbye\n", "ValueError: b"),
         ("", ""),
     ],
 )
 def test_without_a_pattern_the_reason_is_an_exception_or_an_error_or_the_last_line(log: str, line: str) -> None:
     assert first_error(log, ()) == (None, line)
+    if "WARNING" in log:
+        assert first_error(log, VLLM_ENGINE.reports.failures) == (None, line)
 
 
 @pytest.mark.slow
