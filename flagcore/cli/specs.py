@@ -88,7 +88,7 @@ def models_command(words: tuple[str, ...], form: str) -> None:
 HISTORY = "-history"
 
 
-class _Importers(click.Group):
+class _Importers(options.Group):
     """The commands NAME and NAME-history of each installed importer, and one per engine.
 
     The importers are looked up on first use.
@@ -127,6 +127,13 @@ class _Importers(click.Group):
         if cmd_name in names(IMPORTERS):
             return translated(config_command if importer(cmd_name).has_trees else recipe_command)
         return translated(history_command if cmd_name.endswith(HISTORY) else command_command)
+
+    def summary(self, name: str, command: click.Command) -> str:
+        """Return the summary of a command after the name of its tool or engine."""
+        from flagcore.plugins import IMPORTERS, importer, names
+
+        tool = name.removesuffix(HISTORY)
+        return f"{importer(tool).title if tool in names(IMPORTERS) else name}: {super().summary(name, command)}"
 
 
 @click.group("import", cls=_Importers)

@@ -154,11 +154,19 @@ class ManifestWriter(Protocol):
     """An optional interface of launchers that can write the manifest of a job in which flagcore itself runs."""
 
     def manifest(
-        self, platform: Platform, spec: Path, *, name: str, kind: str, image: str, volume: str
+        self,
+        platform: Platform,
+        spec: Path,
+        *,
+        name: str,
+        kind: str,
+        image: str,
+        volume: str,
+        changes: Sequence[str],
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the manifest of a job that tunes the spec of `platform`, and notes for the user.
 
-        `spec`: the path of the spec file.
+        `spec`: the path of the spec file. `changes`: further arguments of `flag tune`, which change the spec.
         """
 
 

@@ -78,13 +78,15 @@ def state_name(state: str, fidelity: str = RUN) -> str:
 
 
 def search_time_text(time: SearchTime) -> str:
-    """Format the upper bound for the time of a search."""
+    """Format the expected time of a search, and its upper bound."""
     trials = ngettext("{count} trial", "{count} trials", time.trials)
     repeats = ngettext("{count} repeat", "{count} repeats", time.repeats)
-    text = _("At most {trials} and {repeats}", trials=trials, repeats=repeats)
-    if time.steps_s is not None:
-        text += ", " + _("~{time} of steps", time=duration_text(time.steps_s))
-    return text + "; " + _("at most {time} by their time limits.", time=duration_text(time.at_most_s))
+    starts, limit = _("at most {trials} and {repeats}", trials=trials, repeats=repeats), duration_text(time.at_most_s)
+    if time.steps_s is None:
+        return _("Expected: {starts}; limit: {limit}.", starts=starts, limit=limit)
+    steps = duration_text(min(time.steps_s, time.at_most_s))
+    text = N_("Expected: ~{steps} of steps and the starts of {starts}; limit: {limit}.")
+    return _(text, steps=steps, starts=starts, limit=limit)
 
 
 def assumed_text(assumed: Mapping[str, object]) -> str:

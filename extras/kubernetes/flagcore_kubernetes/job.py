@@ -7,7 +7,7 @@ gives every pod a stable name, by which the other pods reach it.
 
 import os
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -295,7 +295,7 @@ def _fill(text: str, placeholders: Mapping[str, str]) -> str:
 
 
 def manifest(
-    platform: Platform, spec: Path, *, name: str, kind: str, image: str, volume: str
+    platform: Platform, spec: Path, *, name: str, kind: str, image: str, volume: str, changes: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the manifest of a job that tunes a spec, and notes: the first pod tunes, and the others join it."""
     claim, mount = claim_and_mount(volume)
@@ -308,7 +308,7 @@ def manifest(
         name=name,
         image=image,
         count=group.nodes,
-        first=f"exec flag tune {shlex.quote(str(spec.resolve()))}",
+        first=f"exec {shlex.join(['flag', 'tune', str(spec.resolve()), *changes])}",
         others=f"exec python3 -m flagcore_kubernetes.join {hosts[0]}",
         directory=str(Path.cwd()),
         environment={HOSTS: " ".join(hosts)},
