@@ -140,8 +140,8 @@ class _Importers(options.Group):
 def import_command() -> None:
     """Convert a launch command or script to a spec: flag import FILE, - for stdin, or -- COMMAND.
 
-    FILE is a script, a batch script of Slurm, a compose file, a manifest of Kubernetes, or a systemd unit. COMMAND may
-    be docker run or podman run. The commands below read what is named.
+    FILE is a script, a batch script of Slurm, a compose file, a manifest of Kubernetes, Helm values, or a systemd unit.
+    COMMAND may be docker run or podman run. The commands below read what is named.
     """
 
 
