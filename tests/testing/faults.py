@@ -112,7 +112,7 @@ MODULE = (
     module("import_loads_no_framework", "import sys, types\nsys.modules['pymxsml'] = types.ModuleType('pymxsml')", "pymxsml"),
     module("import_loads_no_framework", "try:\n    import pynvml\nexcept ImportError:\n    pass", "pynvml"),
     module("import_has_no_side_effects", "print('hello')", "hello"),
-    module("import_has_no_side_effects", "import os\nos.environ['ACME_Z'] = '1'", "ACME_Z"),
+    module("import_has_no_side_effects", "import os, sys, types\nsys.modules['_acme'] = types.ModuleType('_acme')\nos.environ['ACME_Z'] = '1'", "ACME_Z"),
     module("import_has_no_side_effects", "import time\ntime.sleep(2.5)", "takes"),
     module("imports_only_public_modules", "import flagcore.tuner.loop", "flagcore.tuner.loop"),
     hook("answers_are_reproducible", "environment", "return own and {**own, 'GEMS_VENDOR': str(__import__('time').time_ns())}", "flagcore_environment", also=("variables_do_not_depend_on_the_shell", "variables_do_not_select_another_vendor")),

@@ -127,7 +127,7 @@ def import_loads_no_framework(plugin: Subject) -> Problems:
             if not _is_allowed(plugin, name)
         ]
         yield from imports
-        loaded = [name for name in record["loaded"] if not name.startswith("_") and not _is_allowed(plugin, name)]
+        loaded = [name for name in record["loaded"] if not _is_allowed(plugin, name)]
         if loaded and not imports:
             yield f"{import_text} loads {', '.join(loaded)}"
 
@@ -159,7 +159,7 @@ def _is_allowed(plugin: Subject, module: str) -> bool:
     """Return whether a package is part of Python, flagcore, the plugin, or what one of the last two depends on."""
     return (
         module in sys.stdlib_module_names
-        or module.startswith("flagcore")
+        or module.startswith(("flagcore", "_"))  # a private module is part of another one, such as Cython's of numpy
         or module == plugin.package
         or module in plugin.once("dependencies", lambda: _modules_of(["flagcore", *_declared(plugin)]))
     )
