@@ -101,11 +101,11 @@ class SearchState:
     def reported_trial(self, trial: Trial | None) -> Trial | None:
         """Return the run that reports show for a trial's candidate.
 
-        It is `trial` if that is one of the candidate's runs and has whole steps, or else the run whose steps were
-        shortened least.
+        It is `trial` if that is imported or one of the candidate's runs, and has whole steps. Otherwise it is the run
+        whose steps were shortened least.
         """
         runs = self.runs_of(trial.candidate) if trial else ()
-        if trial is None or not runs or (trial in runs and not trial.shortened):
+        if trial is None or not runs or ((trial in runs or trial.source) and not trial.shortened):
             return trial
         return max(runs, key=lambda run: run.shortened.nodes if run.shortened else math.inf)
 
