@@ -1,8 +1,12 @@
-"""The highest rate of a search, compared with a scan of rates by a client that shares no code with flagcore's."""
+"""The highest rate of a search, compared with a scan of rates by a client that shares no code with flagcore's.
+
+Both measure for minutes, and other programs on the machine change what they measure: SCAN=1 runs the comparison.
+"""
 
 import contextlib
 import http.client
 import json
+import os
 import random
 import threading
 import time
@@ -71,6 +75,7 @@ def served(platform: Platform, folder: Path, **values: Any) -> Iterator[str]:
 
 
 @pytest.mark.long
+@pytest.mark.skipif("SCAN" not in os.environ, reason="wants a quiet machine: SCAN=1")
 @pytest.mark.parametrize("is_real", [False, True], ids=["known-limit", "llama.cpp"])
 def test_the_highest_rate_agrees_with_a_scan(is_real: bool, tmp_path: Path) -> None:
     job = serve({"input_len": INPUTS, "output_len": OUTPUTS, "request_rate": "auto"}, slo={"ttft_s": {"p90": LIMIT_S}})
