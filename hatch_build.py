@@ -56,6 +56,7 @@ DEV = [
     "hydra-core>=1.3",
     "import-linter>=2.1",
     "mypy>=1.11",
+    "pandas>=2",
     "pre-commit>=3.5",
     "pytest>=8",
     "pytest-cov>=5",

@@ -16,6 +16,7 @@ works with engines that it does not know.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pluggy
 
@@ -51,6 +52,13 @@ class ChipHooks:
 
         Figures are in SI units, each with its source. Figures that were neither published nor measured are left out.
         Called once per command.
+        """
+
+    @hookspec
+    def flagcore_published_runs(self) -> Sequence[Mapping[str, Any]] | None:
+        """Return published runs on this vendor's chips as job records with `measured`.
+
+        `source` is the address of the publication. Plans show the runs that are nearest to the job.
         """
 
     @hookspec(firstresult=True)

@@ -7,7 +7,8 @@ import pytest
 
 from flagcore.contracts import Problem
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.tuner.problem import UNUSUAL_SHARE, build_problem, rows_by_time
+from flagcore.tuner.feasibility import crowded_baseline_text
+from flagcore.tuner.problem import PLANNED_SHARE, UNUSUAL_SHARE, build_problem, rows_by_time
 from tests import small
 from tests.tuner.stages.test_discover import loaded, plugin, spec
 
@@ -24,6 +25,28 @@ def test_the_rule_of_thumb_chooses_a_candidate_that_fits_if_one_does() -> None:
     default = float(used[found.row_of(found.baseline)])
     less = problem(int(default) - 1)
     assert less.predictions.fits[less.row_of(less.baseline)]
+
+
+def test_plans_list_candidates_without_a_margin_of_memory_last_unless_the_user_set_the_budget() -> None:
+    found = problem()
+    order = rows_by_time(found)
+    used = found.predictions.device_used_bytes[order]
+    capacity_bytes = float(np.median(used)) / PLANNED_SHARE
+    small_device = replace(found, predictions=replace(found.predictions, capacity_bytes=capacity_bytes))
+    has_margin = used <= np.median(used)
+    assert 0 < has_margin.sum() < order.size
+    assert rows_by_time(small_device).tolist() == [*order[has_margin], *order[~has_margin]]
+    spec = replace(found.task.spec, cluster=replace(found.task.spec.cluster, memory_bytes_per_device=2**30))
+    budget = replace(small_device, platform=replace(found.platform, task=replace(found.task, spec=spec)))
+    assert rows_by_time(budget).tolist() == order.tolist()
+
+
+def test_a_baseline_that_is_predicted_not_to_fit_is_tried_with_a_reason() -> None:
+    found = problem()
+    used = float(found.predictions.device_used_bytes[found.row_of(found.baseline)])
+    assert crowded_baseline_text(found) == ""
+    small_device = replace(found, predictions=replace(found.predictions, capacity_bytes=used - 1))
+    assert f"{used / 2**30:.2f} of" in crowded_baseline_text(small_device)
 
 
 def test_a_usual_candidate_that_is_about_as_fast_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ def _row(knob: Knob) -> str:
 def _flag(knob: Knob, flag: Flag) -> str:
     """Return a flag, and its releases if other releases have another one."""
     releases = f" ({flag.versions})" if flag.versions else ""
-    return f"`--{flag.off if knob.neutral is True else flag.name}`{releases}"
+    name = flag.off if knob.neutral is True else flag.name
+    return f"`{'--' if len(name) > 1 else '-'}{name}`{releases}"
 
 
 def render_rules(mark: str) -> str:

@@ -15,12 +15,13 @@ from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import Speedup, gains
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Trial
-from flagcore.errors import EveryTrialFailed, FlagError, NothingFits, RunError
+from flagcore.errors import EveryTrialFailed, FlagError, NothingFits, RunError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.report.formats import COLUMNS, Notebook, lookup, render
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import SCHEMA_VERSION, read_plan
+from flagcore.report.result import trial as trial_data
 from flagcore.report.text import best_text, candidate_columns
 from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.stages.rank import learn
@@ -101,6 +102,19 @@ class Run(Notebook):
         the earlier trials, and `measured`. Unknown times are None.
         """
         return tuple(_prediction_record(trial) for trial in self.trials)
+
+    def to_dataframe(self) -> Any:
+        """Return a pandas DataFrame with one row per probe, trial and repeat, in the order of their numbers.
+
+        Its columns are the dotted fields of a trial in `result.json`, such as `state`, `candidate.micro_batch_size`
+        and `measured.step_time_s.median`. Raises UsageError if pandas is not installed.
+        """
+        try:
+            from pandas import json_normalize
+        except ImportError:
+            raise UsageError(_("to_dataframe needs pandas: pip install pandas")) from None
+        trials = sorted([*self.probes, *self.trials, *self.repeats], key=lambda trial: trial.number)
+        return json_normalize([trial_data(each) for each in trials])
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {len(self.trials)} trials, {best_text(self.best, self.speedup, self.knobs)}>"

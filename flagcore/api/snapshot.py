@@ -7,8 +7,9 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, LoadedSpec, SpecLike, loaded_plugins, read_spec, warn_about_problem
-from flagcore.api.planning.estimate import build_problem_of_spec, prediction_records
+from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.api.planning.jobs import past_of_problem
+from flagcore.api.planning.records import prediction_records
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
 from flagcore.contracts import Problem, SearchContext
 from flagcore.domain.prediction import PastMeasurements
@@ -91,8 +92,9 @@ def run_home(run: Run) -> Path:
 
 
 def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
-    """Return the spec of a run with its saved hardware and baseline, so that it does not depend on this machine."""
-    spec = replace(spec, baseline=stored["fixed"].get("baseline"))
+    """Return the spec of a run with its saved hardware, network and baseline, as on the machine of the run."""
+    network = stored["fixed"].get("network") or {}
+    spec = replace(spec, baseline=stored["fixed"].get("baseline"), cluster=spec.cluster.with_measured(network))
     if precision := stored["task"].get("precision"):
         spec = replace(spec, work=replace(spec.work, precision=precision))
     hardware = stored["task"].get("hardware") or {}

@@ -112,7 +112,7 @@ def calibrate_command(seconds: float, devices: int | None, listed: bool, form: s
     options.say(_("Saved to {file}; used by all predictions for {chip}.", file=file, chip=calibration.chip))
 
 
-@click.group("plugins")
+@click.group("plugins", cls=options.Group)
 def plugins_command() -> None:
     """List installed plugins and their chips, check them, or create a new one."""
 
@@ -194,10 +194,10 @@ def plugins_check(targets: tuple[str, ...], everything: bool, form: str) -> None
 @click.option(
     "--visible", metavar="VARIABLE", help="Variable that selects visible devices [default: NAME_VISIBLE_DEVICES]."
 )
-@click.option("--torch-device", metavar="TEXT", default="cuda", help="Device type in torch [default: cuda].")
+@click.option("--torch-device", metavar="TEXT", help="Device type in torch [default: that of most builds].")
 @click.option("--preload", metavar="TEXT", multiple=True, help="Module to import before the first tensor. Repeatable.")
 @click.option(
-    "--backend", metavar="TEXT", default="nccl", help="Collective backend in torch.distributed [default: nccl]."
+    "--backend", metavar="TEXT", help="Collective backend in torch.distributed [default: that of most builds]."
 )
 @click.option("--directory", metavar="DIR", default=".", help="Parent directory [default: current].")
 def plugins_new(name: str, **values: Any) -> None:

@@ -16,6 +16,7 @@ import click
 from click import core, decorators, exceptions, formatting, parser, types
 
 from flagcore import __version__
+from flagcore.cli import options
 from flagcore.cli.options import say
 from flagcore.errors import FlagError
 from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, choose_by_locale, did_you_mean, language, wrapped
@@ -47,7 +48,7 @@ SYNONYMS = {
 """Names that users try, with the command that they mean."""
 
 
-class Commands(click.Group):
+class Commands(options.Group):
     """A group that imports the module of a command only when the command is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -55,11 +56,9 @@ class Commands(click.Group):
         return sorted(COMMANDS)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands in groups, each with its whole summary."""
+        """Write the commands in groups."""
         for title, names in GROUPS.items():
-            commands = [(name, self.get_command(ctx, name)) for name in names]
-            with formatter.section(_(title)):
-                formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in commands if each])
+            self.write_commands(ctx, formatter, _(title), names)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command with this name, or None if the name is unknown."""

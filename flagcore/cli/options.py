@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
@@ -92,18 +93,68 @@ def _chips() -> Iterable[str]:
     return [each["chip"] for each in api.chip_table()]
 
 
-def settings(argument: str = "spec") -> Callable[[F], F]:
-    """Add `--set`, which changes keys of the spec that the command receives as `argument`."""
+raw_settings = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help=N_("Change a key of the spec, such as cluster.nodes=2 (repeatable)."),
+)
+"""Adds `--set`. The command receives `settings`, a tuple of the words."""
+
+
+def settings(argument: str = "spec", *, waits: bool = True) -> Callable[[F], F]:
+    """Add `--set`, which changes keys of the spec that the command receives as `argument`.
+
+    `waits`: whether a terminal shows a line while the command works for long (see `patience`).
+    """
 
     def call(command: Callable[..., Any], /, settings: tuple[str, ...], **others: Any) -> Any:
         from flagcore import api
 
         if settings and others[argument] is not None:
             others[argument] = api.with_settings(others[argument], settings)
-        return command(**others)
+        with patience(_("flag: predicting the candidates")) if waits else nullcontext():
+            return command(**others)
 
-    text = N_("Change a key of the spec, such as cluster.nodes=2 (repeatable).")
-    return _adding(call, click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=text))
+    return _adding(call, raw_settings)
+
+
+SILENT_S = 2.0
+"""The time in seconds after which a terminal shows that a command is working."""
+
+
+@contextmanager
+def patience(text: str) -> Iterator[None]:
+    """Print `text` to stderr if the block takes more than `SILENT_S` seconds and stderr is a terminal."""
+    timer = threading.Timer(SILENT_S, say, [text + " ..."])
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class Group(click.Group):
+    """A group of commands whose help shows the whole summary of each command."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands with their summaries, which click would cut to one line."""
+        self.write_commands(ctx, formatter, _("Commands"), self.list_commands(ctx))
+
+    def write_commands(
+        self, ctx: click.Context, formatter: click.HelpFormatter, title: str, names: Sequence[str]
+    ) -> None:
+        """Write a section with the given commands."""
+        commands = [(name, self.get_command(ctx, name)) for name in names]
+        with formatter.section(title):
+            formatter.write_dl([(name, self.summary(name, each)) for name, each in commands if each])
+
+    def summary(self, name: str, command: click.Command) -> str:
+        """Return the whole summary of a command."""
+        return command.get_short_help_str(limit=1000)
 
 
 objective = click.option(

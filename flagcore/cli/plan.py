@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 @options.objective
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of candidates to list.")
 @click.option("--all", "every", is_flag=True, help="List every candidate, not only the fastest of each layout.")
-@click.option("--explain", metavar="ID", help="Show one candidate in detail: its number in the list, or baseline.")
+@click.option("--evidence", is_flag=True, help="List the published runs on this chip, measured and predicted.")
+@click.option("--explain", metavar="ID", help="Show one candidate in detail, named as for `flag explain`.")
 @options.output
 @options.plugins
 def estimate_command(
@@ -69,6 +70,7 @@ def estimate_command(
 
 OPTIONS_OF_SPECS = {
     "chip": "--chip",
+    "evidence": "--evidence",
     "explain": "--explain",
     "form": "--format",
     "objective": "--objective",
@@ -87,9 +89,14 @@ def _estimate_jobs(jobs: str, without: tuple[str, ...]) -> None:
 
 def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:
     from flagcore import api
-    from flagcore.report.estimate import estimate_columns, estimate_texts
+    from flagcore.report.estimate import estimate_columns, estimate_texts, published_table
 
-    number = _number(explain)
+    if (number := _number(explain)) is None:
+        objective = {"auto_tuner.objective": arguments["objective"]} if arguments["objective"] else {}
+        changed = api.changed_spec(spec, objective)
+        report = api.explain_candidate(changed, str(explain), chip=arguments["chip"], without=arguments["without"])
+        _print(report, form)
+        return
     estimate = api.estimate(spec, top=max(top, number), **arguments)
     if explain is not None:
         if number > len(estimate.candidates):
@@ -105,6 +112,14 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
             options.show(detail_text(details, title, estimate.knobs, estimate.labels))
         else:
             options.show_record(details, form)
+    elif arguments["evidence"]:
+        from flagcore.report.formats import as_data
+
+        runs: list[dict[str, Any]] = as_data(estimate.published)
+        if form == "table":
+            options.show(published_table(estimate.published, estimate.knobs))
+        else:
+            options.show_records(runs, form, {name: name for name in runs[0]} if runs else {})
     elif form != "table":
         options.show_records(estimate.candidates, form, estimate_columns(estimate))
     else:
@@ -112,13 +127,20 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
             (options.show if is_result else options.say)(text)
 
 
-def _number(explain: str | None) -> int:
-    """Return the number of the candidate to explain. It is 0 for the baseline, and if no candidate is named."""
+def _number(explain: str | None) -> int | None:
+    """Return the number of the candidate to explain. It is 0 for the baseline, and if no candidate is named.
+
+    Returns None for a candidate that is named by its knobs.
+    """
     if explain in (None, "baseline"):
         return 0
-    if not str(explain).isdecimal() or not 1 <= int(str(explain)) <= MAX_EXPLAINED:
+    name = str(explain).strip()
+    if not name.lstrip("-").isdecimal() and name != "best":
+        return None
+    number = 1 if name == "best" else int(name[:10])
+    if not 1 <= number <= MAX_EXPLAINED:
         raise click.UsageError(_("--explain {id}: expected the number of a candidate, or baseline", id=explain))
-    return int(str(explain))
+    return number
 
 
 def _is_pipe(file: str) -> bool:

@@ -88,7 +88,7 @@ def models_command(words: tuple[str, ...], form: str) -> None:
 HISTORY = "-history"
 
 
-class _Importers(click.Group):
+class _Importers(options.Group):
     """The commands NAME and NAME-history of each installed importer, and one per engine.
 
     The importers are looked up on first use.
@@ -128,13 +128,20 @@ class _Importers(click.Group):
             return translated(config_command if importer(cmd_name).has_trees else recipe_command)
         return translated(history_command if cmd_name.endswith(HISTORY) else command_command)
 
+    def summary(self, name: str, command: click.Command) -> str:
+        """Return the summary of a command after the name of its tool or engine."""
+        from flagcore.plugins import IMPORTERS, importer, names
+
+        tool = name.removesuffix(HISTORY)
+        return f"{importer(tool).title if tool in names(IMPORTERS) else name}: {super().summary(name, command)}"
+
 
 @click.group("import", cls=_Importers)
 def import_command() -> None:
     """Convert a launch command or script to a spec: flag import FILE, - for stdin, or -- COMMAND.
 
-    FILE is a script, a batch script of Slurm, a compose file, a manifest of Kubernetes, or a systemd unit. COMMAND may
-    be docker run or podman run. The commands below read what is named.
+    FILE is a script, a batch script of Slurm, a compose file, a manifest of Kubernetes, Helm values, or a systemd unit.
+    COMMAND may be docker run or podman run. The commands below read what is named.
     """
 
 

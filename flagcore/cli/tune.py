@@ -29,7 +29,7 @@ def _watchers() -> Sequence[str]:
     type=click.Choice(("estimate", "probe", "run")),
     help="Predict only, probe ranks on one device, or run [default: as in SPEC, else run].",
 )
-@options.settings()
+@options.settings(waits=False)
 @options.chip(N_("Tune for this chip instead of the one in the spec."))
 @options.objective
 @click.option(
@@ -185,7 +185,16 @@ def _pods(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command("export")
+class _Export(click.Command):
+    """The command `flag export`, whose help lists the targets of all installed engines, launchers and importers."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the targets of `--to`. They are looked up only here, because this loads them."""
+        with formatter.section(_("Targets")):
+            formatter.write_text(", ".join(_targets()))
+
+
+@click.command("export", cls=_Export)
 @click.argument("where", type=click.Path(exists=True, path_type=Path), metavar="RUN|SPEC")
 @click.argument("candidate", nargs=-1, metavar="[CANDIDATE]...")
 @click.option(
@@ -194,7 +203,7 @@ def _pods(command: Callable[..., None]) -> Callable[..., None]:
     required=True,
     metavar="TARGET",
     shell_complete=options.completing(_targets),
-    help="The engine, slurm, kubernetes, compose or dynamo (servers), an importer, or a target of a plugin.",
+    help="What starts the candidate: one of the targets below.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder [default: NAME-TARGET].")
 @click.option("--name", help="Name of the job and of its files [default: name of the file or directory].")
@@ -233,6 +242,8 @@ def export_command(
 @click.option("--image", required=True, help="Container image with flagcore.")
 @click.option("--name", help="Name of the job [default: name of the file or directory].")
 @_pods
+@options.raw_settings
+@options.chip()
 @options.plugins
 def manifest_command(where: Path, **given: Any) -> None:
     """Write a Kubernetes job that tunes SPEC.
@@ -248,7 +259,7 @@ def manifest_command(where: Path, **given: Any) -> None:
         options.say(f"flag: {note}")
 
 
-@click.group("runs")
+@click.group("runs", cls=options.Group)
 def runs_command() -> None:
     """List or show runs (the directories that `flag tune` writes)."""
 

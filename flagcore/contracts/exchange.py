@@ -155,11 +155,12 @@ class ManifestWriter(Protocol):
     """An optional interface of launchers that can write the manifest of a job in which flagcore itself runs."""
 
     def manifest(
-        self, platform: Platform, spec: Path, *, name: str, options: Mapping[str, str]
+        self, platform: Platform, spec: Path, *, name: str, options: Mapping[str, str], changes: Sequence[str]
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the manifest of a job that tunes the spec of `platform`, and notes for the user.
 
-        `spec`: the path of the spec file. `options`: as in `ExportJob`.
+        `spec`: the path of the spec file. `options`: as in `ExportJob`. `changes`: further arguments of `flag tune`,
+        which change the spec.
         """
 
 

@@ -150,6 +150,7 @@ class Event:
     `objective`, `knobs`: the objective and the knobs of the task.
     `search_time`: only in the first event.
     `note`: a line for the user.
+    `stop`: a function without arguments that ends the search. Running trials end first, and finalists are not repeated.
     """
 
     kind: str
@@ -162,6 +163,7 @@ class Event:
     knobs: Knobs = field(default_factory=dict)
     search_time: SearchTime | None = None
     note: str = ""
+    stop: Callable[[], None] = lambda: None
 
 
 class Watcher(Protocol):

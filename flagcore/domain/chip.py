@@ -294,6 +294,12 @@ BUSY_SHARE, WAIT_SHARE, SWAP_BYTES = 0.1, 0.1, 1e6
 waiting for a disk, and bytes swapped per second. Chosen by hand."""
 
 
+def share_of_others(telemetry: Mapping[str, float]) -> float:
+    """Return the share of a host's cores that other programs used, or 0 if it is unknown or at most BUSY_SHARE."""
+    share = telemetry.get(OTHERS_CORES, 0.0) / max(telemetry.get(CORES, 0.0), 1.0)
+    return share if share > BUSY_SHARE else 0.0
+
+
 def disturbances(telemetry: Mapping[str, float]) -> Iterator[Message]:
     """Yield a message for each disturbance of a host: other programs, a slow disk, swapping.
 

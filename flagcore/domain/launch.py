@@ -156,12 +156,14 @@ class FailurePattern:
 
     `weak`: whether the line may be a consequence of another failure, such as the loss of a peer. A weak pattern is used
     only if no other pattern matches.
+    `general`: whether the pattern matches any error. It ignores lines that a weak pattern matches.
     """
 
     pattern: str
     state: TrialState
     advice: str = ""
     weak: bool = False
+    general: bool = False
 
 
 INCONCLUSIVE = ("host", "guard", "stopped")
@@ -213,17 +215,32 @@ def classify(
         return TrialState.FAILED, f"{ended.detail} was stopped by a signal (SIGSTOP) and did not continue"
     if ended.ended_by in _ENDED_BY:
         return _ENDED_BY[ended.ended_by]
-    for pattern in sorted(
-        (*patterns, _FULL_DISK), key=lambda each: (each.weak, each.state is not TrialState.OUT_OF_MEMORY)
-    ):
-        for line in lines:
-            if match := re.search(pattern.pattern, line):
-                reason = _without_state(pattern.state, match.groupdict().get("reason") or line)
-                return pattern.state, reason + (f" ({pattern.advice})" if pattern.advice else "")
+    if found := first_match(lines, (*patterns, _FULL_DISK)):
+        pattern, match = found
+        reason = _without_state(pattern.state, match.groupdict().get("reason") or match.string)
+        return pattern.state, reason + (f" ({pattern.advice})" if pattern.advice else "")
     if ended.code in (-9, 137):
         return TrialState.OUT_OF_MEMORY, "killed by the system with SIGKILL: probably out of memory"
     ending = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
     return TrialState.FAILED, f"{ending}; {last}"
+
+
+def first_match(
+    lines: Sequence[str], patterns: Sequence[FailurePattern]
+) -> tuple[FailurePattern, re.Match[str]] | None:
+    """Return the pattern that explains a failure with its match in `lines`, or None if no pattern matches.
+
+    Patterns for out of memory are tried first, and weak ones last.
+    """
+    weak_patterns = [each.pattern for each in patterns if each.weak]
+    for each in sorted(
+        patterns, key=lambda each: (each.weak, each.general, each.state is not TrialState.OUT_OF_MEMORY)
+    ):
+        for line in lines:
+            is_consequence = each.general and any(re.search(weak, line) for weak in weak_patterns)
+            if not is_consequence and (match := re.search(each.pattern, line)):
+                return each, match
+    return None
 
 
 def _without_state(state: TrialState, line: str) -> str:

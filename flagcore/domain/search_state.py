@@ -8,6 +8,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from flagcore.domain.chip import share_of_others
 from flagcore.domain.space import BoolArray, Candidate, IntArray
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Trial, TrialState
@@ -87,20 +88,25 @@ class SearchState:
     def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
         """Return the measured runs of a candidate, including repeats.
 
-        Imported runs are returned only if there are no other runs. Runs that are not final (see `Trial.is_final`) are
-        returned only if no run is final.
+        Imported runs are returned only if there are no other runs. Runs that are not final (see `Trial.is_final`), and
+        runs on cores that other programs used, are returned only if there are no others.
         """
         first = self.by_candidate.get(candidate)
         runs = (*((first,) if first else ()), *self.repeats_of(candidate))
         measured = tuple(trial for trial in runs if trial.state is TrialState.MEASURED and trial.measurement)
         preferred = tuple(trial for trial in measured if not trial.source) or measured
-        return tuple(trial for trial in preferred if trial.is_final) or preferred
+        preferred = tuple(trial for trial in preferred if trial.is_final) or preferred
+        return tuple(trial for trial in preferred if not _share_of_others(trial)) or preferred
 
     def reported_trial(self, trial: Trial | None) -> Trial | None:
-        """Return the run that reports show for a trial's candidate: the run whose steps were shortened least."""
-        if trial is None or (trial.is_final and not trial.shortened):
+        """Return the run that reports show for a trial's candidate.
+
+        It is `trial` if that is imported or one of the candidate's runs, and has whole steps. Otherwise it is the run
+        whose steps were shortened least.
+        """
+        runs = self.runs_of(trial.candidate) if trial else ()
+        if trial is None or not runs or ((trial in runs or trial.source) and not trial.shortened):
             return trial
-        runs = self.runs_of(trial.candidate) or (trial,)
         return max(runs, key=lambda run: run.shortened.nodes if run.shortened else math.inf)
 
     def speed_of(self, candidate: Candidate) -> float:
@@ -165,6 +171,27 @@ class SearchState:
         return tuple(chosen.values())
 
     @property
+    def repeated(self) -> tuple[Trial, ...]:
+        """The finalists, and one trial of each other candidate that was disturbed."""
+        candidates = {trial.candidate for trial in self.finalists}
+        return (*self.finalists, *(trial for trial in self.disturbed if trial.candidate not in candidates))
+
+    @property
+    def disturbed(self) -> tuple[Trial, ...]:
+        """Trials to repeat once, because they may be faster than the best without the programs that used their cores.
+
+        At most MAX_DISTURBED, the one that may be fastest first. It is assumed that a trial slows down by the share of
+        the cores that other programs use, the best as well.
+        """
+        if self.best is None:
+            return ()
+        best_s = _undisturbed_s(max(self.runs_of(self.best.candidate), key=_undisturbed_s))
+        timed = [each for each in self.trials if each.is_conclusive and not each.source and each.measurement]
+        slowed = [each for each in timed if _share_of_others(each) and each.candidate != self.best.candidate]
+        slowed = sorted(slowed, key=_undisturbed_s)
+        return tuple(each for each in slowed if _undisturbed_s(each) < best_s)[:MAX_DISTURBED]
+
+    @property
     def drift(self) -> float | None:
         """The relative speedup from the first to the last run of the baseline. None if it ran once."""
         runs = self.runs_of(self.baseline.candidate) if self.baseline else ()
@@ -194,11 +221,24 @@ def speed(trial: Trial) -> float:
     return 1.0 / trial.measurement.step_time_s if trial.measurement and trial.measurement.step_time_s > 0 else 0.0
 
 
+def _share_of_others(trial: Trial) -> float:
+    return share_of_others(trial.measurement.telemetry) if trial.measurement else 0.0
+
+
+def _undisturbed_s(trial: Trial) -> float:
+    """Return the step time that a trial may have on cores that no other program uses, in seconds."""
+    return trial.measurement.step_time_s * (1.0 - _share_of_others(trial)) if trial.measurement else math.inf
+
+
 MIN_NOISE = 0.02
 """The minimum relative noise that is assumed between two runs of the same candidate. Chosen for runs minutes apart."""
 
 MAX_RIVALS = 2
 """The maximum number of rivals of the best that run again. Chosen to limit the cost of repeats."""
+
+MAX_DISTURBED = 2
+"""The maximum number of trials that run again because other programs used their cores. Chosen to limit the cost of
+repeats."""
 
 EXTRA_ROUNDS = 2
 """The maximum number of rounds of repeats beyond `control.repeats`. They run while it is undecided whether the best is
@@ -251,11 +291,12 @@ def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, 
     """Return the minimum number of repeats of each finalist.
 
     It is `control.repeats` if there are several finalists, else 0. It is at least 1 for a finalist whose run was not
-    final.
+    final. Unless `control.repeats` is 0, it is 1 for other disturbed trials.
     """
     trials = search_state.finalists
     rounds = control.repeats if len(trials) > 1 else 0
-    return {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in trials}
+    disturbed = {trial.candidate: min(control.repeats, 1) for trial in search_state.disturbed}
+    return disturbed | {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in trials}
 
 
 def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
@@ -264,7 +305,7 @@ def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
     The finalists run again in rotation, `min_repeats` times each. Then the best and its undecided rivals run up to
     EXTRA_ROUNDS more times. The total number of repeats is also limited, because the best and its rivals may change.
     """
-    trials, minimum = search_state.finalists, min_repeats(control, search_state)
+    trials, minimum = search_state.repeated, min_repeats(control, search_state)
     done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in trials}
     max_rounds = control.repeats + EXTRA_ROUNDS
     if sum(trial.is_conclusive for trial in search_state.repeats) >= max_rounds * (2 + MAX_RIVALS):
@@ -359,7 +400,7 @@ def repeats_seconds(control: Control, search_state: SearchState, *, at_most: boo
             trial,
             minimum[trial.candidate] + extra.get(trial.candidate, 0) - len(search_state.repeats_of(trial.candidate)),
         )
-        for trial in search_state.finalists
+        for trial in search_state.repeated
     )
     return sum((max(0, runs) * full_duration_s(control, trial) for trial, runs in remaining), 0.0)
 

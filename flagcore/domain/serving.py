@@ -97,6 +97,8 @@ class Load:
     - `request_rate`: open loop. This number of requests arrives per second; infinity means all at once.
     - `burstiness`: the shape of the gamma distribution of the gaps between arrivals. 1 means Poisson arrivals.
     - `num_prompts`: the number of requests. None means that the load continues until it is stopped.
+    - `least_s`: in a search for the highest request rate, the minimum time over which requests arrive. `num_prompts`
+      grows with the rate accordingly.
     - `is_steady`: whether only the requests between the first and the last ones count. Otherwise all requests count.
 
     Requests:
@@ -121,6 +123,7 @@ class Load:
     range_spread: float | None = None
     distribution: str = "uniform"
     num_prompts: int | None = 128
+    least_s: float = 0.0
     is_steady: bool = False
     concurrency: int | None = None
     request_rate: float | None = None
@@ -135,7 +138,10 @@ class Load:
 
     def at(self, key: str, value: float) -> Load:
         """Return the load with another value of `key`, which is `concurrency` or `request_rate`."""
-        return replace(self, concurrency=int(value)) if key == "concurrency" else replace(self, request_rate=value)
+        if key == "concurrency":
+            return replace(self, concurrency=int(value))
+        count = max(self.num_prompts, math.ceil(self.least_s * value)) if self.num_prompts else None
+        return replace(self, request_rate=value, num_prompts=count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -80,6 +80,11 @@ class ClusterSpec:
     def survives_loss(self) -> bool:
         """Whether trials can continue after a host failed."""
         return bool(self.spares or self.min_nodes)
+
+    def with_measured(self, values: Mapping[str, float]) -> ClusterSpec:
+        """Return the cluster with measured values of those fields that are None."""
+        missing: Any = {name: value for name, value in values.items() if getattr(self, name) is None}
+        return replace(self, **missing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -257,6 +257,11 @@ class LoadedPlugins:
         self._known_chips()
         return tuple(self._chips)
 
+    def published_runs(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the published runs of all plugins as job records."""
+        found = self._all((), "flagcore_published_runs", validation.several(dict))
+        return tuple(record for records in found for record in records)
+
     def vendor(self, environment: Mapping[str, str]) -> str | None:
         """Return the vendor that a job's environment variables select: the first plugin's result, or None."""
         results = self._all((), "flagcore_vendor", validation.one(str), environment=environment)

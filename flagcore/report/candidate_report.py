@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isclose
 from typing import Any
 
 from flagcore.domain.knob import Knobs
@@ -416,17 +417,17 @@ def causes_text(
     before, after = seconds
     if abs(after - before) <= SAME_TIME * before:
         return _("It is as fast as {other} ({source}).", other=other, source=source)
+    values = seconds
     if objective in SERVING:
-        first, second = (objective_value(objective, each) for each in seconds)
+        values = (objective_value(objective, before), objective_value(objective, after))
         text = N_("It has {value} {unit}, {change:+.1%} against the {before} of {other} ({source}).")
         text_without_change = N_("It has {value} {unit} against the {before} of {other} ({source}).")
         parts_of = N_("Largest predicted differences in the time of a request: {parts}.")
     else:
-        first, second = seconds
         text = N_("A step takes {value} s, {change:+.1%} against the {before} s of {other} ({source}).")
         text_without_change = N_("A step takes {value} s against the {before} s of {other} ({source}).")
         parts_of = N_("Largest predicted differences: {parts}.")
-    figures = {"value": shown(second), "before": shown(first), "change": second / first - 1.0}
+    figures = {"value": shown(values[1]), "before": shown(values[0]), "change": values[1] / values[0] - 1.0}
     names = {"unit": heading(objective), "other": other, "source": source}
     paragraph = _(text_without_change if has_rounds else text, **figures, **names)
     times = figure_pairs(*((each or {}).get("time", {}) for each in predictions))
@@ -435,4 +436,7 @@ def causes_text(
         return paragraph
     if (predicted_after - predicted_before) * (after - before) <= 0.0:
         return paragraph + " " + _("The prediction expected the opposite, so its parts do not explain it.")
+    share = (predicted_after - predicted_before) / (after - before)
+    if not isclose(share, 1.0):
+        paragraph += " " + _("The predicted difference is {share:.0%} of that.", share=share)
     return paragraph + " " + _(parts_of, parts=parts_text(differences))

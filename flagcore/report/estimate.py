@@ -1,6 +1,6 @@
 """The estimate of a spec: its record, its text, and the text on the gain of mixing several kinds of chips."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,24 @@ class Mixing:
         return max(self.alone, key=lambda each: each.tokens_per_second, default=None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRun:
+    """A published run, with its measured and its predicted tokens per second and device.
+
+    `run`: the model, the devices, the precision and the tokens per sequence.
+    `mfu`: the measured model FLOPs utilization. None if the peak rate is unknown.
+    `source`: the address of the publication.
+    """
+
+    run: str
+    precision: str
+    candidate: Mapping[str, KnobValue]
+    measured: float
+    predicted: float
+    mfu: float | None
+    source: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate(Notebook):
     """The fastest predicted candidates of a spec, and the counts of all combinations by outcome.
@@ -73,13 +91,16 @@ class Estimate(Notebook):
     - `model`: the weights of each part of the model.
     - `untimed`: the number of candidates without a predicted time.
     - `no_time`: the reason for it.
+    - `precision`: the number format of the job.
     - `runs`: what runs the trials.
     - `assumed`: the implementation and settings that a plan assumes.
     - `notes`: the plugins' notes on engine and chip.
     - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
-    - `roomier`: the fastest candidate below 90% of the memory, if the first one takes more than 95%.
+    - `roomier`: the fastest candidate below 90% of the memory, if the first one takes more.
+    - `crowded`: the fastest candidate that leaves no margin of memory, if it is faster than the first one.
     - `slo` of a candidate: the figures that exceed the latency limits.
     - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits.
+    - `published`: published runs on the same chip, the nearest to the job first.
     - `mixing`: a comparison of a mixed cluster with each of its kinds of chips alone.
     - `search`: an upper bound for the seconds of all trials.
     - `knobs`, `labels`: the knobs of the task, and the labels of the engine.
@@ -93,13 +114,16 @@ class Estimate(Notebook):
     model: tuple[Mapping[str, Any], ...]
     defaults: Mapping[str, Any] | None = None
     roomier: Mapping[str, Any] | None = None
+    crowded: Mapping[str, Any] | None = None
     unmet: str = ""
     untimed: int = 0
     no_time: str = ""
+    precision: str = ""
     runs: str = ""
     assumed: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     search: SearchTime | None = None
+    published: tuple[PublishedRun, ...] = ()
     mixing: Mixing | None = None
     knobs: Knobs = field(default_factory=dict)
     labels: Labels = field(default_factory=Labels)
@@ -140,9 +164,16 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         lines.append(candidate_line(_("engine defaults"), estimate.defaults, estimate.knobs))
     if estimate.roomier:
         lines.append(candidate_line(_("fastest below 90% of the memory"), estimate.roomier, estimate.knobs))
+    if estimate.crowded:
+        lines.append(candidate_line(_("faster, but without a margin of memory"), estimate.crowded, estimate.knobs))
     yield "\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts), False
     if estimate.mixing:
         yield "\n" + mixing_text(estimate.mixing, estimate.knobs), True
+    if estimate.published:
+        yield "\n" + _("Published runs on this chip that are nearest to this job:"), False
+        yield published_table(estimate.published[:SHOWN_RUNS], estimate.knobs), False
+        if ceiling := _ceiling_text(estimate):
+            yield ceiling, False
     yield "\n" + _("Predicted {for_what}.", for_what=estimate.runs), False
     if interval := interval_text(estimate.candidates[0]):
         yield interval, False
@@ -157,6 +188,33 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
             reason=estimate.no_time,
         )
         yield text, False
+
+
+SHOWN_RUNS = 3
+
+
+def published_table(runs: Sequence[PublishedRun], knobs: Knobs) -> str:
+    """Return a table of published runs. Columns with ~ are predicted."""
+    rows = [
+        [
+            each.run,
+            values_text(each.candidate, knobs),
+            *map(shown, (each.measured, each.predicted, each.mfu)),
+            each.source,
+        ]
+        for each in runs
+    ]
+    return table([_("run"), _("candidate"), "tok/s/dev", "~tok/s/dev", "mfu", _("source")], rows)
+
+
+def _ceiling_text(estimate: Estimate) -> str:
+    """Return a warning if the MFU of the first candidate is above that of each published run in the same precision."""
+    mfu, precision = estimate.candidates[0].get("mfu"), estimate.precision
+    published = [each.mfu for each in estimate.published if each.mfu and each.precision == precision]
+    if not mfu or not published or mfu <= max(published):
+        return ""
+    text = N_("The predicted MFU of {mfu} is above that of these published runs in {precision}, at most {best}.")
+    return _(text, mfu=f"{mfu:.1%}", precision=precision, best=f"{max(published):.1%}")
 
 
 def _candidates_table(estimate: Estimate) -> str:

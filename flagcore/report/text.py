@@ -78,13 +78,15 @@ def state_name(state: str, fidelity: str = RUN) -> str:
 
 
 def search_time_text(time: SearchTime) -> str:
-    """Format the upper bound for the time of a search."""
+    """Format the expected time of a search, and its upper bound."""
     trials = ngettext("{count} trial", "{count} trials", time.trials)
     repeats = ngettext("{count} repeat", "{count} repeats", time.repeats)
-    text = _("At most {trials} and {repeats}", trials=trials, repeats=repeats)
-    if time.steps_s is not None:
-        text += ", " + _("~{time} of steps", time=duration_text(time.steps_s))
-    return text + "; " + _("at most {time} by their time limits.", time=duration_text(time.at_most_s))
+    starts, limit = _("at most {trials} and {repeats}", trials=trials, repeats=repeats), duration_text(time.at_most_s)
+    if time.steps_s is None:
+        return _("Expected: {starts}; limit: {limit}.", starts=starts, limit=limit)
+    steps = duration_text(min(time.steps_s, time.at_most_s))
+    text = N_("Expected: ~{steps} of steps and the starts of {starts}; limit: {limit}.")
+    return _(text, steps=steps, starts=starts, limit=limit)
 
 
 def assumed_text(assumed: Mapping[str, object]) -> str:
@@ -289,6 +291,18 @@ def short_line(measured: Measurement, objective: str) -> str:
 def limits_text(limits: Mapping[str, float]) -> str:
     """Format latency limits."""
     return ", ".join(f"{latency_name(name)} <= {limit:g} s" for name, limit in limits.items())
+
+
+def nearest_limit(figures: Mapping[str, float], limits: Mapping[str, float]) -> tuple[str, float] | None:
+    """Return the latency that is closest to its limit as text, and its share of the limit. None if none is known."""
+    shares = {name: figures[name] / limit for name, limit in limits.items() if name in figures}
+    if not shares:
+        return None
+    name = max(shares, key=lambda each: shares[each])
+    text = N_("{latency} {value} s, {share:.0%} of {limit:g} s")
+    value = shown(figures[name])
+    shown_text = _(text, latency=latency_name(name), value=value, share=shares[name], limit=limits[name])
+    return shown_text, shares[name]
 
 
 def slo_text(missed: Mapping[str, float]) -> str:

@@ -44,6 +44,10 @@ from flagcore.spec.validate import (
 MAX_RATE = 1e5
 """The upper bound of the search for a request rate, in requests per second."""
 DEFAULT_REQUESTS = 128
+QUEUE_TIMES, ANSWER_TIMES = 20.0, 5.0
+"""In a search for the highest rate, requests arrive for at least QUEUE_TIMES the longest time that an answer may wait,
+and ANSWER_TIMES the longest time that it may take. A queue that grows until the end of the load then hides a rate that
+is too high by at most 1 / QUEUE_TIMES. Chosen by hand."""
 """The default number of requests of a load that cannot be measured in a steady state."""
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
 NoTokens = Annotated[int, Field(ge=0, le=10_000_000)]
@@ -271,7 +275,8 @@ def _loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tup
     if profile.trace is not None:
         fields["trace"] = str((base / profile.trace).resolve())
     if profile.request_rate == AUTO:
-        return (Load(**fields, request_rate=MAX_RATE),)
+        least_s = _least_s(profile, slo) if profile.num_prompts == AUTO else 0.0
+        return (Load(**fields, least_s=least_s, request_rate=MAX_RATE),)
     if profile.concurrency == AUTO:
         return (Load(**fields, concurrency=number),)
     if rates := _as_list(profile.request_rate):
@@ -294,6 +299,20 @@ def _num_prompts(profile: ProfileSection, slo: Mapping[str, float]) -> int | Non
     if has_end or AUTO in (profile.request_rate, profile.concurrency):
         return max([DEFAULT_REQUESTS, *(MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in slo)])
     return None
+
+
+def _least_s(profile: ProfileSection, slo: Mapping[str, float]) -> float:
+    """Return the minimum seconds over which the requests of a search for the highest rate arrive.
+
+    In less time, the queue of an overloaded server would not reach the limits, and a server would not have as many
+    requests in flight as it has at this rate.
+    """
+    by_latency = {
+        latency: max((limit for name, limit in slo.items() if name.startswith(latency)), default=0.0)
+        for latency in ("ttft_s", "e2e_s", "tpot_s", "itl_s")
+    }
+    answer_s = max(by_latency["tpot_s"], by_latency["itl_s"]) * profile.output_len
+    return max(QUEUE_TIMES * by_latency["ttft_s"], QUEUE_TIMES / 2 * by_latency["e2e_s"], ANSWER_TIMES * answer_s)
 
 
 def _images(section: ImagesSection, profile: ProfileSection) -> Images:

@@ -15,9 +15,12 @@ import yaml
 from flagcore.domain.launch import Start
 from flagcore.errors import UsageError
 from flagcore.i18n import _
+from flagcore.spec.declared import declared_servers
 from flagcore.spec.script import SHELLS, is_script, trace_script
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+ENDS_WITH = "ends with "
+"""The start of the only word of a `Start` that is the failure of a script."""
 CONTAINERS = ("docker", "podman", "nerdctl")
 _SWITCHES = {
     *(
@@ -45,11 +48,16 @@ _BATCH_SHORT = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}
 
 
 def starts_of(
-    words: Sequence[str], text: str | None, images: Mapping[str, Sequence[str]], directory: str
+    words: Sequence[str],
+    text: str | None,
+    images: Mapping[str, Sequence[str]],
+    directory: str,
+    tables: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[Start]:
     """Yield the programs that a command, or a file with the content `text`, starts. Raises SpecError, UsageError.
 
-    `images`: the entry points of known images, by repository, or by repository and the start of a tag.
+    `images`: the entry points of known images, by repository, or by repository and the start of a tag. `tables`: as in
+    `declared_servers`.
     """
     starts: Iterable[Start]
     if text is None:
@@ -63,7 +71,11 @@ def starts_of(
             documents = list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
         except yaml.YAMLError as error:
             raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
-        starts = [start for each in documents for start in (*_services(each, images), *_pods(each, images))]
+        starts = [
+            start
+            for each in documents
+            for start in (*_services(each, images), *_pods(each, images), *_declared(each, images, tables))
+        ]
     else:
         script, (job, hosts, devices) = tuple(words) or ("bash", "-c", text), _batch(text, directory)
         starts = [Start(words=script, job=job, hosts=hosts, devices=devices)]
@@ -87,7 +99,7 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
         script = ("bash", "-c", *words[shells[0] + 2 :]) if shells else start.words
         records, failure = trace_script(script, directory, {**start.job, **envs})
         if failure:
-            yield replace(start, words=(f"(ends with {failure})",))
+            yield replace(start, words=(f"{ENDS_WITH}{failure}",))
         for record in records:
             new = replace(start, words=record.words, envs={**envs, **record.environment}, script=start.script or script)
             yield from _inner(new, images, directory, depth + 1)
@@ -162,10 +174,10 @@ def _pods(node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, ins
     replica_specs = next((each for key, each in node.items() if str(key).endswith("ReplicaSpecs")), None)
     if "containers" in node:
         for each in node["containers"]:
-            limits = (each.get("resources") or {}).get("limits") or (each.get("resources") or {}).get("requests") or {}
-            counts = [_number(count) for key, count in limits.items() if "/" in key and not _NO_DEVICE.search(key)]
+            resources = each.get("resources") or {}
+            devices = _count(resources.get("limits") or resources.get("requests"))
             envs = _variables(each.get("env"))
-            start = Start(envs=envs, devices=next(iter(counts), None), hosts=hosts, instances=instances)
+            start = Start(envs=envs, devices=devices, hosts=hosts, instances=instances)
             yield _container(start, each.get("image", ""), each.get("command"), each.get("args"), images)
     elif isinstance(group := node.get("leaderWorkerTemplate"), Mapping):
         template = group.get("leaderTemplate") or group.get("workerTemplate")
@@ -179,6 +191,34 @@ def _pods(node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, ins
         instances *= _number(node.get("replicas")) or 1
         for each in node.values():
             yield from _pods(each, images, hosts=hosts, instances=instances)
+
+
+def _declared(
+    document: Any, images: Mapping[str, Sequence[str]], tables: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Start]:
+    """Yield the servers that a document describes by keys."""
+    for found in declared_servers(document, tables):
+        start = Start(
+            envs=_variables(found.envs),
+            devices=_count(found.devices),
+            hosts=_number(found.hosts) or 1,
+            instances=_number(found.instances) or 1,
+        )
+        if found.script:
+            values = {"devices": start.devices or 1, "hosts": start.hosts, "rank": 0}
+            job = {name: str(values[quantity]) for name, quantity in found.job.items()}
+            yield replace(start, words=("bash", "-c", found.script), job=job)
+        else:
+            yield _container(start, found.image, found.command, found.args, images)
+
+
+def _count(value: Any) -> int | None:
+    """Return the number of accelerators in a number, a text such as `NAME:8`, or resources of a container."""
+    if isinstance(value, Mapping):
+        counts = [_number(count) for key, count in value.items() if "/" in key and not _NO_DEVICE.search(key)]
+        named = (_number(count) or _count(key) for key, count in value.items() if "/" not in key and key[:1].isupper())
+        return next(iter((*counts, *named)), None)
+    return _number(str(value).rpartition(":")[2])
 
 
 def _unit(text: str) -> Iterator[Start]:

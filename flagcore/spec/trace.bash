@@ -13,6 +13,11 @@ __fc_block='(^[[:space:]]*|;[[:space:]]*)(\}|\)|done|fi|esac)[[:space:]]*([0-9]*
 __fc_assignment='^[A-Za-z_][A-Za-z0-9_]*(\[[^]]*\])?\+?='
 __fc_count=0 __fc_busy=0
 
+# The usual last commands of pipelines only read, and are recorded: bash reports 127 for a pipeline whose last command is
+# skipped.
+tee() { cat; local __fc_busy=1; __fc_exports= __fc_record skipped tee "$@"; }
+xargs() { cat > /dev/null; local __fc_busy=1; __fc_exports= __fc_record skipped xargs "$@"; }
+
 # Split $1 at its top-level spaces into __fc_words, as written; __fc_redirections is what follows the words.
 __fc_split() {
   local text=$1 word= context= char pair rest i=0

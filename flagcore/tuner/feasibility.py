@@ -12,6 +12,7 @@ import numpy as np
 from flagcore.contracts import CollectiveCosts, Costs, Problem
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.plan import Plan, summarize
+from flagcore.domain.prediction import MEMORY_ERROR
 from flagcore.domain.search_state import EXTRA_ROUNDS, MAX_RIVALS, SLACK, UNKNOWN_SECONDS, SearchState, SearchTime
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
@@ -66,6 +67,20 @@ def only_baseline_text(problem: Problem) -> str:
         "only the baseline fits in memory, and none of the {count:,} other candidates: {smallest}",
         count=rows.size,
         smallest=_smallest_text(problem, rows),
+    )
+
+
+def crowded_baseline_text(problem: Problem) -> str:
+    """If the baseline is predicted not to fit in memory, return a line that says why it is tried. Otherwise, empty."""
+    predicted = problem.predictions.row(problem.space.find(problem.baseline) or 0)
+    if predicted.fits is not False or predicted.capacity_bytes is None:
+        return ""
+    return _(
+        "the baseline is predicted to need ~{need:.2f} of {have:.2f} GiB per device; it is tried nevertheless, because "
+        "it is the reference, and predicted memory is often wrong by {error:.0%}",
+        need=predicted.device_used_bytes / 2**30,
+        have=predicted.capacity_bytes / 2**30,
+        error=MEMORY_ERROR,
     )
 
 

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 MAX_SHARE_OF_PROBES = 0.5
 """The maximum share of `control.max_time` for probes before the first run."""
 
+STOPPED = N_("stopped by the program that called flagcore")
+"""The reason why the search ended, if a listener called `Event.stop`."""
+
 MAX_CONSECUTIVE_BUSY = 3
 """The search stops after this number of consecutive trials whose devices were busy."""
 
@@ -139,6 +142,8 @@ class _Search:
         dependencies.launcher.resume(filter(None, (each.lost_host for each in stored_trials)), cut_off)
         self.can_run_on = cache(lambda nodes: SmallerTask(problem.platform, nodes).runs(problem.space.columns()))
         """For a number of nodes, which rows of the space can run on them with fewer replicas."""
+        self.is_stopped = False
+        """Whether a listener has called `Event.stop`."""
         self.search_time = search_time(problem) if self.fidelity == RUN else None
         """The estimated time of all trials. The first event reports it; it is None afterwards."""
         self._learn()
@@ -170,7 +175,7 @@ class _Search:
         if self.fidelity != RUN:
             return
         while len(probed := self._probed()) < self.control.probes and self._seconds_for_probes() > 0:
-            if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY:
+            if not self._may_start:
                 return
             choice = rank(self.dependencies.probe_strategy, self._context_for_probes(probed))
             if choice.row is None:
@@ -180,7 +185,7 @@ class _Search:
     def _run_candidates(self) -> str:
         """Run the baseline, then the candidates that the strategy chooses. Return why no further trial starts."""
         baseline = self.problem.baseline
-        while self.consecutive_busy < MAX_CONSECUTIVE_BUSY and not self._is_baseline_done(baseline):
+        while self._may_start and not self._is_baseline_done(baseline):
             self._run(self._plan(baseline, Role.BASELINE))
         while True:
             self._decide_parallelism()
@@ -196,10 +201,14 @@ class _Search:
         `search_ended` is the reason why the search stopped, which is stored with each repeat.
         """
         while trial := next_repeat(self.control, self.state):
-            is_possible = self.consecutive_busy < MAX_CONSECUTIVE_BUSY and self._has_nodes(trial.candidate)
+            is_possible = self._may_start and self._has_nodes(trial.candidate)
             if not is_possible or not has_time_to_repeat(self.control, trial, self.elapsed):
                 return
-            self._run(self._plan(trial.candidate, Role.REPEAT, search_ended=search_ended))
+            planned = self._plan(trial.candidate, Role.REPEAT, search_ended=search_ended)
+            if trial in self.state.disturbed:
+                because = Message(N_("other programs used cores during trial {number}"), number=trial.number)
+                planned = replace(planned, chosen_because=because)
+            self._run(planned)
 
     def _start_trials(self) -> str:
         """Start trials while a group of devices is free.
@@ -241,7 +250,18 @@ class _Search:
         is_done = baseline in self.state.settled and not (trial and trial.source)
         return is_done or (self.fidelity != RUN and not self._has_predicted_time(baseline))
 
+    @property
+    def _may_start(self) -> bool:
+        """Whether trials may start: nobody has stopped the search, and not too many trials were inconclusive."""
+        return not self.is_stopped and self.consecutive_busy < MAX_CONSECUTIVE_BUSY
+
+    def stop(self) -> None:
+        """Start no further trials."""
+        self.is_stopped = True
+
     def _stop_reason(self) -> str | None:
+        if self.is_stopped:
+            return STOPPED
         if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY:
             text = N_("in {count} consecutive trials, devices were busy, processes were stopped or a host failed")
             return Message(text, count=self.consecutive_busy)
@@ -379,6 +399,7 @@ class _Search:
                 knobs=self.problem.knobs,
                 search_time=self.search_time,
                 note=self.note,
+                stop=self.stop,
             )
         )
         self.search_time, self.note = None, ""

@@ -9,8 +9,8 @@ import numpy as np
 from flagcore.contracts import Platform, Problem, Workload
 from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import Candidate, IntArray, KnobValue, Legality, Space, as_candidate
-from flagcore.domain.spec import Spec, Task
+from flagcore.domain.space import BoolArray, Candidate, IntArray, KnobValue, Legality, Space, as_candidate
+from flagcore.domain.spec import Spec, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import _
@@ -108,8 +108,8 @@ def rows_by_time(problem: Problem) -> IntArray:
     """Return the rows that were not pruned, sorted by predicted time, with ties sorted by predicted memory.
 
     Each unusual property counts as UNUSUAL_SHARE of the time, so that usual candidates come first if they are about as
-    fast. Then come candidates without a predicted time, those that exceed a limit, and a baseline that the space of
-    the spec does not contain.
+    fast. Then come candidates that leave no margin of memory (`lacks_margin`), those without a predicted time, those
+    that exceed a limit, and a baseline that the space of the spec does not contain.
     """
     rows, predictions = problem.pruned.open_rows, problem.predictions
     unusual = problem.workload.unusual(problem.task, problem.space.columns(rows), predictions.take(rows))
@@ -117,12 +117,31 @@ def rows_by_time(problem: Problem) -> IntArray:
     breaks_limit = ~predictions.keeps_limits(problem.task.spec.limits)[rows]
     is_added = np.full(rows.size, problem.adds_baseline)
     is_added &= rows == problem.row_of(problem.baseline)
-    order: IntArray = rows[np.lexsort((predictions.device_used_bytes[rows], time, breaks_limit, is_added))]
+    last = (lacks_margin(problem)[rows] & np.isfinite(time), breaks_limit, is_added)
+    order: IntArray = rows[np.lexsort((predictions.device_used_bytes[rows], time, *last))]
     return order
 
 
 UNUSUAL_SHARE = 0.02
 """Chosen by hand, well below the errors of predictions: predicted differences of this size do not decide."""
+
+
+def lacks_margin(problem: Problem) -> BoolArray:
+    """Return whether each row needs more than PLANNED_SHARE of the memory, so that a plan proposes other rows first.
+
+    Servers reserve a share that a knob sets, and `cluster.memory_per_device` is a budget in which the user has already
+    left a margin: for these, no row lacks one.
+    """
+    spec = problem.task.spec
+    if not isinstance(spec.work, TrainSpec) or spec.cluster.memory_bytes_per_device:
+        return np.zeros(len(problem.space), dtype=np.bool_)
+    return problem.predictions.share_in_use > PLANNED_SHARE
+
+
+PLANNED_SHARE = 1.0 - 6.0 / 80.0
+"""The share of the memory that plans use. The rest is left to fragmentation and other processes. The share is that of
+SimuMax's search, which keeps 6 GB of a device of 80 GB free (MooreThreads/SimuMax, `examples/search/llm_search.py`,
+`gmi_error`). Trials measure candidates above it, too."""
 
 
 def _baseline(platform: Platform, legal: Legality) -> Candidate:

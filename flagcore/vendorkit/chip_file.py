@@ -49,6 +49,12 @@ def load_chips(package: str) -> tuple[Chip, ...]:
     return tuple(read_chip(entry.read_text("utf-8"), f"{package}/chips/{entry.name}") for entry in found)
 
 
+def published_runs(package: str) -> list[dict[str, Any]]:
+    """Return the job records in `published.jsonl` of `package`, or an empty list without the file."""
+    file = files(package).joinpath("published.jsonl")
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.is_file() else []
+
+
 def read_chip(text: str, file: str) -> Chip:
     """Return the chip that `text` describes. Raises SpecError with `file`, key, value, rule and fix."""
     chip: Chip = build(Chip, read_yaml(text, file), file, names=KEYS)

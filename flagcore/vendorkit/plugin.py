@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
@@ -14,7 +15,7 @@ from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import CollectiveTable
-from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, serving_costs
+from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, published_runs, serving_costs
 from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
 from flagcore.vendorkit.engines import SUPPORT, environment, knobs, read_engines, read_quirks
 from flagcore.vendorkit.fields import S, applicable
@@ -24,10 +25,10 @@ from flagcore.vendorkit.fields import S, applicable
 class VendorPlugin:
     """A plugin whose facts are in files of its `package`.
 
-    The files are chips/, costs/, engines.yaml, environment.yaml, quirks.yaml, knobs.yaml and maturity.yaml; all but
-    chips/ are optional. `vendor` is the vendor's name in the chip files. `memory` returns the memory model of a device
-    of a node group under an engine. `detector` finds devices; if it is None, this plugin finds none. Subclass this
-    class to override a hook.
+    The files are chips/, costs/, engines.yaml, environment.yaml, quirks.yaml, knobs.yaml, maturity.yaml and
+    published.jsonl; all but chips/ are optional. `vendor` is the vendor's name in the chip files. `memory` returns the
+    memory model of a device of a node group under an engine. `detector` finds devices; if it is None, this plugin finds
+    none. Subclass this class to override a hook.
     """
 
     package: str
@@ -46,6 +47,10 @@ class VendorPlugin:
     @hookimpl
     def flagcore_chips(self) -> Sequence[Chip]:
         return load_chips(self.package)
+
+    @hookimpl
+    def flagcore_published_runs(self) -> Sequence[Mapping[str, Any]]:
+        return published_runs(self.package)
 
     @hookimpl
     def flagcore_devices(self, environment: Mapping[str, str]) -> Sequence[Device]:

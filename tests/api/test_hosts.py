@@ -14,10 +14,12 @@ from flagcore.api.managing.host_report import busy, host_telemetry
 from flagcore.api.managing.hosts import (
     HostReport,
     HostSpeed,
+    Network,
     host_problems,
     host_warnings,
     inspect_hosts,
     measure_speed,
+    measured_network,
     port_problems,
     require_hosts,
     slow_hosts,
@@ -163,6 +165,8 @@ def test_hosts_are_compared_by_a_product_and_an_all_reduce() -> None:
     for each in speeds:
         assert [seconds > 0 for seconds in each.products_s] == [True]
         assert (each.link_s or 0.0) > 0.0
+        assert each.network
+        assert each.network.nic_latency_seconds < 10.0
     with pytest.raises(LaunchError, match="no_such_module"):
         measure_speed(launcher, ("127.0.0.1",), {**job, "preload": ["no_such_module"]})
 
@@ -175,6 +179,23 @@ def test_slow_devices_and_networks_of_hosts_are_named() -> None:
     assert device.startswith("device 1 of c ")
     assert network.startswith("c: ")
     assert len(list(slow_hosts(odd_speeds, cores=True))) == 1
+
+
+def test_the_network_of_a_run_is_that_of_its_slowest_host_and_cores_share_it() -> None:
+    def speed(rate: float, latency_s: float, *, cores: bool) -> HostSpeed:
+        network = Network(nic_bytes_per_second=rate, nic_latency_seconds=latency_s)
+        return HostSpeed(host="a", products_s=(1.0,) * 8, link_s=0.01, network=network, cores=cores)
+
+    fast, slow = ((4e9, 1e-5), (1e9, 3e-5))
+    networks = [
+        (False, None, Network(nic_bytes_per_second=1e9, nic_latency_seconds=3e-5)),
+        (True, None, Network(nic_bytes_per_second=1e9 / 8, nic_latency_seconds=3e-5)),
+        (True, 2, Network(nic_bytes_per_second=5e8, nic_latency_seconds=3e-5)),
+    ]
+    for cores, devices, expected in networks:
+        speeds = [speed(*fast, cores=cores), speed(*slow, cores=cores)]
+        assert measured_network(speeds, devices) == expected
+    assert measured_network([HostSpeed(host="a", products_s=(1.0,), link_s=None)]) is None
 
 
 @pytest.mark.slow
@@ -218,7 +239,7 @@ def test_devices_of_hosts_are_read_over_the_channel_of_the_agent() -> None:
 
     launcher = HostsLauncher(name="shell", channel=shell)
     with launcher.keep_agents():
-        _, devices = require_hosts(launcher, ("a", "b"))
+        _, devices, _ = require_hosts(launcher, ("a", "b"))
         assert {device.host for device in devices} == {"a", "b"}
         telemetry = host_telemetry(launcher, devices)
         readers = [telemetry(device) for device in (devices[0], devices[-1])]

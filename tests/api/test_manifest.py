@@ -95,10 +95,13 @@ def test_a_tune_has_one_pod_that_tunes_and_others_that_join(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    manifest, notes = api.manifest(written(tmp_path), kind=kind, image="image:1", volume=f"data:{tmp_path}")
+    changes = {"settings": ["train.global_batch_size=24"], "chip": "cpu"}
+    manifest, notes = api.manifest(written(tmp_path), kind=kind, image="image:1", volume=f"data:{tmp_path}", **changes)
     tunes, joins = found(checked(manifest), "containers")
     (host, *_) = tunes[0]["env"][0]["value"].split()
-    assert tunes[0]["command"][-1] == f"exec flag tune '{tmp_path}/My Job.yaml'"
+    assert tunes[0]["command"][-1] == (
+        f"exec flag tune '{tmp_path}/My Job.yaml' --set train.global_batch_size=24 --chip cpu"
+    )
     assert joins[0]["command"][-1].endswith(f"join {host}")
     assert tunes[0]["env"] == joins[0]["env"]
     assert tunes[0]["resources"]["limits"] == {"cpu": 2}

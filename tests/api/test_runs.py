@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 import flagcore
-from flagcore.errors import RunError
+from flagcore.contracts import Event
+from flagcore.errors import RunError, UsageError
+from flagcore.report.formats import lookup
+from flagcore.tuner.loop import STOPPED
 from flagcore.tuner.store.trials import OptunaStore
 from tests.cli.conftest import Project
 
@@ -60,6 +63,39 @@ def test_the_run_the_outcome_and_its_result_agree(made: flagcore.Outcome) -> Non
         assert "best trial" in shown._repr_html_()
     with pytest.raises(dataclasses.FrozenInstanceError):
         run.fidelity = "run"  # type: ignore[misc]
+
+
+@pytest.mark.slow
+def test_a_data_frame_has_the_fields_of_the_result(made: flagcore.Outcome) -> None:
+    pytest.importorskip("pandas")
+    frame, data = flagcore.load_run(made.run_dir).to_dataframe(), made.data
+    trials = sorted([*data["trials"], *data["repeats"]], key=lambda trial: trial["number"])
+    assert list(frame["number"]) == [trial["number"] for trial in trials]
+    for name in ("step_time_s.median", "tokens_per_second_per_device"):
+        assert list(frame[f"measured.{name}"]) == [lookup(trial, f"measured.{name}") for trial in trials]
+    assert {f"candidate.{knob}" for knob in data["best"]["candidate"]} <= {*frame.columns}
+
+
+def test_without_pandas_there_is_no_data_frame(made: flagcore.Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match="pip install pandas"):
+        flagcore.load_run(made.run_dir).to_dataframe()
+
+
+@pytest.mark.slow
+def test_a_callback_stops_the_search_which_can_be_resumed(tmp_path: Path) -> None:
+    def stop(event: Event) -> None:
+        if event.kind == "trial_finished" and event.trials_finished == 2:
+            event.stop()
+
+    project = Project(tmp_path)
+    spec = project.spec(control={"max_trials": 3, "repeats": 1})
+    stopped = flagcore.tune(spec, run_dir=project.run_dir, on_event=stop)
+    assert (len(stopped.plan.trials), stopped.plan.repeats, stopped.plan.stopped_because) == (2, (), STOPPED)
+    assert stopped.plan.best
+    resumed = flagcore.tune(spec, run_dir=project.run_dir)
+    assert (resumed.plan.trials[:2], len(resumed.plan.trials)) == (stopped.plan.trials, 3)
+    assert resumed.plan.repeats
 
 
 @pytest.mark.slow

@@ -81,6 +81,7 @@ def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, answer
     assert answer("estimate", spec, "--explain", "2", "--top", "1") == output
     assert "number" not in answer("estimate", spec, "--explain", "baseline")
     assert flag("estimate", spec, "--explain", "baseline").out.startswith("Baseline on 2 x cpu: ")
+    assert answer("estimate", spec, "--explain", "mbs=1, tp=2") == answer("explain", spec, "mbs=1, tp=2")
 
 
 def test_a_plan_prints_its_assumptions_to_stdout(flag: Flag, tmp_path: Path) -> None:
@@ -314,7 +315,7 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        *((("SPEC", "--explain", wrong), "--explain") for wrong in ("0", "-1", "first", "99999")),
+        *((("SPEC", "--explain", wrong), "--explain") for wrong in ("0", "-1", "99999")),
         (("SPEC", "--explain", "1", "--format", "csv"), "--format csv"),
         (("--jobs", "JOBS", "--explain", "moe"), "--explain requires SPEC"),
         (("--jobs", "JOBS", "--format", "csv"), "--format requires SPEC"),

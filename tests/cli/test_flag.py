@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flagcore import api
 from flagcore.cli.main import COMMANDS
+from flagcore.plugins import IMPORTERS, WORKLOADS, importer, names
 from tests.cli.conftest import FLAG, Flag, Project, Ran
 
 pytestmark = pytest.mark.slow
@@ -114,6 +116,10 @@ def test_help_lists_each_command_once_with_its_whole_summary(flag: Callable[...,
     assert "..." not in text.partition("Options:")[2]
     assert all(len(re.findall(rf"^  {name}  ", text, re.MULTILINE)) == 1 for name in COMMANDS)
     assert max(map(len, text.splitlines())) <= 80
+    imports, plugins = (flag(name, "--help").out.partition("Commands:")[2] for name in ("import", "plugins"))
+    assert "..." not in imports + plugins
+    assert all(name in imports for name in (*names(WORKLOADS), *(importer(name).title for name in names(IMPORTERS))))
+    assert set(re.findall(r"\w+", flag("export", "--help").out)) >= set(api.export_targets())
 
 
 def test_keys_of_a_spec_can_be_set(flag: Callable[..., Ran], project: Project) -> None:

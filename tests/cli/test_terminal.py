@@ -9,6 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
+from flagcore.cli import options
 from tests.cli.conftest import Flag, Project
 
 pytestmark = pytest.mark.slow
@@ -42,6 +43,15 @@ def read_all(terminal: int, pieces: list[bytes]) -> None:
         while piece := os.read(terminal, 65536):
             pieces.append(piece)
     os.close(terminal)
+
+
+def test_a_terminal_shows_that_a_long_plan_is_working(
+    on_terminal: Callable[..., str], flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "SILENT_S", 0.0)
+    line = "predicting the candidates ..."
+    assert line in on_terminal("estimate", project.spec())
+    assert line not in flag("estimate", project.spec()).err
 
 
 def test_tables_fit_a_terminal_and_are_complete_elsewhere(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from flagcore.domain.chip import CORES, OTHERS_CORES
 from flagcore.domain.search_state import EXTRA_ROUNDS, MIN_NOISE, SearchState, next_repeat, noise, significant
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
@@ -163,3 +164,17 @@ def test_drift_of_the_machine_is_visible_in_the_baseline(last: float, reported: 
     trials = [*first(base=50.0, a=100.0), trial(2, "base", 49.9, Role.REPEAT), trial(3, "base", last, Role.REPEAT)]
     assert learn(trials).drift == pytest.approx(last / 50.0 - 1)
     assert learn(trials).drifted is reported
+
+
+@pytest.mark.parametrize(("others", "is_repeated"), [(0.7, True), (0.4, False), (0.1, False)])
+def test_a_trial_on_cores_that_others_used_runs_again_if_it_may_be_the_best(others: float, is_repeated: bool) -> None:
+    base, best, slow = first(base=50.0, a=100.0, b=75.0)
+    assert slow.measurement is not None
+    measured = replace(slow.measurement, telemetry={CORES: 2.0, OTHERS_CORES: others})
+    known = [base, best, replace(slow, state=TrialState.STOPPED, measurement=measured)]
+    order, state = again(known, CONTROL, base=[50.0], a=[100.0], b=[120.0])
+    assert ("b" in order) == is_repeated
+    assert next_repeat(replace(CONTROL, repeats=0), learn(known)) is None
+    assert state.speed_of(slow.candidate) == pytest.approx(120.0 if is_repeated else 0.0)
+    assert state.best is not None
+    assert (state.reported_trial(state.best) in state.repeats) == is_repeated

@@ -226,6 +226,12 @@ class Bed:
                 if os.readlink(f"/proc/{pid}/ns/pid") == space:
                     (group / "cgroup.procs").write_text(str(pid))
 
+    def set_rate(self, name: str, rate: str) -> None:
+        """Give the link of a host, in both directions, a rate such as 200mbit."""
+        bucket = f"root tbf rate {rate} burst 64k latency 200ms"
+        self._on_switch(f"tc qdisc replace dev {PORT}{name} {bucket}")
+        _run(*f"nsenter -t {self._first[name]} --net tc qdisc replace dev eth0 {bucket}".split())
+
     def start_slurm(self) -> None:
         """Start Slurm: its controller on h0, a daemon on every other host. Wait until all are idle."""
         self.slurm = True

@@ -103,6 +103,7 @@ def test_the_best_is_reported_with_the_cost_of_the_limits() -> None:
     assert "160 output tok/s" in text
     assert "+60.0% output tok/s over " in text
     assert "Within latency limits: p99 TTFT <= 1 s" in text
+    assert re.search(r"p99 TTFT 0.9 s, 90% of 1 s", text)
     assert "trial 1 reached 200 output tok/s (ttft_s.p99 = 1.5 s)" in text
 
 

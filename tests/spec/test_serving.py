@@ -264,3 +264,20 @@ def test_each_engine_of_a_list_has_its_own_knobs() -> None:
         "auto_tuner.space.block_size[0]",
     }
     check_engines(SEVERAL, file="x", base=Path(), engines=ENGINES)
+
+
+@pytest.mark.parametrize(
+    ("profile", "slo", "requests"),
+    [
+        ({}, {"ttft_s": {"p90": 0.5}}, 1000),
+        ({}, {"tpot_s": {"mean": 0.05}, "ttft_s": {"mean": 0.1}}, 3200),
+        ({}, {"e2e_s": {"mean": 2.0}}, 2000),
+        ({}, {"ttft_s": {"p99": 0.001}}, 400),
+        ({"num_prompts": 50}, {"ttft_s": {"p90": 0.5}}, 50),
+    ],
+)
+def test_a_search_for_the_highest_rate_sends_requests_for_long_enough(
+    profile: dict[str, Any], slo: dict[str, Any], requests: int
+) -> None:
+    (load,) = serve({"request_rate": "auto", **profile}, slo=slo).loads
+    assert load.at("request_rate", 100.0).num_prompts == requests

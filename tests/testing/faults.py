@@ -6,6 +6,7 @@ from tests.testing.faulty import (
     COLLECTIVES,
     CURVE,
     DISCOVER,
+    ENGINES_FILE,
     ENVIRONMENT,
     HOOKS,
     KNOBS,
@@ -28,6 +29,7 @@ ARGUMENTS = {
     "environment": "chip, engine, engine_version, task, kind",
     "telemetry": "device",
     "check_task": "task, engine_version",
+    "health": "chip",
 }
 """The arguments of each hook of the healthy plugin."""
 
@@ -110,7 +112,7 @@ MODULE = (
     module("import_loads_no_framework", "import sys, types\nsys.modules['pymxsml'] = types.ModuleType('pymxsml')", "pymxsml"),
     module("import_loads_no_framework", "try:\n    import pynvml\nexcept ImportError:\n    pass", "pynvml"),
     module("import_has_no_side_effects", "print('hello')", "hello"),
-    module("import_has_no_side_effects", "import os\nos.environ['ACME_Z'] = '1'", "ACME_Z"),
+    module("import_has_no_side_effects", "import os, sys, types\nsys.modules['_acme'] = types.ModuleType('_acme')\nos.environ['ACME_Z'] = '1'", "ACME_Z"),
     module("import_has_no_side_effects", "import time\ntime.sleep(2.5)", "takes"),
     module("imports_only_public_modules", "import flagcore.tuner.loop", "flagcore.tuner.loop"),
     hook("answers_are_reproducible", "environment", "return own and {**own, 'GEMS_VENDOR': str(__import__('time').time_ns())}", "flagcore_environment", also=("variables_do_not_depend_on_the_shell", "variables_do_not_select_another_vendor")),
@@ -285,7 +287,7 @@ def link(value: str, words: str, check: str, names: str) -> Fault:
 def adapter(value: str, words: str, also: tuple[str, ...] = ()) -> Fault:
     """State another rate of the adapter, with words of its source."""
     new = f"nic_bytes_per_second: {{value: {value}, source: {SHEET % words}}}"
-    return Fault("rates_match_their_sources", CHIP, NIC, new, "A1: nic_bytes_per_second", also=also)
+    return Fault("figures_match_their_sources", CHIP, NIC, new, "A1: nic_bytes_per_second", also=also)
 
 
 def printing(name: str, method: str) -> Fault:
@@ -298,7 +300,7 @@ def printing(name: str, method: str) -> Fault:
 MEASURED = (
     link("4.0e+11", "400 GB/s in both directions", "link_rates_are_one_way", "'both directions'"),
     link("2.0e+11", "200 GB/s", "link_rates_are_one_way", "does not say"),
-    link("2.0e+11", "200 Gb/s one way", "rates_match_their_sources", "200 Gb/s"),
+    link("2.0e+11", "200 Gb/s one way", "figures_match_their_sources", "200 Gb/s"),
     adapter(
         "4.0e+11",
         "one adapter of 400 Gb/s for each device",
@@ -320,4 +322,39 @@ MEASURED = (
     Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[0])", "120 MiB", also=("telemetry_memory_is_that_in_use",)),
     Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[1] / 2**20)", "expected 2 'ACME A1' with 65536 MiB"),
 )
-FAULTS = (*MEASURED, *MODULE, *CHIPS, *FOREIGN, *COSTS, *ENGINES, *ENVIRONMENTS, *FAILURES, *RUNS, *DETECTION, *SHIPPED, *PACKAGING)
+SPELLING = (
+    Fault("variables_are_spelled_correctly", ENVIRONMENT, "", "  - {name: NCCL_SOCKET_IFNAM, used: eth0, meaning: interface, source: *made_up}\n", "NCCL_SOCKET_IFNAM is not known"),
+    Fault("variables_are_spelled_correctly", DISCOVER, 'vendor_variables=("GEMS_VENDOR",)', 'vendor_variables=("GEMS_VENDOR", "GEMS_VENDRO")', "discover.py: GEMS_VENDRO"),
+    Fault("placeholders_are_known", ENVIRONMENT, "value: '1'", "value: 'a{interfce}'", "{interfce}"),
+    Fault("variables_hold_for_all_machines", ENVIRONMENT, "", "  - {name: ACME_SOCKET_IFNAME, value: eth0, meaning: interface, source: *made_up}\n", "'eth0'"),
+    Fault("variables_do_not_select_devices", ENVIRONMENT, "", "  - {name: ACME_VISIBLE_DEVICES, value: '0,1', meaning: devices, source: *made_up}\n", "'0,1'"),
+    Fault("device_variables_are_those_of_the_detector", ENVIRONMENT, "", "  - {name: ACC_VISIBLE_DEVICES, used: '0', meaning: devices, source: *made_up}\n", "ACC_VISIBLE_DEVICES"),
+    Fault("vendor_is_selected", ENVIRONMENT, "name: GEMS_VENDOR", "name: FLAG_VENDOR", "GEMS_VENDOR", also=("*",)),
+    Fault("backends_and_modules_are_spelled_correctly", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: ncll", "'ncll'"),
+    Fault("backends_and_modules_are_spelled_correctly", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: nccl, preload: [torch-acme]", "'torch-acme'", also=("sections_preload_the_same_module",)),
+    Fault("sections_preload_the_same_module", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: nccl, preload: [torch_acme]", "torch_acme"),
+    Fault("detector_agrees_with_the_files", ENGINES_FILE, "device_type: cuda", "device_type: acme", "'acme'"),
+    Fault("detector_agrees_with_the_files", DISCOVER, "vendor_variables", 'own_variables=("A",),\n    vendor_variables', "own_variables has 'A'"),
+    Fault("pci_vendor_is_the_vendors", DISCOVER, "0xFFFF", "0xFFFFF", "more than four"),
+    Fault("pci_vendor_is_the_vendors", DISCOVER, "DETECTOR =", "# lspci: 1abc:0001\nDETECTOR =", "1abc"),
+    Fault("resources_are_the_vendors", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: nccl, kubernetes: {name: metax-tech.com/gpu, source: {kind: estimated, method: a guess}}", "plugin metax"),
+    Fault("distribution_has_its_own_name", PYPROJECT, "flagcore-acme", "flagcore-cpu", "plugin cpu"),
+    Fault("dependencies_have_no_framework", PYPROJECT, "dependencies = [", "dependencies = [\"torch-acme>=2.0\", ", "torch-acme>=2.0"),
+)
+PLAUSIBLE = (
+    Fault("memory_bandwidth_is_plausible", CHIP, "value: 1.6e+12", "value: 1.28e+13", "operations per byte"),
+    Fault("nodes_have_the_devices_of_transcripts", CHIP, "devices_per_node: 8", "devices_per_node: 1", "lists 2"),
+    Fault("pcie_rates_are_one_way", CHIP, NIC, f"{NIC}\nhost_bytes_per_second: {{value: 6.4e+10, source: {SHEET % 'PCIe 4.0 x16'}}}", "carries 3.2e+10"),
+    Fault("pcie_rates_are_one_way", CHIP, NIC, f"{NIC}\nhost_bytes_per_second: {{value: 1.28e+11, source: *made_up}}", "above PCIe 5.0"),
+    Fault("figures_match_their_sources", CHIP, LINK, f"    value: 4.0e+11\n    source: {SHEET % '400 GB/s in both directions, halved'}", "400 GB/s, halved: 2e+11"),
+    adapter("5.0e+10", "400 Gb/s, shared by its four devices"),
+    Fault("figures_match_their_sources", CHIP, "bf16: {value: 3.0e+14, source: *made_up}", f"bf16: {{value: 3.0e+14, source: {SHEET % '150 dense TFLOP/s in bf16'}}}", "about half"),
+    hook("health_is_valid", "health", "return 'healthy'", "flagcore_health", also=("foreign_chips_get_no_answer",)),
+    Fault("memory_model_is_in_bytes", HOOKS, "fragmentation=0.02", "fragmentation=2", "reserved_bytes"),
+    reading("telemetry_is_plausible", "{**figures, 'memory_used_bytes': 826.0}", "memory_used_bytes"),
+    reading("telemetry_is_plausible", "{**figures, 'power_watts': 350.0, 'power_limit_watts': 61.0}", "power_limit_watts"),
+    Fault("transcripts_are_parsed", SMI, "Device(index=index", "Device(index=index + 1", "indices", also=("*",)),
+    Fault("knobs_are_complete", KNOBS, "{value: 0.97, low: 0.9, high: 1.02}", "{part: tp_comms_s, value: 0.97, low: 0.9, high: 1.02}", "tp_comms_s"),
+    Fault("knobs_are_complete", KNOBS, "{value: 0.97, low: 0.9, high: 1.02}", "{value: 97, low: 90, high: 102}", "97"),
+)
+FAULTS = (*SPELLING, *PLAUSIBLE, *MEASURED, *MODULE, *CHIPS, *FOREIGN, *COSTS, *ENGINES, *ENVIRONMENTS, *FAILURES, *RUNS, *DETECTION, *SHIPPED, *PACKAGING)

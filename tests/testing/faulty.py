@@ -38,6 +38,7 @@ KNOBS = "flagcore_acme/knobs.yaml"
 CURVE = "flagcore_acme/costs/a1/curve.yaml"
 COLLECTIVES = "flagcore_acme/costs/a1/collectives.yaml"
 SOURCES = "tests/smi/sources.yaml"
+ENGINES_FILE = "flagcore_acme/engines.yaml"
 PYPROJECT = "pyproject.toml"
 
 MORE_HOOKS = '''

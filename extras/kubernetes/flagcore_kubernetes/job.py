@@ -7,7 +7,7 @@ LeaderWorkerSet leaderworkerset.x-k8s.io/v1. Each kind gives every pod a stable 
 
 import os
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -330,7 +330,7 @@ def _fill(text: str, placeholders: Mapping[str, str]) -> str:
 
 
 def manifest(
-    platform: Platform, spec: Path, *, name: str, options: Mapping[str, str]
+    platform: Platform, spec: Path, *, name: str, options: Mapping[str, str], changes: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the manifest of a job that tunes a spec, and notes: the first pod tunes, and the others join it."""
     group, launcher, kind = platform.task.cluster.groups[0], platform.task.spec.launcher, KINDS[options["kind"]]
@@ -341,7 +341,7 @@ def manifest(
     pods = Pods(
         name=name,
         count=group.nodes,
-        first=f"exec flag tune {shlex.quote(str(spec.resolve()))}",
+        first=f"exec {shlex.join(['flag', 'tune', str(spec.resolve()), *changes])}",
         others=f"exec python3 -m flagcore_kubernetes.join {hosts[0]}",
         directory=str(Path.cwd()),
         environment={HOSTS: " ".join(hosts)},

@@ -98,7 +98,7 @@ def test_trials_run_beside_each_other_in_a_pod(join: Join, tmp_path: Path) -> No
 def test_the_devices_of_pods_are_read_beside_trials(join: Join, tmp_path: Path) -> None:
     join("pod-1"), join("pod-2")
     with LAUNCHER.keep_agents():
-        hosts, devices = require_hosts(LAUNCHER, PODS)
+        hosts, devices, _speeds = require_hosts(LAUNCHER, PODS)
         reader = host_telemetry(LAUNCHER, devices)(devices[-1])
         exit_record = ended(LAUNCHER.start(launch("true", tmp_path / "trial", hosts)))
         assert exit_record.code == 0

@@ -76,9 +76,8 @@ def warnings_enabled() -> Iterator[None]:
 
 
 def prints(text: str) -> str:
-    """Return a shell script that prints `text`, whatever its arguments are."""
-    lines = text if text.endswith("\n") else f"{text}\n"
-    return f"cat <<'END OF THE TRANSCRIPT'\n{lines}END OF THE TRANSCRIPT"
+    """Return a shell script that prints exactly `text`, whatever its arguments are."""
+    return f"head -c {len(text.encode())} <<'END OF THE TRANSCRIPT'\n{text}\nEND OF THE TRANSCRIPT"
 
 
 def printing(transcript: Transcript) -> dict[str, str]:

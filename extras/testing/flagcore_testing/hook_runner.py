@@ -1,11 +1,11 @@
 """Imports a plugin and calls its hooks in a separate process, and reports their side effects.
 
-`python -m flagcore_testing.hook_runner ENTRY PATHS SECONDS` runs in an empty folder, with a time limit for each step.
-The first step is the import, and each other step is a hook. The program prints lines of JSON. Before each step it
-prints `{"begins": HOOK}`, and after the last one `{"ends": ENTRY}`. After each step it prints `hook`, `seconds`,
-`printed`, `changed` (the changed parts of the process), `raised`, and `arguments` (the names of the arguments that the
-hook modified). For the import, it also prints the `drivers` and the plugin's `files` that were loaded. `PARTS` lists
-the state of a process that a plugin must not change.
+`python -m flagcore_testing.hook_runner ENTRY PATHS` runs in an empty folder. The first step is the import, and each
+other step is a hook. The program prints lines of JSON. Before each step it prints `{"begins": HOOK}`, and after the
+last one `{"ends": ENTRY}`. After each step it prints `hook`, `seconds`, `printed`, `changed` (the changed parts of the
+process), `raised`, and `arguments` (the names of the arguments that the hook modified). For the import, it also prints
+the packages (`loaded`) and the plugin's `files` that were loaded. `PARTS` lists the state of a process that a plugin
+must not change.
 """
 
 import ctypes
@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -84,20 +85,26 @@ PARTS: Mapping[str, Callable[[], object]] = {
 }
 
 
-DRIVERS = (
-    *("torch", "torch_mlu", "torch_npu", "torch_musa", "pynvml", "pymxsml", "pyixml", "pycndev", "tensorflow", "jax"),
-    *("cupy", "vllm", "sglang", "megatron", "triton"),
-)
 IMPORT = "its import"
 _PR_SET_PDEATHSIG = 1
 
 
-def main(entry: str, seconds: float) -> int:
-    """Import the plugin, call its hooks, and return 0. A step that takes longer ends the process by SIGALRM."""
+def seconds_without_waiting(process: int | str = "self") -> float:
+    """Return the seconds of a monotonic clock without those in which a process waited for a processor.
+
+    On a busy machine, a difference of two results is the time that a step would take on a quiet one.
+    """
+    waited = 0.0
+    with suppress(OSError, ValueError, IndexError):  # the process has ended, or the kernel does not count
+        waited = int(Path(f"/proc/{process}/schedstat").read_text("ascii").split()[1]) * 1e-9
+    return time.monotonic() - waited
+
+
+def main(entry: str) -> int:
+    """Import the plugin, call its hooks, and return 0."""
     report = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     logging.lastResort, logging.root.manager.emittedNoHandlerWarning = None, True
     for record in _records(entry):
-        signal.setitimer(signal.ITIMER_REAL, seconds)
         report.write(json.dumps(record) + "\n")
     return 0
 
@@ -105,12 +112,13 @@ def main(entry: str, seconds: float) -> int:
 def _records(entry: str) -> Iterator[dict[str, object]]:
     module, _, attribute = entry.partition(":")
     yield {"begins": IMPORT}
+    before = {*sys.modules}
     imported = _observe(partial(importlib.import_module, module))
     package = module.partition(".")[0]
     own_modules = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] == package]
     files = sorted(file for each in own_modules if (file := getattr(each, "__file__", None)))
-    drivers = [each for each in DRIVERS if each in sys.modules]
-    yield {"hook": IMPORT, "arguments": [], "drivers": drivers, "files": files, **imported}
+    loaded = sorted({name.partition(".")[0] for name in {*sys.modules} - before})
+    yield {"hook": IMPORT, "arguments": [], "loaded": loaded, "files": files, **imported}
     if not imported["raised"]:
         hooks: object = sys.modules[module]
         loaded_plugins = LoadedPlugins.of({"plugin_under_test": getattr(hooks, attribute) if attribute else hooks})
@@ -151,13 +159,13 @@ USES: Mapping[str, Callable[[Any, Mapping[str, Any]], object]] = {
 def _observe(call: Callable[[], object]) -> dict[str, object]:
     """Call a function and return its side effects."""
     state, threads = process_state(), threading.active_count()
-    error_text, start = "", time.monotonic()
+    error_text, start = "", seconds_without_waiting()
     with _captured_output() as file:
         try:
             call()
         except BaseException as error:
             error_text = one_line(error)
-        seconds = time.monotonic() - start
+        seconds = seconds_without_waiting() - start
         sys.stdout.flush()
         sys.stderr.flush()
         file.seek(0)
@@ -209,4 +217,4 @@ def _captured_output() -> Iterator[IO[bytes]]:
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a hook may never return, and the check may be ended
     sys.path[:0] = json.loads(sys.argv[2])
-    os._exit(main(sys.argv[1], float(sys.argv[3])))  # threads that the plugin started may not keep it alive
+    os._exit(main(sys.argv[1]))  # threads that the plugin started may not keep it alive

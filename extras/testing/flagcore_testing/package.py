@@ -38,6 +38,7 @@ class Package:
     """A distribution. `folder` is its source folder, or None if only the installed package is available."""
 
     version: str
+    name: str = ""
     description: str = ""
     license: str = ""
     readme: str = ""
@@ -76,6 +77,7 @@ def read_source(folder: Path) -> Package:
     readme_file = folder / readme if isinstance(readme, str) else folder / "none"
     return Package(
         version=str(project.get("version", "")),
+        name=str(project.get("name", "")),
         description=str(project.get("description", "")),
         license=str(project.get("license", "")),
         readme=readme_file.read_text("utf-8", "replace") if readme_file.is_file() else "",
@@ -91,6 +93,7 @@ def read_installed(distribution: Distribution) -> Package:
     readme = metadata.get_payload() if metadata.get("Description") is None else metadata["Description"]  # type: ignore[attr-defined]
     return Package(
         version=distribution.version,
+        name=distribution.name,
         description=metadata["Summary"] or "",
         license=metadata["License-Expression"] or metadata["License"] or "",
         readme=str(readme or ""),

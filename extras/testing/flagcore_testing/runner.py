@@ -24,24 +24,29 @@ from flagcore import plugins
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore.plugins.entry_points import installed, load_only, one_line, origin
+from flagcore_testing.by_hand import facts_by_hand
 from flagcore_testing.kit import Subject, run
 from flagcore_testing.package import read_source
 
-SECONDS = 600.0
+SECONDS = 1800.0
 """Time limit of all checks of one plugin, in seconds."""
-CHECK_SECONDS = 90.0
-"""Time limit of one check in seconds. It is far above the time of checks that wait for a tool."""
+CHECK_SECONDS = 400.0
+"""Time limit of one check in seconds. It is far above the time of checks on a busy machine."""
 AT_ONCE = max(1, min(4, os.cpu_count() or 1))
 """Number of plugins that are checked at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A plugin with the result of each check: `check`, `state` (passed, failed, skipped), `message` and `fix`."""
+    """A plugin with the result of each check: `check`, `state` (passed, failed, skipped), `message` and `fix`.
+
+    `by_hand`: facts that no check can confirm.
+    """
 
     name: str
     version: str
     results: tuple[dict[str, str], ...]
+    by_hand: tuple[str, ...] = ()
 
     def of(self, state: str) -> list[dict[str, str]]:
         """Return the results of one state."""
@@ -53,7 +58,8 @@ class Checked:
         keys = ("check", "message", "fix", "places")
         failures = [{key: result.get(key, "") for key in keys} for result in self.of("failed")]
         counts = {state: len(self.of(state)) for state in ("passed", "failed", "skipped")}
-        return {"name": self.name, "version": self.version, **counts, "failures": failures}
+        by_hand = list(self.by_hand)
+        return {"name": self.name, "version": self.version, **counts, "failures": failures, "by_hand": by_hand}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +120,7 @@ def _read_results(each: _Target, report: Path, process: subprocess.Popen[bytes])
     """Return the results, and a failure for the check during which the process ended or hung."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(SECONDS)
-    records: list[dict[str, str]] = []
+    records: list[dict[str, Any]] = []
     with suppress(OSError, ValueError):  # the last line may be incomplete
         records += map(json.loads, report.read_text("utf-8").splitlines())
     results = [record for record in records if "state" in record]
@@ -130,11 +136,12 @@ def _read_results(each: _Target, report: Path, process: subprocess.Popen[bytes])
             fix = "call native libraries in a separate process (flagcore.vendorkit.machine), with a timeout"
         message = f"{each.name}: {outcome} during this check; later checks did not run"
         results.append({"check": current_check, "state": "failed", "message": message, "fix": fix})
-    return Checked(each.name, each.version, tuple(results))
+    facts = next((record["by_hand"] for record in records if "by_hand" in record), ())
+    return Checked(each.name, each.version, tuple(results), tuple(facts))
 
 
 def as_text(checked: Sequence[Checked]) -> str:
-    """Return one paragraph per plugin: the counts, the failures with their fixes, and the reasons of skipped checks."""
+    """Return one paragraph per plugin: the counts, failures with their fixes, skipped checks, facts to confirm."""
     return "\n\n".join("\n".join(_summary_lines(plugin)) for plugin in checked)
 
 
@@ -154,6 +161,8 @@ def _summary_lines(plugin: Checked) -> Iterator[str]:
     for reason, checks in reasons.items():
         remainder = " " + _("and {count} more", count=len(checks) - 1) if len(checks) > 1 else ""
         yield "  " + _("skipped: {checks}: {reason}", checks=checks[0] + remainder, reason=reason)
+    for fact in plugin.by_hand:
+        yield "  " + _("confirm by hand: {fact}", fact=fact)
 
 
 def _run_checks(name: str, folder: str, report: Path, seconds: float) -> None:
@@ -173,6 +182,8 @@ def _run_checks(name: str, folder: str, report: Path, seconds: float) -> None:
         write({"begins": check.__name__})
         subject = subject or _imported(name, Path(folder) if folder else None)
         write(asdict(run(check, subject)))
+    with suppress(Exception):  # a plugin that does not load has no facts
+        write({"by_hand": list(facts_by_hand(subject))} if subject else {})
     write({"ends": True})
 
 

@@ -33,6 +33,8 @@ RULES = {
 }
 """For each option, the pattern of valid values and the rule that messages state."""
 
+SHARED_DEVICE = "cuda"
+"""The device of torch that the builds of most vendors keep, with the backend nccl."""
 BY_VERSION = """trusts=lambda report: "+{name}" in report.version,"""
 BY_ATTRIBUTE = """torch_device="{device}",
     torch_attributes=("{device}",),
@@ -47,8 +49,8 @@ def new_plugin(
     chips: Sequence[str] = (),
     tool: str | None = None,
     visible: str | None = None,
-    torch_device: str = "cuda",
-    backend: str = "nccl",
+    torch_device: str | None = None,
+    backend: str | None = None,
     preload: Sequence[str] = (),
     directory: str = ".",
 ) -> Path:
@@ -58,6 +60,8 @@ def new_plugin(
     tool = f"{name}-smi" if tool is None else tool
     visible = f"{name.upper()}_VISIBLE_DEVICES" if visible is None else visible
     chips = chips or (f"{name[0].upper()}1",)
+    torch_device = SHARED_DEVICE if torch_device is None else torch_device
+    backend = "nccl" if backend is None else backend
     values = {"vendor": vendor, "tool": tool, "visible": visible, "torch-device": torch_device, "backend": backend}
     for option, value in [*values.items(), *(("preload", module) for module in preload)]:
         pattern, rule = RULES[option]
@@ -118,7 +122,7 @@ def _words(name: str, chips: Sequence[str], values: Mapping[str, str]) -> dict[s
         "visible": values["visible"],
         "device": device,
         "backend": values["backend"],
-        "torch": (BY_VERSION if device == "cuda" else BY_ATTRIBUTE).format(name=name, device=device),
+        "torch": (BY_VERSION if device == SHARED_DEVICE else BY_ATTRIBUTE).format(name=name, device=device),
         "chips": ", ".join(chips),
         "quoted_chips": ", ".join(f'"{chip}"' for chip in chips),
         "rows": "\n".join(f"| {chip} | TODO | TODO | TODO | `{program}` | TODO |" for chip in chips),

@@ -44,7 +44,7 @@ from flagcore.report.result import stop_reason
 from flagcore.report.result import trial as trial_record
 from flagcore.report.text import candidate_text, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
-from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.problem import PLANNED_SHARE, lacks_margin, rows_by_time
 from flagcore.tuner.stages.predict import record
 from flagcore.tuner.stages.prune import needed_share
 from flagcore.tuner.store.directory import differences
@@ -175,6 +175,9 @@ def _why_open(subject: Subject) -> list[str]:
     order, run = rows_by_time(subject.snapshot.problem), subject.snapshot.run
     places = (np.flatnonzero(order == subject.row) + 1).tolist()
     lines = [_("number {place:,} of {count:,} by predicted time", place=place, count=order.size) for place in places]
+    if places and lacks_margin(subject.snapshot.problem)[subject.row]:
+        text = N_("plans list it last, because it leaves less than {share:.1%} of the memory free")
+        lines.append(_(text, share=1.0 - PLANNED_SHARE))
     if run is None:
         return lines or [_("no rule removed it")]
     if run.stopped_because:

@@ -1,7 +1,8 @@
 """Checks the hosts of a cluster before the first trial.
 
 The hosts must be reachable and identical, have the devices of the spec, and be able to connect to the first host. The
-speed of hosts is compared with a matrix product on each device, and with an all-reduce between neighbors.
+speed of hosts is compared with a matrix product on each device, and with an all-reduce between neighbors. Messages
+between neighbors measure the network.
 """
 
 from __future__ import annotations
@@ -136,6 +137,8 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
     reports = _with_ports(host_launcher, reports, {})
     warn(host_warnings(reports))
     speeds = {each.host: each for each in _speeds(host_launcher, reports)}
+    if network := measured_network(tuple(speeds.values())):
+        warn([_(MEASURED_NETWORK, settings=network.settings)])
     return [_record(report, reports, speeds.get(report.host)) for report in reports]
 
 
@@ -202,10 +205,11 @@ def require_hosts(
     *,
     kinds: Mapping[str, str] | None = None,
     compare: bool = False,
-) -> tuple[tuple[str, ...], tuple[Device, ...]]:
+) -> tuple[tuple[str, ...], tuple[Device, ...], list[HostSpeed]]:
     """Reserve hosts for this process.
 
-    Return their names, and the devices of the usable hosts, which are empty if unknown. `files` must be the same on all
+    Return their names, the devices of the usable hosts, which are empty if unknown, and, with `compare`, their speeds.
+    `files` must be the same on all
     hosts. Devices and versions must be the same on hosts of one kind (`kinds`). If hosts have to connect to the first
     one, `variables` may set the port. Up to `spares` unusable hosts are skipped with a warning. With `compare`, slow
     devices and networks cause warnings, too. Raises NoDevice with a line per unusable host if more hosts are unusable.
@@ -222,9 +226,9 @@ def require_hosts(
     usable_reports = [report for report in reports if not problems[report.host]]
     warn(_("{line}; the host is not used", line=line) for line in unusable_hosts)
     warn(host_warnings(usable_reports))
-    if compare and 1 < len(usable_reports) <= MAX_COMPARED:
-        _speeds(launcher, usable_reports)
-    return hosts, tuple(device for report in usable_reports for device in report.devices or ())
+    is_compared = compare and 1 < len(usable_reports) <= MAX_COMPARED
+    speeds = _speeds(launcher, usable_reports) if is_compared else []
+    return hosts, tuple(device for report in usable_reports for device in report.devices or ()), speeds
 
 
 def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator[str]:
@@ -310,16 +314,35 @@ SLOW_LINK_RATIO = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class Network:
+    """The network between hosts: bytes per second from one device in one direction, and seconds of a small message."""
+
+    nic_bytes_per_second: float
+    nic_latency_seconds: float
+
+    @property
+    def settings(self) -> str:
+        """The keys of `cluster` in a spec with these values."""
+        return ", ".join(f"{key}: {value:.2e}" for key, value in vars(self).items())
+
+
+MEASURED_NETWORK = N_("the network between the hosts was measured; the spec can keep it: cluster: {{{settings}}}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class HostSpeed:
     """The speed of a host, in seconds.
 
     `products_s`: a matrix product on each device. `link_s`: the fastest all-reduce with a neighbor, or None without a
-    neighbor.
+    neighbor. `network`: the fastest link to a neighbor. `cores`: whether the devices are cores, which share the
+    network.
     """
 
     host: str
     products_s: tuple[float, ...]
     link_s: float | None
+    network: Network | None = None
+    cores: bool = False
 
 
 def measure_speed(launcher: HostsLauncher, hosts: Sequence[str], job: Mapping[str, Any]) -> list[HostSpeed]:
@@ -343,17 +366,40 @@ def measure_speed(launcher: HostsLauncher, hosts: Sequence[str], job: Mapping[st
             lines = [line.strip() for line in log_tail(folder).splitlines() if line.strip()]
             reasons = [line for line in lines if "Error" in line] or lines or ["no answer"]
             raise LaunchError(reasons[-1][:300])
-        return [_read_speed(host, Path(folder, HOSTS, host, "stdout.log")) for host in hosts]
+        logs = {host: Path(folder, HOSTS, host, "stdout.log") for host in hosts}
+        return [_read_speed(host, log, cores=job["kind"] == "cpu") for host, log in logs.items()]
 
 
-def _read_speed(host: str, log: Path) -> HostSpeed:
+def _read_speed(host: str, log: Path, *, cores: bool) -> HostSpeed:
     try:
         figures = json.loads(log.read_text(encoding="utf-8").strip().splitlines()[-1])
-        links = [float(each) for each in figures["links_s"].values()]
+        links = [{name: float(value) for name, value in link.items()} for link in figures["links"].values()]
         products = tuple(float(each) for each in figures["products_s"])
+        link_s, latency_s = (
+            min((link[name] for link in links), default=None) for name in ("all_reduce_s", "latency_s")
+        )
+        rate = max((link["bytes_per_second"] for link in links), default=None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise LaunchError(f"{host}: no result ({type(error).__name__})") from None
-    return HostSpeed(host=host, products_s=products, link_s=min(links, default=None))
+    network = Network(nic_bytes_per_second=rate, nic_latency_seconds=latency_s) if rate and latency_s else None
+    return HostSpeed(host=host, products_s=products, link_s=link_s, network=network, cores=cores)
+
+
+def measured_network(speeds: Sequence[HostSpeed], devices_per_node: int | None = None) -> Network | None:
+    """Return the network of the slowest host, as one device uses it, or None if no link was measured.
+
+    `devices_per_node`: the number of devices of a host that a trial uses; by default all. Cores share the rate of their
+    host. Each accelerator is assumed to have the rate that one of them has alone.
+    """
+    measured = [(each, each.network) for each in speeds if each.network]
+    if not measured:
+        return None
+    rates = [
+        network.nic_bytes_per_second / ((devices_per_node or len(speed.products_s)) if speed.cores else 1)
+        for speed, network in measured
+    ]
+    latency_s = max(network.nic_latency_seconds for _speed, network in measured)
+    return Network(nic_bytes_per_second=min(rates), nic_latency_seconds=latency_s)
 
 
 def slow_hosts(speeds: Sequence[HostSpeed], *, cores: bool) -> Iterator[str]:

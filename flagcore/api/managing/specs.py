@@ -30,7 +30,7 @@ from flagcore.api.inputs import (
     write_spec,
 )
 from flagcore.api.planning.estimate import build_problem_of_spec
-from flagcore.contracts import HistoryReader, ImportedSpec, Problem
+from flagcore.contracts import HistoryReader, ImportedSpec, Problem, Workload
 from flagcore.domain.knob import Knobs
 from flagcore.domain.launch import Start
 from flagcore.domain.plan import measured_to_predicted
@@ -49,7 +49,7 @@ from flagcore.spec.plain_data import read_text
 from flagcore.spec.public import absolute_model
 from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.serving import ProfileSection, ServeSection
-from flagcore.spec.starts import split_words, starts_of
+from flagcore.spec.starts import ENDS_WITH, split_words, starts_of
 from flagcore.spec.validate import Section
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.problem import candidate_columns
@@ -96,7 +96,7 @@ def read_command(
     workloads = {name: plugins.workload(name) for name in ([engine] if engine else names(WORKLOADS))}
     words, content = _command(words, text)
     images = {image: entry for each in workloads.values() for image, entry in each.images.items()}
-    programs = list(starts_of(words, content, images, os.getcwd()))
+    programs = list(starts_of(words, content, images, os.getcwd(), _engine_table("declared")))
     found = dict[tuple[str, str], Start]()
     for name, workload in workloads.items():
         for start in programs:
@@ -108,11 +108,10 @@ def read_command(
         raise _not_one(words, content or "", programs, found)
     ((name, _words), start) = next(iter(found.items()))
     workload, notes = workloads[name], Notes()
-    has_script = workload.kind == "train" and start.script
-    envs = _envs({**start.envs, **start.job} if has_script else start.envs, notes)
+    has_script = workload.kind == "train" and bool(start.script)
+    envs = _envs({**start.envs, **start.job} if has_script else start.envs, notes, start.instances)
     path = absolute_model(model, Path()) if model is not None else None
-    start = replace(start, words=start.script if has_script else start.words, envs=envs)
-    data, engine_notes = workload.read_command(start, Path.cwd(), path)
+    data, engine_notes = _read_start(workload, replace(start, envs=envs), path, has_script, notes)
     if chip is not None:
         data["cluster"]["chip"] = chip
     if envs:
@@ -121,6 +120,32 @@ def read_command(
     check_imported(spec)
     check_chips(data.get("cluster"))
     return spec
+
+
+def _read_start(
+    workload: Workload, start: Start, model: str | None, has_script: bool, notes: Notes
+) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+    """Return the data of a spec for a program, with notes. Raises SpecError.
+
+    With `has_script`, trials run the program's script, if it starts the program directly.
+    """
+    try:
+        script = replace(start, words=start.script) if has_script else start
+        return workload.read_command(script, Path.cwd(), model)
+    except SpecError as error:
+        if not has_script or error.key != "train.command":
+            raise
+    data, engine_notes = workload.read_command(start, Path.cwd(), model)
+    notes.note("train.command", "is the program without the script, which starts it in another shell", "train.command")
+    return data, engine_notes
+
+
+def _engine_table(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return a table of the engines' package."""
+    table: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
+        files("flagcore").joinpath(f"engines/{name}.yaml").read_text("utf-8")
+    )
+    return table
 
 
 def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
@@ -139,13 +164,16 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
     return command, None
 
 
-def _envs(variables: Mapping[str, str], notes: Notes) -> dict[str, str]:
-    """Return `variables` without secrets and without those of the machine or container. Add a note on each variable."""
+def _envs(variables: Mapping[str, str], notes: Notes, instances: int) -> dict[str, str]:
+    """Return `variables` without secrets and without those of the machine or container. Add a note on each variable.
+
+    If there are several `instances`, each has its own devices.
+    """
     spec_variables = dict[str, str]()
     for name, value in variables.items():
         if is_secret(name) or redact_text(value) != value:
             notes.note(name, "is a secret: not copied")
-        elif _OF_MACHINE.search(name) or (name.endswith(_DEVICES) and not re.match("[0-9]", value)):
+        elif _OF_MACHINE.search(name) or (name.endswith(_DEVICES) and (instances > 1 or not re.match("[0-9]", value))):
             notes.note(name, "dropped: belongs to the machine or the container")
         else:
             spec_variables[name] = value
@@ -161,16 +189,24 @@ def _not_one(
     not tune.
     """
     commands, value = [shlex.join(each.words) for each in programs], " ".join(words[1:] if text else words) or None
-    table = yaml.safe_load(files("flagcore").joinpath("engines/untuned.yaml").read_text("utf-8"))
-    for name, row in table.items() if not found else ():
+    for name, row in _engine_table("untuned").items() if not found else ():
         in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
         if in_words or ("text" in row and re.search(row["text"], text, re.MULTILINE)):
             fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
             problem = _("starts {name}, which flagcore does not tune", name=name)
             return SpecError(key="command", value=value, problem=problem, fix=row.get("fix") or fix)
+    failure = next((each.words[0] for each in programs if each.words[0].startswith(ENDS_WITH)), "")
+    if failure and not found:
+        problem = _("starts no engine: it {failure}", failure=redact_text(failure))
+        fix = _("set what it needs, such as its arguments and variables, or give the command that it starts")
+        return SpecError(key="command", value=value, problem=problem, fix=fix)
     shown = ", ".join(redact_text(each)[:60] for each in commands[:4]) or _("nothing")
     problem = _("must start exactly one engine, but starts {n}; its commands are {shown}", n=len(found), shown=shown)
     fix = _("give the command of one of {engines}", engines=", ".join(names(WORKLOADS)))
+    if found:
+        fix = _("give one of them: flag import -- COMMAND")
+    elif any(each.startswith("-") for each in commands):
+        fix = _("the entry point of the image is not known: write the program before its arguments")
     return SpecError(key="command", value=value, problem=problem, fix=fix)
 
 

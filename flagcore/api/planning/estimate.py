@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 
 from flagcore.api.inputs import SpecLike, changed_spec, loaded_plugins, read_spec, warn_about_problem
+from flagcore.api.planning.evidence import NEAREST, published_runs
+from flagcore.api.planning.records import prediction_records
 from flagcore.contracts import Platform, Problem
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
 from flagcore.domain.plan import count
-from flagcore.domain.prediction import components_of_row, idle_of
+from flagcore.domain.prediction import idle_of
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
-from flagcore.domain.space import Columns, IntArray
+from flagcore.domain.space import IntArray
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import _
@@ -28,14 +30,10 @@ from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.formats import lookup
 from flagcore.report.text import serving_load_text
 from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, search_time, unmet_text
-from flagcore.tuner.problem import build_problem, candidate_columns, no_launch_reason, rows_by_time
+from flagcore.tuner.problem import build_problem, candidate_columns, lacks_margin, no_launch_reason, rows_by_time
 from flagcore.tuner.stages.predict import (
     limit,
     model_table,
-    predict_columns,
-    predict_components,
-    predict_stage_layers,
-    record,
 )
 
 
@@ -46,13 +44,14 @@ def estimate(
     top: int = 10,
     distinct: bool = False,
     objective: str | None = None,
+    evidence: bool = False,
     without: Collection[str] = (),
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
 
     With `distinct`, only the fastest candidate of each layout is returned, and its `variants` is the number of other
-    candidates with the layout. `chip` and `objective` replace the values of the spec. Raises the errors of
-    `flagcore.errors`.
+    candidates with the layout. `chip` and `objective` replace the values of the spec. With `evidence`, `published`
+    contains all published runs on the chip. Raises the errors of `flagcore.errors`.
     """
     if objective is not None:
         spec = changed_spec(spec, {"auto_tuner.objective": objective})
@@ -63,8 +62,9 @@ def estimate(
         raise NothingFits(
             nothing_fits_text(problem, None if is_detected else partial(cheapest_change, problem, without))
         )
-    if len(task.cluster.groups) > 1:
-        with loaded_plugins(without) as loaded:
+    with loaded_plugins(without) as loaded:
+        published = published_runs(task, loaded, None if evidence else NEAREST)
+        if len(task.cluster.groups) > 1:
             mixing = mixing_of(read_spec(spec, chip, without), problem, loaded)
     untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
     return Estimate(
@@ -74,11 +74,14 @@ def estimate(
         baseline=_records(problem, np.array([problem.space.find(problem.baseline)]))[0],
         defaults=_engine_defaults(problem),
         roomier=_roomier(problem, order),
+        crowded=_crowded(problem, order),
         unmet=unmet_text(problem) or only_baseline_text(problem),
         candidates=_candidates(problem, order, top, distinct=distinct),
         model=tuple(model_table(problem.workload.parts(task))),
         untimed=untimed,
         no_time=no_time(task, problem.costs) if untimed else "",
+        precision=task.spec.work.precision,
+        published=published,
         runs=_runs(task),
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
@@ -105,27 +108,6 @@ def build_problem_of_spec(
         problem = build_problem(parsed_spec, loaded, workload_of(parsed_spec.work), plan=plan)
     warn_about_problem(problem)
     return problem
-
-
-def prediction_records(platform: Platform, columns: Columns) -> list[dict[str, Any]]:
-    """Return the prediction of each row, with the memory of the model components on the stage that needs the most.
-
-    If a row has no predicted time, its record contains the reason.
-    """
-    predictions = predict_columns(platform, columns)
-    components = predict_components(platform, columns, predictions.worst_stage)
-    layers = predict_stage_layers(platform, columns)
-    records = []
-    for row in range(len(predictions.step_time_s)):
-        figures = replace(predictions.row(row), components=components_of_row(components, row))
-        prediction_record = record(platform.task, figures, layers.get(row, ()))
-        has_time = figures.step_time_s is not None
-        records.append(
-            prediction_record
-            if has_time
-            else {"reason": f"no time: {no_time(platform.task, platform.costs)}", **prediction_record}
-        )
-    return records
 
 
 def _candidates(problem: Problem, order: IntArray, top: int, *, distinct: bool) -> tuple[Mapping[str, Any], ...]:
@@ -216,18 +198,24 @@ def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
 
 
 def _roomier(problem: Problem, order: IntArray) -> dict[str, Any] | None:
-    """Return the first candidate of `order` that uses less than 90% of the memory, if the fastest uses more than 95%.
+    """Return the first candidate of `order` below ROOMY_SHARE of the memory, if the first candidate is not below it.
 
     Returns None otherwise, and if all candidates use the same share, because a knob sets the share that the engine
     reserves.
     """
     share = problem.predictions.share_in_use[order]
     below = order[share < ROOMY_SHARE]
-    return _records(problem, below[:1])[0] if below.size and share[0] > CROWDED_SHARE else None
+    return _records(problem, below[:1])[0] if below.size and share[0] >= ROOMY_SHARE else None
 
 
-CROWDED_SHARE, ROOMY_SHARE = 0.95, 0.90
-"""Shares of the memory. Users keep about a tenth free, because fragmentation and other processes vary."""
+ROOMY_SHARE = 0.90
+"""The share of the memory below which a candidate has ample room. Chosen by hand."""
+
+
+def _crowded(problem: Problem, order: IntArray) -> dict[str, Any] | None:
+    """Return the fastest candidate without a margin of memory, if it is faster than the first of `order`."""
+    seconds, crowded = problem.predictions.step_time_s, order[lacks_margin(problem)[order]]
+    return _records(problem, crowded[:1])[0] if crowded.size and seconds[crowded[0]] < seconds[order[0]] else None
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:

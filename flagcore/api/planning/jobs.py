@@ -13,7 +13,7 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.api.planning.estimate import prediction_records
+from flagcore.api.planning.records import prediction_records
 from flagcore.contracts import Costs, Platform, Problem, Workload
 from flagcore.domain.chip import Chip, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -59,6 +59,11 @@ def estimate_jobs(lines: Iterable[Line], *, without: Collection[str] = (), at_on
                     answer = {**answer, "warnings": [*answer.get("warnings", ()), duplicate_warning]}
                 seen_ids |= {name} if name is not None else set()
                 yield {"id": name, **answer}
+
+
+def predict_records(records: Sequence[Mapping[str, Any]], loaded: LoadedPlugins) -> list[Answer]:
+    """Return the prediction of each job record. An invalid record has a status and a reason."""
+    return _Jobs(loaded).answers(records)
 
 
 def _printable_id(line: object) -> str | None:

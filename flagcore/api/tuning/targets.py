@@ -1,7 +1,7 @@
 """Exports a candidate as files that start it, and a spec as a Kubernetes job that tunes it."""
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any, cast
 from flagcore import plugins
 from flagcore.api.candidate_parser import legal_candidate
 from flagcore.api.explaining.subject import columns_of, named_columns
-from flagcore.api.inputs import LoadedSpec
+from flagcore.api.inputs import LoadedSpec, with_settings
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
@@ -219,14 +219,16 @@ def manifest(
     where: Path | str,
     *,
     name: str | None = None,
+    chip: str | None = None,
+    settings: Sequence[str] = (),
     without: Collection[str] = (),
     **options: str | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the manifest of a Kubernetes job that tunes a spec, and notes for the user.
 
     Requires the extra `kubernetes`. `options`: `kind` (jobset, pytorchjob or volcano) and `image` are required; for the
-    others see `ExportJob`. All files must have the same paths in the image or on the volume. Raises the
-    errors of `flagcore.errors`.
+    others see `ExportJob`. All files must have the same paths in the image or on the volume. `chip` and `settings`
+    (`KEY=VALUE`) change the spec, and the job passes them to `flag tune`. Raises the errors of `flagcore.errors`.
     """
     place = Path(where)
     if place.is_dir():
@@ -237,5 +239,7 @@ def manifest(
         raise UsageError(_(text, run=place))
     name = job_name(place.stem) if name is None else checked_name(name)
     writer = cast(ManifestWriter, plugins.launcher("kubernetes"))
-    platform = load_snapshot(place, None, without).problem.platform
-    return writer.manifest(platform, place, name=name, options={key: value for key, value in options.items() if value})
+    changes = [word for each in settings for word in ("--set", each)] + (["--chip", chip] if chip else [])
+    platform = load_snapshot(with_settings(place, settings), chip, without).problem.platform
+    given = {key: value for key, value in options.items() if value}
+    return writer.manifest(platform, place, name=name, options=given, changes=changes)

@@ -28,7 +28,7 @@ from flagcore.api.inputs import (
     write_spec,
 )
 from flagcore.api.managing.host_report import host_telemetry
-from flagcore.api.managing.hosts import require_any_host, require_hosts
+from flagcore.api.managing.hosts import MEASURED_NETWORK, measured_network, require_any_host, require_hosts
 from flagcore.api.managing.report import save_report, save_report_of_engines
 from flagcore.api.planning.jobs import past_of_problem
 from flagcore.api.tuning.export import Outcome, save
@@ -48,7 +48,8 @@ from flagcore.report.page.summary import no_best
 from flagcore.report.result import noise_warnings
 from flagcore.spec.convert import engines_of, select_engine
 from flagcore.tuner.calibration import Experience
-from flagcore.tuner.loop import Dependencies, TuneResult
+from flagcore.tuner.feasibility import crowded_baseline_text
+from flagcore.tuner.loop import STOPPED, Dependencies, TuneResult
 from flagcore.tuner.loop import tune as run_loop
 from flagcore.tuner.store.directory import RunDirectory
 
@@ -76,9 +77,10 @@ def tune(
     `run_dir`: by default, `runs/` and the name of the file. An existing run is resumed; with `new`, it is moved aside.
     `without`: names of plugins to disable. `storage`: an Optuna storage that replaces the journal. `fidelity`
     (`estimate`, `probe` or `run`) and `objective` override the spec; a run may be resumed at a higher fidelity.
-    `on_event`: called when a trial starts and when it ends. `watch`: names of watchers, such as `webhook`, which get
-    events and cannot delay or stop the run. Several engines are tuned one after the other, and the outcome of the best
-    engine is returned. Raises the errors of `flagcore.errors`. The result is written if a trial has run.
+    `on_event`: called when a trial starts and when it ends; its argument's `stop()` ends the search. `watch`: names of
+    watchers, such as `webhook`, which get events and cannot delay or stop the run. Several engines are tuned one after
+    the other, and the outcome of the best engine is returned. Raises the errors of `flagcore.errors`. The result is
+    written if a trial has run.
     """
     file, data = spec_data(spec if objective is None else changed_spec(spec, {"auto_tuner.objective": objective}))
     data = data if fidelity is None else with_fidelity(data, fidelity)
@@ -114,6 +116,8 @@ class _EngineRun:
         self.launcher, self.strategy = plugins.launcher(spec.launcher), plugins.strategy(spec.strategy)
         self.directory, self.experience, self.name = RunDirectory(run_dir), Experience.of_user(), ""
         self.watchers = Watchers(watch)
+        self.network: Mapping[str, float] = {}
+        """The measured values of `cluster` keys about the network. They replace those that the spec leaves open."""
 
     def tune(self, on_event: OnEvent) -> Outcome:
         """Tune, save and report. Raises the error that stopped the run, or EveryTrialFailed if nothing was measured."""
@@ -166,7 +170,7 @@ class _EngineRun:
         agents.enter_context(self.launcher.keep_agents())
         not_needed = len(cluster.hosts) - cluster.min_nodes if cluster.min_nodes else cluster.spares
         names = [group.kind for group in cluster.groups for _ in range(group.nodes)]
-        hosts, devices = require_hosts(
+        hosts, devices, speeds = require_hosts(
             self.launcher,
             cluster.hosts,
             not_needed,
@@ -175,7 +179,15 @@ class _EngineRun:
             kinds=dict(zip(cluster.hosts, names, strict=False)),
             compare=self.spec.control.compare_hosts and not cluster.groups,
         )
-        self.spec = replace(self.spec, cluster=replace(cluster, hosts=hosts))
+        cluster = replace(cluster, hosts=hosts)
+        identity = None if self.new else self.directory.identity()
+        network = measured_network(speeds, cluster.devices_per_node) if cluster.nodes > 1 else None
+        if identity is not None:
+            self.network = identity["fixed"].get("network") or {}
+        elif network and cluster.with_measured(vars(network)) != cluster:
+            self.network = vars(network)
+            warn([_(MEASURED_NETWORK, settings=network.settings)])
+        self.spec = replace(self.spec, cluster=cluster.with_measured(self.network))
         return devices, host_telemetry(self.launcher, devices)
 
     def _files(self) -> list[str]:
@@ -211,9 +223,10 @@ class _EngineRun:
         warn_about_problem(problem)
         warn(filter(None, [problem.platform.precision_reason]))
         if self.spec.control.fidelity == RUN:
+            warn(filter(None, [crowded_baseline_text(problem)]))
             warn(self.workload.command_changes(problem.platform, problem.baseline))
         warn(self.workload.installation_notes(problem.platform))
-        fixed_fields = {"baseline": problem.baseline.as_dict(), "storage": storage}
+        fixed_fields = {"baseline": problem.baseline.as_dict(), "storage": storage, "network": self.network}
         self.name = directory.claim(fixed_task(self.data, problem), fixed_fields)
         choices, objective = problem.space.choices, self.spec.objective
         store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage)
@@ -279,6 +292,8 @@ def each_engine(
     for engine in engines:
         try:
             done[engine] = tune_one(_budget_share(select_engine(data, engine), len(engines)), run_dir / engine)
+            if done[engine].plan.stopped_because == STOPPED:
+                break
         except (Interrupted, HostLost):
             raise
         except FlagError as error:

@@ -310,7 +310,7 @@ LABELS = Labels(
         "mtp": "MTP Module",
         "output_head": "Output",
     },
-    measured_parts={"forward_backward_s": N_("forward and backward, s"), "optimizer_s": N_("optimizer, s")},
+    measured_parts={"forward_backward_s": N_("forward and backward"), "optimizer_s": N_("optimizer")},
     memory_line=(
         "Theoretical memory footprints: weight and optimizer={static_mb:.2f} MB, "
         "activation={activation_mb:.2f} MB, total={total_mb:.2f} MB"

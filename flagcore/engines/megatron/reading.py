@@ -147,8 +147,11 @@ def _number(text: str) -> float | None:
 
 RANK_PREFIX = r"^(?:\[[\w:]+\]:\s*)*"
 """Matches the prefixes that torchrun and torch add to a line of a rank: `[default0]:[rank0]: `."""
-PEER_FAILURE = r"gloo|NCCL|ncclRemoteError|Connection (?:reset|closed)|Broken pipe"
-"""Matches lines of a rank that failed only because another rank failed."""
+PEER_FAILURE = r"\bgloo\b|DistBackendError|Connection (?:reset|closed)|Broken pipe"
+"""Matches errors of a rank that failed only because another rank failed, in the words of torch.
+
+Plugins add the words of their vendors' collective libraries, as weak patterns.
+"""
 
 
 def _line(pattern: str, state: TrialState, advice: str = "") -> FailurePattern:
@@ -173,13 +176,16 @@ FAILURES = (
     _line(TE_MISSING, TrialState.FAILED, TE_ADVICE),
     _line(r"(?:AssertionError|ValueError|NotImplementedError): .+", TrialState.INVALID),
     _line(r"assert .+", TrialState.INVALID),
-    _line(rf"(?!.*(?:{PEER_FAILURE})){ANY_ERROR}", TrialState.FAILED),
+    FailurePattern(pattern=f"{RANK_PREFIX}(?P<reason>{ANY_ERROR})", state=TrialState.FAILED, general=True),
     FailurePattern(
         pattern=r"(?P<reason>failed \(exitcode: -\d+\) local_rank: \d+)",
         state=TrialState.FAILED,
         advice="a signal ended this rank; the exit code is its negative number",
+        general=True,
     ),
-    FailurePattern(pattern=f"{RANK_PREFIX}(?P<reason>{ANY_ERROR})", state=TrialState.FAILED, weak=True),
+    FailurePattern(
+        pattern=rf"{RANK_PREFIX}(?P<reason>(?=.*(?:{PEER_FAILURE})){ANY_ERROR})", state=TrialState.FAILED, weak=True
+    ),
 )
 """Patterns of failures in the log of a trial, from flagcore's trial program, Megatron-LM and torchrun.
 

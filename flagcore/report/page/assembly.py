@@ -26,7 +26,7 @@ from flagcore.report.page.resources import improvements, memory, pipeline, step_
 from flagcore.report.page.run import RunData
 from flagcore.report.page.search import accuracy, funnel, learning, progress, trial_table, trials
 from flagcore.report.page.serving import front_table, serving
-from flagcore.report.page.summary import stopped, summary
+from flagcore.report.page.summary import ending, summary
 from flagcore.report.text import funnel as funnel_text
 from flagcore.report.text import repeats_text
 
@@ -51,8 +51,8 @@ def page(run: RunData) -> Page:
 
 def result_text(run: RunData) -> str:
     """Return a result as text."""
-    ending = stopped(run)
-    blocks = [block for block in summary(run).blocks if block not in ending and not isinstance(block, Chart)]
+    last = ending(run)
+    blocks = [block for block in summary(run).blocks if block not in last and not isinstance(block, Chart)]
     parts = [text for block in blocks for text in plain_text(block)]
     if run.all_trials:
         failed_trials = [trial for trial in run.all_trials if trial.reason and trial.state is not TrialState.STOPPED]
@@ -60,7 +60,7 @@ def result_text(run: RunData) -> str:
         parts.append("\n".join([plain_table(trial_table(run)), *(texts if run.best else [])]))
     parts += [text for block in (front_table(run), learning(run)) for text in plain_text(block)]
     parts.append("\n".join([funnel_text(run.counts, run.fidelity), *repeats_text(failed_repeats(run.repeats))]))
-    return "\n\n".join([*parts, *(each.text for each in ending)])
+    return "\n\n".join([*parts, *(each.text for each in last)])
 
 
 UNITS = {"bytes": (2**30, "GiB"), "bytes/s": (1e9, "GB/s"), "flops/s": (1e12, "TFLOP/s")}

@@ -1,11 +1,10 @@
 """Sections on the bottleneck of the best, the influence of each knob, the step time, the memory and the pipeline."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from flagcore.domain.prediction import Passes
-from flagcore.domain.trial import RUN, Trial
+from flagcore.domain.trial import Trial
 from flagcore.i18n import N_, _
 from flagcore.physics.pipelines import SCHEDULES
 from flagcore.report.explanation import by_component, memory_parts
@@ -168,10 +167,11 @@ def step_time(run: RunData) -> Section | None:
     if not predicted_trials:
         return None
     blocks: list[Block] = [*_step_parts(run, predicted_trials)]
-    measured_rows = [[name, *figures] for name, trial in trials.items() if (figures := _measured_parts(run, trial))]
-    if measured_rows:
+    parts = {name: (figures, measured_s(trial)) for name, trial in trials.items() if (figures := run.step_parts(trial))}
+    if parts:
         headings = [_("trial"), *(_(text) for text in run.labels.measured_parts.values()), _("step s")]
-        blocks.append(table(_("Measured by the trial program, median over steps"), headings, measured_rows))
+        measured_rows = [[name, *figures.values(), step_s] for name, (figures, step_s) in parts.items()]
+        blocks.append(table(_("Seconds that the trial program measured, median over steps"), headings, measured_rows))
     return Section("step", _((REQUEST_TEXTS if run.serves else STEP_TEXTS)[0]), blocks)
 
 
@@ -194,19 +194,6 @@ def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Iterator[Block]:
     for text, figures in ((_("predicted"), totals.values()), (_("measured"), measured)):
         rows.append([text, *(each for figure in figures for each in (cell(figure), cell(None)))])
     yield table(_(title), [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows)
-
-
-def _measured_parts(run: RunData, trial: Trial) -> list[Any]:
-    """Return the median of each measured part of a step after the warm-up. It is empty if no parts were measured."""
-    count = len(trial.measurement.step_times_s) if trial.measurement else 0
-    steps, parts = run.metrics(trial).get("steps"), run.labels.measured_parts
-    if not count or not isinstance(steps, list) or trial.fidelity != RUN or not parts:
-        return []
-    counted_steps = [step for step in steps if isinstance(step, Mapping)][-count:]
-    figures = [[each for step in counted_steps if (each := number(step.get(key))) is not None] for key in parts]
-    if not counted_steps or any(len(values) < len(counted_steps) for values in figures):
-        return []
-    return [*map(median, figures), measured_s(trial)]
 
 
 def pipeline(run: RunData) -> Section | None:

@@ -18,7 +18,7 @@ from flagcore.domain.plan import Plan
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import SERVING, is_rate, objective_value
-from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
+from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
 from flagcore.i18n import _
 from flagcore.report.formats import hardware_text, lookup
 from flagcore.report.page.blocks import Cell
@@ -258,6 +258,21 @@ class RunData(Plan):
     def metrics(self, trial: Trial) -> Record:
         """Return the content of a trial's metrics.json. It is empty if the file cannot be read."""
         return json_file(self.trial_folder(trial) / "metrics.json")
+
+    def step_parts(self, trial: Trial) -> dict[str, float]:
+        """Return the median seconds of each measured part of a step after the warm-up, by its key in metrics.json.
+
+        It is empty if no parts were measured.
+        """
+        count = len(trial.measurement.step_times_s) if trial.measurement else 0
+        steps, parts = self.metrics(trial).get("steps"), self.labels.measured_parts
+        if not count or not isinstance(steps, list) or trial.fidelity != RUN or not parts:
+            return {}
+        counted_steps = [step for step in steps if isinstance(step, Mapping)][-count:]
+        figures = {key: [number(step.get(key)) for step in counted_steps] for key in parts}
+        known = {key: [value for value in values if value is not None] for key, values in figures.items()}
+        is_complete = all(len(values) == len(counted_steps) > 0 for values in known.values())
+        return {key: median(values) for key, values in known.items()} if is_complete else {}
 
     def tails(self, trial: Trial) -> list[tuple[str, str]]:
         """Return the names and the ends of the logs of a trial and of its probed ranks.

@@ -9,7 +9,7 @@ from flagcore.domain.plan import DAY
 from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
-from flagcore.report.candidate_report import causes_text
+from flagcore.report.candidate_report import causes_text, figure_pairs
 from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.page.blocks import (
     Block,
@@ -42,6 +42,7 @@ from flagcore.report.text import (
     gain_text,
     limits_text,
     load_text,
+    nearest_limit,
     scaled_text,
     state_name,
 )
@@ -60,7 +61,7 @@ def summary(run: RunData) -> Section:
     blocks: list[Block] = [Text(note, warning=True) for note in run.warnings]
     best = run.best
     if best is None:
-        blocks += [Text(line, warning=True) for line in f"{no_best(run)}.".splitlines()]
+        blocks += [Text(line, warning=True) for line in f"{'; '.join(_why_no_best(run))}.".splitlines()]
         listed = [each for each in run.trials if each.number in run.listed]
         rows = [[run.cell(each), run.state_text(each), run.broken_limits(each) or each.reason] for each in listed]
         blocks += [table(_("Reasons"), [_("trial"), _("state"), _("reason")], rows)] if rows else []
@@ -75,21 +76,27 @@ def summary(run: RunData) -> Section:
         text = N_("Slow device, which delays all other devices: {line} (trial {trials}).")
         blocks.append(Text(_(text, line=line, trials=", ".join(map(str, numbers)))))
     blocks += [Text(_("Note: {note}.", note=note)) for note in run.notes]
-    return Section("summary", _("Summary"), [*blocks, *stopped(run)])
+    return Section("summary", _("Summary"), [*blocks, *ending(run)])
 
 
-def stopped(run: RunData) -> list[Text]:
-    """Return why the run stopped.
+def ending(run: RunData) -> list[Text]:
+    """Return why the run stopped, and what to do next.
 
-    It is empty while the run is in progress, and if there is no best, because `no_best` then gives the reason.
+    Without a best, the reason is not repeated, because the summary begins with it.
     """
-    return [Text(_("Stopped: {reason}.", reason=run.stop_reason))] if run.best and run.stop_reason else []
+    reason = [_("Stopped: {reason}.", reason=run.stop_reason)] if run.best and run.stop_reason else []
+    return [Text(text) for text in (*reason, *(_("Next: {step}.", step=step) for step in next_steps(run)))]
 
 
 def no_best(run: RunData) -> str:
-    """Return paragraphs on why there is no best: the trial nearest to the limits, and why the run stopped.
+    """Return in one paragraph why there is no best, and what to do next."""
+    return "; ".join([*_why_no_best(run), *next_steps(run)])
 
-    If nothing was measured, the most frequent failure and the command that continues the run follow.
+
+def _why_no_best(run: RunData) -> list[str]:
+    """Return why there is no best: the trial nearest to the limits, why the run stopped, and the most frequent failure.
+
+    The failure is left out if it is the reason why the run stopped, or if trials were measured.
     """
     count, closest, nearest = len(run.trials), run.nearest, ""
     if not run.trials:
@@ -107,14 +114,11 @@ def no_best(run: RunData) -> str:
         values, reason = run.configuration(closest), run.broken_limits(closest)
         text_of_trial = N_("nearest: trial {number} ({values}): {reason}")
         nearest = _(text_of_trial, number=closest.number, values=values, reason=reason)
-    return "; ".join(filter(None, [text, nearest, run.stop_reason, *(_next_steps(run) if run.is_unmeasured else ())]))
+    return [*filter(None, [text, nearest, run.stop_reason]), *(_failures(run) if run.is_unmeasured else ())]
 
 
-def _next_steps(run: RunData) -> Iterator[str]:
-    """Yield the most frequent failure with its logs, and the command that resumes the run or starts it again.
-
-    The failure is left out if it is the reason why the run stopped.
-    """
+def _failures(run: RunData) -> Iterator[str]:
+    """Yield the most frequent failure of the trials with its logs."""
     failures = [each for each in run.trials if each.state is not TrialState.INTERRUPTED]
     failures = [each for each in failures if str(each.reason) not in run.stopped_because]
     if failures:
@@ -128,11 +132,21 @@ def _next_steps(run: RunData) -> Iterator[str]:
             reason=reason,
             folder=Path(run.folder_name, log).parent,
         )
+
+
+def next_steps(run: RunData) -> Iterator[str]:
+    """Yield what to do next, with the command for it. It is empty if the best of a finished run can be started."""
     command = f"flag tune SPEC --run-dir {shlex.quote(run.folder_name)}"
     if run.was_interrupted:
-        yield _("`{command}` resumes it", command=command)
-    else:
+        text = N_("`{command}` resumes it") if run.stopped_because else N_("if it has ended, `{command}` resumes it")
+        yield _(text, command=command)
+    elif run.fidelity == ESTIMATE:
+        yield _("on the devices, `{command}` measures candidates", command=f"{command} --fidelity run")
+    elif run.is_unmeasured:
         yield _("when the cause is fixed, `{command}` starts again", command=f"{command} --new")
+    elif run.best is None:
+        text = N_("with higher limits, a lower load or more devices, `{command}` starts again")
+        yield _(text, command=f"{command} --new")
 
 
 def _answer(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
@@ -181,6 +195,8 @@ def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     if run.limits:
         yield _("Within latency limits"), Cell(limits_text(run.limits))
         if measured:
+            if nearest := nearest_limit(measured.figures, run.limits):
+                yield _("Nearest limit"), Cell(*nearest)
             yield _("Without the limits"), Cell(_fastest_without_limits(run, best))
     source = f"{_(NAMES['trials_made'][run.fidelity])}, {_('trial')} {best.number}"
     yield _("Source"), Cell(source, None, f"#trial-{best.number}")
@@ -384,7 +400,7 @@ def why(run: RunData) -> str:
     times = (run.median_s(other), run.median_s(best))
     if times[0] is None or times[1] is None:
         return ""
-    return causes_text(
+    text = causes_text(
         run.objective,
         name,
         (times[0], times[1]),
@@ -392,3 +408,8 @@ def why(run: RunData) -> str:
         _(NAMES["trials_made"][run.fidelity]),
         has_rounds=other is run.baseline and run.speedup is not None,
     )
+    measured = figure_pairs(run.step_parts(other), run.step_parts(best))
+    parts = [
+        f"{_(run.labels.measured_parts[key])} {after - before:+.3g} s" for key, (before, after) in measured.items()
+    ]
+    return " ".join([text, *([_("Measured differences: {parts}.", parts=", ".join(parts))] if parts else [])])

@@ -12,6 +12,7 @@ import numpy as np
 import scipy
 
 from flagcore.contracts import SearchContext
+from flagcore.domain.chip import share_of_others
 from flagcore.domain.prediction import Features, Observations
 from flagcore.domain.search_state import FAILED_STATES, overheads
 from flagcore.domain.space import FloatArray, IntArray
@@ -234,7 +235,8 @@ def _noise(trial: Trial, measured: Measurement, least: float) -> float:
     estimate.
     """
     spread = max(_spread(measured), least) / math.sqrt(max(len(measured.step_times_s), 1))
-    return max(PARTIAL_NOISE if measured.partial else MIN_NOISE, spread, trial.interval)
+    share = share_of_others(measured.telemetry)  # of the cores, by which the trial may have been slowed down
+    return max(PARTIAL_NOISE if measured.partial else MIN_NOISE, spread, trial.interval, share)
 
 
 def full_trial_seconds(context: SearchContext, log_time: FloatArray) -> FloatArray:

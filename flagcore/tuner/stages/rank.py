@@ -37,7 +37,6 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
         earlier = by_candidate.get(trial.candidate)
         if earlier is None or not earlier.is_conclusive or earlier.source or earlier.state is TrialState.FAILED:
             by_candidate[trial.candidate] = trial
-    measured = [trial for trial in by_candidate.values() if trial.state is TrialState.MEASURED and trial.is_conclusive]
     baseline = [trial for trial in by_candidate.values() if trial.role is Role.BASELINE]
     repeats = tuple(trial for trial in own_trials if trial.role is Role.REPEAT)
     search_state = SearchState(
@@ -46,6 +45,7 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
         baseline=baseline[0] if baseline else None,
         probes=tuple(trial for trial in trials if trial.fidelity != fidelity),
     )
+    measured = [each for each in by_candidate.values() if each.is_conclusive and search_state.runs_of(each.candidate)]
     order = sorted(measured, key=lambda trial: -search_state.speed_of(trial.candidate))
     best = next((trial for trial in order if search_state.keeps_limits(trial.candidate)), None)
     return replace(search_state, best=best, fastest=next(iter(order), None))

@@ -1,5 +1,6 @@
 """What the page tells is what result.json says, unrounded behind each figure."""
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from flagcore.domain.plan import Counts
 from flagcore.report.formats import lookup, shown, size_text
 from flagcore.report.page.run import MAX_LISTED
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
-from tests.report.page.reading import Read
+from tests.report.page.reading import Read, read
 
 Edited = Callable[..., Read]
 STEP = "measured.step_time_s.median"
@@ -194,8 +195,30 @@ def test_if_no_trial_meets_the_limits_the_nearest_is_reported(runs: Runs, edited
     nearest = min(trials, key=lambda trial: trial["measured"]["figures"]["ttft_s"]["p99"])["number"]
     page = edited("serving", late)
     assert f"nearest: trial {nearest} (" in page.section("summary").text
+    assert "--run-dir . --new`" in page.section("summary").text
     row = page.rows("serving", "TTFT of requests")[0]
     assert (row["load point"].text.split(",")[0], row["trial"].value) == ("nearest", nearest)
+
+
+def test_differences_of_measured_parts_are_named(runs: Runs, copied: Callable[..., Path]) -> None:
+    folder, parts = copied("dense"), {"baseline": (0.15, 0.05), "best": (0.08, 0.02)}
+    for name, (forward_backward_s, optimizer_s) in parts.items():
+        steps = [{"forward_backward_s": forward_backward_s, "optimizer_s": optimizer_s}] * 3
+        trial = folder / "trials" / str(runs("dense").result[name]["number"])
+        (trial / "metrics.json").write_text(json.dumps({"steps": steps}))
+    page = read(api.report(folder))
+    assert re.search(r": forward and backward -0\.07 s, optimizer -0\.03 s", page.section("summary").text)
+    rows = page.rows("step", "Seconds that the trial program measured")
+    assert {row["trial"].text: (row["forward and backward"].value, row["optimizer"].value) for row in rows} == parts
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [("failed", " --new"), ("interrupted", ""), ("killed", ""), ("estimate", " --fidelity run"), ("dense", None)],
+)
+def test_the_summary_ends_with_the_next_command(runs: Runs, kind: str, option: str | None) -> None:
+    commands = re.findall(r"`flag tune SPEC --run-dir \.( --.*?)?`", runs(kind).page.section("summary").text)
+    assert commands == ([] if option is None else [option])
 
 
 def test_chip_facts_have_their_sources(runs: Runs) -> None:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from unittest import mock
 
 from flagcore.domain.chip import Chip, Device
 from flagcore.errors import SpecError
 from flagcore.plugins.entry_points import one_line
+from flagcore.vendorkit import machine
 from flagcore_testing.examples import FOREIGN_CHIP, example_calls
 from flagcore_testing.kit import Check, Problems, Subject, check
 
@@ -40,6 +42,7 @@ ARGUMENTS: Mapping[str, Callable[[Subject], Iterable[tuple[Any, ...]]]] = {
     **dict.fromkeys(BY_ENGINE, Subject.pairs),
     "telemetry_is_valid": lambda plugin: [(Device(index=0, chip=chip.name),) for chip in plugin.own_chips()],
     "check_task_is_valid": lambda plugin: [(task,) for task in plugin.tasks()],
+    "health_is_valid": lambda plugin: [(chip,) for chip in plugin.own_chips()[:1]],
 }
 """Maps each check to a function that returns the arguments of its calls."""
 
@@ -49,8 +52,9 @@ def _made(name: str) -> Check:
 
     def valid(plugin: Subject) -> Problems:
         plugin.implements(f"flagcore_{hook}")
-        for arguments in ARGUMENTS[name](plugin):
-            getattr(plugin.loaded, hook)(*arguments)
+        with mock.patch.object(machine, "query_torch", return_value=None):  # health imports the real torch
+            for arguments in ARGUMENTS[name](plugin):
+                getattr(plugin.loaded, hook)(*arguments)
         yield from plugin.problems_of(f"flagcore_{hook}")
 
     valid.__name__ = name

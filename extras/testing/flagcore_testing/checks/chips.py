@@ -13,6 +13,7 @@ from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip, Fact, normalize_name
 from flagcore.vendorkit.fields import SOURCE_KEYS
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, chips
+from flagcore_testing.package import Transcript
 
 KINDS = {*SOURCE_KEYS, "user"}
 DATE = re.compile(r"\d{4}(-\d{2}){0,2}")
@@ -117,6 +118,12 @@ BANDWIDTH, LINK, NIC = "memory_bandwidth_bytes_per_second", "link.bytes_per_seco
 HOST, PEAK = "host_bytes_per_second", "dense_flops_per_second."
 OPERATIONS_PER_BYTE = (0.5, 2000.0)
 """Operations per byte of memory traffic, from a CPU core to an accelerator with all matrix units."""
+ACCELERATOR_BANDWIDTH = 1e11
+"""Memory bandwidth in bytes per second above which a chip is an accelerator."""
+MATRIX_OPERATIONS_PER_BYTE = 25.0
+"""Minimum number of 16-bit operations per byte of an accelerator; 31 is the smallest of a known chip."""
+SECONDS_OF_MEMORY = (0.012, 0.35)
+"""Seconds in which an accelerator reads its whole memory; 0.018 and 0.22 are the extremes of known chips."""
 FORMATS = (("fp64", "fp32"), ("fp32", "tf32"), ("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp8", "fp4"))
 """Pairs of number formats. The narrower format is never slower, because it moves fewer bytes."""
 SPARSE = 3.8
@@ -130,13 +137,15 @@ ONE_DEVICE = (
     "give one device's share in bytes, not bits: 400 Gb/s are 5.0e+10; if links and network are one fabric, notes say "
     "the words 'same fabric'"
 )
+SIXTEEN_BITS = ("bf16", "fp16")
 RATIOS = (
     *((PEAK + two, PEAK + one, 0.999, SPARSE, DENSE_PEAK, "emulated") for one, two in FORMATS[2:]),
     *((PEAK + two, PEAK + one, 0.999, math.inf, DENSE_PEAK, "emulated") for one, two in FORMATS[:2]),
     (PEAK + "bf16", PEAK + "fp16", 0.6, 1.5, HALF_RATE, "emulated|half the rate"),
     *((PEAK + name, BANDWIDTH, *OPERATIONS_PER_BYTE, "correct a prefix", "emulated") for name in ("bf16", "fp16")),
     (LINK, BANDWIDTH, 0.0, 0.75, "give bytes, not bits, that one device sends in one direction", "$."),
-    (NIC, LINK, 0.0, 0.999, ONE_DEVICE, "same fabric"),
+    (NIC, LINK, 0.0, 0.999, f"check both; {ONE_DEVICE}", "same fabric"),
+    *((PEAK + "int8", PEAK + two, 0.0, SPARSE, DENSE_PEAK, "half the rate|fp32 accumulation") for two in SIXTEEN_BITS),
     (NIC, HOST, 0.0, 1.001, ONE_DEVICE, "same fabric"),
 )
 """Bounds of a figure relative to another one, the fix, and words of the notes that explain another ratio."""
@@ -166,6 +175,25 @@ def figures_are_consistent(chip: Chip) -> Problems:
                 yield Problem(f"{chip.name}: {values}", fix)
 
 
+@check("devices_per_node counts devices, as the tool lists them: a card may have several")
+def nodes_have_the_devices_of_transcripts(plugin: Subject) -> Problems:
+    for chip in plugin.own_chips():
+        if chip.devices_per_node % chip.devices_per_card:
+            count = f"devices_per_card = {chip.devices_per_card} does not divide devices_per_node"
+            yield f"{chip.name}: {count} = {chip.devices_per_node}"
+        for each in _listings(plugin):
+            listed = sum(one.devices for one in each.lists if chip.has_name(one.chip))
+            if listed > chip.devices_per_node:
+                yield f"{chip.name}: devices_per_node = {chip.devices_per_node}, but {each.name} lists {listed}"
+
+
+def _listings(plugin: Subject) -> tuple[Transcript, ...]:
+    try:
+        return plugin.listings
+    except Skip:
+        return ()
+
+
 @check("give how many consecutive devices the link joins: a share of a node, or whole nodes", each=chips)
 def link_domains_divide_nodes(chip: Chip) -> Problems:
     size, node = chip.link.domain_size if chip.link else None, chip.devices_per_node
@@ -173,8 +201,24 @@ def link_domains_divide_nodes(chip: Chip) -> Problems:
         yield f"{chip.name}: link.domain_size = {size} does not divide devices_per_node = {node}"
 
 
-USUAL_OPERATIONS_PER_BYTE = 330.0
-"""Operations per byte of memory traffic in 16 bits. Few chips exceed this, but most would with doubled (sparse) peaks.
+@check("correct the bandwidth, the memory or the peak: bytes, not bits, of one device", each=chips)
+def memory_bandwidth_is_plausible(chip: Chip) -> Problems:
+    rate, memory = chip.memory_bandwidth_bytes_per_second, chip.memory_bytes
+    if rate is None or rate.value < ACCELERATOR_BANDWIDTH:
+        return
+    given, (low, high) = f"{chip.name}: {BANDWIDTH} = {rate.value:g}", SECONDS_OF_MEMORY
+    for name in ("bf16", "fp16"):
+        peak = chip.dense_flops_per_second.get(name)
+        if peak and peak.value < MATRIX_OPERATIONS_PER_BYTE * rate.value:
+            ratio = peak.value / rate.value
+            yield f"{given} leaves {ratio:.3g} operations per byte in {name}, fewer than any known chip"
+    if memory and not low <= memory.value / rate.value <= high:
+        yield f"{given} reads the whole memory in {memory.value / rate.value:.2g} s; known chips take {low} to {high}"
+
+
+USUAL_OPERATIONS_PER_BYTE, MOST_OPERATIONS_PER_BYTE = 330.0, 430.0
+"""Operations per byte of memory traffic in 16 bits. Few chips exceed the first figure, none the second, but most would
+with doubled (sparse) peaks.
 """
 OVER_FP32 = 40.0
 """Maximum ratio of a 16-bit peak to fp32; 31 is the largest of a known chip."""
@@ -196,7 +240,7 @@ DENSE = re.compile(r"\bdense\b|(without|no|not) (structured )?sparsity", re.I)
 def peaks_are_dense(chip: Chip) -> Problems:
     peaks = chip.dense_flops_per_second
     for name in ("bf16", "fp16"):
-        if name in peaks and not _is_dense(chip, peaks[name]) and (why := _peak_problem(chip, name)):
+        if name in peaks and (why := _peak_problem(chip, name)):
             yield f"{chip.name}: {name} = {peaks[name].value:g} {why}"
 
 
@@ -226,7 +270,8 @@ def _peak_problem(chip: Chip, name: str) -> str:
     """Return why a 16-bit peak looks like a sparse rate, or an empty string if it does not."""
     peaks, rate = chip.dense_flops_per_second, chip.memory_bandwidth_bytes_per_second
     peak = peaks[name].value
-    if rate and USUAL_OPERATIONS_PER_BYTE * rate.value < peak <= OPERATIONS_PER_BYTE[1] * rate.value:
+    usual = MOST_OPERATIONS_PER_BYTE if _is_dense(chip, peaks[name]) else USUAL_OPERATIONS_PER_BYTE
+    if rate and usual * rate.value < peak <= OPERATIONS_PER_BYTE[1] * rate.value:
         return f"is {peak / rate.value:.0f} operations per byte of memory traffic, more than any known chip"
     if "fp32" in peaks and peak > OVER_FP32 * peaks["fp32"].value:
         return f"is {peak / peaks['fp32'].value:.0f} times fp32, more than any known chip"
@@ -240,29 +285,8 @@ def _is_dense(chip: Chip, peak: Fact) -> bool:
     return bool(DENSE.search(peak.source.detail) or DENSE.search(chip.notes))
 
 
-ONE_WAY = re.compile(r"one way|one direction|each direction|unidirectional|halved|half of|\u5355\u5411", re.I)
-"""Words that confirm the rate of one device in one direction."""
-BOTH_WAYS = re.compile(r"both directions|two directions|bidirectional|per pair|a pair\b|in total|\u53cc\u5411", re.I)
-GIGABITS = re.compile(r"(?<![\d.])(?<!lanes of )(\d+(?:\.\d+)?) ?(?:Gb/s|Gbps|Gbit/s)")
-PER_NODE = re.compile(r"(?:a|per|each|every) (?:node|server|machine|host)\b|\u6bcf\u8282\u70b9|\u6bcf\u53f0", re.I)
 MEMORY_RATIOS = (0.98, 1.25)
 """Range of a chip's memory divided by the memory in a transcript, which error correction reduces."""
-
-
-@check(
-    "give what one device sends in one direction, half of what is published for both; say 'one way' in the source or "
-    "the notes",
-    each=chips,
-)
-def link_rates_are_one_way(chip: Chip) -> Problems:
-    link = chip.link
-    if link is None or link.topology in ("pcie", "shared-memory"):
-        return
-    words = f"{link.bytes_per_second.source.detail} {chip.notes}"
-    if not ONE_WAY.search(words):
-        two_way = BOTH_WAYS.search(link.bytes_per_second.source.detail)
-        problem = f"has a source for {two_way[0]!r}" if two_way else "does not say whether it is one way"
-        yield f"{chip.name}: link.bytes_per_second = {link.bytes_per_second.value:g} {problem}"
 
 
 @check("give bytes: 64 GiB are 68719476736; if only the nominal size is known, say 'nominal' in the source", each=chips)
@@ -270,28 +294,6 @@ def memory_is_in_binary_units(chip: Chip) -> Problems:
     memory = chip.memory_bytes
     if memory and memory.value % 1e9 == 0 and "nominal" not in memory.source.detail:
         yield f"{chip.name}: memory_bytes = {memory.value:g} is {memory.value / 1e9:g} GB, not GiB"
-
-
-@check("give bytes per second of one device: 400 Gb/s are 5.0e+10; divide what a node shares by devices_per_node")
-def rates_match_their_sources(plugin: Subject) -> Problems:
-    for chip in plugin.own_chips():
-        for key in (LINK, NIC, HOST):
-            fact = chip.figures.get(key)
-            if fact and (why := _unlike(fact, chip)):
-                yield f"{chip.name}: {key} = {fact.value:g}, {why}"
-
-
-def _unlike(fact: Fact, chip: Chip) -> str:
-    """Return how a rate differs from the gigabits that its source states, or an empty string if it does not differ."""
-    for number in map(float, GIGABITS.findall(fact.source.detail)):
-        stated = number * 1e9 / 8
-        if abs(fact.value / (8 * stated) - 1) < 0.01:
-            return f"but its source has {number:g} Gb/s, which are {stated:g} bytes per second"
-        shared = PER_NODE.search(fact.source.detail) and not re.search(r"shared|share of", fact.source.detail)
-        if shared and chip.devices_per_node > 1 and abs(fact.value / stated - 1) < 0.01:
-            share = stated / chip.devices_per_node
-            return f"but its source has {number:g} Gb/s for a node of {chip.devices_per_node} devices: {share:g} each"
-    return ""
 
 
 @check("give the total that the tool reports, not what is in use, in bytes")

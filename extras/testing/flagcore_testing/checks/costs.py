@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel
+from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel, communicator_bytes
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import FloatArray
@@ -20,6 +20,8 @@ MIN_BYTES = 2**20
 """Minimum number of bytes. A smaller figure is probably in MiB or GiB."""
 IDLE_SHARE = 0.25
 """Maximum share of a device's memory for context, libraries and collective buffers."""
+RESERVED = 1.5
+"""Maximum memory that an allocator reserves for tensors, relative to them; 1.0005 to 1.03 was measured."""
 
 
 def _models(plugin: Subject) -> list[tuple[Chip, MemoryModel]]:
@@ -46,6 +48,13 @@ def memory_model_is_in_bytes(chip: Chip, model: MemoryModel) -> Problems:
         yield f"{chip.name}: device_used_bytes(0) = {used:g}"
     if not 0 <= model.workspace_bytes() <= 2**32:
         yield f"{chip.name}: workspace_bytes() = {model.workspace_bytes():g}"
+    buffers = communicator_bytes(model)
+    if buffers != 0 and not MIN_BYTES <= buffers <= 2**32:
+        yield f"{chip.name}: communicator_bytes() = {buffers:g}"
+    reserved = float(model.reserved_bytes(np.full(1, 2.0**35))[0]) / 2**35
+    if reserved > RESERVED:
+        text = f"{chip.name}: reserved_bytes of the memory model returns {reserved:g} times its argument"
+        yield Problem(text, "give fragmentation as a share of the tensors, such as 0.02")
 
 
 @check("use group.memory_bytes if it is set, else the chip's memory_bytes")

@@ -5,14 +5,17 @@ from contextlib import suppress
 
 from flagcore.domain.chip import Chip, Support
 from flagcore.domain.engine import EngineSupport, ForcedSetting, RefusedValues, ValueRule
-from flagcore.domain.knob import Factor, Knob
+from flagcore.domain.knob import WHOLE_STEP, Factor, Knob
+from flagcore.domain.prediction import PART_NAMES
 from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
-from flagcore.plugins import workload
+from flagcore.plugins import kind_of, workload
 from flagcore.tuner.stages.build import JOB_KEYS, SHARED_PREFIXES
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
+MOST = 5.0
+"""Maximum factor of a knob on time or memory."""
 PREFIXES = ", ".join(SHARED_PREFIXES)
 Supported = tuple[str, Chip, str, EngineSupport]
 
@@ -141,6 +144,12 @@ def knobs_are_complete(chip: Chip, engine: str, knob: Knob) -> Problems:
         text = f"{name} of {engine} scales the time or the memory without an interval"
         yield Problem(text, "give low and high, the ends of an 80% interval")
     is_estimated = knob.source is not None and knob.source.kind == "estimated"
+    for effect in knob.effects.values():
+        if kind_of(engine) == "train" and effect.part not in (WHOLE_STEP, *PART_NAMES):
+            parts = ", ".join((WHOLE_STEP, *PART_NAMES))
+            yield Problem(f"{name} of {engine} scales the unknown part {effect.part!r}", f"the parts are {parts}")
+    if wide := [factor.value for factor in factors if not 1 / MOST <= factor.value <= MOST]:
+        yield Problem(f"{name} of {engine} has the factor {wide[0]:g}", "give a ratio: 8% less time are 0.92")
     if knob.effect_source is None and not is_estimated and any(each != Factor() for each in factors):
         text = f"{name} of {engine} has factors without a source"
         yield Problem(text, "add effect: {kind: estimated, method: WHY}, or the source of these figures")

@@ -6,19 +6,24 @@ The side effects of its import and of its hooks are observed in a separate proce
 import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from flagcore.domain.chip import Chip
 from flagcore.plugins import LoadedPlugins
 from flagcore_testing.examples import group_of, task_on
-from flagcore_testing.hook_runner import DRIVERS
+from flagcore_testing.hook_runner import seconds_without_waiting
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
 PUBLIC_PACKAGES = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing", "vendorkit")
@@ -26,7 +31,14 @@ PUBLIC_PACKAGES = ("contracts", "domain", "errors", "files", "hooks", "physics",
 
 
 FIX_OF_IMPORT = "correct pyproject.toml or the import; `python -c` with the entry point's module shows the traceback"
+FIX_OF_MODULE = (
+    "import it inside the hook that needs it, or run it in another process (vendorkit.machine): a plugin must load on "
+    "every machine; name what it always needs in dependencies of pyproject.toml"
+)
 FIX_OF_HOOKS = "correct the object that the entry point names; docs/hooks.md lists all hooks"
+
+
+MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
 
 
 @check()
@@ -34,6 +46,8 @@ def plugin_loads(plugin: Subject) -> Problems:
     for failure in plugin.loaded.failures:
         if failure.stage in ("load", "check"):
             fix = FIX_OF_IMPORT if failure.stage == "load" else FIX_OF_HOOKS
+            if (missing := MISSING.search(failure.reason)) and not missing[1].startswith("flagcore"):
+                fix = FIX_OF_MODULE
             yield Problem(f"{plugin.name}: {failure.reason}", fix)
 
 
@@ -91,25 +105,31 @@ ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "T
 IMPORT_SECONDS = 5.0
 """Time limit of the import in seconds, without flagcore's own imports."""
 SECONDS = 12.0
-"""Time limit of one call of a hook in seconds. A command calls each hook once per chip."""
+"""Time limit of one call of a hook in seconds, without those in which it waits for a processor. A command calls each
+hook once per chip."""
 TOTAL_SECONDS = 45.0
-"""Time limit of the whole process in seconds: its start, which imports flagcore, and all hooks."""
+"""Time limit of the whole process in the same seconds: its start, which imports flagcore, and all hooks."""
+POLL_SECONDS = 0.1
 Record = dict[str, Any]
 
 
-@check("import it inside the hook that needs it, or run it in another process (vendorkit.machine)")
+@check(FIX_OF_MODULE)
 def import_loads_no_framework(plugin: Subject) -> Problems:
     import_text = f"{plugin.package}: import {plugin.hooks_module}"
     for record in _import_record(plugin):
         if record["raised"]:
             message = f"{import_text} fails in a new process: {record['raised']}"
             yield Problem(message, "import everything that the module uses")
-        if record["drivers"]:
-            yield f"{import_text} loads {', '.join(record['drivers'])}"
-        for path in map(Path, record["files"]):
-            for name, line in _top_level_imports(ast.parse(path.read_text("utf-8")).body):
-                if name in DRIVERS and name not in record["drivers"]:  # it is not installed here
-                    yield f"{path.name}:{line} imports {name} if it is installed"
+        imports = [
+            f"{path.name}:{line} imports {name} when the module is loaded"
+            for path in map(Path, record["files"])
+            for name, line in _top_level_imports(ast.parse(path.read_text("utf-8")).body)
+            if not _is_allowed(plugin, name)
+        ]
+        yield from imports
+        loaded = [name for name in record["loaded"] if not _is_allowed(plugin, name)]
+        if loaded and not imports:
+            yield f"{import_text} loads {', '.join(loaded)}"
 
 
 @check("change no state of the process; do slow work, start threads and log in the hook that needs it")
@@ -118,10 +138,51 @@ def import_has_no_side_effects(plugin: Subject) -> Problems:
     for record in _import_record(plugin):
         if record["printed"]:
             yield f"{import_text} prints {record['printed'][:60]!r}"
-        if not record["drivers"]:
+        if all(_is_allowed(plugin, name) for name in record["loaded"]):  # otherwise another check reports the cause
             if record["seconds"] > IMPORT_SECONDS:
                 yield f"{import_text} takes {record['seconds']:.1f} s"
-            yield from (f"{import_text} changes the {each}" for each in record["changed"])
+            for each in record["changed"]:
+                yield f"{import_text} changes the {each}{_place_of_change(record['files'], each)}"
+
+
+def _place_of_change(files: Sequence[str], change: str) -> str:
+    """Return the line that names a variable of a change, such as `: discover.py:12`, or an empty string."""
+    for word in re.findall(r"[A-Z]\w+", change):
+        for path in map(Path, files):
+            for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+                if word in line:
+                    return f": {path.name}:{number}"
+    return ""
+
+
+def _is_allowed(plugin: Subject, module: str) -> bool:
+    """Return whether a package is part of Python, flagcore, the plugin, or what one of the last two depends on."""
+    return (
+        module in sys.stdlib_module_names
+        or module.startswith(("flagcore", "_"))  # a private module is part of another one, such as Cython's of numpy
+        or module == plugin.package
+        or module in plugin.once("dependencies", lambda: _modules_of(["flagcore", *_declared(plugin)]))
+    )
+
+
+def _declared(plugin: Subject) -> list[str]:
+    with suppress(Skip, InvalidRequirement):  # another check reports it
+        return [Requirement(text).name for text in plugin.packaged.requires]
+    return []
+
+
+def _modules_of(distributions: list[str]) -> set[str]:
+    """Return the top-level modules of distributions and of all that they require without extras."""
+    wanted, found = [*distributions], set[str]()
+    while wanted:
+        name = canonicalize_name(wanted.pop())
+        if name not in found:
+            found.add(name)
+            with suppress(PackageNotFoundError):
+                requirements = [Requirement(text) for text in requires(name) or ()]
+                wanted += [each.name for each in requirements if not each.marker or each.marker.evaluate({"extra": ""})]
+    names = packages_distributions().items()
+    return {module for module, owners in names if found & {canonicalize_name(owner) for owner in owners}}
 
 
 @check(f"it must take less than {SECONDS:.0f} s: give every wait a time limit")
@@ -196,19 +257,32 @@ def _call_hooks(plugin: Subject) -> tuple[list[Record], str]:
 def _run(plugin: Subject, folder: Path, more: dict[str, str]) -> str:
     environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     paths = json.dumps([os.path.abspath(path) for path in sys.path if path])
-    argv = [sys.executable, "-B", "-m", "flagcore_testing.hook_runner", plugin.entry, paths, str(SECONDS)]
+    argv = [sys.executable, "-B", "-m", "flagcore_testing.hook_runner", plugin.entry, paths]
     with open(folder.parent / "records", "w+b") as records:
         quiet: Any = {"stdout": records, "stderr": subprocess.DEVNULL, "start_new_session": True}
         process = subprocess.Popen(argv, env={**environment, **more}, cwd=folder, **quiet)
         try:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(TOTAL_SECONDS)
+            _wait(process, Path(records.name))
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         records.seek(0)
         return records.read().decode("utf-8", "replace")
+
+
+def _wait(process: subprocess.Popen[bytes], records: Path) -> None:
+    """Wait until the process ends, one of its steps exceeds SECONDS, or all of them TOTAL_SECONDS."""
+    begin = step = seconds_without_waiting(process.pid)
+    size = 0
+    while process.poll() is None:
+        now = seconds_without_waiting(process.pid)
+        if (written := records.stat().st_size) != size:
+            size, step = written, now
+        if now - step > SECONDS or now - begin > TOTAL_SECONDS:
+            return
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_SECONDS)
 
 
 def _files(folder: Path) -> set[str]:

@@ -11,18 +11,21 @@ from packaging.version import InvalidVersion, Version
 
 from flagcore import __version__
 from flagcore.domain.engine import ValueRule
-from flagcore.plugins import kind_of
+from flagcore.plugins import GROUP, kind_of
+from flagcore.plugins.entry_points import installed
 from flagcore.vendorkit.engines import all_knobs, read_maturity, read_quirks, read_variables
 from flagcore.vendorkit.fields import Scope, applicable
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
 FRAMEWORKS = {
-    *("torch", "torchvision", "torchaudio", "torch-npu", "torch-mlu", "torch-musa", "tensorflow", "jax", "jaxlib"),
+    *("torch", "torchvision", "torchaudio", "tensorflow", "jax", "jaxlib"),
     *("triton", "cupy", "vllm", "sglang", "megatron-core", "deepspeed", "transformer-engine", "flash-attn"),
     *("llama-cpp-python", "flagscale", "flag-gems", "mindspore", "paddlepaddle"),
 }
 """Packages of which vendors ship their own builds. A dependency on such a package would replace the vendor's build."""
+BUILDS = re.compile(r"torch-\w+")
+"""Matches packages that add a vendor's devices to torch."""
 DATA = {".yaml", ".jsonl", ".py", ".typed"}
 
 
@@ -51,8 +54,19 @@ def flagcore_version_is_limited(plugin: Subject) -> Problems:
 def dependencies_have_no_framework(plugin: Subject) -> Problems:
     for each in _requirements(plugin):
         optional = each.marker is not None and not each.marker.evaluate({"extra": ""})
-        if not optional and canonicalize_name(each.name) in FRAMEWORKS:
+        name = canonicalize_name(each.name)
+        if not optional and (name in FRAMEWORKS or BUILDS.fullmatch(name)):
             yield f"pyproject.toml: dependencies has '{each}', which pip would install over the vendor's build"
+
+
+@check("give each distribution its own name, such as flagcore-acme: pip installs one of each name")
+def distribution_has_its_own_name(plugin: Subject) -> Problems:
+    name, value = canonicalize_name(plugin.packaged.name), plugin.entry
+    if not name:
+        yield "pyproject.toml: name is missing"
+    for other, points in installed(GROUP).items():
+        if points[0].value != value and points[0].dist and canonicalize_name(points[0].dist.name) == name:
+            yield f"pyproject.toml: name = {plugin.packaged.name!r} is that of the distribution of the plugin {other}"
 
 
 @check('add it to [project], the version as "0.1.0"')

@@ -16,6 +16,7 @@ from flagcore.i18n import _
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import load_json
+from flagcore.spec.public import find_public
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Published vocabulary sizes of tokenizers (openai/gpt2 vocab.json, meta-llama/Llama-2-7b config.json)."""
@@ -54,7 +55,8 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
         raise join_errors(notes.problems)
     train = {"engine": "megatron", **sizes, **options(flags), "command": list(command), "directory": str(directory)}
     tuner: dict[str, Any] = {"baseline": baseline}
-    if problem := baseline_problem(baseline, train, section, devices):
+    is_known = cluster["devices_per_node"] != "auto"  # otherwise the baseline is checked when the spec is used
+    if is_known and (problem := baseline_problem(baseline, train, section, devices)):
         notes.note("baseline", f"the command cannot run: {problem}; the rule of thumb is used instead", "auto_tuner")
         tuner = {}
     notes.note("command", "runs with other values of the knobs in each trial; all its other arguments stay", "train")
@@ -125,6 +127,9 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
             if size:
                 flags.note("vocab_size", f"{size}, from {path}", "model.vocab_size")
                 return size
+    if (found := find_public(str(flags.get("tokenizer_model")))) and (size := found[0].get("vocab_size")):
+        flags.note("vocab_size", f"{size}, that of the public model with this tokenizer", "model.vocab_size")
+        return int(size)
     tokenizer = str(flags.get("tokenizer_type", "GPT2BPETokenizer"))  # GPT2BPETokenizer is pretrain_gpt.py's default
     if size := VOCABULARIES.get(tokenizer):
         flags.note("vocab_size", f"{size}, the usual vocabulary of {tokenizer}", "model.vocab_size")

@@ -247,6 +247,6 @@ def start_buffers(job: Job) -> None:
         shape=[tokens, job.model.hidden_size],
         tp_size=candidate.tensor_model_parallel_size,
         ub_cfgs={},
-        bootstrap_backend="nccl",
+        bootstrap_backend=job.device.backend,
         **products,
     )

@@ -48,6 +48,7 @@ def spec_of_command(
     is_default = tuple(program) == tuple(engine.program.program)
     flags, version = engine.program.installed_release() if is_default and not start.version else ((), start.version)
     pairs = _with_config(engine, list(_split(engine, words[place[1] :])), directory, notes)
+    pairs = pairs if model else _with_model(engine, pairs, notes)
     path, arguments, hosts, local = _arguments(engine, pairs, flags, version, notes)
     path = model or _weights(path, directory, notes)
     if path is None:
@@ -57,7 +58,7 @@ def spec_of_command(
     notes.note(
         "serve.profile", "is not in the command: set the lengths and the number of your requests", "serve.profile"
     )
-    load = {"input_len": Load().input_len, "output_len": Load().output_len, "concurrency": 16}
+    load = {**_lengths(engine_args), "concurrency": 16}
     serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
     if not is_default:
         serve["command"] = [os.path.abspath(directory / each) if "/" in each else each for each in program]
@@ -76,6 +77,14 @@ def spec_of_command(
         baseline = {TP: 1, **baseline}
     data = {"model": path, "cluster": cluster, "serve": serve, "auto_tuner": {"baseline": baseline}}
     return data, notes.notes
+
+
+def _lengths(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Return the default lengths of prompts and answers, or shorter ones that fit the context in `arguments`."""
+    lengths = {"input_len": Load().input_len, "output_len": Load().output_len}
+    contexts = (value for name, value in arguments.items() if name.replace("-", "_") in LENGTHS[:2])
+    total, limit = sum(lengths.values()), min((each for each in contexts if isinstance(each, int)), default=0)
+    return {name: max(1, each * limit // total) if 0 < limit < total else each for name, each in lengths.items()}
 
 
 def starts(engine: EngineProfile, command: Sequence[str], directory: str) -> bool:
@@ -109,13 +118,16 @@ def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -
 
 def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | None:
     """Return the start and end index of the engine's program in a command, or None if it is not there."""
-    for start in range(len(words)):
+    for start, word in enumerate(words):
+        name, rest = os.path.basename(word), start + 1
+        if _PYTHON.fullmatch(name):
+            name = "python"
+            while rest < len(words) and re.fullmatch("-[uBEIsSO]+", words[rest]):  # options of the interpreter
+                rest += 1
         for pattern in engine.program.commands:
-            program_words = [os.path.basename(each) for each in words[start : start + len(pattern)]]
-            if program_words and _PYTHON.fullmatch(program_words[0]):
-                program_words[0] = "python"
-            if program_words == list(pattern):
-                return start, start + len(pattern)
+            end = rest + len(pattern) - 1
+            if [name, *map(os.path.basename, words[rest:end])] == list(pattern):
+                return start, end
     return None
 
 
@@ -200,6 +212,22 @@ def _arguments(
     return model, known_arguments, hosts, local
 
 
+def _with_model(engine: EngineProfile, pairs: list[Pair], notes: Notes) -> list[Pair]:
+    """Return the flags of a command, with the model first: if it has no other place, it follows the value of a flag."""
+    for flag, values in pairs:
+        name = engine.program.full_name(strip_dashes(flag))
+        knob, _ = engine.program.knob_of(name)
+        if not flag or name in engine.program.model_flags or (knob and len(values) > (knob.kind != "flag")):
+            return pairs
+    long = [pair for pair in pairs if len(pair[1]) > 1 and "/" in pair[1][-1] and "=" not in pair[1][-1]]
+    last = [pair for pair in pairs[-1:] if any("/" in each for each in pair[1])]
+    if not (long or last):
+        return pairs
+    flag, values = pair = (long or last)[-1]
+    notes.note("model", f"{values[-1]} is not the value of {flag}", "model")
+    return [("", values[-1:]), *((flag, values[:-1]) if each is pair else each for each in pairs)]
+
+
 def _split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:
     """Yield each flag with its values. Values before the first flag have an empty flag."""
     flag, values = "", list[str]()
@@ -229,8 +257,10 @@ def _divide(
             try:
                 baseline[knob.name] = knob.parse(value, f"--{name}")
             except SpecError as error:
-                problems.append(error)
-            written = name if name == knob.name else f"--{name}"
+                fix = "write its value, which may be an empty variable of the script"
+                missing = SpecError(key=f"--{name}", problem="has no value", fix=fix)
+                problems.append(missing if value is True else error)
+            written = name if name == knob.name else f"{'--' if len(name) > 1 else '-'}{name}"
             notes.note(written, "is the baseline; the search tries other values", f"auto_tuner.baseline.{knob.name}")
         elif isinstance(value, str) and value.startswith(("./", "../")):
             others[name] = os.path.abspath(directory / value)

@@ -80,6 +80,11 @@ class LlamaProgram(Program):
             installed.check_version(spec, installed.package_version(sys.executable, PACKAGE))
 
 
+def _batches(task: Task) -> tuple[int, ...]:
+    fixed = PROGRAM.split(task.spec).fixed.get(N_UBATCH)
+    return tuple(dict.fromkeys(max(size, _int(fixed) or 0) for size in (512, 2048)))
+
+
 SLOTS = Auto(
     lambda task: knobs.powers_in_flight(task, count=6, maximum=MAX_SLOTS),
     "six powers of two up to the requests in flight",
@@ -87,7 +92,14 @@ SLOTS = Auto(
 LAYERS_OF_DEVICES = Auto(
     lambda task: (-1,) if Hardware.of(task).on_cores else (task.spec.model.num_layers + 1,), "all; on cores auto"
 )
-PROGRAM = LlamaProgram.read("flagcore.engines.serving.llamacpp", {"slots": SLOTS, "layers": LAYERS_OF_DEVICES})
+PROGRAM = LlamaProgram.read(
+    "flagcore.engines.serving.llamacpp",
+    {
+        "slots": SLOTS,
+        "layers": LAYERS_OF_DEVICES,
+        "batches": Auto(_batches, "512, 2048, and at least ubatch_size of engine_args"),
+    },
+)
 KNOBS = PROGRAM.knobs
 
 

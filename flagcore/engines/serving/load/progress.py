@@ -115,17 +115,24 @@ class LimitCheck:
             self._sums[name] += getattr(answer, name) or 0.0
         for figure, limit in self._limits.items():
             self._slower[figure] += (getattr(answer, figure[0]) or 0.0) > limit
-        return any(self._is_exceeded(*figure, limit) for figure, limit in self._limits.items())
+        return self.is_exceeded({})
 
-    def _is_exceeded(self, name: str, statistic: str, limit: float) -> bool:
-        """Return whether a statistic of the metric `name` exceeds `limit` even if all remaining values are 0.
+    def is_exceeded(self, waits_s: Mapping[str, Sequence[float]]) -> bool:
+        """Return whether a limit is exceeded even if all remaining values are 0.
 
+        `waits_s`: lower bounds of the latencies of unanswered requests in seconds, by metric.
         A percentile lies between two values; the lower one must exceed the limit.
         """
-        if statistic == "mean":
-            return self._sums[name] > limit * self._count
-        place = math.floor((self._count - 1) * float(statistic.removeprefix("p")) / 100)
-        return self._slower[name, statistic] >= self._count - place
+        for (name, statistic), limit in self._limits.items():
+            waits = waits_s.get(name, ())
+            if statistic == "mean":
+                if self._sums[name] + sum(waits) > limit * self._count:
+                    return True
+                continue
+            place = math.floor((self._count - 1) * float(statistic.removeprefix("p")) / 100)
+            if self._slower[name, statistic] + sum(wait > limit for wait in waits) >= self._count - place:
+                return True
+        return False
 
 
 MIN_TIMED, NEXT_CHECK = 20, 1.1
@@ -230,6 +237,17 @@ class Watch:
             self.window = cut(self.answers, self._answered_until_s, 1)
             self.is_slow = self.window is not None
         self.has_ended = self.is_stopped or self.window is not None
+
+    def is_too_late(self) -> bool:
+        """Return whether the requests in flight have waited for so long that the load is certain to exceed a limit."""
+        now_s = time.perf_counter() - self.start
+        waits_s = {
+            "ttft_s": [now_s - sent_s for stream, sent_s in self._unanswered.items() if not stream.events],
+            "e2e_s": [now_s - sent_s for sent_s in self._unanswered.values()],
+        }
+        self.is_stopped = self.is_stopped or self._check.is_exceeded(waits_s)
+        self.has_ended = self.has_ended or self.is_stopped
+        return self.is_stopped
 
     def is_hopeless(self, timeout_s: float) -> bool:
         """Return whether the load is certain to have too few answers for metrics after `timeout_s` seconds.

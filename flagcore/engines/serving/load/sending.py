@@ -160,6 +160,8 @@ class _LoadSender:
             left_s = start + timeout_s - time.perf_counter()
             if left_s <= 0 or (timeout_s - left_s > share_s and watch.is_cut()) or watch.is_hopeless(timeout_s):
                 break
+            if watch.is_too_late():
+                break
             await asyncio.wait([end], timeout=min(left_s, CHECK_S))
         end.cancel()
         waiting = [task for task in tasks if not task.done()]

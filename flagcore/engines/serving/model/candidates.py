@@ -146,7 +146,10 @@ def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tupl
 
 
 def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> list[Mapping[str, float]]:
-    """Simulate a search for the highest load, and return the metrics at each load that it tries."""
+    """Simulate a search for the highest load, and return the metrics at each load that it tries.
+
+    A search for the highest rate starts at the rate of a burst.
+    """
     points, slo, is_concurrency = list[Mapping[str, float]](), context.serve.slo, context.serve.highest == "concurrency"
 
     def predict(value: float) -> Outcome:
@@ -155,9 +158,10 @@ def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int
         return Outcome.MET if is_met else Outcome.EXCEEDED
 
     maximum = float((load.load.concurrency if is_concurrency else load.load.request_rate) or 1)
+    start = FIRST_LOAD if is_concurrency else _load_figures(context, load, kinds)["requests_per_s"]
     highest_load(
         predict,
-        FIRST_LOAD,
+        start,
         minimum=1.0 if is_concurrency else MIN_RATE,
         maximum=maximum,
         is_integer=is_concurrency,

@@ -12,6 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -226,6 +227,9 @@ MAX_REQUESTS = 6000
 """Maximum number of simulated requests of one lane; the times of the others are extrapolated. In a closed loop, at
 least three times as many as are in flight are simulated."""
 
+MAX_SEARCHED = 1000
+"""Maximum number of simulated requests of a load in a search for the highest rate, to limit the time of a search."""
+
 MIN_WAITING = 64
 """Minimum number of simulated requests that wait, if more are in flight than can run."""
 
@@ -241,6 +245,7 @@ class SimulatedLoad:
     - `turn`: the turn of each request in its conversation; None if there are no conversations.
     - `think_s`: seconds before each turn except the first one.
     - `prefix_aware`: as in ServeSpec.
+    - `vision`: the vision tower of the model; None if it has none.
     - `hits`: results of `_hits_of` before rounding, by number of lanes and size of the cache.
     - `rows`: results of `_rows`, by number of lanes.
     """
@@ -255,6 +260,7 @@ class SimulatedLoad:
     turn: IntArray | None = None
     think_s: float = 0.0
     prefix_aware: bool = False
+    vision: Vision | None = None
     hits: dict[tuple[int, float], FloatArray] = field(default_factory=dict, compare=False)
     rows: dict[int, IntArray] = field(default_factory=dict, compare=False)
 
@@ -281,6 +287,7 @@ class SimulatedLoad:
             image_work(images, vision) if vision else (),
             prompt_parts(requests, load.prefix_len),
             prefix_aware=prefix_aware,
+            vision=vision,
         )
         return drawn if requests.follows is None else drawn._with_turns(requests)
 
@@ -341,8 +348,11 @@ class SimulatedLoad:
         """Return the load at another request rate or, if it has none, with another number of clients."""
         if self.load.request_rate is None or self.arrivals is None:
             return replace(self, load=replace(self.load, concurrency=int(value)))
-        arrivals = self.arrivals * (self.load.request_rate / value)
-        return replace(self, load=replace(self.load, request_rate=value), arrivals=arrivals)
+        load = self.load.at("request_rate", value)
+        if load.num_prompts != self.load.num_prompts:
+            load = replace(load, least_s=0.0, num_prompts=min(load.num_prompts or 0, MAX_SEARCHED))
+            return _drawn(load, self.vision, prefix_aware=self.prefix_aware)
+        return replace(self, load=load, arrivals=self.arrivals * (self.load.request_rate / value))
 
     @property
     def longest(self) -> float:
@@ -418,6 +428,12 @@ class SimulatedLoad:
             delay = (flight - simulated) * accepted_s  # the front end accepts the whole first wave before it starts
             return times.extrapolate(inputs, outputs, simulated if arrival_times is None else None, flight, delay)
         return times
+
+
+@lru_cache(maxsize=256)
+def _drawn(load: Load, vision: Vision | None, *, prefix_aware: bool) -> SimulatedLoad:
+    """Return `SimulatedLoad.draw` of a load, which the searches of several candidates share."""
+    return SimulatedLoad.draw(load, vision, prefix_aware=prefix_aware)
 
 
 def figures_of(times: RequestTimes, lanes: float, slo: Mapping[str, float]) -> dict[str, float]:

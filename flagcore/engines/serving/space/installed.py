@@ -31,8 +31,8 @@ def find_command(spec: Spec, default: tuple[str, ...], package: str = "") -> tup
     path = find_program(program, spec.serve.directory or ".")
     if path is None:
         pip = f" (`pip install {package}`, or the build of the chip's vendor)" if command == default and package else ""
-        problem = f"{program}, which starts {spec.serve.engine}, is not installed"
-        raise NoDevice(f"{problem}; install it{pip}, or set serve.command")
+        name = program if program == spec.serve.engine else f"{program}, which starts {spec.serve.engine},"
+        raise NoDevice(f"{name} is not installed; install it{pip}, or set serve.command")
     return (os.path.abspath(path), *command[1:])
 
 

@@ -251,7 +251,8 @@ class Program:
         matches = ((knob, flag) for knob in self.knobs for flag in knob.flags)
         same_name = [pair for pair in matches if name in (strip_dashes(pair[1].name), strip_dashes(pair[1].off))]
         return next(
-            (pair for pair in same_name if in_versions(pair[1].versions, version)), (*same_name, (None, None))[0]
+            (pair for pair in same_name if pair[0].is_available(version) and in_versions(pair[1].versions, version)),
+            (*same_name, (None, None))[0],
         )
 
     def check(self, names: Iterable[str], installed_flags: Collection[str], version: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flagcore.domain.files import open_regular
-from flagcore.domain.launch import LONGEST_REASON, FailurePattern
+from flagcore.domain.launch import LONGEST_REASON, FailurePattern, first_match
 from flagcore.domain.trial import TrialState
 
 PREFIXES = {
@@ -78,16 +78,21 @@ def first_error(log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialStat
     """Return the state and the line of the first error in a log.
 
     The line is, in order of preference: a match of a pattern, out-of-memory patterns first; the first line with an
-    exception; the first line that mentions an error; the last line. The state is None if no pattern matches.
+    exception; a match of a weak pattern; the first line that mentions an error; the last line. The state is None if no
+    pattern matches.
     """
     lines = [line.strip()[:MAX_LINE] for line in log.splitlines() if line.strip()]
-    for pattern_ in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
-        for line in lines:
-            if re.search(pattern_.pattern, line):
-                return pattern_.state, line + (f" ({pattern_.advice})" if pattern_.advice else "")
+    weak_patterns = [each for each in patterns if each.weak]
     suspects = [line for line in lines if not HARMLESS.search(line)]
-    for error_pattern in (NAMED_ERROR, ANY_ERROR):
-        for line in suspects:
+    causes = [line for line in suspects if not first_match([line], weak_patterns)]
+    for tried, searched, error_pattern in (
+        ([each for each in patterns if not each.weak], causes, NAMED_ERROR),
+        (weak_patterns, suspects, ANY_ERROR),
+    ):
+        if found := first_match(lines, tried):
+            pattern, match = found
+            return pattern.state, match.string + (f" ({pattern.advice})" if pattern.advice else "")
+        for line in searched:
             if error_pattern.search(line):
                 return None, line
     return None, suspects[-1] if suspects else ""

@@ -46,8 +46,9 @@ TIME_SHARE = 1.5
 longest time between the last arrival and the last answer of the loads before it. A load is not repeated if the
 remaining time is less than this multiple of the last repeat's time, or than that time for a steady load, which can end
 early."""
-OVERLOADED = re.compile(r"refused: HTTP (429|503)\b")
-"""Matches the failure of a load that a server refuses because it has too many requests."""
+OVERLOADED = re.compile(r"refused: HTTP (429|503)\b|: connection lost: after 0 events")
+"""Matches the failure of a load that a running server refuses because it has too many requests: it says so, or closes
+new connections."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
 """Tokens per answer, and maximum number of requests, of the warm-up. A load may also have a warm-up of its own."""
 
@@ -139,8 +140,8 @@ class LoadRunner:
 
         def run(value: float, *, stop: bool = True) -> Outcome:
             nonlocal answers_s, seed, headroom
-            began = time.monotonic()
-            arrivals_s = 0.0 if is_concurrency else (base.num_prompts or 0) / value
+            began, load = time.monotonic(), base.at(key, value)
+            arrivals_s = 0.0 if is_concurrency else (load.num_prompts or 0) / value
             # A load that runs out of time has no metrics, so it starts only if it is likely to end. Before the first
             # metrics, only its arrivals are considered, because a lower load may be faster than those tried before.
             # The estimate is the same for all numbers of clients, so their search ends with the first untested one.
@@ -151,7 +152,7 @@ class LoadRunner:
                     return Outcome.UNTESTED
                 reason += " and below, and higher ones exceed the limits; set a lower serve.profile.num_prompts"
                 raise TrialFailure(TrialState.TIMED_OUT, reason)
-            load, self.may_be_cut = base.at(key, value), not points
+            self.may_be_cut = not points
             log(f"{key} {value:.4g}")
             seed += 1
             try:

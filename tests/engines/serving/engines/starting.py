@@ -18,10 +18,10 @@ SIZES = {"layers": 2, "hidden": 128, "heads": 4, "kv-heads": 2, "ffn": 256, "voc
 """The shape of `tiny_model`."""
 
 
-def tiny_model(folder: Path) -> str:
-    """Return the file of a llama of random weights."""
+def tiny_model(folder: Path, shape: Mapping[str, int] = SIZES) -> str:
+    """Return the file of a llama of random weights, of the example's shape but for `shape`."""
     maker, file = Path(__file__).parents[4] / "examples/tiny_gguf.py", folder / "tiny.gguf"
-    sizes = [f"--{name}={size}" for name, size in SIZES.items()]
+    sizes = [f"--{name}={size}" for name, size in shape.items()]
     subprocess.run([sys.executable, str(maker), str(file), *sizes], check=True, timeout=60)
     return str(file)
 

@@ -102,6 +102,14 @@ def test_a_load_is_stopped_only_if_its_limit_is_certain_to_be_exceeded(figure: s
             assert statistic > limit
 
 
+@pytest.mark.parametrize(("figure", "late"), [("ttft_s.p90", 11), ("e2e_s.p50", 51), ("ttft_s.mean", 51)])
+def test_requests_that_wait_for_longer_than_the_limit_count_before_they_are_answered(figure: str, late: int) -> None:
+    check, name = LimitCheck({figure: 1.0}, 101), figure.partition(".")[0]
+    assert not check.is_exceeded({name: [1.99] * (late - 1)})
+    assert check.is_exceeded({name: [1.99] * late, "ttft_s" if name == "e2e_s" else "e2e_s": []})
+    assert not check.is_exceeded({})
+
+
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
     check = LimitCheck({"tpot_s.mean": 0.001}, 2)
     assert not check.exceeded(answer(gaps=()))

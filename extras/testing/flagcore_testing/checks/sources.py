@@ -1,0 +1,135 @@
+"""Checks of figures against the words of their sources: units, directions, and what a card or a node shares."""
+
+import re
+from collections.abc import Iterator
+
+from flagcore.domain.chip import Chip, Fact
+from flagcore_testing.checks.chips import BANDWIDTH, HOST, LINK, NIC, PEAK
+from flagcore_testing.kit import Problems, Subject, check, chips
+
+ONE_WAY = re.compile(r"one way|one direction|each direction|unidirectional|halved|half of|\u5355\u5411", re.I)
+"""Words that confirm the rate of one device in one direction."""
+BOTH_WAYS = re.compile(r"both directions|two directions|bidirectional|per pair|a pair\b|in total|\u53cc\u5411", re.I)
+PER_NODE = re.compile(r"(?:a|per|each|every) (?:node|server|machine|host)\b|\u6bcf\u8282\u70b9|\u6bcf\u53f0", re.I)
+SHARED = re.compile(r"shared by (?:its |the |all )?(\w+)", re.I)
+COUNTS = {"two": 2, "four": 4, "eight": 8, "sixteen": 16}
+NUMBER = r"(?<![\w.])(?<!lanes of )(\d+(?:\.\d+)?)"
+RATE = re.compile(rf"{NUMBER} ?(Gb/s|Gbps|Gbit/s|GB/s|TB/s)")
+FLOPS = re.compile(rf"{NUMBER}(?=[^;(]{{0,40}}?(?:TFLOP|TOP))")
+WATTS = re.compile(rf"{NUMBER} W\b")
+HALF = (f"{PEAK}bf16", f"{PEAK}fp16")
+"""Figures that are compared with half of their value: sources also state the peaks of narrower formats."""
+UNITS = {"GB/s": 1e9, "TB/s": 1e12}
+"""Units in bytes per second. All others in RATE are gigabits."""
+PER_CARD = re.compile(r"[^;,]{0,30}\b(?:a|per) (?:card|module)\b")
+PCIE = re.compile(r"PCIe ?(?:gen ?)?([2-6])\b", re.I)
+TRANSFERS = re.compile(r"(\d+) ?GT/s")
+LANES = re.compile(r"\bx(\d{1,2})\b|(\d{1,2}) lanes")
+LARGEST_PCIE = 6.6e10
+"""Rate of PCIe 5.0 with 16 lanes in one direction, in bytes per second, rounded up. Faster interfaces to the host are
+rare, so their sources must state the direction."""
+
+
+@check(
+    "give what one device sends in one direction, half of what is published for both; say 'one way' in the source or "
+    "the notes",
+    each=chips,
+)
+def link_rates_are_one_way(chip: Chip) -> Problems:
+    link = chip.link
+    if link is not None and link.topology not in ("pcie", "shared-memory"):
+        words = f"{link.bytes_per_second.source.detail} {chip.notes}"
+        if not ONE_WAY.search(words):
+            two_way = BOTH_WAYS.search(link.bytes_per_second.source.detail)
+            problem = f"has a source for {two_way[0]!r}" if two_way else "does not say whether it is one way"
+            yield f"{chip.name}: link.bytes_per_second = {link.bytes_per_second.value:g} {problem}"
+
+
+@check("give what one direction of PCIe carries: 1.6e+10 for 3.0 x16, 3.2e+10 for 4.0, 6.4e+10 for 5.0", each=chips)
+def pcie_rates_are_one_way(chip: Chip) -> Problems:
+    for key in (HOST, LINK):
+        fact = chip.figures.get(key)
+        if fact is None or (key == LINK and (chip.link is None or chip.link.topology != "pcie")):
+            continue
+        words = f"{chip.link.name if chip.link and key == LINK else ''} {fact.source.detail}"
+        if (limit := _pcie_rate(words)) and fact.value > 1.05 * limit:
+            yield f"{chip.name}: {key} = {fact.value:g}, but one direction of its interface carries {limit:g}"
+        elif fact.value > LARGEST_PCIE and not ONE_WAY.search(f"{words} {chip.notes}"):
+            yield f"{chip.name}: {key} = {fact.value:g} is above PCIe 5.0, and its source does not say 'one way'"
+
+
+def _pcie_rate(words: str) -> float | None:
+    """Return the rate in one direction of the fastest PCIe interface in a text in bytes per second, or None."""
+    transfers = [float(each) for each in TRANSFERS.findall(words)]
+    transfers += [2.0 ** (int(generation) - 1) * 2.0 for generation in PCIE.findall(words) if not transfers]
+    lanes = [int(first or second) for first, second in LANES.findall(words)]
+    return max(transfers) * max(lanes, default=16) / 8 * 1e9 if transfers else None
+
+
+@check("give one device's figure: one direction, in bytes, dense; divide what the devices of a card or node share")
+def figures_match_their_sources(plugin: Subject) -> Problems:
+    for chip in plugin.own_chips():
+        for key, fact in chip.figures.items():
+            if why := next(_differences(key, fact, chip), ""):
+                yield f"{chip.name}: {key} = {fact.value:g}, {why}"
+
+
+def _differences(key: str, fact: Fact, chip: Chip) -> Iterator[str]:
+    """Yield how a figure differs from those in its source."""
+    detail, value = fact.source.detail, fact.value
+    stated = _stated(key, detail)
+    halvings = 2 if "halved twice" in detail else 1 if "halved" in detail else 0
+    share = 2.0**halvings
+    for shown, number, after in stated:
+        says = f"but its source has {shown}"
+        if (
+            halvings
+            and not _is_one_of(value * share, stated)
+            and any(_close(value, number * times) for times in (1.0, 0.5, 8.0, 8.0 / share, 0.125 / share))
+        ):
+            yield f"{says}, halved{' twice' if halvings == 2 else ''}: {number / share:g}"
+        elif not _is_one_of(value, stated) and not halvings:
+            bits = {LINK: (8.0, 0.125), HOST: (8.0, 0.125), BANDWIDTH: (8.0, 0.125), NIC: (8.0,)}.get(key, ())
+            if any(_close(value, number * times) for times in bits):
+                yield f"{says}, which is {number:g}"
+            elif key in HALF and 0.44 <= number / value <= 0.51 and _is_unexplained(number, value, stated, chip):
+                yield f"{says}, about half of it"
+        if chip.devices_per_card > 1 and not halvings and PER_CARD.match(after) and _close(value, number, 0.025):
+            yield f"{says} for a card of {chip.devices_per_card} devices"
+        if key == NIC and (sharing := _sharing(detail, chip)) > 1 and value > 1.01 * number / sharing:
+            yield f"{says} for {sharing} devices: {number / sharing:g} each"
+
+
+def _stated(key: str, detail: str) -> list[tuple[str, float, str]]:
+    """Return the figures of a source with the unit of a key: the text, the value in base units, and the text after."""
+    if key.startswith(PEAK):
+        found = [(match, float(match[1]) * 1e12) for match in FLOPS.finditer(detail)]
+    elif key == "tdp_watts":
+        found = [(match, float(match[1])) for match in WATTS.finditer(detail)]
+    elif key.endswith("bytes_per_second"):
+        found = [(match, float(match[1]) * UNITS.get(match[2], 0.125e9)) for match in RATE.finditer(detail)]
+    else:
+        found = []
+    return [(match[0], number, detail[match.end() :]) for match, number in found]
+
+
+def _is_one_of(value: float, stated: list[tuple[str, float, str]], tolerance: float = 0.03) -> bool:
+    return any(_close(value, number, tolerance) for _, number, _ in stated)
+
+
+def _is_unexplained(number: float, value: float, stated: list[tuple[str, float, str]], chip: Chip) -> bool:
+    """Return whether a figure of a source is not a peak of the chip, and no other figure of it is near `value`."""
+    peaks = chip.dense_flops_per_second.values()
+    return not _is_one_of(value, stated, 0.15) and not any(_close(number, peak.value, 0.03) for peak in peaks)
+
+
+def _close(value: float, other: float, tolerance: float = 0.01) -> bool:
+    return abs(value / other - 1) < tolerance if other else False
+
+
+def _sharing(detail: str, chip: Chip) -> int:
+    """Return the number of devices that share the network adapter of a source, or 1 if the source does not say it."""
+    if shared := SHARED.search(detail):
+        word = shared[1].casefold()
+        return int(word) if word.isdecimal() else COUNTS.get(word, 1)
+    return chip.devices_per_node if PER_NODE.search(detail) and "share of" not in detail else 1

@@ -1,0 +1,233 @@
+"""Checks of names that no program reports if they are wrong: variables, placeholders, modules, backends and PCI IDs."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import pairwise
+
+from flagcore.domain.engine import EngineSupport
+from flagcore.errors import SpecError
+from flagcore.launchers.network import placeholders
+from flagcore.vendorkit.detection import DeviceDetector
+from flagcore.vendorkit.engines import all_knobs, read_engines
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+
+BUILT_IN = {"gloo", "mpi", "nccl", "ucc", "xccl"}
+"""Backends of torch.distributed that need no module to be imported first."""
+COLLECTIVES = re.compile(r"^[A-Z]{1,3}CL_")
+"""The beginning of variables of collective libraries, most of which have the same names after it."""
+PLACEHOLDER = re.compile(r"\{\w*\}")
+OF_MACHINE = re.compile(r"_SOCKET_IFNAME$|_IB_HCA$|_IF_IP$")
+"""Variables whose value differs between machines."""
+PCI_ID = re.compile(r"\b([0-9a-f]{4}):[0-9a-f]{4}\b(?!:)", re.I)
+
+
+def _is_near(word: str, other: str) -> bool:
+    """Return whether two words differ by one letter, or by the order of two letters. Digits may differ."""
+    same = next((at for at, (one, two) in enumerate(zip(word, other, strict=False)) if one != two), None)
+    same = min(len(word), len(other)) if same is None else same
+    first, second = word[same:], other[same:]
+    if (not first and not second) or (first[:1] + second[:1]).isdigit():
+        return False
+    is_swapped = len(first) > 1 and first[:2] == second[1::-1] and first[2:] == second[2:]
+    return is_swapped or first[1:] == second[1:] or first[1:] == second or first == second[1:]
+
+
+def _words(plugin: Subject) -> Counter[str]:
+    """Return how often each word occurs in the plugin's files and its README."""
+
+    def read() -> Counter[str]:
+        package = plugin.package_folder
+        texts = [path.read_text("utf-8", "replace") for path in package.rglob("*") if path.suffix in (".py", ".yaml")]
+        return Counter(word for text in [*texts, plugin.packaged.readme] for word in re.findall(r"[A-Za-z_]\w+", text))
+
+    return plugin.once("words", read)
+
+
+def _others_variables(plugin: Subject) -> list[str]:
+    """Return the names of variables that other installed plugins describe, one of each plugin."""
+
+    def read() -> list[str]:
+        names: list[str] = []
+        for name, hooks in _others_hooks(plugin):
+            with suppress(Skip, SpecError):  # the checks of the other plugin report it
+                names += sorted({each.name for each in Subject(name=name, hooks=hooks).variables})
+        return names
+
+    return plugin.once("variables of others", read)
+
+
+def _detector(plugin: Subject) -> DeviceDetector:
+    """Return the plugin's detector. Raises Skip if it has none."""
+    detector = getattr(plugin.hooks, "detector", None)
+    if not isinstance(detector, DeviceDetector):
+        raise Skip("the plugin has no DeviceDetector")
+    return detector
+
+
+def _sections(plugin: Subject) -> list[tuple[str, EngineSupport]]:
+    """Return the sections of `engines.yaml`, train first."""
+    return sorted(plugin.shipped("engines.yaml", read_engines).items(), reverse=True)
+
+
+def _variables(plugin: Subject) -> Iterator[tuple[str, str]]:
+    """Yield each variable that a file or the detector names, with the file."""
+    if (plugin.package_folder / "environment.yaml").is_file():
+        yield from (("environment.yaml", each.name) for each in plugin.variables)
+    for listed in all_knobs(plugin.package):
+        for effect in listed.knob.effects.values():
+            yield from (("knobs.yaml", name) for name in effect.environment)
+    detector = getattr(plugin.hooks, "detector", None)
+    if isinstance(detector, DeviceDetector):
+        names = (*detector.visible, detector.outer, *detector.vendor_variables)
+        yield from (("discover.py", name) for name in names if name)
+
+
+@check("correct the name; if it is right, other files of the plugin may name it too, such as the README")
+def variables_are_spelled_correctly(plugin: Subject) -> Problems:
+    words, others = _words(plugin), _others_variables(plugin)
+    known: dict[str, list[str]] = {}
+    for name in (*others, *(word for word in words if "_" in word and word.isupper() for _ in (1, 2))):
+        known.setdefault(COLLECTIVES.sub("CL_", name), []).append(name)
+    for file, name in dict.fromkeys(_variables(plugin)):
+        general = COLLECTIVES.sub("CL_", name)
+        if words[name] > 1 or name in others or {*known[general]} != {name}:
+            continue
+        near = (names[0] for each, names in known.items() if len(names) > 1 and _is_near(general, each))
+        if meant := next(near, ""):
+            yield f"{file}: {name} is not known, but {meant} is"
+
+
+@check("correct the name of the backend or of the module; write modules as in `import torch_acme`")
+def backends_and_modules_are_spelled_correctly(plugin: Subject) -> Problems:
+    words = Counter[str]()
+    for word, times in _words(plugin).items():
+        words[word.casefold()] += times
+    for kind, support in _sections(plugin):
+        for key, name in (
+            ("distributed_backend", support.distributed_backend or ""),
+            *(("preload", part) for module in support.preload for part in module.split(".")),
+        ):
+            meant = next((word for word in words if _is_near(name.casefold(), word)), "")
+            if key == "preload" and not name.isidentifier():
+                yield f"engines.yaml: {kind}.{key} has {name!r}, which is not the name of a module"
+            elif words[name.casefold()] < 2 and meant:
+                yield f"engines.yaml: {kind}.{key} has {name!r}, but other files have {meant!r}"
+        if not support.preload and support.distributed_backend not in BUILT_IN:
+            names = ", ".join(sorted(BUILT_IN))
+            text = f"engines.yaml: {kind}.distributed_backend = {support.distributed_backend!r}"
+            yield f"{text}, but preload is empty, and torch's own backends are {names}"
+
+
+@check("write {interface}, {adapters}, or the value itself")
+def placeholders_are_known(plugin: Subject) -> Problems:
+    known = set(placeholders())
+    for each in plugin.variables:
+        for unknown in sorted({*PLACEHOLDER.findall(each.value or "")} - known):
+            yield f"environment.yaml: {each.name} has the unknown placeholder {unknown}"
+
+
+@check("write {interface} or {adapters}, or `used` instead of `value`: flagcore fills in what differs between machines")
+def variables_hold_for_all_machines(plugin: Subject) -> Problems:
+    for each in plugin.variables:
+        if each.value and OF_MACHINE.search(each.name) and "{" not in each.value:
+            yield f"environment.yaml: {each.name} = {each.value!r} is the name of a device of one machine"
+
+
+@check("use `used` instead of `value`: flagcore sets them to the devices of each trial")
+def variables_do_not_select_devices(plugin: Subject) -> Problems:
+    detector = _detector(plugin)
+    for each in plugin.variables:
+        if each.value and each.name in (*detector.visible, detector.outer):
+            yield f"environment.yaml: {each.name} = {each.value!r} selects devices"
+
+
+@check("name the same variables in `visible` of the detector and in environment.yaml")
+def device_variables_are_those_of_the_detector(plugin: Subject) -> Problems:
+    detector, listed = _detector(plugin), plugin.variables
+    known = {*detector.visible, detector.outer}
+    for each in listed:
+        if each.name.endswith("VISIBLE_DEVICES") and not each.used.startswith("as ") and each.name not in known:
+            yield f"environment.yaml: {each.name} restricts devices, but discover.py does not read it"
+        same = each.used.removeprefix("as ")
+        if same != each.used and same.isidentifier() and same not in {*known, *(one.name for one in listed)}:
+            yield f"environment.yaml: {each.name} is used as {same}, which discover.py does not read"
+
+
+@check("add the variable that names the vendor to environment.yaml, with a value, or remove it from discover.py")
+def vendor_is_selected(plugin: Subject) -> Problems:
+    detector = _detector(plugin)
+    if not detector.vendor_variables:
+        raise Skip("no variable selects the vendor")
+    if not {each.name for each in plugin.variables if each.value} & {*detector.vendor_variables}:
+        yield f"discover.py reads {', '.join(detector.vendor_variables)}, but environment.yaml sets none of them"
+
+
+@check("write the same name in discover.py, engines.yaml and chips/*.yaml")
+def detector_agrees_with_the_files(plugin: Subject) -> Problems:
+    detector, vendors = _detector(plugin), sorted({chip.vendor for chip in plugin.own_chips()})
+    in_hooks = getattr(plugin.hooks, "vendor", detector.vendor)
+    for where, vendor in (("hooks.py", in_hooks), ("discover.py", detector.vendor)):
+        if vendor not in vendors:
+            yield f"{where}: vendor is {vendor!r}, but {', '.join(vendors)} in the chips' files"
+    types = dict.fromkeys((each.device_type, kind) for kind, each in _sections(plugin) if each.device_type != "cpu")
+    for device_type, kind in types:
+        if device_type != detector.torch_device:
+            text = f"engines.yaml: {kind}.device_type = {device_type!r}"
+            yield f"{text}, but torch_device of discover.py is {detector.torch_device!r}"
+    for prefix in detector.own_variables:
+        if len(prefix) < 3 or not prefix.endswith("_"):
+            fix = "write the prefix of the vendor's variables, such as ACME_"
+            yield Problem(f"discover.py: own_variables has {prefix!r}", fix)
+
+
+@check("preload the module that adds the devices to torch in both sections, before all others")
+def sections_preload_the_same_module(plugin: Subject) -> Problems:
+    sections = [(kind, each) for kind, each in _sections(plugin) if each.device_type]
+    for (kind, one), (other_kind, other) in pairwise(sections):
+        first, second = (each.preload[:1] for each in (one, other))
+        if one.device_type == other.device_type and first != second:
+            text = ", ".join((*first, *second))
+            yield f"engines.yaml: {kind} and {other_kind} have the device {one.device_type}, but one preloads {text}"
+
+
+@check("write the ID that `lspci -nn` prints for the device, such as 0x1E3E")
+def pci_vendor_is_the_vendors(plugin: Subject) -> Problems:
+    vendor_id = _detector(plugin).pci_vendor
+    where = f"discover.py: pci_vendor = {vendor_id:#06x}"
+    if not 0 < vendor_id <= 0xFFFF:
+        yield f"{where} has more than four hexadecimal digits"
+    for name, other in _others_detectors(plugin):
+        if other.pci_vendor == vendor_id:
+            yield f"{where} is that of the plugin {name}"
+    text = (plugin.package_folder / "discover.py").read_text("utf-8") if _has(plugin, "discover.py") else ""
+    if (quoted := {int(each, 16) for each in PCI_ID.findall(text)}) and vendor_id not in quoted:
+        yield f"{where}, but the same file quotes {', '.join(f'{each:04x}' for each in sorted(quoted))}"
+
+
+@check("write the name of this vendor's resource, or leave out `kubernetes`")
+def resources_are_the_vendors(plugin: Subject) -> Problems:
+    others = {
+        each.kubernetes.name: name
+        for name, other in _others_hooks(plugin)
+        for each in read_engines(str(getattr(other, "package", name))).values()
+        if each.kubernetes
+    }
+    for kind, each in _sections(plugin):
+        if each.kubernetes and each.kubernetes.name in others:
+            yield f"engines.yaml: {kind}.kubernetes.name is that of the plugin {others[each.kubernetes.name]}"
+
+
+def _others_hooks(plugin: Subject) -> Iterable[tuple[str, object]]:
+    return ((each.name, hooks) for each in plugin.others.plugins for hooks in each.manager.get_plugins())
+
+
+def _others_detectors(plugin: Subject) -> Iterator[tuple[str, DeviceDetector]]:
+    for name, hooks in _others_hooks(plugin):
+        if isinstance(detector := getattr(hooks, "detector", None), DeviceDetector):
+            yield name, detector
+
+
+def _has(plugin: Subject, file: str) -> bool:
+    return (plugin.package_folder / file).is_file()

@@ -1,0 +1,146 @@
+"""Reads servers that a manifest or Helm values describe by keys. Tables of the keys are data of the engines."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+_PLACEHOLDER = re.compile("<([^<>]+)>")
+_UNUSABLE = re.compile(r"\{\{|^(?!hf://)\w+://")
+"""A pattern of values that name no model here: templates, and addresses of other storage than a model hub."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """A server that is described by keys.
+
+    - `image`, `command`: of the container. The command is None if the image's entry point starts the server.
+    - `args`: the arguments.
+    - `script`: the text of the script that starts the server; empty if there is none.
+    - `devices`, `hosts`, `instances`, `envs`: values of keys, in the forms of the file.
+    - `job`: environment variables that the scheduler sets, each with the quantity that is its value: devices, hosts or
+      rank.
+    """
+
+    image: str = ""
+    command: Sequence[str] | None = None
+    args: Sequence[str] = ()
+    script: str = ""
+    devices: Any = None
+    hosts: Any = None
+    instances: Any = None
+    envs: Any = None
+    job: Mapping[str, str] = field(default_factory=dict)
+
+
+def declared_servers(document: Any, tables: Mapping[str, Mapping[str, Any]]) -> Iterator[Declared]:
+    """Yield the servers in a YAML document that one of `tables` describes (`engines/declared.yaml`)."""
+    for table in tables.values():
+        for section in _sections(document, [key for key in table.get("at", "").split(".") if key]):
+            found = _Section(document, section)
+            if found.meets(table.get("if", {})):
+                yield found.server(table)
+
+
+def _sections(node: Any, keys: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield the mappings at a path. Items of lists, and YAML in a text, are part of the path."""
+    if isinstance(node, str) and keys:
+        node = yaml.safe_load(node)
+    if isinstance(node, list):
+        for each in node:
+            yield from _sections(each, keys)
+    elif isinstance(node, Mapping) and not keys:
+        yield node
+    elif isinstance(node, Mapping):
+        for child in node.values() if keys[0] == "*" else [node.get(keys[0])]:
+            yield from _sections(child, keys[1:])
+
+
+class _Section:
+    """A part of a document, with the values of its keys."""
+
+    def __init__(self, document: Any, section: Mapping[str, Any]) -> None:
+        self._document, self._section = document, section
+
+    def value(self, path: str) -> Any:
+        """Return the first known value of the alternatives in `path`, or None."""
+        for each in path.split("|"):
+            value = each.strip("'") if each.startswith("'") else self._at(each)
+            if value is not None and not (isinstance(value, str) and _UNUSABLE.search(value)):
+                return value.removeprefix("hf://") if isinstance(value, str) else value
+        return None
+
+    def _at(self, path: str) -> Any:
+        node: Any = self._document if path.startswith("/") else self._section
+        for key in path.lstrip("/").split("."):
+            if isinstance(node, Mapping):
+                node = node.get(key)
+            elif isinstance(node, list) and key.isdecimal():
+                node = node[int(key)] if int(key) < len(node) else None
+            elif isinstance(node, list):  # a list of variables
+                node = next((each.get("value") for each in node if each.get("name") == key), None)
+            else:
+                return None
+        return node
+
+    def meets(self, conditions: Mapping[str, str]) -> bool:
+        """Return whether the values at the paths match the patterns. A missing value is an empty text."""
+        values = {path: self._at(path) for path in conditions}
+        return all(
+            re.search(pattern, "" if values[path] is None else str(values[path]))
+            for path, pattern in conditions.items()
+        )
+
+    def text(self, template: str) -> str:
+        """Return a text with values in place of `<path>`. Unknown values become empty."""
+        return _PLACEHOLDER.sub(lambda match: str(self.value(match[1]) or ""), template)
+
+    def server(self, table: Mapping[str, Any]) -> Declared:
+        args = [*self._flags({flag: self.value(path) for flag, path in table.get("flags", {}).items()})]
+        args += self._flags(self.value(table["flags_of"]) or {}) if "flags_of" in table else []
+        for each in table.get("args", ()):
+            if isinstance(each, str):
+                value = self.value(each) or []
+                args += value.split() if isinstance(value, str) else [str(word) for word in value]
+            elif self.meets(each["if"]):
+                args += [self.text(word) for word in each["words"]]
+        if model := self.text(table.get("model", "")):
+            args = [model, *args]
+        words = table.get("command") or ()
+        command = self.value(words) if isinstance(words, str) else [word for each in words if (word := self.text(each))]
+        keys = ("devices", "hosts", "instances", "envs")
+        known = {key: self.value(table[key]) for key in keys if key in table}
+        read = {each.rpartition(".env.")[2] for each in table.get("args", ()) if isinstance(each, str)}
+        if isinstance(known.get("envs"), list):
+            known["envs"] = [each for each in known["envs"] if each.get("name") not in read]
+        return Declared(
+            image=self.text(table.get("image", "")),
+            command=command or None,
+            args=[*_renamed(args, table.get("renamed", {}))],
+            script=self.value(table["script"]) if "script" in table else "",
+            job=table.get("job", {}),
+            **known,
+        )
+
+    @staticmethod
+    def _flags(values: Mapping[str, Any]) -> Iterator[str]:
+        for flag, value in values.items():
+            if isinstance(value, bool):
+                yield f"--{flag}" if value else f"--no-{flag}"
+            elif value is not None and not isinstance(value, (Mapping, list)):
+                yield from (f"--{flag}", str(value))
+
+
+def _renamed(args: Sequence[str], names: Mapping[str, str]) -> Iterator[str]:
+    """Yield arguments with other flags. A flag whose new name is empty is left out, with its value."""
+    is_left_out = False
+    for arg in args:
+        name, equals, value = arg.lstrip("-").partition("=")
+        if arg.startswith("--"):
+            new = names.get(name.replace("-", "_"), name)
+            is_left_out = not new
+            arg = f"--{new}{equals}{value}"
+        if not is_left_out:
+            yield arg

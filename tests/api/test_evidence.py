@@ -1,0 +1,51 @@
+"""Published runs beside a plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from flagcore import api
+from flagcore.api.inputs import loaded_plugins
+from flagcore.api.planning.jobs import predict_records
+from flagcore.report.estimate import Estimate, estimate_texts
+
+SPEC = {
+    "model": "meta-llama/Meta-Llama-3.1-8B",
+    "train": {"engine": "megatron", "seq_length": 8192, "global_batch_size": 128, "precision": "bf16"},
+    "cluster": {"chip": "H100-SXM", "nodes": 1},
+    "auto_tuner": {"space": {"pipeline_model_parallel_size": [1], "micro_batch_size": [1], "use_recompute": [False]}},
+}
+
+
+@pytest.fixture(scope="module")
+def estimate() -> Estimate:
+    return api.estimate(SPEC)
+
+
+def test_every_published_run_of_the_plugins_is_a_valid_record_with_an_address() -> None:
+    with loaded_plugins(()) as loaded:
+        records = loaded.published_runs()
+        answers = predict_records(records, loaded)
+    assert len(records) >= 60
+    assert len({record["id"] for record in records}) == len(records)
+    assert all(record["source"].startswith("https://") for record in records)
+    for record, answer in zip(records, answers, strict=True):
+        assert answer["status"] == "ok", (record["id"], answer)
+        assert 0.3 < answer["step_time_s"]["value"] / record["measured"]["step_time_s"] < 3, record["id"]
+
+
+def test_a_plan_comes_with_the_nearest_published_runs(estimate: Estimate) -> None:
+    nearest = estimate.published[0]
+    assert nearest.run.startswith("Meta-Llama-3.1-8B, 8 x")
+    assert (nearest.precision, nearest.candidate["context_parallel_size"]) == ("bf16", 2)
+    assert nearest.measured == pytest.approx(10682, rel=0.01)  # the source's figure
+    assert nearest.predicted / nearest.measured == pytest.approx(1, rel=0.3)
+    assert len(estimate.published) < len(api.estimate(SPEC, evidence=True).published)
+    assert not api.estimate(SPEC, chip="910B1").published
+
+
+def test_an_mfu_above_the_published_ones_is_reported(estimate: Estimate) -> None:
+    best, (first, *others) = max(each.mfu or 0 for each in estimate.published), estimate.candidates
+    for mfu, warns in ((best - 0.01, False), (best + 0.01, True)):
+        changed = replace(estimate, candidates=({**first, "mfu": mfu}, *others))
+        assert any(f"{mfu:.1%}" in text for text, is_result in estimate_texts(changed) if not is_result) == warns
