@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,31 @@ def _targets() -> Sequence[str]:
     return api.export_targets()
 
 
+def _pods(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options for the pods of Kubernetes to a command."""
+    for option in (
+        click.option(
+            "--pods",
+            type=click.Path(exists=True, dir_okay=False),
+            metavar="FILE",
+            help="YAML file with fields of a pod's spec, such as tolerations, that are merged into all pods.",
+        ),
+        click.option(
+            "--user",
+            metavar="NUMBER",
+            help="Run as this user, with the rights that the Pod Security Standard restricted allows.",
+        ),
+        click.option("--queue", metavar="NAME", help="Queue of Kueue or Volcano."),
+        click.option(
+            "--volume",
+            metavar="CLAIM:PATH",
+            help="Persistent volume claim and its mount point, for kubernetes and dynamo.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 class _Export(click.Command):
     """The command `flag export`, whose help lists the targets of all installed engines, launchers and importers."""
 
@@ -186,9 +211,7 @@ class _Export(click.Command):
 @click.option(
     "--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), help="Kind of a Kubernetes job [default: jobset]."
 )
-@click.option(
-    "--volume", metavar="CLAIM:PATH", help="Persistent volume claim and its mount point, for kubernetes and dynamo."
-)
+@_pods
 @options.settings("where")
 @options.chip()
 @options.plugins
@@ -196,9 +219,6 @@ def export_command(
     where: Path,
     candidate: tuple[str, ...],
     target: str,
-    image: str | None,
-    kind: str | None,
-    volume: str | None,
     **given: Any,
 ) -> None:
     """Write files that start a candidate of RUN, or of SPEC as a plan.
@@ -207,8 +227,8 @@ def export_command(
     """
     from flagcore import api
 
-    named = {"image": image, "kind": kind, "volume": volume}
-    options_of_target = {name: value for name, value in named.items() if value is not None}
+    named = {name: given.pop(name) for name in ("image", "kind", "volume", "queue", "user", "pods")}
+    options_of_target = {name: str(value) for name, value in named.items() if value is not None}
     exported = api.export(where, target, ", ".join(candidate) or "best", options=options_of_target, **given)
     for file in exported.files:
         click.echo(file)
@@ -221,7 +241,7 @@ def export_command(
 @click.option("--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), required=True, help="Kind of the job.")
 @click.option("--image", required=True, help="Container image with flagcore.")
 @click.option("--name", help="Name of the job [default: name of the file or directory].")
-@click.option("--volume", metavar="CLAIM:PATH", help="Persistent volume claim and its mount point.")
+@_pods
 @options.raw_settings
 @options.chip()
 @options.plugins

@@ -107,7 +107,8 @@ class ExportJob:
     `launch`: starts the candidate with its whole environment. For an exporter with `per_server`, it starts one of
     `replicas` identical servers, or the first of `servers`. It is empty if the candidate's engine is the exporter.
     `devices`: the number of devices per node that `launch` uses.
-    `options`: the user's options: `image` of containers, `kind` of a Kubernetes job, and `volume` as CLAIM:PATH.
+    `options`: the user's options: `image` of containers; of Kubernetes also `kind` of a job, `volume` as CLAIM:PATH,
+    `queue`, `user` (a number) and `pods`, a file with fields of pods.
     `servers`: the servers, if the candidate has several kinds of them.
     """
 
@@ -154,19 +155,12 @@ class ManifestWriter(Protocol):
     """An optional interface of launchers that can write the manifest of a job in which flagcore itself runs."""
 
     def manifest(
-        self,
-        platform: Platform,
-        spec: Path,
-        *,
-        name: str,
-        kind: str,
-        image: str,
-        volume: str,
-        changes: Sequence[str],
+        self, platform: Platform, spec: Path, *, name: str, options: Mapping[str, str], changes: Sequence[str]
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the manifest of a job that tunes the spec of `platform`, and notes for the user.
 
-        `spec`: the path of the spec file. `changes`: further arguments of `flag tune`, which change the spec.
+        `spec`: the path of the spec file. `options`: as in `ExportJob`. `changes`: further arguments of `flag tune`,
+        which change the spec.
         """
 
 

@@ -89,27 +89,32 @@ class ServerGroup:
     """Identical servers of a candidate that has several kinds of servers.
 
     `launch`: starts one server. Its environment may contain the placeholder `{own_address}`.
-    `devices`: the number of devices of one server.
+    `devices`: the number of devices of one server on each of its hosts.
     `replicas`: the number of servers.
+    `hosts`: the number of hosts of one server.
+    `others`: the command on the hosts of a server except the first, with the placeholders `{own_address}` for the
+    address of the first one, and `{node_rank}`.
     """
 
     name: str
     launch: Launch
     devices: int
     replicas: int
+    hosts: int = 1
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerGroups:
-    """All kinds of servers of a candidate.
+    """All kinds of servers of a candidate that one launch cannot describe.
 
     The host name of server N of a group is JOB-GROUP-N.JOB-GROUP.
 
-    `front`: starts the router in front of the servers.
+    `front`: starts the router in front of the servers. None if they need no router.
     """
 
     groups: tuple[ServerGroup, ...]
-    front: Launch
+    front: Launch | None
 
 
 HOSTS = "hosts"

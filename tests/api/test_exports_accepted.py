@@ -18,7 +18,7 @@ from flagcore import api
 from flagcore.api.tuning import targets
 from flagcore.errors import FlagError
 from tests.api.test_export import DYNAMO, SCHEMAS, server, started, written
-from tests.api.test_manifest import CRDS, problems
+from tests.api.test_manifest import CRDS, problems, require_restricted
 from tests.cli.conftest import Project
 from tests.engines.megatron.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
 from tests.pages import ROOT
@@ -86,6 +86,11 @@ def measured_run(folder: Path) -> Path:
     return folder / "job"
 
 
+def over_hosts(folder: Path, engine: str, space: dict[str, Any], chip: str = "H100-SXM") -> Path:
+    """A server on two hosts whose names the target determines."""
+    return serving(folder, engine, {"instances": "auto", **space}, {**h100(2, 4), "chip": chip}, launcher="slurm")
+
+
 def on_two_hosts(folder: Path) -> Path:
     (folder / "hosts").write_text("a slots=4\nb slots=4\n")
     cluster = h100(2, 4, hostfile=str(folder / "hosts"))
@@ -126,10 +131,18 @@ RUNS: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda folder: serving(folder, "vllm", {"prefill_decode": ["2xtp1+1xtp2"]}, h100(devices=4)),
         "vllm slurm kubernetes compose dynamo",
     ),
-    "server on two hosts": (on_two_hosts, "vllm slurm dynamo"),
+    "server on two hosts": (on_two_hosts, "vllm slurm kubernetes dynamo"),
+    "instances on two hosts": (
+        lambda folder: over_hosts(folder, "vllm", {"tensor_model_parallel_size": 4}),
+        "vllm flagscale slurm kubernetes dynamo",
+    ),
+    "other vendor": (
+        lambda folder: over_hosts(folder, "sglang", {"tensor_model_parallel_size": 8}, "910B3"),
+        "sglang slurm kubernetes dynamo",
+    ),
 }
 """How each spec or run is made, and the targets that it has."""
-SHORT = ("dense", "prefill and decode apart")
+SHORT = ("dense", "prefill and decode apart", "server on two hosts")
 
 
 class Exports:
@@ -148,7 +161,7 @@ class Exports:
             where = RUNS[run][0](place)
             self.made[run], self.refused[run] = {}, {}
             for target in TARGETS:
-                options = {"image": "image:1"} if target in ("kubernetes", "dynamo") else {}
+                options = {"image": "image:1", "user": "1000"} if target in ("kubernetes", "dynamo") else {}
                 output = place / target
                 try:
                     api.export(where, target, output=output, name="job", options=options)
@@ -178,6 +191,9 @@ def test_files_of_every_target_are_well_formed(run: str, exports: Exports) -> No
     for target, folder in made.items():
         check = {"kubernetes": of_kubernetes, "compose": of_compose, "dynamo": of_dynamo, "flagscale": of_flagscale}
         check.get(target, of_shell)(folder)
+        for file in (each for each in folder.rglob("*") if each.is_file() and run != "own command"):
+            assert not [word for word in (sys.prefix, str(folder), "-m flagcore") if word in file.read_text()]
+            assert ("--master-addr a" in file.read_text()) <= (target == "vllm")  # only a script has the spec's hosts
 
 
 def of_shell(folder: Path) -> None:
@@ -196,14 +212,13 @@ def of_shell(folder: Path) -> None:
 def of_kubernetes(folder: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     for each in yaml.safe_load_all((folder / "job.yaml").read_text()):
+        require_restricted(each)
         name = f"{each['apiVersion']} {each['kind']}"
         if name in CRDS:
             assert list(problems(CRDS[name], each)) == []
-        elif name in SCHEMAS["kinds"]:
+        else:
             schema = {"$ref": f"#/definitions/{SCHEMAS['kinds'][name]}", "definitions": SCHEMAS["definitions"]}
             jsonschema.Draft7Validator(schema).validate(each)
-        else:
-            assert each["kind"] in ("StatefulSet", "ConfigMap"), name
     for command in shell_commands(folder / "job.yaml"):
         subprocess.run(["bash", "-n"], input=command, text=True, check=True)
 

@@ -42,7 +42,7 @@ def problems(schema: dict[str, Any], value: Any, at: str = "") -> Iterator[str]:
         for name, each in value.items():
             if name in known or extra:
                 yield from problems(known.get(name, extra), each, f"{at}.{name}")
-            elif not schema.get("x-kubernetes-preserve-unknown-fields") and (at, name) != (".metadata", "name"):
+            elif not schema.get("x-kubernetes-preserve-unknown-fields") and at != ".metadata":
                 yield f"{at}: has no {name}"
     elif isinstance(value, list):
         for number, each in enumerate(value):
@@ -54,6 +54,25 @@ def problems(schema: dict[str, Any], value: Any, at: str = "") -> Iterator[str]:
 def checked(made: dict[str, Any]) -> dict[str, Any]:
     assert list(problems(CRDS[f"{made['apiVersion']} {made['kind']}"], made)) == []
     return made
+
+
+ALLOWED_VOLUMES = {"name", "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
+ALLOWED_VOLUMES |= {"projected", "secret"}
+
+
+def require_restricted(manifest: Any) -> None:
+    """Check the pods of a manifest as the Pod Security Standard `restricted` does (Kubernetes 1.33)."""
+    for pod in (each for each in found(manifest, "spec") if "containers" in each):
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"]
+        assert context["runAsUser"] != 0
+        assert context["seccompProfile"]["type"] in ("RuntimeDefault", "Localhost")
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        assert all(set(volume) <= ALLOWED_VOLUMES for volume in pod.get("volumes", ()))
+        for container in pod["containers"]:
+            own = container["securityContext"]
+            assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+            assert all("hostPort" not in port for port in container.get("ports", ()))
 
 
 def found(made: Any, key: str) -> list[Any]:
@@ -72,9 +91,12 @@ def written(tmp_path: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tune_has_one_pod_that_tunes_and_others_that_join(tmp_path: Path, kind: str) -> None:
+def test_a_tune_has_one_pod_that_tunes_and_others_that_join(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     changes = {"settings": ["train.global_batch_size=24"], "chip": "cpu"}
-    manifest, notes = api.manifest(written(tmp_path), kind=kind, image="image:1", volume="data:/data", **changes)
+    manifest, notes = api.manifest(written(tmp_path), kind=kind, image="image:1", volume=f"data:{tmp_path}", **changes)
     tunes, joins = found(checked(manifest), "containers")
     (host, *_) = tunes[0]["env"][0]["value"].split()
     assert tunes[0]["command"][-1] == (
@@ -86,6 +108,35 @@ def test_a_tune_has_one_pod_that_tunes_and_others_that_join(tmp_path: Path, kind
     assert found(manifest, "claimName") == ["data", "data"]
     assert manifest["metadata"]["name"] == "my-job"
     assert found(manifest, "secretKeyRef")[0]["name"] in notes[0]
+    assert len(notes) == 1
+
+
+def codes_without_a_restart(kind: str, first: dict[str, Any]) -> list[int]:
+    if kind == "jobset":
+        return list(found(first, "podFailurePolicy")[0]["rules"][0]["onExitCodes"]["values"])
+    if kind == "volcano":
+        return [policy["exitCode"] for policy in first["policies"] if policy.get("action") == "AbortJob"]
+    return list(range(1, 128)) if first["restartPolicy"] == "ExitCode" else []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_obeys_the_rules_of_its_cluster(tmp_path: Path, kind: str) -> None:
+    pods = {"tolerations": [{"key": "x", "operator": "Exists"}]}
+    pods |= {"containers": [{"resources": {"limits": {"memory": "64Gi"}, "requests": {"memory": "8Gi", "cpu": 4}}}]}
+    (tmp_path / "pods.yaml").write_text(json.dumps(pods))
+    options = {"queue": "q1", "user": "1000", "pods": str(tmp_path / "pods.yaml")}
+    manifest, _notes = api.manifest(written(tmp_path), kind=kind, image="image:1", **options)
+    require_restricted(checked(manifest))
+    (first, *_others) = (found(manifest, "replicatedJobs") + found(manifest, "tasks") or [None])[0] or [
+        found(manifest, "Master")[0]
+    ]
+    assert {2, 3, 4, 5} <= set(codes_without_a_restart(kind, first))
+    assert "q1" in (manifest["spec"].get("queue"), *manifest["metadata"].get("labels", {}).values())
+    assert found(manifest, "tolerations") == [pods["tolerations"]] * 2
+    assert found(manifest, "limits") == [{"cpu": 2, "memory": "64Gi"}] * 2
+    assert found(manifest, "sizeLimit") == ["16Gi"] * 2
+    assert found(manifest, "automountServiceAccountToken") == [False, False]
+    assert found(manifest, "ttlSecondsAfterFinished")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,7 +144,7 @@ def test_one_node_is_one_pod_without_a_secret(tmp_path: Path, kind: str) -> None
     file = written(tmp_path, cluster={"chip": "cpu", "nodes": 1, "devices_per_node": 2})
     manifest, notes = api.manifest(file, kind=kind, image="image:1", name="one")
     assert len(found(checked(manifest), "containers")) == 1
-    assert (notes, found(manifest, "secretKeyRef")) == ([], [])
+    assert (len(notes), found(manifest, "secretKeyRef")) == (1, [])  # the run is lost with the pod
 
 
 @pytest.mark.parametrize(
@@ -123,6 +174,13 @@ def test_a_bad_option_or_launcher_is_refused(tmp_path: Path) -> None:
         api.manifest(written(tmp_path), kind="jobset", image="image:1", name="Not A Name")
     with pytest.raises(UsageError, match="--volume"):
         api.manifest(written(tmp_path), kind="jobset", image="image:1", volume="data")
+    with pytest.raises(UsageError, match="--volume"):  # the run would not be on it
+        api.manifest(written(tmp_path), kind="jobset", image="image:1", volume="data:/no/such/folder")
+    with pytest.raises(UsageError, match="--user"):
+        api.manifest(written(tmp_path), kind="jobset", image="image:1", user="0")
+    (tmp_path / "list.yaml").write_text("- nodeSelector")
+    with pytest.raises(UsageError, match=r"list\.yaml"):
+        api.manifest(written(tmp_path), kind="jobset", image="image:1", pods=str(tmp_path / "list.yaml"))
     with pytest.raises(SpecError, match="kubernetes"):
         api.manifest(written(tmp_path, auto_tuner={}), kind="jobset", image="image:1")
 

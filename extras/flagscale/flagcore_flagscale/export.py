@@ -35,9 +35,9 @@ def export(job: ExportJob) -> Mapping[str, str]:
     """Return the top file of a configuration and its section file. Raises UsageError if FlagScale cannot start the
     job.
     """
-    if job.servers is not None:
+    if job.servers is not None and job.servers.front is not None:
         raise UsageError("FlagScale gives all servers the same arguments; use --to kubernetes, compose or the engine")
-    if job.is_server and not job.launch.ready:
+    if job.servers is not None:
         raise UsageError("FlagScale starts each server on one host; for several hosts use --to slurm or dynamo")
     section = "serve" if job.launch.ready else "train"
     content: Any = _serve(job) if job.launch.ready else _train(job)

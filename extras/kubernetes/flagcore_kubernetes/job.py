@@ -1,57 +1,37 @@
 """Manifests: a job that tunes a spec, a job that trains with a candidate, or a Deployment with a Service.
 
 A job is a JobSet, a PyTorchJob or Volcano's Job, with a first pod and others. The fields are from JobSet
-jobset.x-k8s.io/v1alpha2, PyTorchJob kubeflow.org/v1 (training-operator 1.9), Job batch.volcano.sh/v1alpha1. Each kind
-gives every pod a stable name, by which the other pods reach it.
+jobset.x-k8s.io/v1alpha2, PyTorchJob kubeflow.org/v1 (training-operator 1.9), Job batch.volcano.sh/v1alpha1,
+LeaderWorkerSet leaderworkerset.x-k8s.io/v1. Each kind gives every pod a stable name, by which the other pods reach it.
 """
 
 import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from flagcore.contracts import ExportJob, Platform
-from flagcore.contracts.exchange import DEVICES_OF_HOST, claim_and_mount, comments, device_limits, shell_quoted
+from flagcore.contracts.exchange import DEVICES_OF_HOST, comments, device_limits, shell_quoted
 from flagcore.domain.engine import without_devices
-from flagcore.domain.launch import ServerGroups
+from flagcore.domain.launch import ServerGroup, ServerGroups
 from flagcore.domain.secrets import is_secret
 from flagcore.errors import SpecError, UsageError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.launchers.script import MASTER_PORT
 from flagcore.spec.plain_data import dump_yaml
 from flagcore_kubernetes.join import TOKEN
+from flagcore_kubernetes.pods import Pods, pod_options, pod_spec
 
 HOSTS = "FLAGCORE_HOSTS"
 """Environment variable that contains the names of the job's pods, the tuning pod first."""
 FIRST, OTHERS = "first", "others"
 RESTARTS = 3
 """How often a job is started again, for example after a preemption."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pods:
-    """The pods of a job. `first` and `others` are shell commands, in which `{rank}` is the number of the pod.
-
-    `limits` are the resources of each pod. `secrets` maps variables to the name and key of their secret. `claim` is a
-    persistent volume claim, mounted at `mount`; it is empty if there is none. With `first_ends` the job ends when its
-    first pod ends, otherwise when all pods have ended.
-    """
-
-    name: str
-    image: str
-    count: int
-    first: str
-    others: str
-    directory: str
-    environment: Mapping[str, str] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)
-    secrets: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    claim: str = ""
-    mount: str = ""
-    first_ends: bool = False
+KEPT_SECONDS = 7 * 24 * 3600
+"""How long a finished job is kept, with its logs."""
 
 
 def _jobset_hosts(name: str, count: int) -> list[str]:
@@ -66,89 +46,78 @@ def _volcano_hosts(name: str, count: int) -> list[str]:
     return [f"{name}-{FIRST}-0.{name}", *(f"{name}-{OTHERS}-{number}.{name}" for number in range(count - 1))]
 
 
-def pod_template(pods: Pods, command: str, restart: str, container: str = "flagcore") -> dict[str, Any]:
-    """Return the template of a pod. It mounts /dev/shm, through which devices exchange data: the default is only 64
-    MB.
-    """
-    variables: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in pods.environment.items()]
-    secret = [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": where, "key": key}}}
-        for name, (where, key) in pods.secrets.items()
-    ]
-    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
-    if pods.claim:
-        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": pods.claim}})
-        mounts.append({"name": "data", "mountPath": pods.mount})
-    one = {
-        "name": container,
-        "image": pods.image,
-        "command": ["sh", "-c", command.replace("$$", "$$$$")],  # Kubernetes reads $$ as $
-        **({"workingDir": pods.directory} if pods.directory else {}),
-        "env": variables + secret,
-        "resources": {"limits": dict(pods.limits)},
-        "volumeMounts": mounts,
-    }
-    return {"spec": {"restartPolicy": restart, "containers": [one], "volumes": volumes}}
-
-
 def _groups(pods: Pods, first_rank: str, other_rank: str) -> list[tuple[str, int, str]]:
     """Return the name, the number of pods and the command of each group of pods."""
     groups = [(FIRST, 1, pods.first.replace("{rank}", first_rank))]
     return groups + [(OTHERS, pods.count - 1, pods.others.replace("{rank}", other_rank))] * (pods.count > 1)
 
 
+def _final_codes(pods: Pods) -> list[int]:
+    """Return the exit codes after which another start would end in the same way: a wrong command or no such program,
+    and those of `flag tune` for a wrong spec, no fitting candidate, no device, or only failed trials.
+    """
+    return [2, 3, 4, 5, 126, 127] if pods.tunes else [2, 126, 127]
+
+
 def _jobset(pods: Pods) -> dict[str, Any]:
     def job(name: str, count: int, command: str) -> dict[str, Any]:
-        spec = {"parallelism": count, "completions": count, "completionMode": "Indexed", "backoffLimit": RESTARTS}
-        restart = "OnFailure" if name == OTHERS and pods.first_ends else "Never"
-        template = {"spec": {**spec, "template": pod_template(pods, command, restart)}}
-        return {"name": name, "replicas": 1, "template": template}
+        joins = name == OTHERS and pods.tunes
+        exits = {"containerName": "flagcore", "operator": "In", "values": _final_codes(pods)}
+        never = {"podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": exits}]}}
+        spec = {"parallelism": count, "completions": count, "completionMode": "Indexed"}
+        spec |= {"backoffLimit": RESTARTS} if joins else {"backoffLimit": 0, **never}  # else all pods start again
+        template = {"spec": pod_spec(pods, command, "OnFailure" if joins else "Never")}
+        return {"name": name, "replicas": 1, "template": {"spec": {**spec, "template": template}}}
 
     jobs = [job(*group) for group in _groups(pods, "0", "$((JOB_COMPLETION_INDEX + 1))")]
-    success_policy = {"successPolicy": {"operator": "All", "targetReplicatedJobs": [FIRST]}} if pods.first_ends else {}
-    spec = {"failurePolicy": {"maxRestarts": RESTARTS}, **success_policy, "replicatedJobs": jobs}
-    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": pods.name}, "spec": spec}
+    final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    success_policy = {"successPolicy": {"operator": "All", "targetReplicatedJobs": [FIRST]}} if pods.tunes else {}
+    policies = {"failurePolicy": {"maxRestarts": RESTARTS, "rules": [final]}, **success_policy}
+    spec = {**policies, "ttlSecondsAfterFinished": KEPT_SECONDS, "replicatedJobs": jobs}
+    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": pods.metadata, "spec": spec}
 
 
 def _pytorch(pods: Pods) -> dict[str, Any]:
-    names = {FIRST: "Master", OTHERS: "Worker"}
-    replicas: dict[str, dict[str, Any]] = {
-        names[name]: {
-            "replicas": count,
-            "restartPolicy": "OnFailure",
-            "template": pod_template(pods, command, "OnFailure", "pytorch"),
-        }
-        for name, count, command in _groups(pods, "$RANK", "$RANK")
-    }
-    for each in replicas.values():
-        del each["template"]["spec"]["restartPolicy"]  # a PyTorchJob uses the policy of the replica
+    names, replicas = {FIRST: "Master", OTHERS: "Worker"}, dict[str, Any]()
+    for name, count, command in _groups(pods, "$RANK", "$RANK"):
+        # ExitCode: only after a code of at least 128, which means that a signal ended the pod
+        restart = "ExitCode" if name == FIRST and pods.tunes else "OnFailure"
+        spec = pod_spec(pods, command, restart, "pytorch")
+        del spec["restartPolicy"]  # a PyTorchJob uses the policy of the replica
+        replicas[names[name]] = {"replicas": count, "restartPolicy": restart, "template": {"spec": spec}}
     policy = {
         "backoffLimit": RESTARTS,
-        "cleanPodPolicy": "All" if pods.first_ends else "None",
+        "cleanPodPolicy": "All" if pods.tunes else "None",
         "schedulingPolicy": {"minAvailable": pods.count},
+        "ttlSecondsAfterFinished": KEPT_SECONDS,
     }
     spec = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
-    return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": pods.name}, "spec": spec}
+    return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": pods.metadata, "spec": spec}
 
 
 def _volcano(pods: Pods) -> dict[str, Any]:
     def task(name: str, count: int, command: str) -> dict[str, Any]:
-        restart = "OnFailure" if name == OTHERS and pods.first_ends else "Never"
-        template = pod_template(pods, command, restart)
-        ends_job = name == FIRST and pods.first_ends
-        completion_policy = {"policies": [{"event": "TaskCompleted", "action": "CompleteJob"}]} if ends_job else {}
-        return {"name": name, "replicas": count, **completion_policy, "template": template}
+        joins = name == OTHERS and pods.tunes
+        policies: list[dict[str, Any]] = (
+            [] if joins else [{"exitCode": code, "action": "AbortJob"} for code in _final_codes(pods)]
+        )
+        if name == FIRST and pods.tunes:
+            policies.append({"event": "TaskCompleted", "action": "CompleteJob"})
+        template = {"spec": pod_spec(pods, command, "OnFailure" if joins else "Never")}
+        return {"name": name, "replicas": count, **({"policies": policies} if policies else {}), "template": template}
 
     spec = {
         "schedulerName": "volcano",
+        **({"queue": pods.queue} if pods.queue else {}),
         "minAvailable": pods.count,
         "maxRetry": RESTARTS,
+        "ttlSecondsAfterFinished": KEPT_SECONDS,
         "plugins": {"svc": [], "env": []},
         "policies": [{"event": event, "action": "RestartJob"} for event in ("PodEvicted", "PodFailed")],
         "tasks": [task(*group) for group in _groups(pods, "0", "$((VC_TASK_INDEX + 1))")],
     }
-    return {"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "metadata": {"name": pods.name}, "spec": spec}
+    metadata = {"name": pods.name}
+    return {"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,46 +137,59 @@ KINDS = {
 
 IN_SHELL = {"{node_rank}": "NODE_RANK", **DEVICES_OF_HOST}
 """Maps placeholders to variables and commands in the shell of a pod."""
+IN_GROUP = {"{node_rank}": "LWS_WORKER_INDEX", "{own_address}": "LWS_LEADER_ADDRESS"}
+"""Maps placeholders to the variables that LeaderWorkerSet sets: the number of a pod, and the name of the first one."""
+ROLE, LEADER = "role", "leader"
+"""The label by which a Service selects the pods that accept requests."""
 
 
 def export(job: ExportJob) -> Mapping[str, str]:
-    """Return the manifest of a job. Raises UsageError if there is no image, or for a server on several hosts."""
-    image, kind = job.options.get("image"), job.options.get("kind", "jobset")
-    if not image:
+    """Return the manifest of a job. Raises UsageError if an option is missing or invalid."""
+    kind = job.options.get("kind", "jobset")
+    if not job.options.get("image"):
         raise UsageError(_("--to kubernetes needs --image, an image with the program of the candidate"))
-    if job.is_server and not job.launch.ready:
-        raise UsageError(_("--to kubernetes starts each server in one pod; for several hosts use --to slurm"))
-    claim, mount = claim_and_mount(job.options.get("volume", ""))
-    count = 1 if job.launch.ready else job.nodes
-    hosts = KINDS[kind].hosts(job.name, count)
+    hosts = KINDS[kind].hosts(job.name, job.nodes)
     environment, secrets = _environment(job, hosts)
     of_host = {name: value for name, value in environment.items() if any(each in value for each in IN_SHELL)}
+    command = "" if job.servers is not None else _command(job, hosts, of_host)
     pods = Pods(
         name=job.name,
-        image=image,
-        count=count,
-        first=(command := _command(job, hosts, of_host)),
+        count=job.nodes,
+        first=command,
         others=command,
         directory=job.launch.directory or "",
         environment={name: value for name, value in environment.items() if name not in of_host},
         limits=device_limits(job.platform, job.devices),
+        devices=job.devices,
         secrets=secrets,
-        claim=claim,
-        mount=mount,
+        **pod_options(job.options),
     )
     if job.servers is not None:
         manifests = _server_groups(job, job.servers, pods)
     else:
         manifests = _server(pods, job) if job.launch.ready else [KINDS[kind].manifest(pods)]
     text = "---\n".join(dump_yaml(each, width=1000) for each in manifests)
-    head = comments(job)
+    return {f"{job.name}.yaml": "\n".join([*comments(job), *_notes(job, pods), text])}
+
+
+def _notes(job: ExportJob, pods: Pods) -> list[str]:
+    """Return comments for the user: what to replace, and what must exist in the cluster and the image."""
+    notes = list[str]()
     if job.launch.sample:
-        head.append(f"# Replace {shlex.join(job.launch.sample)}, which trains on generated data: {job.launch.missing}.")
-    if job.servers is not None:
+        notes.append(f"Replace {shlex.join(job.launch.sample)}, which trains on generated data: {job.launch.missing}.")
+    if job.servers is not None and job.servers.front is not None:
         program = shlex.join(job.servers.front.argv[:3])
-        head.append(f"# The image must also have the router in front of the servers ({program} ...).")
-    head += [f"# Create the secret {job.name}-secrets first."] if secrets else []
-    return {f"{job.name}.yaml": "\n".join([*head, text])}
+        notes.append(f"The image must also have the router in front of the servers ({program} ...).")
+    if job.servers is not None and any(group.hosts > 1 for group in job.servers.groups):
+        notes.append("The cluster must have LeaderWorkerSet, which starts each server on several hosts.")
+    if pods.secrets:
+        notes.append(f"Create the secret {job.name}-secrets first.")
+    weights = job.platform.task.spec.serve.weights or "" if job.is_server else ""
+    if os.path.isabs(weights) and not (pods.claim and Path(weights).is_relative_to(pods.mount)):
+        notes.append(f"The image must have the model in {weights}; --volume CLAIM:PATH mounts a volume.")
+    if not pods.user:
+        notes.append("For a namespace with the Pod Security Standard restricted, add --user NUMBER.")
+    return [f"# {note}" for note in notes]
 
 
 def _placeholders(hosts: Collection[str]) -> dict[str, str]:
@@ -236,7 +218,8 @@ def _command(job: ExportJob, hosts: Collection[str], of_host: Mapping[str, str])
     argv = [os.path.basename(launch.argv[0]) if launch.ready else launch.argv[0], *launch.argv[1:], *launch.sample]
     if launch.ready:  # the service reaches the pod from outside
         argv = ["0.0.0.0" if word == urlsplit(launch.ready[0]).hostname else word for word in argv]
-    words = " ".join(shell_quoted(_fill(word, placeholders), IN_SHELL) for word in argv)
+    names = {**IN_SHELL, **IN_GROUP} if launch.ready else IN_SHELL
+    words = " ".join(shell_quoted(_fill(word, placeholders), names) for word in argv)
     rank = "" if launch.ready else "export NODE_RANK={rank}; export PET_NODE_RANK=$NODE_RANK; "
     exports = "".join(f"export {name}={shell_quoted(value, IN_SHELL)}; " for name, value in of_host.items())
     return f"{rank}{exports}exec {words}"
@@ -244,29 +227,41 @@ def _command(job: ExportJob, hosts: Collection[str], of_host: Mapping[str, str])
 
 def _server(pods: Pods, job: ExportJob) -> list[dict[str, Any]]:
     """Return a Deployment with one pod per server, and the Service in front of the pods."""
-    health = urlsplit(job.launch.ready[0])
-    labels, template = {"app": pods.name}, pod_template(pods, pods.first, "Always", "server")
-    (container,) = template["spec"]["containers"]
-    container["ports"] = [{"containerPort": health.port}]
-    container["readinessProbe"] = {"httpGet": {"path": health.path, "port": health.port}, "periodSeconds": 5}
+    labels, template = {"app": pods.name}, {"spec": _server_pod(pods, job)}
     deployment = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {"name": pods.name},
+        "metadata": pods.metadata,
         "spec": {
             "replicas": job.replicas,
             "selector": {"matchLabels": dict(labels)},
-            "template": {"metadata": {"labels": labels}, **template},
+            "template": {"metadata": {"labels": dict(labels)}, **template},
         },
     }
-    ports = [{"port": health.port, "targetPort": health.port}]
-    service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": pods.name}}
-    return [deployment, {**service, "spec": {"selector": dict(labels), "ports": ports}}]
+    return [deployment, _service(pods.name, labels, job)]
+
+
+def _server_pod(pods: Pods, job: ExportJob) -> dict[str, Any]:
+    """Return the spec of a pod with a server that is ready when its health check succeeds."""
+    health, spec = urlsplit(job.launch.ready[0]), pod_spec(pods, pods.first, "Always", "server")
+    spec["containers"][0] |= {
+        "ports": [{"containerPort": health.port}],
+        "readinessProbe": {"httpGet": {"path": health.path, "port": health.port}, "periodSeconds": 5},
+    }
+    return spec
+
+
+def _service(name: str, labels: Mapping[str, str], job: ExportJob) -> dict[str, Any]:
+    port = urlsplit(job.launch.ready[0]).port
+    spec = {"selector": dict(labels), "ports": [{"port": port, "targetPort": port}]}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec}
 
 
 def _server_groups(job: ExportJob, servers: ServerGroups, common: Pods) -> list[dict[str, Any]]:
     """Return a StatefulSet for each kind of server, and the router as in `_server`. A StatefulSet gives each pod a
     name.
+
+    Servers on several hosts are a LeaderWorkerSet, whose first pods have the same names.
     """
     manifests: list[dict[str, Any]] = []
     for group in servers.groups:
@@ -274,18 +269,58 @@ def _server_groups(job: ExportJob, servers: ServerGroups, common: Pods) -> list[
         environment, _secrets = _environment(replace(own, name=job.name), ())
         addressed = {name: value.replace("{own_address}", "$(POD_IP)") for name, value in environment.items()}
         limits = device_limits(job.platform, group.devices)
-        command = _command(own, (), {})
-        pods = replace(common, name=own.name, first=command, environment=addressed, limits=limits)
+        pods = replace(common, name=own.name, first=_command(own, (), {}), environment=addressed, limits=limits)
+        pods = replace(pods, devices=group.devices)
+        if group.hosts > 1:
+            manifests.append(_on_hosts(pods, own, group))
+            if servers.front is None:
+                manifests.append(_service(job.name, {"app": own.name, ROLE: LEADER}, own))
+            continue
         deployment, service = _server(pods, own)
-        (container,) = deployment["spec"]["template"]["spec"]["containers"]
-        container["env"].insert(0, {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
+        _add_address(deployment["spec"]["template"]["spec"])
         spec = {**deployment["spec"], "serviceName": own.name, "podManagementPolicy": "Parallel"}
         service["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}
         manifests += [service, {**deployment, "kind": "StatefulSet", "spec": spec}]
+    if servers.front is None:
+        return manifests
     front = replace(job, launch=servers.front, replicas=1)
-    command = _command(front, (), {})
-    pods = replace(common, first=command, environment={}, limits={}, secrets={}, claim="", mount="")
-    return [*manifests, *_server(pods, front)]
+    changes = {name: value for name, value in common.changes.items() if name != "containers"}  # it needs no devices
+    nothing: dict[str, Any] = {
+        "changes": changes,
+        "environment": {},
+        "limits": {},
+        "secrets": {},
+        "devices": 0,
+        "claim": "",
+        "mount": "",
+    }
+    return [*manifests, *_server(replace(common, first=_command(front, (), {}), **nothing), front)]
+
+
+def _on_hosts(pods: Pods, job: ExportJob, group: ServerGroup) -> dict[str, Any]:
+    """Return the LeaderWorkerSet of servers on several hosts. It creates a Service with its own name."""
+    others = " ".join(shell_quoted(word, IN_GROUP) for word in group.others)
+    leader, worker = _server_pod(pods, job), pod_spec(pods, f"exec {others}", "Always", "server")
+    for spec in (leader, worker):
+        _add_address(spec)
+    template = {
+        "size": group.hosts,
+        "restartPolicy": "RecreateGroupOnPodRestart",
+        "leaderTemplate": {"metadata": {"labels": {"app": pods.name, ROLE: LEADER}}, "spec": leader},
+        "workerTemplate": {"metadata": {"labels": {"app": pods.name}}, "spec": worker},
+    }
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": pods.metadata,
+        "spec": {"replicas": group.replicas, "leaderWorkerTemplate": template},
+    }
+
+
+def _add_address(spec: dict[str, Any]) -> None:
+    """Add the variable with the address of the pod, to which other variables may refer."""
+    variable = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    spec["containers"][0].setdefault("env", []).insert(0, variable)
 
 
 def _fill(text: str, placeholders: Mapping[str, str]) -> str:
@@ -295,28 +330,43 @@ def _fill(text: str, placeholders: Mapping[str, str]) -> str:
 
 
 def manifest(
-    platform: Platform, spec: Path, *, name: str, kind: str, image: str, volume: str, changes: Sequence[str]
+    platform: Platform, spec: Path, *, name: str, options: Mapping[str, str], changes: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the manifest of a job that tunes a spec, and notes: the first pod tunes, and the others join it."""
-    claim, mount = claim_and_mount(volume)
-    group, launcher = platform.task.cluster.groups[0], platform.task.spec.launcher
-    limits, hosts = device_limits(platform, group.devices_per_node), KINDS[kind].hosts(name, group.nodes)
+    group, launcher, kind = platform.task.cluster.groups[0], platform.task.spec.launcher, KINDS[options["kind"]]
+    limits, hosts = device_limits(platform, group.devices_per_node), kind.hosts(name, group.nodes)
     if len(hosts) > 1 and launcher != "kubernetes":
         problem = _("does not start trials in pods")
         raise SpecError(key="auto_tuner.launcher", value=launcher, problem=problem, fix=_("set it to kubernetes"))
     pods = Pods(
         name=name,
-        image=image,
         count=group.nodes,
         first=f"exec {shlex.join(['flag', 'tune', str(spec.resolve()), *changes])}",
         others=f"exec python3 -m flagcore_kubernetes.join {hosts[0]}",
         directory=str(Path.cwd()),
         environment={HOSTS: " ".join(hosts)},
         limits=limits,
+        devices=group.devices_per_node,
         secrets={TOKEN: (f"{name}-token", "token")} if len(hosts) > 1 else {},
-        claim=claim,
-        mount=mount,
-        first_ends=True,
+        tunes=True,
+        **pod_options(options),
     )
     secrets = {secret for secret, _key in pods.secrets.values()}
-    return KINDS[kind].manifest(pods), [_("create the secret {name} first", name=secret) for secret in sorted(secrets)]
+    notes = [_("create the secret {name} first", name=secret) for secret in sorted(secrets)]
+    return kind.manifest(pods), [*notes, *_storage_notes(pods, spec.resolve())]
+
+
+def _storage_notes(pods: Pods, spec: Path) -> list[str]:
+    """Return notes on a spec that the image must have, and on a run that is lost with its pod.
+
+    Raises UsageError if there is a volume, but the run is not on it.
+    """
+    if not pods.claim:
+        return [_("the run is lost when its pod ends: add --volume CLAIM:PATH")]
+    if not Path(pods.directory).is_relative_to(pods.mount):
+        text = N_(
+            "--volume: the run would be in {folder}, which is not on {mount}; start this command in a folder there"
+        )
+        raise UsageError(_(text, folder=pods.directory, mount=pods.mount))
+    text = N_("{spec} is not on the volume {mount}: the image must have it")
+    return [] if spec.is_relative_to(pods.mount) else [_(text, spec=spec, mount=pods.mount)]

@@ -65,18 +65,10 @@ class KubernetesLauncher(HostsLauncher):
         return export(job)
 
     def manifest(
-        self,
-        platform: Platform,
-        spec: Path,
-        *,
-        name: str,
-        kind: str,
-        image: str,
-        volume: str,
-        changes: Sequence[str],
+        self, platform: Platform, spec: Path, *, name: str, options: Mapping[str, str], changes: Sequence[str]
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the manifest of a job that tunes a spec, and notes for the user. Raises UsageError, SpecError."""
-        return manifest(platform, spec, name=name, kind=kind, image=image, volume=volume, changes=changes)
+        return manifest(platform, spec, name=name, options=options, changes=changes)
 
 
 LAUNCHER: Launcher = KubernetesLauncher(

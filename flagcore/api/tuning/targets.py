@@ -52,7 +52,7 @@ def export(
     """Write files that start a candidate to the folder `output`. The candidate is from a run's folder or from a spec.
 
     `target`: the engine of the candidate, or a target of an exporter (`flagcore.contracts.Exporter`). `candidate`: its
-    name in the form of `explain_candidate`. `options`: image, kind and volume. `output`: by default, `NAME-TARGET` in
+    name in the form of `explain_candidate`. `options`: see `ExportJob`. `output`: by default, `NAME-TARGET` in
     the working directory. Raises the errors of `flagcore.errors`.
     """
     place = Path(where)
@@ -218,20 +218,17 @@ def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
 def manifest(
     where: Path | str,
     *,
-    kind: str,
-    image: str,
     name: str | None = None,
-    volume: str | None = None,
     chip: str | None = None,
     settings: Sequence[str] = (),
     without: Collection[str] = (),
+    **options: str | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the manifest of a Kubernetes job that tunes a spec, and notes for the user.
 
-    Requires the extra `kubernetes`. `kind` is jobset, pytorchjob or volcano. `volume` is CLAIM:PATH, a persistent
-    volume claim and its mount point. All files must have the same paths in the image or on the volume. `chip` and
-    `settings` (`KEY=VALUE`) change the spec, and the job passes them to `flag tune`. Raises the errors of
-    `flagcore.errors`.
+    Requires the extra `kubernetes`. `options`: `kind` (jobset, pytorchjob or volcano) and `image` are required; for the
+    others see `ExportJob`. All files must have the same paths in the image or on the volume. `chip` and `settings`
+    (`KEY=VALUE`) change the spec, and the job passes them to `flag tune`. Raises the errors of `flagcore.errors`.
     """
     place = Path(where)
     if place.is_dir():
@@ -244,4 +241,5 @@ def manifest(
     writer = cast(ManifestWriter, plugins.launcher("kubernetes"))
     changes = [word for each in settings for word in ("--set", each)] + (["--chip", chip] if chip else [])
     platform = load_snapshot(with_settings(place, settings), chip, without).problem.platform
-    return writer.manifest(platform, place, name=name, kind=kind, image=image, volume=volume or "", changes=changes)
+    given = {key: value for key, value in options.items() if value}
+    return writer.manifest(platform, place, name=name, options=given, changes=changes)

@@ -259,7 +259,7 @@ class _Component:
         spec, hosts = job.platform.task.spec, len(place.hosts)
         argv = instance.at_port(FRONT_PORT).argv
         if hosts > 1 and engine.on_host:
-            argv = argv[: -len(engine.on_host(hosts, 0))]  # the operator adds its own flags for hosts
+            argv = argv[: -len(engine.on_host(hosts, "0"))]  # the operator adds its own flags for hosts
         arguments, left_out = _arguments(worker, argv[len(engine.program.start_command(spec)) :], place.kind)
         variables = {**job.platform.environment, **instance.environment, **spec.envs}
         variables = without_devices(job.platform.support, variables)

@@ -34,7 +34,7 @@ class EngineProfile:
     settings: Callable[[Task, Columns], Settings]
     server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Instance]
     """Returns the server for a task, its knob values, and the CPU cores to use (empty for other devices)."""
-    on_host: Callable[[int, int], tuple[str, ...]] | None = None
+    on_host: Callable[[int, str], tuple[str, ...]] | None = None
     """Returns the additional flags for one host of an instance. Arguments: the number of the instance's hosts, and the
     index of this host. None: an instance cannot span hosts.
     """

@@ -157,31 +157,40 @@ def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str,
 
 
 def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
-    """Return the groups of identical servers of a candidate and their router, or None if they need no router.
+    """Return the groups of identical servers of a candidate, or None if they need no router and run on one host each.
 
     See `Workload.groups`. Raises UsageError if the target cannot start such servers.
     """
     values, on_cores = candidate.as_dict(), Hardware.of(platform.task).on_cores
     instances = instances_of(platform, engine, candidate)
     router = router_of(platform, engine, candidate, len(instances))
-    if router is None or (on_cores and not values.get(PREFILL_DECODE)):
+    spans = any(each.further for each in instances)
+    if not (router or spans) or (on_cores and not values.get(PREFILL_DECODE)):
         return None
-    if any(each.further for each in instances) or on_cores:
-        raise UsageError("this target starts servers on devices of one host only")
+    if on_cores:
+        raise UsageError("this target starts servers on devices only")
     if any(secrets_in_arguments(each.argv) for each in instances):
         raise UsageError("the command contains a secret; pass it in a variable")
     groups, addresses = list[ServerGroup](), list[tuple[str, str, int]]()
     placed = list(zip(instances, placements(platform.task, values), strict=True))
     for kind, count in Counter(each.kind for each in instances).items():
         instance, place = next(each for each in placed if each[0].kind == kind)
-        first = instance.at_head(OWN_ADDRESS, "").at_port(export.FRONT_PORT)
+        hosts = len(place.hosts)
+        if hosts > 1 and engine.on_host:
+            own = instance.argv[: -len(engine.on_host(hosts, "0"))]
+            instance = replace(instance, further=((*own, *engine.on_host(hosts, "{node_rank}")),))
+        first = instance.at_head(OWN_ADDRESS, str(export.MEETING_PORT)).at_port(export.FRONT_PORT)
+        others = first.further[0] if hosts > 1 else ()
         environment = without_devices(platform.support, first.environment)
         ready = (f"http://127.0.0.1:{export.FRONT_PORT}{engine.reports.health}",)
         launch = Launch(argv=first.argv, environment=environment, folder="", ready=ready)
         group = kind or "server"
-        groups.append(ServerGroup(name=group, launch=launch, devices=place.width, replicas=count))
-        hosts = (f"{name}-{group}-{number}.{name}-{group}" for number in range(count))
-        addresses += [(kind, host, export.FRONT_PORT) for host in hosts]
+        of_group = ServerGroup(name=group, launch=launch, devices=place.width // hosts, replicas=count)
+        groups.append(replace(of_group, hosts=hosts, others=others))
+        names = (f"{name}-{group}-{number}.{name}-{group}" for number in range(count))
+        addresses += [(kind, host, export.FRONT_PORT) for host in names]
+    if router is None:
+        return ServerGroups(groups=tuple(groups), front=None)
     front = router.instance(addresses).at_port(export.FRONT_PORT)
     ready = (f"http://127.0.0.1:{export.FRONT_PORT}{ROUTER_HEALTH}",)
     return ServerGroups(groups=tuple(groups), front=Launch(argv=front.argv, folder="", ready=ready))
@@ -216,7 +225,7 @@ def _instance(
     argv, other_argvs, hosts = instance.argv, list[tuple[str, ...]](), len(placement.hosts)
     if hosts > 1:
         assert engine.on_host, "the candidate is legal"
-        argv, *other_argvs = [(*argv, *engine.on_host(hosts, number)) for number in range(hosts)]
+        argv, *other_argvs = [(*argv, *engine.on_host(hosts, str(number))) for number in range(hosts)]
     return replace(
         instance,
         argv=argv,

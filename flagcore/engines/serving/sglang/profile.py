@@ -279,8 +279,8 @@ def _drafts(values: Mapping[str, KnobValue]) -> list[str]:
     return [str(word) for pair in (*chain, ("--speculative-num-draft-tokens", drafted + 1)) for word in pair]
 
 
-def _on_host(hosts: int, number: int) -> tuple[str, ...]:
-    return ("--nnodes", str(hosts), "--node-rank", str(number), "--dist-init-addr", f"{HEAD}:{HEAD_PORT}")
+def _on_host(hosts: int, rank: str) -> tuple[str, ...]:
+    return ("--nnodes", str(hosts), "--node-rank", rank, "--dist-init-addr", f"{HEAD}:{HEAD_PORT}")
 
 
 OTHER_SIDE = "<0.5.10"

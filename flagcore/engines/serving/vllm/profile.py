@@ -74,10 +74,10 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     return Instance(argv=tuple(argv), environment=environment)
 
 
-def _on_host(hosts: int, number: int) -> tuple[str, ...]:
+def _on_host(hosts: int, rank: str) -> tuple[str, ...]:
     """Return the flags for one host of an instance (0.32: `engine/arg_utils.py`, `entrypoints/cli/serve.py`)."""
-    flags = ("--nnodes", str(hosts), "--node-rank", str(number), "--master-addr", HEAD, "--master-port", HEAD_PORT)
-    return (*flags, "--headless") if number else flags
+    flags = ("--nnodes", str(hosts), "--node-rank", rank, "--master-addr", HEAD, "--master-port", HEAD_PORT)
+    return flags if rank == "0" else (*flags, "--headless")
 
 
 def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> dict[str, str]:
