@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -65,6 +66,8 @@ def spec_of_command(
     if start.version:
         serve["engine_version"] = start.version
         notes.note("serve.engine_version", "is the tag of the image", "serve.engine_version")
+    if hosts == start.instances and start.hosts <= 1:  # each pod of a StatefulSet is a host of the same server
+        start = replace(start, instances=1)
     if start.instances > 1:
         baseline = {INSTANCES: start.instances * baseline.get(INSTANCES, 1), **baseline}
         notes.note("replicas", f"{start.instances}: the instances of the baseline", f"auto_tuner.baseline.{INSTANCES}")
