@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
+from flagcore_kubernetes.pods import pod_options
 
 from flagcore.cli.main import flag
 from flagcore.domain.plan import Counts
@@ -114,6 +115,12 @@ def left_to_readers(_block: Block) -> None:
     """A formula with its constants on its page, or commands of other tools."""
 
 
+def fields_of_pods(block: Block) -> None:
+    Path("pods.yaml").write_text(block.text)
+    options = pod_options({"pods": "pods.yaml", "image": "image"})
+    assert yaml.safe_load(block.text) in options.values()
+
+
 SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("README.md", "Best on 2 x cpu"): result_of_a_run,
     ("docs/tutorial.md", "Best on 2 x cpu"): result_of_a_run,
@@ -123,6 +130,7 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/tutorial.md", " iteration"): log_line,
     ("docs/spec.md", "node-a slots=8"): hostfile,
     ("docs/mixed.md", "node-1 slots=8 type=A800"): hostfile,
+    ("docs/files.md", "nodeSelector:"): fields_of_pods,
     ("docs/hosts.md", "flag manifest"): left_to_readers,
     ("CONTRIBUTING.md", "flagcore/ "): folders,
     ("CONTRIBUTING.md", "moe_permute_fusion:"): knob_row,

@@ -193,7 +193,8 @@ def test_a_stopped_process_ends_its_trial(tmp_path: Path, monkeypatch: pytest.Mo
     assert "STOPPED_SECONDS = 30.0" in source
     (tmp_path / "guard.py").write_text(source.replace("STOPPED_SECONDS = 30.0", "STOPPED_SECONDS = 0.5"))
     monkeypatch.setattr(guard, "__file__", str(tmp_path / "guard.py"))
-    script = "sleep 60 & echo $!; wait"
+    script = "sleep 60 & read -r name < /proc/$!/comm; until [ $name = sleep ]; do read -r name < /proc/$!/comm; done; "
+    script += "echo $!; wait"
     trial = start(tmp_path, "/bin/sh", "-c", script, environment=marked.environment, timeout_seconds=30.0)
     wait_for(tmp_path / "stdout.log", "\n")
     pid = int((tmp_path / "stdout.log").read_text())

@@ -55,10 +55,12 @@ def _read_sample(plugin: Subject) -> list[Sample]:
     except Skip:
         return []
     samples: list[Sample] = []
-    for place, each in enumerate(listings):
+    for each in listings:
         if all(plugin.loaded.find_chip(listed.chip) and listed.memory_mib for listed in each.lists):
-            clock = SimpleNamespace(monotonic=partial(float, 1000 * place))  # readings of the last transcript are old
-            with fakes.machine(fakes.printing(each)), mock.patch.object(detection, "time", clock):
+            # The transcripts are of different machines: each reading runs the tool, and so do later ones.
+            late = mock.patch.object(detection, "time", SimpleNamespace(monotonic=partial(float, 1e18)))
+            uncached = mock.patch.object(detection, "FRESH_SECONDS", -2e18)
+            with fakes.machine(fakes.printing(each)), late, uncached:
                 found = [pair for device in fakes.ask(plugin) for pair in sample(device)]
             samples += [pair for pair in found if not samples or USED in pair[1]]  # others are of another command
     return samples

@@ -58,10 +58,10 @@ def test_an_instance_fits_on_a_host_or_has_whole_hosts(engine: Any, values: dict
 
 
 def test_each_host_of_an_instance_has_its_own_flags() -> None:
-    assert VLLM.on_host(2, 0)[:4] == ("--nnodes", "2", "--node-rank", "0")
-    assert "--headless" not in VLLM.on_host(2, 0)
-    assert VLLM.on_host(2, 1)[-1] == "--headless"
-    assert SGLANG.on_host(2, 1) == ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "{head}:{head_port}")
+    assert VLLM.on_host(2, "0")[:4] == ("--nnodes", "2", "--node-rank", "0")
+    assert "--headless" not in VLLM.on_host(2, "0")
+    assert VLLM.on_host(2, "1")[-1] == "--headless"
+    assert SGLANG.on_host(2, "1") == ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "{head}:{head_port}")
 
 
 def test_cards_come_from_the_spec_or_the_cluster_and_must_exist() -> None:
