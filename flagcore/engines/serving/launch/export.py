@@ -7,6 +7,7 @@ in release 1.3.1 (2026-08). A worker accepts the arguments of the engine
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections import Counter
@@ -16,8 +17,6 @@ from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from flagcore.contracts import ExportJob
 from flagcore.contracts.exchange import ANY_HOST, claim_and_mount, comments, device_limits, shell_quoted
@@ -131,7 +130,7 @@ def _render(template: str, **values: object) -> str:
 
     text = (files(__package__) / "templates" / template).read_text("utf-8")
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    environment.filters["quoted"] = shlex.quote
+    environment.filters |= {"quoted": shlex.quote, "json": json.dumps}
     return environment.from_string(text).render(port=FRONT_PORT, **values)
 
 
@@ -141,57 +140,36 @@ def compose_files(
     common: Mapping[str, str],
     comments: Sequence[str],
     router: Router | None = None,
+    image: str = "",
 ) -> dict[str, str]:
     """Return the files for docker compose by name: the compose file and, if nginx divides the requests, nginx.conf.
 
     Containers use the host's network. The program comes from the image; other paths in the commands are mounted at the
-    same paths. `common`: the environment variables of all instances.
+    same paths. `common`: the environment variables of all instances. `image`: empty means the variable IMAGE.
     """
-    several = len(instances) > 1
     instances = [each.at_port(port) for each, port in zip(instances, _ports(instances), strict=True)]
     words = [word for instance in instances for word in instance.argv[1:]]
     paths = sorted({*([directory] if directory else []), *(path for word in words for path in _mounted_paths(word))})
-    services: dict[str, object] = {
-        f"instance-{number}": {
-            "image": "${IMAGE:?set IMAGE to an image that has the engine}",
-            "network_mode": "host",
-            "ipc": "host",
-            **({"working_dir": directory} if directory else {}),
-            "entrypoint": [_escape(word) for word in (Path(instance.argv[0]).name, *instance.argv[1:])],
-            "environment": {
+    services = [
+        {
+            "command": [_escape(word) for word in (Path(each.argv[0]).name, *each.argv[1:])],
+            "variables": {
                 name: f"${{{name}:?set {name}: it is secret}}" if is_secret(name) else _escape(value)
-                for name, value in {**common, **instance.environment}.items()
+                for name, value in {**common, **each.environment}.items()
             },
-            **({"cpuset": ",".join(map(str, instance.cores))} if instance.cores else {}),
-            "volumes": [f"{_escape(path)}:{_escape(path)}:ro" for path in paths],
-            "restart": "unless-stopped",
+            "cores": ",".join(map(str, each.cores)),
         }
-        for number, instance in enumerate(instances)
-    }
-    if router:
-        argv = _front(router, instances)
-        services["router"] = {
-            "image": f"${{ROUTER_IMAGE:?set ROUTER_IMAGE to an image that has {router.name}}}",
-            "network_mode": "host",
-            "entrypoint": [Path(argv[0]).name, *argv[1:]],
-            "depends_on": list(services),
-            "restart": "unless-stopped",
-        }
-    elif several:
-        services["balancer"] = {
-            "image": "nginx:stable",
-            "network_mode": "host",
-            "volumes": [f"./{NGINX}:/etc/nginx/nginx.conf:ro"],
-            "depends_on": list(services),
-            "restart": "unless-stopped",
-        }
-    head = [
-        *(f"# {line}" for line in comments),
-        f"# IMAGE=... docker compose up: starts the servers, which listen at port {FRONT_PORT}.",
-        "# Put the device settings of the vendor's container runtime into compose.override.yaml.",
+        for each in instances
     ]
-    text = "\n".join([*head, str(yaml.safe_dump({"services": services}, sort_keys=False, width=120))])
-    return {COMPOSE: text, **({NGINX: _nginx(instances, ())} if several and not router else {})}
+    front = _front(router, instances) if router else ()
+    fields: dict[str, object] = {
+        "services": services,
+        "directory": directory,
+        "paths": [_escape(path) for path in paths],
+    }
+    fields |= {"router": router, "front": (Path(front[0]).name, *front[1:]) if front else (), "nginx": NGINX}
+    text = _render("compose.yaml.j2", **fields, comments=comments, image=image)
+    return {COMPOSE: text, **({NGINX: _nginx(instances, ())} if len(instances) > 1 and not router else {})}
 
 
 def _nginx(instances: Sequence[Instance], hosts: Sequence[str]) -> str:
@@ -327,8 +305,21 @@ def dynamo_files(
         "metadata": {"name": job.name},
         "spec": {"backendFramework": engine.name, "components": [frontend, *components]},
     }
-    head = [*comments(job), *(f"# {line}" for line in _notes(job, workers, routing))]
-    return {f"{job.name}.yaml": "\n".join([*head, dump_yaml(data, width=1000)])}
+    weights = job.platform.task.spec.serve.weights or ""
+    head = _render(
+        "dynamo.yaml.j2",
+        job=job,
+        comments=comments(job),
+        mode=routing.get("DYN_ROUTER_MODE", ""),
+        target="that has its prefix" if routing is PREFIX_AWARE else "with the fewest requests",
+        several=any(each.kind for each in workers),
+        hosts=max(each.hosts for each in workers),
+        left_out=", ".join(dict.fromkeys(flag for each in workers for flag in each.left_out)),
+        weights=weights if weights.startswith("/") and not job.options.get("volume") else "",
+        secrets=", ".join(dict.fromkeys(name for each in workers for name in each.secrets)),
+        release=_RELEASE.search(image),
+    )
+    return {f"{job.name}.yaml": head + dump_yaml(data, width=1000)}
 
 
 def _arguments(worker: Worker, words: Sequence[str], kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -347,27 +338,3 @@ def _arguments(worker: Worker, words: Sequence[str], kind: str) -> tuple[tuple[s
         arguments += [word] if keep else []
     kind_arguments = (worker.kind_flag, kind) if kind and worker.kind_flag else ()
     return (*arguments, *worker.flags, *kind_arguments), tuple(left_out)
-
-
-def _notes(job: ExportJob, components: Sequence[_Component], routing: Mapping[str, str]) -> list[str]:
-    """Return the manifest's comments, which explain its choices."""
-    lines = [f"kubectl apply -f {job.name}.yaml: the service {job.name}-frontend takes requests at port 8000."]
-    if routing:
-        target = "that has its prefix" if routing is PREFIX_AWARE else "with the fewest requests"
-        lines.append(
-            f"DYN_ROUTER_MODE = {routing['DYN_ROUTER_MODE']}: a request goes to the worker {target}, as in trials."
-        )
-    if any(each.kind for each in components):
-        lines.append("The workers of the type prefill send their caches to those of the type decode.")
-    if any(each.hosts > 1 for each in components):
-        lines.append("multinode: the operator adds the flags for several hosts. It needs Grove or LeaderWorkerSet.")
-    if left_out := dict.fromkeys(flag for each in components for flag in each.left_out):
-        lines.append(f"Left out, because the frontend takes the requests: {', '.join(left_out)}.")
-    weights = job.platform.task.spec.serve.weights or ""
-    if weights.startswith("/") and not job.options.get("volume"):
-        lines.append(f"The image must have the model in {weights}; --volume CLAIM:PATH mounts a volume.")
-    if names := dict.fromkeys(name for each in components for name in each.secrets):
-        lines.append(f"Create the secret {job.name}-secrets first, with {', '.join(names)}.")
-    if not _RELEASE.search(job.options["image"]):
-        lines.append("From Dynamo 1.4, set runtimeVersionOverride: the tag of the image is not a release of Dynamo.")
-    return lines
