@@ -83,7 +83,7 @@ def inspect_hosts(
 
     `kinds` contains the kind of each host, if there are several kinds.
     """
-    reports = []
+    reports: list[HostReport] = []
     for start in range(0, len(hosts), AT_ONCE):
         with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
             reports += _inspect(launcher, hosts[start : start + AT_ONCE], folder, files)
