@@ -31,6 +31,7 @@ DETECTOR = DeviceDetector(
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     device_file="dev/iluvatar[0-9]*",
     pci_vendor=PCI_VENDOR,
+    torch_device="cuda",
     torch_attributes=("corex",),
     trusts=_is_own_torch,
     uuids=_uuids,
