@@ -272,7 +272,8 @@ def runs_list(folder: Path, form: str) -> None:
     from flagcore import api
     from flagcore.report.text import run_rows
 
-    records = api.list_runs(folder)
+    with options.patience(_("flag: reading the runs")):
+        records = api.list_runs(folder)
     if form == "table" and not records:
         options.say(_("no run in {folder}; `flag tune` creates one", folder=folder))
         return
