@@ -147,7 +147,8 @@ def _container(start: Start, image: str, entry: Any, args: Any, images: Mapping[
     for name, entry_point in images.items():
         known, _colon, tags = name.partition(":")
         if f"/{repository}".endswith(f"/{known}") and tag.startswith(tags):
-            program, release = entry_point if entry is None else program, _RELEASE.match(tag)
+            program = entry_point if entry is None else program
+            release = release or (_RELEASE.match(tag) if "/" in known else None)  # others number images of their own
     words = _filled((*program, *_words(args)), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
     return replace(start, words=words, version=release[1] if release else "")
 

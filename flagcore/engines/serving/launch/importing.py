@@ -43,8 +43,8 @@ def spec_of_command(
     """Convert a command to the data of a spec, with notes (see `Workload.read_command`). Raises SpecError."""
     words, place = start.words, _position(engine, start.words)
     if place is None:
-        names = " or ".join(f"`{' '.join(each)}`" for each in engine.program.commands)
-        problem, fix = f"starts no server of {engine.program.title}", f"give a command with {names}"
+        name = " ".join(engine.program.commands[0])
+        problem, fix = f"starts no server of {engine.program.title}", f"give a command with `{name}`"
         raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
     program = words[place[0] : place[1]]
     notes = Notes()
@@ -54,10 +54,10 @@ def spec_of_command(
     pairs = pairs if model else _with_model(engine, pairs, notes)
     path, arguments, hosts, local = _arguments(engine, pairs, flags, version, notes)
     path = model or _weights(path, directory, notes)
-    if path is not None and _PLACEHOLDER.fullmatch(path):
+    if path and _PLACEHOLDER.fullmatch(path):
         problem, fix = "is a placeholder", "write the name or the path of the model in its place, or give it as --model"
         raise SpecError(key="model", value=path, problem=problem, fix=fix)
-    if path is None:
+    if not path:
         fix = f"write it after {' '.join(program)}, or give its path as --model"
         raise SpecError(key="model", problem="is not in the command", fix=fix)
     baseline, engine_args = _divide(engine, arguments, version, directory, notes)
@@ -161,7 +161,8 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
                 rest += 1
         for pattern in engine.program.commands:
             end = rest + len(pattern) - 1
-            if [name, *map(os.path.basename, words[rest:end])] == list(pattern):
+            found = [name, *map(os.path.basename, words[rest:end])]
+            if len(found) == len(pattern) and all(map(re.fullmatch, pattern, found)):
                 return start, end
     return None
 
