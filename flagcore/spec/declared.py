@@ -105,7 +105,7 @@ class _Section:
             "image": self.text(table.get("image", "")),
             "command": command or None,
             "args": [*_renamed(args, table.get("renamed", {}))],
-            "script": "\n".join([*script]) if isinstance(script, list) else script,
+            "script": "\n".join(script) if isinstance(script, list) else str(script or ""),
             "role": table.get("role", ""),
             "job": table.get("job", {}),
             **known,

@@ -91,8 +91,14 @@ def _installed_release(directory: str, python: str | None, path: str | None) -> 
 
 PLACEHOLDER = "{flags}"
 """A word of a command that is replaced by the flags of a trial. Commands that start Megatron-LM do not need it."""
-MASTER_VARIABLES = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""Default environment variables of a traced script."""
+MASTER_VARIABLES = {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "SLURM_JOB_NODELIST": "localhost",
+    "SLURM_JOB_ID": "1",
+    **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), "0"),
+}
+"""Default environment variables of a traced script, whose values differ between hosts or jobs."""
 WRAPPERS = {
     *("env", "nohup", "setsid", "nice", "numactl", "taskset", "stdbuf", "time", "timeout", "command", "exec"),
     *("srun", "mpirun", "mpiexec", "orterun", "sudo", "nsys", "singularity", "apptainer", "uv", "conda", "poetry"),

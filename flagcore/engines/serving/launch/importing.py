@@ -33,7 +33,7 @@ NODE = 8
 Pair: TypeAlias = tuple[str, list[str]]
 """A flag, with its dashes, and its values."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
-_PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|\{.*\}|\$[({].*[)}]|\$\w+")
+_PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|\{\w+\}|\$[({].*[)}]|\$\w+")
 _NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
 
 
@@ -101,7 +101,9 @@ def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, A
     width = total if is_one_host else max(each.get("devices_per_node", 1) for each in clusters)
     data["cluster"] |= {"nodes": -(-total // width), "devices_per_node": width}
     arguments = data["serve"]["engine_args"]
-    for name in [each for each in arguments if strip_dashes(each).replace("_", "-") in engine.program.role_flags]:
+    for name in [
+        each for each in arguments if re.fullmatch(engine.program.role_flags, strip_dashes(each).replace("_", "-"))
+    ]:
         notes.note(f"--{name}", f"dropped ({arguments.pop(name)}): {PREFILL_DECODE} sets it", PREFILL_DECODE)
     baseline[PREFILL_DECODE] = parse_roles("+".join(words), PREFILL_DECODE)
     text = "servers that only prefill or decode: other arguments are those of the servers that decode"
