@@ -272,9 +272,8 @@ def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] |
         elif PYTHON.fullmatch(name):
             command = _parse_python(words[index:])
         if command is not None:
-            return replace(
-                command, prefix=tuple(words[:index]), environment=dict(environment or {}), directory=directory
-            )
+            own = {name: value for name, value in (environment or {}).items() if not name.startswith("BASH_FUNC_")}
+            return replace(command, prefix=tuple(words[:index]), environment=own, directory=directory)
     return None
 
 
