@@ -26,7 +26,6 @@ from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, Int
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.engines.serving.launch import importing, start
-from flagcore.engines.serving.launch.export import DYNAMO
 from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.load.figures import SteadyState
 from flagcore.engines.serving.load.traffic import in_flight, traffic
@@ -50,7 +49,7 @@ class Engine(EngineProfile, Workload):
     """A serving engine as the core's `Workload`. All engines share this class and differ in their `EngineProfile`."""
 
     kind: str = "serve"
-    targets: Collection[str] = ("compose", DYNAMO)
+    targets: Collection[str] = ("compose",)
     per_server: bool = False
     starts = importing.starts
     read_command = importing.spec_of_command
