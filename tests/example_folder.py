@@ -34,15 +34,9 @@ auto_tuner:
   control: {train_iters: 4, max_trials: 3, max_time_per_task: 60}
 """
 SCRIPT = """\
-mkdir -p checkpoints logs
-ARGS=(
-  --num-layers 4 --hidden-size 512 --num-attention-heads 8 --bf16 --mock-data
-  --micro-batch-size 1 --global-batch-size 16 --seq-length 64 --max-position-embeddings 64
-  --train-samples 1000000 --lr-decay-samples 990000 --lr-warmup-samples 2000 --lr 1e-3
-  --eval-iters 32 --eval-interval 100 --save checkpoints --load checkpoints --save-interval 1000
-  --tensorboard-dir logs
-)
-./torchrun --nproc-per-node 2 pretrain_gpt.py ${ARGS[@]} 2>&1 | tee logs/train.log
+./torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 --bf16 \\
+  --mock-data --micro-batch-size 1 --global-batch-size 16 --seq-length 64 --max-position-embeddings 64 --lr 1e-3 \\
+  --train-samples 1000000 --save checkpoints --tensorboard-dir logs 2>&1 | tee train.log
 """
 OWN_FILES = ("docs/plugin-data.md", "docs/write-a-plugin.md", "docs/write-an-engine.md", "docs/hooks.md")
 """Pages with their own tests, which write the files."""
