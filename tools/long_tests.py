@@ -15,7 +15,7 @@ MARK = "mark.long"
 FURTHER = {
     "flagcore/tuner/loop.py": ("tests/cli",),
     "flagcore/launchers": ("tests/cli", "tests/engines", "extras"),
-    "flagcore/contracts": ("tests/cli", "tests/engines"),
+    "flagcore/contracts": ("tests/cli", "tests/engines", "extras/flagscale"),
     "flagcore/tuner/stages": ("tests/cli",),
     "flagcore/tuner/strategies": ("tests/cli", "tests/benchmarks"),
     "flagcore/api": ("tests/cli",),
@@ -27,7 +27,6 @@ FURTHER = {
     "flagcore/engines/megatron": ("tests/engines/megatron", "tests/vendors", "tests/cli/test_probe.py"),
     "flagcore/engines/training": ("tests/engines/megatron", "tests/vendors", "tests/cli/test_probe.py"),
     "flagcore/tuner/stages/shorten.py": ("tests/engines/megatron",),
-    "extras/flagscale": ("tests/engines/flagscale",),
     "extras/testing": ("tests/testing", "plugins"),
     "plugins": ("tests/vendors",),
     "benchmarks": ("tests/test_benchmarks.py", "tests/benchmarks"),
