@@ -58,7 +58,7 @@ FIRST = (
     "plugins/nvidia/tests/test_conformance.py",
     "tests/hosts/",
     "tests/benchmarks/test_replay.py",
-    "tests/engines/flagscale/test_trees.py",
+    "extras/flagscale/tests/test_trees.py",
     "tests/cli/test_terminal.py",
     "tests/cli/test_plugins",
     "tests/cli/",

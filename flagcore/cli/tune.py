@@ -207,7 +207,7 @@ class _Export(click.Command):
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder [default: NAME-TARGET].")
 @click.option("--name", help="Name of the job and of its files [default: name of the file or directory].")
-@click.option("--image", help="Container image with the program of the candidate, for kubernetes and dynamo.")
+@click.option("--image", help="Container image with the program of the candidate, for kubernetes, dynamo and compose.")
 @click.option(
     "--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), help="Kind of a Kubernetes job [default: jobset]."
 )

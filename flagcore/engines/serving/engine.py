@@ -52,6 +52,7 @@ class Engine(EngineProfile, Workload):
     targets: Collection[str] = ("compose",)
     per_server: bool = False
     starts = importing.starts
+    role = importing.role
     read_command = importing.spec_of_command
     export = start.exported
     groups = start.server_groups

@@ -1,12 +1,11 @@
 """Exports the best configuration: one server, or several behind nginx or a router of the engine."""
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-
-import yaml
 
 from flagcore.contracts.exchange import ANY_HOST, shell_quoted
 from flagcore.domain.launch import Launch
@@ -109,7 +108,7 @@ def _render(template: str, **values: object) -> str:
 
     text = (files(__package__) / "templates" / template).read_text("utf-8")
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    environment.filters["quoted"] = shlex.quote
+    environment.filters |= {"quoted": shlex.quote, "json": json.dumps}
     return environment.from_string(text).render(port=FRONT_PORT, **values)
 
 
@@ -119,57 +118,36 @@ def compose_files(
     common: Mapping[str, str],
     comments: Sequence[str],
     router: Router | None = None,
+    image: str = "",
 ) -> dict[str, str]:
     """Return the files for docker compose by name: the compose file and, if nginx divides the requests, nginx.conf.
 
     Containers use the host's network. The program comes from the image; other paths in the commands are mounted at the
-    same paths. `common`: the environment variables of all instances.
+    same paths. `common`: the environment variables of all instances. `image`: empty means the variable IMAGE.
     """
-    several = len(instances) > 1
     instances = [each.at_port(port) for each, port in zip(instances, _ports(instances), strict=True)]
     words = [word for instance in instances for word in instance.argv[1:]]
     paths = sorted({*([directory] if directory else []), *(path for word in words for path in _mounted_paths(word))})
-    services: dict[str, object] = {
-        f"instance-{number}": {
-            "image": "${IMAGE:?set IMAGE to an image that has the engine}",
-            "network_mode": "host",
-            "ipc": "host",
-            **({"working_dir": directory} if directory else {}),
-            "entrypoint": [_escape(word) for word in (Path(instance.argv[0]).name, *instance.argv[1:])],
-            "environment": {
+    services = [
+        {
+            "command": [_escape(word) for word in (Path(each.argv[0]).name, *each.argv[1:])],
+            "variables": {
                 name: f"${{{name}:?set {name}: it is secret}}" if is_secret(name) else _escape(value)
-                for name, value in {**common, **instance.environment}.items()
+                for name, value in {**common, **each.environment}.items()
             },
-            **({"cpuset": ",".join(map(str, instance.cores))} if instance.cores else {}),
-            "volumes": [f"{_escape(path)}:{_escape(path)}:ro" for path in paths],
-            "restart": "unless-stopped",
+            "cores": ",".join(map(str, each.cores)),
         }
-        for number, instance in enumerate(instances)
-    }
-    if router:
-        argv = _front(router, instances)
-        services["router"] = {
-            "image": f"${{ROUTER_IMAGE:?set ROUTER_IMAGE to an image that has {router.name}}}",
-            "network_mode": "host",
-            "entrypoint": [Path(argv[0]).name, *argv[1:]],
-            "depends_on": list(services),
-            "restart": "unless-stopped",
-        }
-    elif several:
-        services["balancer"] = {
-            "image": "nginx:stable",
-            "network_mode": "host",
-            "volumes": [f"./{NGINX}:/etc/nginx/nginx.conf:ro"],
-            "depends_on": list(services),
-            "restart": "unless-stopped",
-        }
-    head = [
-        *(f"# {line}" for line in comments),
-        f"# IMAGE=... docker compose up: starts the servers, which listen at port {FRONT_PORT}.",
-        "# Put the device settings of the vendor's container runtime into compose.override.yaml.",
+        for each in instances
     ]
-    text = "\n".join([*head, str(yaml.safe_dump({"services": services}, sort_keys=False, width=120))])
-    return {COMPOSE: text, **({NGINX: _nginx(instances, ())} if several and not router else {})}
+    front = _front(router, instances) if router else ()
+    fields: dict[str, object] = {
+        "services": services,
+        "directory": directory,
+        "paths": [_escape(path) for path in paths],
+    }
+    fields |= {"router": router, "front": (Path(front[0]).name, *front[1:]) if front else (), "nginx": NGINX}
+    text = _render("compose.yaml.j2", **fields, comments=comments, image=image)
+    return {COMPOSE: text, **({NGINX: _nginx(instances, ())} if len(instances) > 1 and not router else {})}
 
 
 def _nginx(instances: Sequence[Instance], hosts: Sequence[str]) -> str:

@@ -152,7 +152,8 @@ def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str,
     variables = {**job.platform.environment, **task.spec.envs}
     common = {name: value for name, value in variables.items() if value not in DEVICES_OF_HOST}
     router = router_of(job.platform, engine, job.candidate, len(instances))
-    return export.compose_files(instances, task.spec.serve.directory, common, job.comments, router)
+    image = job.options.get("image", "")
+    return export.compose_files(instances, task.spec.serve.directory, common, job.comments, router, image)
 
 
 def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:

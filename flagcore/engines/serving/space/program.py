@@ -73,6 +73,8 @@ class Program:
     - `local_flag`: the flag of the data-parallel ranks on each host.
     - `short_flags`: flags of one dash that are not flags of a knob, with their long names. A name with a dot at its end
       applies only to a flag with a key after a dot.
+    - `roles`: patterns of the arguments of servers that only prefill or only decode, by `prefill` and `decode`.
+      `role_flags`: flags of such servers that each trial sets itself.
     - `digit_flags`: flags of one letter that a digit may follow without a space, as in `-O3`.
     - `abbreviations`: whether the engine accepts the unique start of a long flag, as argparse does by default.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
@@ -101,6 +103,8 @@ class Program:
     in_image: str = ""
     config_flag: str = ""
     local_flag: str = ""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    role_flags: Sequence[str] = ()
     short_flags: Mapping[str, str] = field(default_factory=dict)
     digit_flags: str = ""
     abbreviations: bool = False
