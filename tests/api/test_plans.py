@@ -149,7 +149,7 @@ def test_bounds_hold_and_keep_the_first_layouts(
     assert bounded.candidates == whole.candidates
     assert bounded.counts.illegal["far_too_large"] > 0
     assert bounded.counts.candidates < whole.counts.candidates
-    removed = problem.space.candidate(int(predictions.share_in_use.argmax()))
+    removed = problem.space.candidate(int(problem.legality.bounds[0].broken(problem.space.columns()).argmax()))
     report = api.explain_candidate(data, ",".join(f"{knob}={value}" for knob, value in removed.items))
     assert report.state == REMOVED
     assert [each.rule for each in report.rules] == ["far_too_large"]
