@@ -86,6 +86,7 @@ class CustomMetadataHook(MetadataHookInterface):
             return f"flagcore-{name}=={version}"
 
         own = {name: [part("plugins", name)] for name in VENDORS} | {name: [part("extras", name)] for name in EXTRAS}
+        own["dynamo"] = own["kubernetes"]
         watchers = {name: [part("extras", "watchers"), *needs] for name, needs in TOOLS.items()}
         engines = {**ENGINES, "lmdeploy": [part("extras", "lmdeploy"), *ENGINES["lmdeploy"]]}
         parts = {**own, **engines, **watchers}

@@ -1,8 +1,8 @@
 """Lists of names of the FlagScale importer, from its tables."""
 
-from flagcore.engines.megatron.importing.arguments import OTHER_LAYERS
+from flagcore.engines.megatron.importing.arguments import TABLES
 
-NAMES = {"other_layers": OTHER_LAYERS}
+NAMES = {"other_layers": tuple(TABLES["other_layers"])}
 
 
 def render(mark: str) -> str:

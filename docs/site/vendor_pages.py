@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from flagcore.domain.chip import Chip, Fact, Source, Support
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.engine import EngineSupport, Stack
 from flagcore.domain.knob import Factor
 from flagcore.vendorkit.chip_file import load_chips
 from flagcore.vendorkit.engines import (
@@ -116,6 +116,11 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
     engines = [
         [ALL_ENGINES[kind], "all chips", _support_text(each), ""] for kind, each in read_engines(package).items()
     ]
+    engines += [
+        [ALL_ENGINES[kind], "all chips", _stack_text(each.stack), source(each.stack.source)]
+        for kind, each in read_engines(package).items()
+        if each.stack
+    ]
     engines += [[*_scope(each), _reported_text(each), source(each.source)] for each in quirks.support]
     yield from _section("Engines", ["engines", "applies to", "status", "source"], engines)
     rejected = [
@@ -172,6 +177,12 @@ def _support_text(support: EngineSupport) -> str:
     """Return the support of a kind of engine, with torch's device type and backend."""
     reason = f": {support.reason}" if support.reason else ""
     return f"{STATUS[support.support]}{reason} (torch device `{support.device_type}`, `{support.distributed_backend}`)"
+
+
+def _stack_text(stack: Stack) -> str:
+    """Return what plans assume of production jobs."""
+    settings = "".join(f", `{key}: {str(value).lower()}`" for key, value in stack.settings.items())
+    return f"plans assume `{stack.implementation}` layers{settings.replace('none', 'null')}"
 
 
 def _reported_text(report: Report) -> str:

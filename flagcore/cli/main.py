@@ -21,22 +21,16 @@ from flagcore.cli.options import say
 from flagcore.errors import FlagError
 from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, choose_by_locale, did_you_mean, language, wrapped
 
-MODULES = {
-    "flagcore.cli.machine": ("calibrate", "completion", "devices", "doctor", "plugins", "schema"),
-    "flagcore.cli.plan": ("compare", "estimate", "explain", "probe"),
-    "flagcore.cli.specs": ("import", "init", "models"),
-    "flagcore.cli.tune": ("export", "manifest", "report", "run", "runs", "tune"),
-}
-COMMANDS = {name: module for module, names in MODULES.items() for name in names}
 GROUPS = {
-    N_("Start"): ("init", "import", "tune"),
-    N_("Plan"): ("models", "estimate", "probe", "compare"),
-    N_("Inspect"): ("explain", "report", "runs"),
-    N_("Use the result"): ("run", "export", "manifest"),
-    N_("Hardware"): ("devices", "doctor", "calibrate"),
-    N_("Extend"): ("plugins", "schema", "completion"),
+    N_("Start"): {"init": "specs", "import": "specs", "tune": "tune"},
+    N_("Plan"): {"models": "specs", "estimate": "plan", "probe": "plan", "compare": "plan"},
+    N_("Inspect"): {"explain": "plan", "report": "tune", "runs": "tune"},
+    N_("Use the result"): {"run": "tune", "export": "tune", "manifest": "tune"},
+    N_("Hardware"): {"devices": "machine", "doctor": "machine", "calibrate": "machine"},
+    N_("Extend"): {"plugins": "machine", "schema": "machine", "completion": "machine"},
 }
-"""The commands by what they are for, in the order of `flag --help`."""
+"""The commands by what they are for, in the order of `flag --help`. The values are their modules in `flagcore.cli`."""
+COMMANDS = {name: f"flagcore.cli.{module}" for group in GROUPS.values() for name, module in group.items()}
 SYNONYMS = {
     "plan": "estimate",
     "predict": "estimate",
@@ -57,8 +51,8 @@ class Commands(options.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands in groups."""
-        for title, names in GROUPS.items():
-            self.write_commands(ctx, formatter, _(title), names)
+        for title, group in GROUPS.items():
+            self.write_commands(ctx, formatter, _(title), [*group])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command with this name, or None if the name is unknown."""

@@ -106,7 +106,7 @@ raw_settings = click.option(
 def settings(argument: str = "spec", *, waits: bool = True) -> Callable[[F], F]:
     """Add `--set`, which changes keys of the spec that the command receives as `argument`.
 
-    `waits`: whether a terminal shows a line while the command works for long (see `patience`).
+    `waits`: whether a line is shown while the command works for long (see `patience`).
     """
 
     def call(command: Callable[..., Any], /, settings: tuple[str, ...], **others: Any) -> Any:
@@ -121,18 +121,20 @@ def settings(argument: str = "spec", *, waits: bool = True) -> Callable[[F], F]:
 
 
 SILENT_S = 2.0
-"""The time in seconds after which a terminal shows that a command is working."""
+"""The time in seconds after which a line shows that a command is working."""
 
 
 @contextmanager
-def patience(text: str) -> Iterator[None]:
-    """Print `text` to stderr if the block takes more than `SILENT_S` seconds and stderr is a terminal."""
+def patience(text: str) -> Iterator[Callable[[], None]]:
+    """Print `text` to stderr if the block takes more than `SILENT_S` seconds.
+
+    Yields a function that cancels the line.
+    """
     timer = threading.Timer(SILENT_S, say, [text + " ..."])
     timer.daemon = True
-    if sys.stderr.isatty():
-        timer.start()
+    timer.start()
     try:
-        yield
+        yield timer.cancel
     finally:
         timer.cancel()
 

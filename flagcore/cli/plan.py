@@ -58,26 +58,14 @@ def estimate_command(
     if spec is not None:
         _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
     elif jobs is not None:
-        given = click.get_current_context().get_parameter_source
-        for parameter, option in OPTIONS_OF_SPECS.items():
-            is_allowed = given(parameter) is ParameterSource.DEFAULT or (parameter == "form" and form == "jsonl")
-            if not is_allowed:
-                text = _("{option} requires SPEC: job records are predicted as they are, as JSON lines", option=option)
-                raise click.UsageError(text)
+        context = click.get_current_context()
+        allowed = {"jobs", "without", *(("form",) if form == "jsonl" else ())}
+        for each in context.command.params:
+            if each.name not in allowed and context.get_parameter_source(str(each.name)) is not ParameterSource.DEFAULT:
+                text = N_("{option} requires SPEC: job records are predicted as they are, as JSON lines")
+                raise click.UsageError(_(text, option=each.opts[0]))
         with options.language_of("jsonl"):
             _estimate_jobs(jobs, arguments["without"])
-
-
-OPTIONS_OF_SPECS = {
-    "chip": "--chip",
-    "evidence": "--evidence",
-    "explain": "--explain",
-    "form": "--format",
-    "objective": "--objective",
-    "settings": "--set",
-    "top": "--top",
-}
-"""The parameters that do not apply to job records, with their options."""
 
 
 def _estimate_jobs(jobs: str, without: tuple[str, ...]) -> None:
@@ -138,7 +126,7 @@ def _number(explain: str | None) -> int | None:
     if not name.lstrip("-").isdecimal() and name != "best":
         return None
     number = 1 if name == "best" else int(name[:10])
-    if not 1 <= number <= MAX_EXPLAINED:
+    if number < 1:
         raise click.UsageError(_("--explain {id}: expected the number of a candidate, or baseline", id=explain))
     return number
 
@@ -150,9 +138,6 @@ def _is_pipe(file: str) -> bool:
     except OSError:
         return False
     return not stat.S_ISREG(mode)
-
-
-MAX_EXPLAINED = 100_000
 
 
 def _records(file: str) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
+from flagcore.cli.options import patience
 from flagcore.contracts import Event, OnEvent
 from flagcore.domain.spec import objective_value
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
@@ -38,7 +39,8 @@ def line(event: Event) -> str:
     result = _step(trial, measurement, event.objective) if measurement else trial.reason or ""
     if trial.state is TrialState.MEASURED and trial.reason:
         result += f"; {trial.reason}"
-    return f"{name} {state_name(trial.state.value, trial.fidelity)}: {result}  [{_status(event)}]"
+    status = ", ".join(_status(event, event.seconds_left))
+    return f"{name} {state_name(trial.state.value, trial.fidelity)}: {result}  [{status}]"
 
 
 def _name(trial: Trial) -> str:
@@ -75,18 +77,15 @@ def details(event: Event) -> list[str]:
     return [*reason_lines, "  " + _("log: {file}", file=event.trial.log)]
 
 
-def _status(event: Event) -> str:
+def _status(event: Event, seconds_left: float | None) -> list[str]:
+    """Return the state of a search, the most important parts first, because a terminal may cut it."""
     parts = [_("{done}/{total} trials", done=event.trials_finished, total=event.trials_planned)]
-    if event.seconds_left is not None:
-        parts.append(_time_left(event.seconds_left))
+    if seconds_left is not None:
+        parts.append(_("at most ~{time} left", time=duration_text(seconds_left)))
     if event.best and event.best.measurement:
-        result = _step(event.best, event.best.measurement, event.objective)
+        result = _step(event.best, event.best.measurement, event.objective).split(",")[0]
         parts.append(_("best {result} (trial {number})", result=result, number=event.best.number))
-    return ", ".join(parts)
-
-
-def _time_left(seconds: float) -> str:
-    return _("at most ~{time} left", time=duration_text(seconds))
+    return parts
 
 
 def _step(trial: Trial, measured: Measurement, objective: str) -> str:
@@ -102,15 +101,9 @@ def _step(trial: Trial, measured: Measurement, objective: str) -> str:
 
 
 def status_line(event: Event, running: Sequence[Trial], seconds_left: float | None) -> str:
-    """Return the state of a search in one line, the most important parts first, because a terminal may cut it."""
-    parts = [f"{event.trials_finished}/{event.trials_planned}"]
-    if seconds_left is not None:
-        parts.append(_time_left(seconds_left))
-    if event.best and event.best.measurement:
-        result = _step(event.best, event.best.measurement, event.objective).split(",")[0]
-        parts.append(_("best {result}", result=result))
+    """Return the state of a search and its running trials in one line."""
     names = [f"{each.number}: {candidate_text(each.candidate, event.knobs)}" for each in running]
-    return " | ".join(filter(None, [*parts, ", ".join(names)]))
+    return " | ".join(filter(None, [*_status(event, seconds_left), ", ".join(names)]))
 
 
 def finished_line(event: Event) -> str:
@@ -128,6 +121,7 @@ def progress(stream: TextIO, quiet: bool, verbose: bool = False) -> Iterator[OnE
     """Yield a function that prints events to `stream`. With `verbose`, it adds why a trial was chosen, and its log."""
 
     def on_event(event: Event) -> None:
+        cancel()
         lines = [*general_lines(event), line(event), *(details(event) if verbose else [])]
         with suppress(OSError, ValueError):  # a closed stderr must not end the run
             print("\n".join(lines), file=stream, flush=True)
@@ -138,7 +132,8 @@ def progress(stream: TextIO, quiet: bool, verbose: bool = False) -> Iterator[OnE
         with _bar(stream, verbose) as draw:
             yield draw
     else:
-        yield on_event
+        with patience(_("flag: predicting the candidates")) as cancel:
+            yield on_event
 
 
 @contextmanager

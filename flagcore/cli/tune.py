@@ -207,7 +207,7 @@ class _Export(click.Command):
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder [default: NAME-TARGET].")
 @click.option("--name", help="Name of the job and of its files [default: name of the file or directory].")
-@click.option("--image", help="Container image with the program of the candidate, for kubernetes and dynamo.")
+@click.option("--image", help="Container image with the program of the candidate, for kubernetes, dynamo and compose.")
 @click.option(
     "--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), help="Kind of a Kubernetes job [default: jobset]."
 )
@@ -272,7 +272,8 @@ def runs_list(folder: Path, form: str) -> None:
     from flagcore import api
     from flagcore.report.text import run_rows
 
-    records = api.list_runs(folder)
+    with options.patience(_("flag: reading the runs")):
+        records = api.list_runs(folder)
     if form == "table" and not records:
         options.say(_("no run in {folder}; `flag tune` creates one", folder=folder))
         return

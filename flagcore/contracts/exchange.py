@@ -13,14 +13,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from flagcore.contracts.workload import Platform
 from flagcore.domain.chip import Chip
-from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.launch import Launch, ServerGroups
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Axis, Candidate, KnobValue
 from flagcore.domain.spec import ImportNote, Task
 from flagcore.domain.trial import Trial
-from flagcore.errors import SpecError, UsageError
-from flagcore.i18n import _
+from flagcore.errors import SpecError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,34 +160,6 @@ class ManifestWriter(Protocol):
         `spec`: the path of the spec file. `options`: as in `ExportJob`. `changes`: further arguments of `flag tune`,
         which change the spec.
         """
-
-
-def claim_and_mount(volume: str) -> tuple[str, str]:
-    """Return the claim and the mount point in the value of `--volume`.
-
-    Both are empty if `volume` is empty. Raises UsageError if `volume` is not of the form CLAIM:PATH.
-    """
-    claim, _separator, mount = volume.partition(":")
-    if volume and not (claim and mount.startswith("/")):
-        raise UsageError(_("--volume = {volume}: use CLAIM:PATH, such as data:/data", volume=volume))
-    return claim, mount
-
-
-def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
-    """Return the resource limits of a pod with this number of `devices`.
-
-    Raises UsageError if no plugin defines the Kubernetes resource, or if there are several kinds of chips.
-    """
-    groups, support = platform.task.cluster.groups, platform.support
-    if len(groups) > 1:
-        raise UsageError(_("a job for several kinds of chips is not supported: all its pods request the same devices"))
-    group: NodeGroup = groups[0]
-    if support.shared_devices:
-        return {"cpu": devices}
-    if support.kubernetes is None:
-        raise UsageError(_("no installed plugin defines the Kubernetes resource of {chip}", chip=group.chip.name))
-    devices_per_unit = group.chip.devices_per_card if support.kubernetes.counts == "cards" else 1
-    return {support.kubernetes.name: -(-devices // devices_per_unit)}
 
 
 def comments(job: ExportJob) -> list[str]:

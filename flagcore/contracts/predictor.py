@@ -145,6 +145,10 @@ class Predictor(ABC):
         `columns`: may contain knobs that only job records set.
         """
 
+    def load_seconds(self, task: Task, predictions: Predictions) -> FloatArray:
+        """Return the predicted seconds of the loads of each candidate's trial. By default all are unknown (NaN)."""
+        return np.full(predictions.step_time_s.shape, np.nan)
+
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
         """Return the sizes that determine the speed of each candidate's kernels, as logarithms to base 2.
 

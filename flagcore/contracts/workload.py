@@ -396,6 +396,10 @@ class Workload(Predictor):
         """
         return False
 
+    def role(self, command: Sequence[str]) -> str:
+        """Return `prefill` or `decode` if a command starts a server that does only that; by default an empty text."""
+        return ""
+
     def read_command(
         self, start: Start, directory: Path, model: str | None
     ) -> tuple[dict[str, Any], Sequence[ImportNote]]:

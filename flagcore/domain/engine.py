@@ -1,7 +1,7 @@
 """Whether and how an engine runs on a chip, and which values of knobs and settings work on the chip."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from flagcore.domain.chip import Device, Source, Support
@@ -89,6 +89,18 @@ class KubernetesResource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """What production jobs use on a chip: the implementation of the layers, and settings.
+
+    `settings` are those that differ from the engine's published recipes. False and None mean that jobs do not use one.
+    """
+
+    implementation: str
+    source: Source
+    settings: Mapping[str, KnobValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSupport:
     """Whether and how an engine runs on a chip.
 
@@ -101,8 +113,7 @@ class EngineSupport:
     comes first, then equivalent variables of other software.
     `outer_variable`: a variable of a lower software layer that selects devices first. The names in `visible_devices`
     refer to that selection. Empty if there is none.
-    `implementation`: the implementation of the layers that production jobs use on the chip, which plans assume. Empty
-    if it is not documented.
+    `stack`: the layers and settings of production jobs on the chip, which plans assume. None if not documented.
     `cross_vendor_libraries`: the collective libraries that connect the chip with chips of other vendors. Without a
     common library, messages between vendors go through the memory of the hosts.
     `kubernetes`: the resource that a pod requests. None if it is not documented.
@@ -118,7 +129,7 @@ class EngineSupport:
     shared_devices: bool = False
     visible_devices: tuple[str, ...] = ()
     outer_variable: str = ""
-    implementation: str = ""
+    stack: Stack | None = None
     cross_vendor_libraries: tuple[str, ...] = ()
     kubernetes: KubernetesResource | None = None
     install: str = ""

@@ -72,6 +72,7 @@ class Start:
     `version`: the engine release in the tag of the container image.
     `script`: the script that contains the command.
     `job`: the environment variables that the batch system sets for the script.
+    `role`: `prefill` or `decode` if the program does only that; `prefill`: the program that prefills for this one.
     """
 
     words: tuple[str, ...] = ()
@@ -82,6 +83,8 @@ class Start:
     version: str = ""
     script: tuple[str, ...] = ()
     job: Mapping[str, str] = field(default_factory=dict)
+    role: str = ""
+    prefill: Start | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

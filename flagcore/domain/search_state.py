@@ -359,13 +359,13 @@ UNKNOWN_SECONDS = 3600.0
 class SearchTime:
     """The maximum number of trials and repeats of a search, and the time that they take.
 
-    `steps_s`: the predicted seconds of all their steps. None if unknown.
+    `measuring_s`: the predicted seconds of all their steps or loads. None if unknown.
     `at_most_s`: the seconds if each trial runs until its time limit.
     """
 
     trials: int
     repeats: int
-    steps_s: float | None
+    measuring_s: float | None
     at_most_s: float
 
 

@@ -135,8 +135,8 @@ class HostsLauncher(Launcher):
         """The message of the error if there are no hosts."""
         return f"auto_tuner.launcher = {self.name}: no hosts; {self.fix}"
 
-    def start(self, launch: Launch) -> HostsRunning:
-        """Start a launch on each of its hosts.
+    def start(self, launch: Launch, kind: type[HostsRunning] | None = None) -> HostsRunning:
+        """Start a launch on each of its hosts, as a trial of the class `kind`, by default HostsRunning.
 
         In the arguments and variables of the launch, `{node_rank}`, `{nnodes}`, `{master_addr}`, `{master_port}`,
         `{node_ports}` (a free port of each host) and `{interface}` are replaced for each host. The files of the trial's
@@ -153,7 +153,7 @@ class HostsLauncher(Launcher):
             for name in LOGS:
                 Path(folder, name).write_bytes(b"")
         with as_launch_error():  # such as a missing ssh, or too many open files
-            trial = HostsRunning(launch, self)
+            trial = (kind or HostsRunning)(launch, self)
         try:
             trial.begin()
         except BaseException as problem:
@@ -196,7 +196,7 @@ class HostsRunning:
         self._until(lambda each: each.ready is not None, "does not respond")
         for each in self.connections:
             lost_markers.pop(each.host, None)
-        ports = [str(each.ready["port"]) for each in self.connections if each.ready]
+        ports = [str(each.ready["port"] if each.ready else "") for each in self.connections]
         values = {"master_addr": self.connections[0].host, "master_port": ports[0], "node_ports": ",".join(ports)}
         files = trial_files(self.launch.folder)
         for rank, each in enumerate(self.connections):
@@ -374,6 +374,23 @@ class HostsRunning:
         for each in to_close:
             each.close(deadline - time.monotonic())
         self.launcher.ended_at = time.monotonic()
+
+
+class HostsApart(HostsRunning):
+    """A program that runs on several hosts. If it fails on a host, or a host is lost, it goes on on the others."""
+
+    def _until(self, done: Callable[[Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
+        """Wait until `done` is true for all connections without a problem."""
+        deadline = time.monotonic() + seconds
+        while waiting := [each for each in self.connections if each.open and not done(each)]:
+            self._exchange(0.2)
+            if time.monotonic() > deadline:
+                for each in waiting:
+                    each.problem = each.problem or f"{problem} within {seconds:.0f} s"
+
+    def _is_over(self) -> bool:
+        """Whether the program has ended on all hosts that are left, or its time is over."""
+        return time.monotonic() > self._ends_at or not any(each.open for each in self.connections)
 
 
 def _has_failed(ended: Exit | None) -> bool:

@@ -194,10 +194,8 @@ def missing_extra(group: str, name: str) -> str:
     """
     if name in installed(group):
         return ""
-    start, end = f"flagcore-{name}", f"extra == '{name}'"
-    is_extra = any(
-        each.startswith(start) and each.replace('"', "'").endswith(end) for each in requires("flagcore") or ()
-    )
+    end, required = f"extra == '{name}'", requires("flagcore") or ()
+    is_extra = any(each.startswith("flagcore-") and each.replace('"', "'").endswith(end) for each in required)
     return f'pip install "flagcore[{name}]"' if is_extra else ""
 
 

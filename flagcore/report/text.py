@@ -82,11 +82,11 @@ def search_time_text(time: SearchTime) -> str:
     trials = ngettext("{count} trial", "{count} trials", time.trials)
     repeats = ngettext("{count} repeat", "{count} repeats", time.repeats)
     starts, limit = _("at most {trials} and {repeats}", trials=trials, repeats=repeats), duration_text(time.at_most_s)
-    if time.steps_s is None:
+    if time.measuring_s is None:
         return _("Expected: {starts}; limit: {limit}.", starts=starts, limit=limit)
-    steps = duration_text(min(time.steps_s, time.at_most_s))
-    text = N_("Expected: ~{steps} of steps and the starts of {starts}; limit: {limit}.")
-    return _(text, steps=steps, starts=starts, limit=limit)
+    seconds = duration_text(min(time.measuring_s, time.at_most_s))
+    text = N_("Expected: ~{time} of measurements and the starts of {starts}; limit: {limit}.")
+    return _(text, time=seconds, starts=starts, limit=limit)
 
 
 def assumed_text(assumed: Mapping[str, object]) -> str:
@@ -406,6 +406,7 @@ def run_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _run_texts(record: Mapping[str, Any]) -> dict[str, str | None]:
     speedup, value, mark = record.get("speedup"), record.get("value"), "" if record.get("fidelity") == RUN else "~"
+    left = record.get("seconds_left")
     low, high, unit = record.get("low"), record.get("high"), record.get("unit")
     speedup_shown = f"{mark}{speedup or 0.0:+.1%}" if record.get("significant") else _("not significant")
     return {
@@ -413,4 +414,5 @@ def _run_texts(record: Mapping[str, Any]) -> dict[str, str | None]:
         "value": None if value is None else f"{mark}{shown(value)} {unit}",
         "range": None if low is None or low == high else f"{shown(low)} - {shown(high)}",
         "speedup": None if speedup is None else speedup_shown,
+        "seconds_left": None if left is None else f"~{duration_text(left)}",
     }

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -12,31 +11,16 @@ _UNUSABLE = re.compile(r"\{\{|^(?!hf://)\w+://")
 """A pattern of values that name no model here: templates, and addresses of other storage than a model hub."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Declared:
-    """A server that is described by keys.
+def declared_servers(document: Any, tables: Mapping[str, Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the servers in a YAML document that one of `tables` describes (`engines/declared.yaml`).
 
     - `image`, `command`: of the container. The command is None if the image's entry point starts the server.
-    - `args`: the arguments.
-    - `script`: the text of the script that starts the server; empty if there is none.
-    - `devices`, `hosts`, `instances`, `envs`: values of keys, in the forms of the file.
+    - `args`: the arguments. `script`: the text of the script that starts the server; empty if there is none.
+    - `role`: `prefill` or `decode` if the server does only that.
+    - `devices`, `hosts`, `instances`, `envs`: values of keys, in the forms of the file. Missing if the table has none.
     - `job`: environment variables that the scheduler sets, each with the quantity that is its value: devices, hosts or
       rank.
     """
-
-    image: str = ""
-    command: Sequence[str] | None = None
-    args: Sequence[str] = ()
-    script: str = ""
-    devices: Any = None
-    hosts: Any = None
-    instances: Any = None
-    envs: Any = None
-    job: Mapping[str, str] = field(default_factory=dict)
-
-
-def declared_servers(document: Any, tables: Mapping[str, Mapping[str, Any]]) -> Iterator[Declared]:
-    """Yield the servers in a YAML document that one of `tables` describes (`engines/declared.yaml`)."""
     for table in tables.values():
         for section in _sections(document, [key for key in table.get("at", "").split(".") if key]):
             found = _Section(document, section)
@@ -97,7 +81,7 @@ class _Section:
         """Return a text with values in place of `<path>`. Unknown values become empty."""
         return _PLACEHOLDER.sub(lambda match: str(self.value(match[1]) or ""), template)
 
-    def server(self, table: Mapping[str, Any]) -> Declared:
+    def server(self, table: Mapping[str, Any]) -> Mapping[str, Any]:
         args = [*self._flags({flag: self.value(path) for flag, path in table.get("flags", {}).items()})]
         args += self._flags(self.value(table["flags_of"]) or {}) if "flags_of" in table else []
         for each in table.get("args", ()):
@@ -115,14 +99,15 @@ class _Section:
         read = {each.rpartition(".env.")[2] for each in table.get("args", ()) if isinstance(each, str)}
         if isinstance(known.get("envs"), list):
             known["envs"] = [each for each in known["envs"] if each.get("name") not in read]
-        return Declared(
-            image=self.text(table.get("image", "")),
-            command=command or None,
-            args=[*_renamed(args, table.get("renamed", {}))],
-            script=self.value(table["script"]) if "script" in table else "",
-            job=table.get("job", {}),
+        return {
+            "image": self.text(table.get("image", "")),
+            "command": command or None,
+            "args": [*_renamed(args, table.get("renamed", {}))],
+            "script": self.value(table["script"]) if "script" in table else "",
+            "role": table.get("role", ""),
+            "job": table.get("job", {}),
             **known,
-        )
+        }
 
     @staticmethod
     def _flags(values: Mapping[str, Any]) -> Iterator[str]:

@@ -5,6 +5,7 @@ bash runs the script, and `trace.bash` records and skips the commands.
 
 import fcntl
 import os
+import re
 import select
 import shutil
 import signal
@@ -19,7 +20,7 @@ from flagcore.domain.files import open_regular
 from flagcore.errors import SpecError
 
 TIMEOUT_SECONDS = 10.0
-SCRIPT_FIX = "give the torchrun command itself as train.command"
+SCRIPT_FIX = "give the command that the script starts, such as torchrun, instead of the script"
 SHELLS = ("bash", "sh", "dash")
 HOSTS_FUNCTION = "() { local i; for ((i = 0; i < ${SLURM_NNODES:-1}; i++)); do echo localhost; done; }"
 """A shell function that replaces Slurm's `scontrol` outside an allocation. Scripts list their hosts with it."""
@@ -64,8 +65,6 @@ def trace_script(
         if kind == "block":
             location = record.words[0].replace(":", ", line ", 1)
             raise _script_error(command, f"redirects a block to a file, which cannot be skipped: {location}")
-    if problem and not records:
-        raise _script_error(command, f"cannot be read: {problem}")
     return tuple(record for _, record in records), problem
 
 
@@ -113,7 +112,7 @@ def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping
         if process.wait() == 0 or not has_ended:
             return "" if has_ended else f"it did not end in {TIMEOUT_SECONDS:g} s"
         output.seek(0)
-        lines = output.read().decode("utf-8", errors="replace").strip().splitlines()
+        lines = re.findall(r"^(?!\+|Try ).*\S", output.read().decode("utf-8", errors="replace"), re.MULTILINE)
     return f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from flagcore.domain.launch import Start
-from flagcore.errors import UsageError
+from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 from flagcore.spec.declared import declared_servers
 from flagcore.spec.script import SHELLS, is_script, trace_script
@@ -23,25 +23,20 @@ ENDS_WITH = "ends with "
 """The start of the only word of a `Start` that is the failure of a script."""
 CONTAINERS = ("docker", "podman", "nerdctl")
 _SWITCHES = {
-    *(
-        "detach",
-        "interactive",
-        "tty",
-        "rm",
-        "privileged",
-        "init",
-        "read-only",
-        "publish-all",
-        "quiet",
-        "oom-kill-disable",
-    ),
-    *("no-healthcheck", "sig-proxy", "tls-verify", "replace"),
+    *("detach", "interactive", "tty", "rm", "privileged", "init", "read-only", "publish-all", "quiet", "replace"),
+    *("oom-kill-disable", "no-healthcheck", "sig-proxy", "tls-verify"),
 }
 """Options of `docker run` and `podman run` without a value, besides short ones."""
 _NO_DEVICE = re.compile("rdma|hca|roce|efa|nic|fuse|hugepages")
 """A pattern of extended resources of Kubernetes that are not accelerators."""
 _MANIFEST = re.compile(r"\s*(#.*\n\s*)*(---|\{|[\w\"'./-]+:(\s|$))")
 _COMPOSE_VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::?-([^}]*))?[^}]*\}|(\w+))")
+_BROKEN_LINE = re.compile(r"\\[ \t]+(#.*)?\n")
+"""A pattern of a line that should continue: pages often have blanks or comments after the backslash."""
+_HERE_DOCUMENT = re.compile(
+    r"kubectl .*<<-? *['\"]?(\w+)['\"]?.*\n((?:.*\n)*?)\1\b|<<-? *['\"]?(\w+)['\"]? *\| *kubectl .*\n((?:.*\n)*?)\3\b"
+)
+"""Manifests in a script that gives them to kubectl."""
 _RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?(?:post|rc)\d+)?)(?![\d.])")
 _BATCH_LINE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 _BATCH_SHORT = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}
@@ -62,6 +57,8 @@ def starts_of(
     starts: Iterable[Start]
     if text is None:
         starts = [Start(words=tuple(words))]
+    elif manifests := [each[1] or each[3] for each in _HERE_DOCUMENT.findall(text)]:
+        starts = [start for each in manifests for start in starts_of(words, each, images, directory, tables)]
     elif re.search(r"^\[Service\]", text, re.MULTILINE):
         starts = _unit(text)
     elif _MANIFEST.match(text):
@@ -75,9 +72,11 @@ def starts_of(
             start
             for each in documents
             for start in (*_services(each, images), *_pods(each, images), *_declared(each, images, tables))
-        ]
+        ] or [start for each in _containers(documents) for start in _pods(each, images)]
     else:
-        script, (job, hosts, devices) = tuple(words) or ("bash", "-c", text), _batch(text, directory)
+        joined = _BROKEN_LINE.sub("\\\n", text)
+        script = ("bash", "-c", joined) if joined != text or not words else tuple(words)
+        job, hosts, devices = _batch(text, directory)
         starts = [Start(words=script, job=job, hosts=hosts, devices=devices)]
     for start in starts:
         yield from _inner(start, images, directory)
@@ -91,13 +90,16 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
         envs |= {name: value} if equals else {}
     start = replace(start, words=tuple(words), envs=envs)
     names = [os.path.basename(word) for word in words]
-    shells = [n for n, name in enumerate(names[:-2]) if name in SHELLS and re.fullmatch(r"-\w*c", words[n + 1])]
+    shells = [n for n, name in enumerate(names) if name in SHELLS and _shell_text(words[n + 1 :])]
     runs = [n for n, name in enumerate(names) if name in CONTAINERS and "run" in names[n + 1 : n + 3]]
     if runs and not (shells and shells[0] < runs[0]):
         yield from _inner(_container_run(start, words[names.index("run", runs[0]) + 1 :], images), images, directory)
-    elif words and depth < 3 and (shells or is_script(words, directory)):
-        script = ("bash", "-c", *words[shells[0] + 2 :]) if shells else start.words
-        records, failure = trace_script(script, directory, {**start.job, **envs})
+    elif words and depth < 3 and (shells or ((words[1:] or names[0] not in SHELLS) and is_script(words, directory))):
+        script = ("bash", "-c", *_shell_text(words[shells[0] + 1 :])) if shells else start.words
+        try:
+            records, failure = trace_script(script, directory, {**start.job, **envs})
+        except SpecError as error:
+            raise SpecError(key="command", value=error.value, problem=error.problem, fix=error.fix) from None
         if failure:
             yield replace(start, words=(f"{ENDS_WITH}{failure}",))
         for record in records:
@@ -105,6 +107,12 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
             yield from _inner(new, images, directory, depth + 1)
     elif words:
         yield start
+
+
+def _shell_text(words: Sequence[str]) -> Sequence[str]:
+    """Return the text of `-c` and the words that follow it, from the arguments of a shell; empty without `-c`."""
+    count = next((n for n, word in enumerate(words) if not word.startswith("-")), len(words))
+    return words[count:] if any(re.fullmatch(r"-\w*c", word) for word in words[:count]) else ()
 
 
 def _container_run(start: Start, words: Sequence[str], images: Mapping[str, Sequence[str]]) -> Start:
@@ -193,23 +201,33 @@ def _pods(node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, ins
             yield from _pods(each, images, hosts=hosts, instances=instances)
 
 
+def _containers(node: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of a document that look like a container, whatever their key, each as a pod."""
+    if isinstance(node, Mapping) and isinstance(node.get("image"), str) and {"command", "args"} & node.keys():
+        yield {"containers": [node]}
+    elif isinstance(node, (Mapping, list)):
+        for each in node.values() if isinstance(node, Mapping) else node:
+            yield from _containers(each)
+
+
 def _declared(
     document: Any, images: Mapping[str, Sequence[str]], tables: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Start]:
     """Yield the servers that a document describes by keys."""
     for found in declared_servers(document, tables):
         start = Start(
-            envs=_variables(found.envs),
-            devices=_count(found.devices),
-            hosts=_number(found.hosts) or 1,
-            instances=_number(found.instances) or 1,
+            envs=_variables(found.get("envs")),
+            devices=_count(found.get("devices")),
+            hosts=_number(found.get("hosts")) or 1,
+            instances=_number(found.get("instances")) or 1,
+            role=found["role"],
         )
-        if found.script:
+        if found["script"]:
             values = {"devices": start.devices or 1, "hosts": start.hosts, "rank": 0}
-            job = {name: str(values[quantity]) for name, quantity in found.job.items()}
-            yield replace(start, words=("bash", "-c", found.script), job=job)
+            job = {name: str(values[quantity]) for name, quantity in found["job"].items()}
+            yield replace(start, words=("bash", "-c", found["script"]), job=job)
         else:
-            yield _container(start, found.image, found.command, found.args, images)
+            yield _container(start, found["image"], found["command"], found["args"], images)
 
 
 def _count(value: Any) -> int | None:

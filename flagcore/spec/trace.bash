@@ -8,7 +8,7 @@ __fc_tools=' arch awk basename bc cat comm cut date df dirname du egrep expr fal
  hostname id jq locale logname ls lscpu lspci mawk nproc nvidia-smi numfmt paste printenv pwd readlink realpath rev rocm-smi
  mx-smi ixsmi cnmon sed seq shuf sort ss stat tac tail test tr true uname uniq wc which whoami '
 __fc_tools=${__fc_tools//$'\n'/ }
-__fc_skipped_builtins=' bind caller compgen complete coproc enable fc hash history kill logout suspend trap '
+__fc_skipped_builtins=' bind caller compgen complete coproc enable fc hash history kill logout suspend trap ulimit '
 __fc_block='(^[[:space:]]*|;[[:space:]]*)(\}|\)|done|fi|esac)[[:space:]]*([0-9]*|&)>+\|?[[:space:]]*[^&(|>[:space:]]'
 __fc_assignment='^[A-Za-z_][A-Za-z0-9_]*(\[[^]]*\])?\+?='
 __fc_count=0 __fc_busy=0
@@ -211,6 +211,7 @@ __fc_act() {
   [[ $1 == 0 ]]
 }
 
+exec {BASH_XTRACEFD}> /dev/null  # the output of `set -x` would contain the commands of the trap
 export -n BASH_ENV FLAGCORE_TRACE
 [[ -n ${BASH_EXECUTION_STRING-} ]] || __fc_check_blocks "$0" || exit 0
 set -T

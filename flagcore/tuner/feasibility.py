@@ -168,12 +168,13 @@ def search_time(problem: Problem) -> SearchTime:
     if rounds:  # the best races its rivals, without the baseline
         repeats += EXTRA_ROUNDS * min(1 + MAX_RIVALS, int(rows.size))
 
-    def seconds_of_steps(seconds: FloatArray) -> float:
-        trial_seconds = float(np.minimum(seconds, max_step).sum())  # longer steps are shortened
-        return control.train_iters * (trial_seconds + repeats * float(np.max(seconds, initial=0.0)))
+    def seconds_of_all(seconds: FloatArray) -> float:
+        trial_seconds = float(np.minimum(seconds, steps * max_step).sum())  # longer steps are shortened
+        return trial_seconds + repeats * float(np.max(seconds, initial=0.0))
 
-    is_training = isinstance(task.spec.work, TrainSpec)
-    predicted, high = (seconds_of_steps(column[rows]) for column in (predictions.step_time_s, predictions.high_s))
+    is_training, steps = isinstance(task.spec.work, TrainSpec), control.train_iters
+    expected = steps * predictions.step_time_s if is_training else problem.workload.load_seconds(task, predictions)
+    predicted, high = (seconds_of_all(column[rows]) for column in (expected, steps * predictions.high_s))
     is_unknown = is_training and not math.isfinite(high)
     steps_limit = SLACK * high if is_training and not is_unknown and control.max_time_per_task is None else 0.0
     trial_limit = control.max_time_per_task or (UNKNOWN_SECONDS if is_unknown else start_seconds)
@@ -181,7 +182,7 @@ def search_time(problem: Problem) -> SearchTime:
     return SearchTime(
         trials=int(rows.size),
         repeats=repeats,
-        steps_s=predicted if is_training and math.isfinite(predicted) else None,
+        measuring_s=predicted if math.isfinite(predicted) else None,
         at_most_s=min(at_most, control.max_time or math.inf),
     )
 

@@ -117,8 +117,6 @@ def _collectives(package: str, name: str) -> CollectiveTable | str | None:
 
 BUSY_SIDE = 1024.0
 """Minimum side of a matrix product that is limited by arithmetic. A higher clock does not speed up smaller ones."""
-
-
 OF = {"runs": 1.0, "kernels": RUN_SLOWDOWN}
 """The ratio of kernel times in a run to the times of the curve, by the data to which the curve was fitted."""
 

@@ -94,7 +94,7 @@ class DeviceDetector:
     device_file: str
     pci_vendor: int
     pci_classes: tuple[str, ...] = machine.ACCELERATORS
-    torch_device: str = "cuda"
+    torch_device: str
     torch_attributes: tuple[str, ...] = ()
     trusts: Callable[[TorchReport], bool]
     uuids: Callable[[], Mapping[int, str]] | None = None

@@ -85,7 +85,7 @@ def read_table(
     the cells of the second line and those of the line after it. It returns a row, a reason if the device cannot be
     used, or None for an unknown format. Devices without a row are reported in `left_out`.
     """
-    rows, left_out = [], []
+    found = list[Row | str]()
     lines = [line.strip() for line in text.splitlines()]
     cells_by_line = [split(line) for line in lines]
     end = 0
@@ -97,15 +97,10 @@ def read_table(
             below, after = (cells_by_line[at + n] if at + n < len(cells_by_line) else [] for n in (1, 2))
             row = body(start, below, after)
             end = at + lines_per_device if isinstance(row, Row) else at + 1
-            if isinstance(row, Row):
-                rows.append(row)
-            elif row is not None:
-                left_out.append(row)
-            else:
-                left_out.append(f"unknown format (please report it): {' '.join(lines[at : at + 2])}")
+            found.append(f"unknown format (please report it): {' '.join(lines[at : at + 2])}" if row is None else row)
         elif len(parts) > 2 and re.match(r"\d+\s+\S", parts[0]) and any(BUS.search(part) for part in parts):
-            left_out.append(f"unknown format (please report it): {lines[at]}")
-    return _unique(Listing(tuple(rows), tuple(left_out)))
+            found.append(f"unknown format (please report it): {lines[at]}")
+    return listing_of(found)
 
 
 def read_processes(text: str, pattern: re.Pattern[str] = _PROCESS) -> dict[int, tuple[str, ...]]:
@@ -113,14 +108,11 @@ def read_processes(text: str, pattern: re.Pattern[str] = _PROCESS) -> dict[int, 
 
     The groups of `pattern` are the index of the device, the process, its name and its MiB.
     """
-    processes_by_device: dict[int, tuple[str, ...]] = {}
+    found: dict[int, tuple[str, ...]] = {}
     for table in re.split(r"(?im)^.*\bprocess(?:es)?:", strip_controls(text), maxsplit=1)[1:]:
         for index, pid, name, used in pattern.findall(table):
-            processes_by_device[int(index)] = (
-                *processes_by_device.get(int(index), ()),
-                f"{pid} {name} ({int(used) / 1024:.1f} GiB)",
-            )
-    return processes_by_device
+            found[int(index)] = (*found.get(int(index), ()), f"{pid} {name} ({int(used) / 1024:.1f} GiB)")
+    return found
 
 
 def blocked_reason(mode: str, processes: Sequence[str]) -> str:
@@ -131,23 +123,17 @@ def blocked_reason(mode: str, processes: Sequence[str]) -> str:
     return f"is in compute mode {mode}, and {processes[0]} uses it" if exclusive and processes else ""
 
 
-def listing_of(rows: Iterable[Row | str]) -> Listing:
-    """Return a listing of the rows. Strings among them are sentences about devices that were left out."""
-    mixed = tuple(rows)
-    return _unique(
-        Listing(
-            tuple(each for each in mixed if isinstance(each, Row)),
-            tuple(each for each in mixed if isinstance(each, str)),
-        )
-    )
+def listing_of(found: Iterable[Row | str]) -> Listing:
+    """Return the rows whose index occurs once, sorted by index, and sentences about the devices that were left out.
 
-
-def _unique(listing: Listing) -> Listing:
-    """Return only the rows whose index occurs once, sorted by index."""
-    count = Counter(row.device.index for row in listing.rows)
-    rows = sorted((row for row in listing.rows if count[row.device.index] == 1), key=lambda row: row.device.index)
-    duplicates = (f"several devices have the index {index}" for index, many in sorted(count.items()) if many > 1)
-    return Listing(tuple(rows), (*listing.left_out, *duplicates))
+    The strings in `found` are such sentences.
+    """
+    mixed = tuple(found)
+    rows = sorted((each for each in mixed if isinstance(each, Row)), key=lambda row: row.device.index)
+    count = Counter(row.device.index for row in rows)
+    duplicates = (f"several devices have the index {index}" for index, many in count.items() if many > 1)
+    left_out = (*(each for each in mixed if isinstance(each, str)), *duplicates)
+    return Listing(tuple(row for row in rows if count[row.device.index] == 1), left_out)
 
 
 def with_driver(listing: Listing, driver: str | None) -> Listing:

@@ -31,9 +31,9 @@ def event(best: bool = True) -> tuple[Event, Trial]:
 def test_the_line_has_the_most_important_parts_first() -> None:
     found, trial = event()
     count, left, best, running = status_line(found, [trial], 300.0).split(" | ")
-    assert (count, "5.0 min left" in left, "0.412" in best) == ("12/20", True, True)
+    assert (count, "5.0 min left" in left, "0.412" in best) == ("12/20 trials", True, True)
     assert running.startswith("12: MBS")
-    assert status_line(event(best=False)[0], [], None) == "12/20"
+    assert status_line(event(best=False)[0], [], None) == "12/20 trials"
 
 
 @pytest.mark.parametrize(("objective", "value"), [("output_tokens_per_s", "50 "), ("e2e_s.mean", "0.02 ")])

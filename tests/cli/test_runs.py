@@ -153,10 +153,15 @@ def test_a_run_is_shown_as_tune_shows_it(flag: Flag, two_runs: Path) -> None:
 
 
 def test_a_run_that_a_process_holds_is_running(flag: Flag, two_runs: Path) -> None:
+    result = json.loads((two_runs / "second" / "result.json").read_text())
+    (two_runs / "second" / "result.json").unlink()
     running = RunDirectory(two_runs / "second")
     running.open()
     try:
         (record,) = json.loads(flag("runs", "list", str(two_runs / "second"), "--json").out)
     finally:
         running.close()
-    assert record["state"] == "running"
+    facts = {"state": "running", "model": "tiny", "hardware": f"{result['devices']} x {result['chip']}"}
+    assert {name: record[name] for name in facts} == facts
+    assert record["speedup"] == pytest.approx(result["speedup"]["median"])
+    assert record["seconds_left"] >= 0.0

@@ -17,6 +17,7 @@ from tests.hosts.test_faults import all_clean
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_a_full_disk_and_a_lost_host_cost_a_trial_each(project: Project) -> None:
     bed = project.bed
     project.write_spec(sleeps=0.5, trials=4)
@@ -37,6 +38,7 @@ def test_a_full_disk_and_a_lost_host_cost_a_trial_each(project: Project) -> None
     check_kept_once(project.run_dir, result)
 
 
+@pytest.mark.long
 def test_without_a_spare_the_search_continues_on_the_hosts_that_are_left(project: Project) -> None:
     bed = project.bed
     project.write_spec(
@@ -55,6 +57,7 @@ def test_without_a_spare_the_search_continues_on_the_hosts_that_are_left(project
     check_kept_once(project.run_dir, result)
 
 
+@pytest.mark.long
 def test_a_killed_tune_goes_on_in_another_allocation_of_slurm(project: Project) -> None:
     if reason := missing(*SLURM):
         pytest.skip(reason)

@@ -3,6 +3,8 @@
 `runtime` says what a vendor's runtime does, from its public documentation and source code.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -41,11 +43,15 @@ class Vendor:
         found: DeviceDetector = import_module(f"flagcore_{self.name}.discover").DETECTOR
         return found
 
-    @property
-    def support(self) -> EngineSupport:
+    def support(self, engine: str = "vllm", kind: str = "serve") -> EngineSupport:
         plugin = import_module(f"flagcore_{self.name}.hooks").plugin
-        support: EngineSupport = plugin.flagcore_engine_support(plugin.flagcore_chips()[0], "vllm", None, "serve")
+        support: EngineSupport = plugin.flagcore_engine_support(plugin.flagcore_chips()[0], engine, None, kind)
         return support
+
+    @property
+    def stacks(self) -> list[Vendor]:
+        """Software that reads only one of the variables, such as vLLM's plugin of the vendor or FlagGems."""
+        return [replace(self, variables=(name,)) for name in self.variables]
 
 
 HIP = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -55,7 +61,7 @@ VENDORS = (
     Vendor("amd", HIP, ROCR, has_uuids=True),
     Vendor("hygon", HIP, ROCR, has_uuids=True),
     Vendor("metax", ("MACA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), has_uuids=True),
-    Vendor("iluvatar", ("CUDA_VISIBLE_DEVICES",), has_uuids=True),
+    Vendor("iluvatar", ("CUDA_VISIBLE_DEVICES", "ILUVATAR_VISIBLE_DEVICES"), has_uuids=True),
     Vendor("cambricon", ("MLU_VISIBLE_DEVICES",)),
     Vendor("ascend", ("ASCEND_RT_VISIBLE_DEVICES",)),
     Vendor("mthreads", ("MUSA_VISIBLE_DEVICES",)),
@@ -96,7 +102,7 @@ def on(vendor: Vendor, devices: tuple[Device, ...], variables: Mapping[str, str]
     """Two servers of two devices, or a training job on as many, on detected devices."""
     task = serving("vllm", devices=4)
     task = replace(task, spec=replace(task.spec, envs=dict(variables)))
-    return replace(small.platform(task), support=vendor.support, devices=devices)
+    return replace(small.platform(task), support=vendor.support(), devices=devices)
 
 
 def check(vendor: Vendor, variables: Mapping[str, str], present: Sequence[int] = range(8)) -> list[int]:
@@ -110,11 +116,10 @@ def check(vendor: Vendor, variables: Mapping[str, str], present: Sequence[int] =
     processes = [(each.environment, listed[2 * n : 2 * n + 2]) for n, each in enumerate(servers)]
     processes += [(platform.with_selected_devices().task.spec.envs, listed[:4])]
     processes += [(platform.with_selected_devices((each,)).task.spec.envs, [each.index]) for each in devices]
-    processes += [(device_variables(vendor.support, devices[:3]), listed[:3])]
+    processes += [(device_variables(vendor.support(), devices[:3]), listed[:3])]
     for own, expected in processes:
         child = {**variables, **own}
-        assert runtime(vendor, child, present) == expected
-        assert len({child[name] for name in vendor.variables}) == 1
+        assert all(runtime(stack, child, present) == expected for stack in (vendor, *vendor.stacks))
         assert child.get(vendor.outer) == variables.get(vendor.outer)
     assert parallel_probe_ranks(platform) == len(devices)
     return listed
@@ -124,7 +129,8 @@ def check(vendor: Vendor, variables: Mapping[str, str], present: Sequence[int] =
 def test_devices_are_those_of_the_tool_if_nothing_restricts_them(vendor: Vendor) -> None:
     assert check(vendor, {}) == list(range(8))
     assert check(vendor, {}, (0, 1, 2, 4, 7)) == [0, 1, 2, 4, 7]
-    assert set(vendor.support.visible_devices) == set(vendor.variables)
+    supports = [vendor.support(), vendor.support("sglang"), vendor.support("megatron", "train")]
+    assert all(set(each.visible_devices) == set(vendor.variables) for each in supports)
 
 
 @pytest.mark.parametrize(("vendor", "name"), EACH_VARIABLE)

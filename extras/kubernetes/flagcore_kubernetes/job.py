@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flagcore.contracts import ExportJob, Platform
-from flagcore.contracts.exchange import DEVICES_OF_HOST, comments, device_limits, shell_quoted
+from flagcore.contracts.exchange import DEVICES_OF_HOST, comments, shell_quoted
 from flagcore.domain.engine import without_devices
 from flagcore.domain.launch import ServerGroup, ServerGroups
 from flagcore.domain.secrets import is_secret
@@ -23,7 +23,7 @@ from flagcore.i18n import N_, _
 from flagcore.launchers.script import MASTER_PORT
 from flagcore.spec.plain_data import dump_yaml
 from flagcore_kubernetes.join import TOKEN
-from flagcore_kubernetes.pods import Pods, pod_options, pod_spec
+from flagcore_kubernetes.pods import Pods, device_limits, pod_options, pod_spec
 
 HOSTS = "FLAGCORE_HOSTS"
 """Environment variable that contains the names of the job's pods, the tuning pod first."""

@@ -14,6 +14,7 @@ from flagcore.errors import UsageError
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.hub import Hub
+from flagcore_kubernetes import dynamo
 from flagcore_kubernetes.job import HOSTS, export, manifest
 from flagcore_kubernetes.join import PORT, TOKEN
 
@@ -57,12 +58,12 @@ def _name(host: str) -> str:
 class KubernetesLauncher(HostsLauncher):
     """The launcher, which also exports jobs as manifests."""
 
-    targets: Collection[str] = ("kubernetes",)
+    targets: Collection[str] = ("kubernetes", "dynamo")
     per_server: bool = True
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return the manifest of a job. Raises UsageError."""
-        return export(job)
+        return dynamo.export(job) if target == "dynamo" else export(job)
 
     def manifest(
         self, platform: Platform, spec: Path, *, name: str, options: Mapping[str, str], changes: Sequence[str]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagcore.contracts.exchange import claim_and_mount
+from flagcore.contracts import Platform
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore.spec.plain_data import read_mapping
@@ -50,6 +50,34 @@ class Pods:
     def metadata(self) -> dict[str, Any]:
         """The metadata of the job or the server, with its name and the label of its queue."""
         return {"name": self.name, **({"labels": {QUEUE_LABEL: self.queue}} if self.queue else {})}
+
+
+def claim_and_mount(volume: str) -> tuple[str, str]:
+    """Return the claim and the mount point in the value of `--volume`.
+
+    Both are empty if `volume` is empty. Raises UsageError if `volume` is not of the form CLAIM:PATH.
+    """
+    claim, _separator, mount = volume.partition(":")
+    if volume and not (claim and mount.startswith("/")):
+        raise UsageError(_("--volume = {volume}: use CLAIM:PATH, such as data:/data", volume=volume))
+    return claim, mount
+
+
+def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
+    """Return the resource limits of a pod with this number of `devices`.
+
+    Raises UsageError if no plugin defines the Kubernetes resource, or if there are several kinds of chips.
+    """
+    groups, support = platform.task.cluster.groups, platform.support
+    if len(groups) > 1:
+        raise UsageError(_("a job for several kinds of chips is not supported: all its pods request the same devices"))
+    group = groups[0]
+    if support.shared_devices:
+        return {"cpu": devices}
+    if support.kubernetes is None:
+        raise UsageError(_("no installed plugin defines the Kubernetes resource of {chip}", chip=group.chip.name))
+    devices_per_unit = group.chip.devices_per_card if support.kubernetes.counts == "cards" else 1
+    return {support.kubernetes.name: -(-devices // devices_per_unit)}
 
 
 def pod_options(options: Mapping[str, str]) -> dict[str, Any]:

@@ -81,15 +81,17 @@ class Cluster:
         self.group: PlacementGroup | None = None
         self.bundles: list[dict[str, float]] = []
         self.places: dict[str, int] = {}
-        """The bundle of each host, by its address."""
+        """The bundle of each host, by its address. A bundle that Ray moved has several addresses."""
         self.actors: dict[int, Any] = {}
         self.channels: Counter[int] = Counter()
         """The actor of each bundle, and the number of its agents."""
         self.numbers = itertools.count()
 
     async def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Reserve hosts by name or number, and return their addresses."""
+        """Reserve hosts by name or number, and return their addresses. Or return the hosts that were replaced."""
         try:
+            if request.get("replaced"):
+                return {"replaced": await asyncio.to_thread(self.replaced)}
             if not ray.is_initialized():
                 _require_answer(os.environ.get("RAY_ADDRESS", ""))
                 ray.init(address="auto", log_to_driver=False, logging_level="ERROR", configure_logging=False)
@@ -118,6 +120,12 @@ class Cluster:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         placed = placement_group_table(self.group)["bundles_to_node_id"]
         return {bundle: addresses.get(node, "") for bundle, node in placed.items()}
+
+    def replaced(self) -> dict[str, str]:
+        """Return the current address of each host that was lost and that Ray replaced by another node."""
+        current = {bundle: address for bundle, address in self._addresses().items() if address}
+        self.places |= {address: bundle for bundle, address in current.items()}
+        return {host: current[bundle] for host, bundle in self.places.items() if current.get(bundle, host) != host}
 
     async def connect(self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Start an agent on a host and relay its channel."""

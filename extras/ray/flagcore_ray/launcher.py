@@ -1,6 +1,7 @@
 """The ray launcher: agents are actors on whole nodes of a Ray cluster, which are reserved until the search ends."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from flagcore.contracts import Launcher
@@ -27,4 +28,14 @@ def hold(hosts: Sequence[str]) -> tuple[str, ...]:
     return tuple(HUB.ask(HOLD_SECONDS, nodes=len(hosts), names=names)["hosts"])
 
 
-LAUNCHER: Launcher = HostsLauncher(name="ray", channel=HUB.channel, find_hosts=find_hosts, hold=hold)
+@dataclass(kw_only=True)
+class RayLauncher(HostsLauncher):
+    """Starts trials on the nodes of a Ray cluster."""
+
+    def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
+        """Return the hosts for the next trial, as usual. If Ray has replaced a lost node, return the new node."""
+        replaced = HUB.ask(HOLD_SECONDS, replaced=True)["replaced"] if self.failures else {}
+        return super().choose_hosts([replaced.get(host, host) for host in hosts], count)
+
+
+LAUNCHER: Launcher = RayLauncher(name="ray", channel=HUB.channel, find_hosts=find_hosts, hold=hold)

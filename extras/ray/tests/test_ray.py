@@ -125,12 +125,16 @@ def test_nothing_is_left_when_flagcore_is_killed(cluster: dict[str, Any], mark: 
 
 
 @pytest.mark.timeout(300)
-def test_a_spare_replaces_a_node_that_dies(cluster: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("spares", [1, 0])
+def test_another_node_replaces_one_that_dies(cluster: dict[str, Any], tmp_path: Path, spares: int) -> None:
+    """A spare does. If there is none, Ray moves the reservation to a node that is free."""
+    if not spares:
+        cluster["127.0.0.6"] = cluster["cluster"].add_node(num_cpus=1, node_ip_address="127.0.0.6")
     (tmp_path / "train.py").write_text(TRAIN)
     control = {"max_trials": 3, "train_iters": 3, "repeats": 0, "compare_hosts": False}
     spec = {
         **SPEC,
-        "cluster": {"chip": "cpu", "nodes": 2, "devices_per_node": 1, "memory_per_device": "512MiB", "spares": 1},
+        "cluster": {"chip": "cpu", "nodes": 2, "devices_per_node": 1, "memory_per_device": "512MiB", "spares": spares},
         "train": {**SPEC["train"], "command": [sys.executable, "-S", "-E", str(tmp_path / "train.py")]},
         "auto_tuner": {**SPEC["auto_tuner"], "launcher": "ray", "control": control},
         "envs": {"TRAIN_SLEEPS": "0.3"},

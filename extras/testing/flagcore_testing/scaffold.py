@@ -35,7 +35,8 @@ RULES = {
 
 SHARED_DEVICE = "cuda"
 """The device of torch that the builds of most vendors keep, with the backend nccl."""
-BY_VERSION = """trusts=lambda report: "+{name}" in report.version,"""
+BY_VERSION = """torch_device="{device}",
+    trusts=lambda report: "+{name}" in report.version,"""
 BY_ATTRIBUTE = """torch_device="{device}",
     torch_attributes=("{device}",),
     trusts=lambda report: "{device}" in report.attributes,"""

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,15 +27,17 @@ from flagcore.domain.launch import HOSTS, Launch, log_tail
 from flagcore.errors import HostLost, LaunchError, NoDevice, UsageError
 from flagcore.i18n import N_, _
 from flagcore.launchers import network
-from flagcore.launchers.hosts import MAX_LOSSES, HostsLauncher
+from flagcore.launchers.hosts import MAX_LOSSES, HostsApart, HostsLauncher
 from flagcore.spec.clusters import read_hosts
 
 PROGRAM = "flagcore.api.managing.host_report"
-AT_ONCE = 64
+AT_ONCE = 512
 """Maximum number of hosts to check at the same time."""
 MAX_COMPARED = 64
 """Maximum number of hosts whose speeds `flag tune` compares. The time of the comparison grows with their number."""
 SECONDS = 120.0
+STATE = ("python", "machine", "clock_s", "free_disk_bytes")
+"""The fields of a report that are known when the agent of a host has started."""
 MAX_CLOCK_SECONDS = 5.0
 """Maximum difference of clocks without a warning. Certificates and logs of distributed jobs depend on clocks."""
 
@@ -82,9 +83,11 @@ def inspect_hosts(
 
     `kinds` contains the kind of each host, if there are several kinds.
     """
-    with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        found = pool.map(lambda host: _inspect(launcher, host, Path(folder, host), files), hosts)
-        reports = [replace(report, kind=(kinds or {}).get(report.host, "")) for report in found]
+    reports: list[HostReport] = []
+    for start in range(0, len(hosts), AT_ONCE):
+        with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
+            reports += _inspect(launcher, hosts[start : start + AT_ONCE], folder, files)
+    reports = [replace(report, kind=(kinds or {}).get(report.host, "")) for report in reports]
     return list(_without_aliases(reports)) if launcher.logs_in else reports
 
 
@@ -97,28 +100,30 @@ def _without_aliases(reports: Sequence[HostReport]) -> Iterator[HostReport]:
         yield replace(report, problem=_("is the same machine as {host}", host=first)) if same else report
 
 
-def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[str]) -> HostReport:
-    """Return the report of one host. The files of the check are in `folder` on this machine."""
+def _inspect(launcher: HostsLauncher, hosts: Sequence[str], folder: str, files: Sequence[str]) -> Iterator[HostReport]:
+    """Yield the reports of hosts. The files of the check are in `folder` on this machine."""
     argv = (sys.executable, "-m", PROGRAM, *files)
-    launch = Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS)
+    launch = Launch(argv=argv, folder=folder, hosts=tuple(hosts), timeout_seconds=SECONDS)
     try:
-        trial = launcher.for_checks().start(launch)
+        trial = launcher.for_checks().start(launch, HostsApart)
     except LaunchError as error:
-        return HostReport(host=host, problem=str(error).removeprefix(f"host {host}: "))
-    state = trial.connections[0].ready or {}
-    ended = trial.wait(SECONDS + 30) or trial.stop()
-    report_fields: dict[str, Any] = {name: state[name] for name in ("python", "machine", "clock_s", "free_disk_bytes")}
-    with suppress(OSError, ValueError, KeyError, TypeError):  # raised if flagcore is not installed on the host
-        figures = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
-        report_fields |= {
-            "devices": tuple(Device(**{**each, "host": host}) for each in figures["devices"]),
-            "versions": dict(figures["versions"]),
-            "torch": None if figures["torch"] is None else dict(figures["torch"]),
-            "files": dict(figures["files"]),
-            "busy": tuple(figures["busy"]),
-        }
-    problem = ended.detail.partition(": ")[2] if ended.lost_host else ""
-    return HostReport(host=host, problem=problem, **report_fields)
+        yield from (HostReport(host=host, problem=str(error)) for host in hosts)
+        return
+    connections = list(trial.connections)
+    if trial.wait(SECONDS + 30) is None:
+        trial.stop()
+    for each in connections:
+        report_fields: dict[str, Any] = {name: each.ready[name] for name in STATE} if each.ready else {}
+        with suppress(OSError, ValueError, KeyError, TypeError):  # raised if flagcore is not installed on the host
+            figures = json.loads(Path(folder, HOSTS, each.host, "stdout.log").read_text(encoding="utf-8"))
+            report_fields |= {
+                "devices": tuple(Device(**{**device, "host": each.host}) for device in figures["devices"]),
+                "versions": dict(figures["versions"]),
+                "torch": None if figures["torch"] is None else dict(figures["torch"]),
+                "files": dict(figures["files"]),
+                "busy": tuple(figures["busy"]),
+            }
+        yield HostReport(host=each.host, problem=each.problem, **report_fields)
 
 
 def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
@@ -239,8 +244,8 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
     if report.problem:
         yield report.problem
         return
-    usable = [each for each in reports if not each.problem]
-    first = next(each for each in usable if each.kind == report.kind)
+    first_of_all = next(each for each in reports if not each.problem)
+    first = next(each for each in reports if not each.problem and each.kind == report.kind)
     if report.devices is not None and first.devices is not None and report.chips != first.chips:
         yield _("{devices}, but {host} has {others}", devices=_names(report), host=first.host, others=_names(first))
     for name in sorted((report.versions or {}).keys() & (first.versions or {}).keys()):
@@ -251,8 +256,8 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
     for path, content in report.files.items():
         if not content:
             yield _("{path} is missing", path=path)
-        elif usable[0].files.get(path) not in (content, ""):
-            yield _("{path} differs from the one on {host}", path=path, host=usable[0].host)
+        elif first_of_all.files.get(path) not in (content, ""):
+            yield _("{path} differs from the one on {host}", path=path, host=first_of_all.host)
 
 
 def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:

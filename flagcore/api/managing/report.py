@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -25,29 +26,32 @@ from flagcore.api.runs import (
     read_run,
     state_of_ended,
 )
-from flagcore.api.snapshot import load_snapshot, run_home
+from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot, run_home
 from flagcore.contracts import Problem
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.files import write
 from flagcore.domain.plan import summarize
 from flagcore.domain.prediction import MEMORY, components_of_row
-from flagcore.domain.search_state import LEARNED_MESSAGES
+from flagcore.domain.search_state import LEARNED_MESSAGES, seconds_left
 from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
 from flagcore.i18n import N_, _
+from flagcore.report.formats import lookup
 from flagcore.report.page.assembly import page, result_text
 from flagcore.report.page.blocks import as_html
-from flagcore.report.page.run import INSIGHT, RunData, json_file, predicted
+from flagcore.report.page.run import INSIGHT, RunData, json_file
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import result
-from flagcore.report.text import heading
+from flagcore.report.text import duration_text, heading
 from flagcore.spec.plain_data import spec_as_data
 from flagcore.tuner.loop import TuneResult
+from flagcore.tuner.stages.limit import seconds_used
 from flagcore.tuner.stages.predict import in_gib, record
+from flagcore.tuner.stages.rank import untried
 from flagcore.tuner.store.directory import IDENTITY, LOCK
 
 REPORT = "report.html"
@@ -82,53 +86,56 @@ def run_record(folder: Path) -> dict[str, Any]:
     """Return the main facts of a run from its result.
 
     `value`, `low` and `high` are the objective of the best in `unit`: the median and the range over its runs. `speedup`
-    is the speedup over the baseline (`flagcore.domain.plan.Speedup`). `seconds` is the sum over all trials. `no_best`
-    is the reason why there is no best.
+    is the speedup over the baseline (`flagcore.domain.plan.Speedup`). `seconds` is the sum over all trials.
+    `seconds_left` is an upper estimate for a run in progress. `no_best` is the reason why there is no best.
     """
-    files = [file for name in ("journal.log", "result.json", IDENTITY) if (file := folder / name).is_file()]
-    changed = max(each.stat().st_mtime for each in files or [folder])
+    data = json_file(folder / "result.json")
+    home = folder / str(data.get("engine", "")) if data.get("engines") else folder
+    is_running = _is_locked(folder)
     record: dict[str, Any] = {
         "run": str(folder),
-        "state": RUNNING if _is_locked(folder) else INTERRUPTED,
-        "changed": datetime.fromtimestamp(changed, timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        "state": RUNNING if is_running else INTERRUPTED,
+        "model": lookup(json_file(home / IDENTITY), "task.model.name"),
+        "changed": datetime.fromtimestamp(_changed(folder), timezone.utc).strftime("%Y-%m-%d %H:%M"),
     }
-    result = json_file(folder / "result.json")
-    if not result:
+    if not data and not is_running:
         return record
     try:
-        return {**record, **_run_facts(folder, result, record["state"])}
-    except (LookupError, TypeError, ValueError, AttributeError):
-        return {**record, "state": UNREADABLE}
+        context = {"folder_name": str(folder), "knobs": knobs_of_spec(_spec(folder))}
+        run = report_data(folder, ()) if is_running else RunData.from_json(data, home, **context)
+        return {**record, **_run_facts(run, record["state"])}
+    except (RunError, LookupError, TypeError, ValueError, AttributeError):
+        return record if is_running else {**record, "state": UNREADABLE}
 
 
-def _run_facts(folder: Path, data: Mapping[str, Any], state: str) -> dict[str, Any]:
-    """Return the fields of `run_record` that are read from `data`, the content of the run's result.json."""
-    home = folder / str(data["engine"]) if data.get("engines") else folder
-    run = RunData.from_json(data, home, folder_name=str(folder), knobs=knobs_of_spec(_spec(folder)))
+def _run_facts(run: RunData, state: str) -> dict[str, Any]:
+    """Return the fields of `run_record` that are read from the content of the run."""
     trials, best, speedup = run.all_trials, run.best, run.speedup
     value, low, high = (best and run.figures(best)) or (None, None, None)
-    used = best.measurement.device_used_bytes if best and best.measurement else None
-    memory_gib = predicted(best, "memory.device_used_gib") if best else None
     return {
         "state": state if state == RUNNING else state_of_ended(run),
         "hardware": run.hardware,
         "fidelity": run.fidelity,
         "trials": len(trials),
         "seconds": sum(each.duration_s for each in trials),
+        "seconds_left": run.seconds_left,
         "candidate": best.candidate.as_dict() if best else None,
         "best": run.configuration(best) if best else None,
         "unit": heading(run.objective) if run.serves else run.unit,
-        "more_is_better": run.is_rate,
         "value": value,
         "low": low,
         "high": high,
         "speedup": None if speedup is None else speedup.median,
         "significant": None if speedup is None else speedup.significant,
-        "memory_gib": memory_gib if used is None else used / 2**30,
-        "cost_per_million_tokens": run.cost.get("cost_per_million_tokens"),
-        "stopped_because": data.get("stopped_because"),
+        "stopped_because": run.data.get("stopped_because"),
         "no_best": None if best else no_best(run),
     }
+
+
+def _changed(folder: Path) -> float:
+    """Return the time of the last change of a run, in seconds since 1970."""
+    files = [file for name in ("journal.log", "result.json", IDENTITY) if (file := folder / name).is_file()]
+    return max(each.stat().st_mtime for each in files or [folder])
 
 
 def _required(folder: Path) -> Path:
@@ -210,7 +217,7 @@ def _is_written(run_dir: Path, made: Callable[[], str]) -> bool:
 def report_data(folder: Path, without: Collection[str]) -> RunData:
     """Return the data for the page of the run in a folder. Raises RunError if the folder has no readable run."""
     run = read_run(folder)
-    home, data, notes = run_home(run), run.data, list[str]()
+    home, data, notes, left = run_home(run), run.data, list[str](), None
     insight_data = json_file(home / INSIGHT)
     insight_data = insight_data if insight_data.get("schema_version") == SCHEMA_VERSION else {}
     new_trials = ended_trials(run) - count_trials(data) if run.fidelity != ESTIMATE else 0
@@ -226,12 +233,25 @@ def report_data(folder: Path, without: Collection[str]) -> RunData:
             problem, search_state = loaded.problem, loaded.search_state
             plan = summarize(loaded.task, problem.space, loaded.pruned, search_state, "", problem.knobs)
             data, insight_data = result(plan, str(folder)), insight(problem, plan.best.candidate if plan.best else None)
+            left = _seconds_left(home, loaded)
             notes.append(_("This run is in progress, or was killed: the report contains the trials that have ended."))
+            notes += [] if left is None else [_("at most ~{time} left", time=duration_text(left))]
     if not insight_data:
         notes.append(_("Details of predictions are omitted: {reason}", reason=_("{file} is missing", file=INSIGHT)))
     used = data["baseline"]["candidate"] if data.get("baseline") else ()
     context: dict[str, Any] = {"knobs": knobs_of_spec(run.spec, used, without), "labels": labels_of_spec(run.spec)}
+    context["seconds_left"] = left
     return _redacted(data, insight_data, home, folder, warnings=tuple(notes), **context)
+
+
+def _seconds_left(folder: Path, loaded: Snapshot) -> float | None:
+    """Return the estimated maximum of the seconds until a run ends. None if unknown, or if no process holds it."""
+    if not _is_locked(folder):
+        return None
+    state, trials = loaded.search_state, all_trials(loaded.run)
+    candidates = len(state.settled) + len(untried(replace(loaded.problem, pruned=loaded.pruned), state))
+    left = seconds_left(loaded.task.spec.control, state, candidates, seconds_used(trials))
+    return None if left is None else max(0.0, left - (time.time() - _changed(folder)))
 
 
 def _redacted(data: Mapping[str, Any], insight: Mapping[str, Any], home: Path, folder: Path, **context: Any) -> RunData:

@@ -97,16 +97,20 @@ def read_command(
     words, content = _command(words, text)
     images = {image: entry for each in workloads.values() for image, entry in each.images.items()}
     programs = list(starts_of(words, content, images, os.getcwd(), _engine_table("declared")))
-    found = dict[tuple[str, str], Start]()
+    found = dict[tuple[str, str, str], Start]()
     for name, workload in workloads.items():
         for start in programs:
             if workload.starts(start.words, os.getcwd()):
-                key = name, re.sub(r"--\w*port[= ]\S+", "", shlex.join(start.words))
+                role = start.role or workload.role(start.words)
+                key = name, role, re.sub(r"--\w*port[= ]\S+", "", shlex.join(start.words))
                 copies = found[key].instances if key in found else 0
                 found[key] = replace(start, instances=copies + start.instances)
-    if len(found) != 1:
-        raise _not_one(words, content or "", programs, found)
-    ((name, _words), start) = next(iter(found.items()))
+    roles = {role: start for (_name, role, _words), start in found.items()}
+    if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
+        found = {next(iter(found)): replace(roles["decode"], prefill=roles["prefill"])}
+    if error := _not_one(words, content or "", programs, found):
+        raise error
+    ((name, *_words), start) = next(iter(found.items()))
     workload, notes = workloads[name], Notes()
     has_script = workload.kind == "train" and bool(start.script)
     envs = _envs({**start.envs, **start.job} if has_script else start.envs, notes, start.instances)
@@ -183,28 +187,35 @@ def _envs(variables: Mapping[str, str], notes: Notes, instances: int) -> dict[st
 
 
 def _not_one(
-    words: Sequence[str], text: str, programs: Sequence[Start], found: Collection[tuple[str, str]]
-) -> SpecError:
-    """Return the error for an input that starts no engine, or several. It names a program that flagcore knows but does
-    not tune.
+    words: Sequence[str], text: str, programs: Sequence[Start], found: Collection[tuple[str, str, str]]
+) -> SpecError | None:
+    """Return the error for an input that starts no engine, or several, or None.
+
+    It names a program that flagcore knows but does not tune.
     """
     commands, value = [shlex.join(each.words) for each in programs], " ".join(words[1:] if text else words) or None
-    for name, row in _engine_table("untuned").items() if not found else ():
+    for name, row in _engine_table("untuned").items():
+        if found and not row.get("always"):
+            continue
         in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
         if in_words or ("text" in row and re.search(row["text"], text, re.MULTILINE)):
             fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
             problem = _("starts {name}, which flagcore does not tune", name=name)
             return SpecError(key="command", value=value, problem=problem, fix=row.get("fix") or fix)
+    if len(found) == 1:
+        return None
     failure = next((each.words[0] for each in programs if each.words[0].startswith(ENDS_WITH)), "")
     if failure and not found:
         problem = _("starts no engine: it {failure}", failure=redact_text(failure))
-        fix = _("set what it needs, such as its arguments and variables, or give the command that it starts")
+        fix = _("give its arguments, as in `flag import -- bash FILE ARGUMENT`, set its variables, or give its command")
         return SpecError(key="command", value=value, problem=problem, fix=fix)
-    shown = ", ".join(redact_text(each)[:60] for each in commands[:4]) or _("nothing")
+    shown = ", ".join(redact_text(each)[:60] for each in commands[-4:]) or _("nothing")
     problem = _("must start exactly one engine, but starts {n}; its commands are {shown}", n=len(found), shown=shown)
     fix = _("give the command of one of {engines}", engines=", ".join(names(WORKLOADS)))
     if found:
         fix = _("give one of them: flag import -- COMMAND")
+    elif not commands and text:
+        fix = _("it starts no program, and only sets variables at most: give the file or the command that starts one")
     elif any(each.startswith("-") for each in commands):
         fix = _("the entry point of the image is not known: write the program before its arguments")
     return SpecError(key="command", value=value, problem=problem, fix=fix)

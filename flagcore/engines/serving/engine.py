@@ -26,8 +26,8 @@ from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, Int
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.engines.serving.launch import importing, start
-from flagcore.engines.serving.launch.export import DYNAMO
 from flagcore.engines.serving.launch.profile import EngineProfile
+from flagcore.engines.serving.load.figures import SteadyState
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.model.predict import predict
 from flagcore.engines.serving.model.work import Overheads, overheads_of
@@ -49,9 +49,10 @@ class Engine(EngineProfile, Workload):
     """A serving engine as the core's `Workload`. All engines share this class and differ in their `EngineProfile`."""
 
     kind: str = "serve"
-    targets: Collection[str] = ("compose", DYNAMO)
+    targets: Collection[str] = ("compose",)
     per_server: bool = False
     starts = importing.starts
+    role = importing.role
     read_command = importing.spec_of_command
     export = start.exported
     groups = start.server_groups
@@ -114,6 +115,19 @@ class Engine(EngineProfile, Workload):
             "max_batched_tokens": settings.max_batched_tokens,
         }
         return {name: np.log2(np.maximum(values[rows], 1).astype(np.float64)) for name, values in figures.items()}
+
+    def load_seconds(self, task: Task, predictions: Predictions) -> FloatArray:
+        """Return the predicted seconds of all loads and repeats of each candidate, or NaN for `ServeSpec.highest`.
+
+        The metrics are those of one load point. Answers of points with fewer clients are assumed to take as long.
+        """
+        serve, asked, figures = task.spec.serve, (*task.spec.limits, task.spec.objective), predictions.figures
+        seconds = np.full(predictions.step_time_s.shape, np.nan if serve.highest else 0.0)
+        for load in map(in_flight, serve.loads):
+            requests = load.num_prompts or SteadyState(asked, load.concurrency).enough
+            slots_rate = (load.concurrency or math.inf) / figures["e2e_s.mean"]
+            seconds += serve.repeats * requests / np.minimum(figures["requests_per_s"], slots_rate)
+        return seconds
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         return (SloImpossible(task.spec.limits),) if task.spec.limits else ()

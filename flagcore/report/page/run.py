@@ -50,6 +50,7 @@ class RunData(Plan):
     - `folder_name`: the folder as commands on the page name it: relative to the working directory, or `.` if it is
       elsewhere.
     - `warnings`: shown at the top of the page.
+    - `seconds_left`: an upper estimate for a run in progress. None if unknown.
     - `secrets`: values that must not be shown.
     - `labels`: the labels of the engine.
     - `data`: the content of result.json.
@@ -62,6 +63,7 @@ class RunData(Plan):
     folder_name: str = ""
     insight: Record = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    seconds_left: float | None = None
     secrets: tuple[str, ...] = ()
     labels: Labels = field(default_factory=Labels)
     data: Record = field(default_factory=dict)

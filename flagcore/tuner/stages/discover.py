@@ -133,16 +133,19 @@ def _require_support(chip: Chip, plugins: LoadedPlugins, engine: str, engine_ver
 def _join_supports(supports: Sequence[EngineSupport], chips: Sequence[str]) -> EngineSupport:
     """Return the engine support of all node groups together.
 
-    If there are several kinds of chips, it has no device type, so that trials need the user's command.
+    If there are several kinds of chips, it has no device type, so that trials need the user's command. It has a stack,
+    with the settings of all stacks, if their implementations are equal.
     """
     if len(set(chips)) == 1:
         return supports[0]
-    implementations = {support.implementation for support in supports}
+    stacks = [support.stack for support in supports if support.stack]
+    is_one = len(stacks) == len(supports) and len({stack.implementation for stack in stacks}) == 1
+    settings = {key: value for stack in stacks for key, value in stack.settings.items()}
     unknown = dict.fromkeys(support.reason for support in supports if support.support is Support.UNKNOWN)
     return EngineSupport(
         support=Support.UNKNOWN if unknown else Support.YES,
         reason="; ".join(unknown),
-        implementation=implementations.pop() if len(implementations) == 1 else "",
+        stack=replace(stacks[0], settings=settings) if is_one else None,
         notes=tuple(dict.fromkeys(note for support in supports for note in support.notes)),
         shared_devices=all(support.shared_devices for support in supports),
     )

@@ -50,6 +50,7 @@ DETECTOR = AmdDetector(
     device_file="dev/kfd",
     pci_vendor=PCI_VENDOR,
     pci_classes=("0x0380", "0x12"),  # without VGA controllers (0x0300), as for other vendors
+    torch_device="cuda",
     trusts=_is_own_torch,
     topology=("rocm-smi", "--showtopotype"),
 )

@@ -27,5 +27,6 @@ DETECTOR = DeviceDetector(
     device_file="dev/kfd",
     pci_vendor=PCI_VENDOR,
     pci_classes=("0x0380", "0x0302", "0x0b40", "0x12"),  # lspci calls them display controllers or co-processors
+    torch_device="cuda",
     trusts=_is_own_torch,
 )

@@ -21,6 +21,7 @@ DETECTOR = DeviceDetector(
     own_variables=("XMLIR_", "BKCL_", "XDNN_"),
     device_file="dev/xpu[0-9]*",
     pci_vendor=PCI_VENDOR,
+    torch_device="cuda",
     topology=("xpu-smi", "topo", "-m"),
     trusts=_is_own_torch,
 )

@@ -72,6 +72,7 @@ DETECTOR = MetaxDetector(
     own_variables=("MACA_",),
     device_file=DEVICE_FILE,
     pci_vendor=PCI_VENDOR,
+    torch_device="cuda",
     trusts=_is_own_torch,
     uuids=_uuids,
     topology=(TOOLS[0], "topo", "-n"),

@@ -46,6 +46,7 @@ DETECTOR = DeviceDetector(
     device_file="dev/nvidia[0-9]*",
     pci_vendor=0x10DE,
     pci_classes=("0x0302", "0x12"),  # without VGA controllers: the GPU of a desktop may only drive its screen
+    torch_device="cuda",
     torch_attributes=("corex", "mlu", "musa", "npu"),  # a torch with one of these is another vendor's build
     trusts=_is_own_torch,
     topology=("nvidia-smi", "topo", "-m"),

@@ -102,7 +102,7 @@ def test_a_search_takes_at_most_its_limits(max_time: float | None) -> None:
     found = search_time(small.problem(small.platform(task), space, several))
     repeats = (1 + EXTRA_ROUNDS) * 2
     assert (found.trials, found.repeats) == (2, repeats)
-    assert found.steps_s == 5 * (1.0 + 3.0 + repeats * 4.0)
+    assert found.measuring_s == 5 * (1.0 + 3.0 + repeats * 4.0)
     highest = (2 + repeats) * START + SLACK * 5 * (2.0 + 3.0 + repeats * 8.0)
     assert found.at_most_s == (max_time or highest)
 

@@ -44,6 +44,10 @@ def engine_support_is_complete(where: str, chip: Chip, engine: str, answer: Engi
     if not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in answer.visible_devices):
         text = f"{where}: visible_devices = {answer.visible_devices!r}"
         yield Problem(text, "give the names of environment variables, such as ACME_VISIBLE_DEVICES")
+    for name, value in answer.stack.settings.items() if answer.stack else ():
+        if not _is_known(engine, f"settings.{name}", () if value is None else (value,)):
+            text = f"{where}: stack.settings has {name}: {value!r}"
+            yield Problem(text, "name a setting of the engine and a valid value (docs/spec.md)")
 
 
 def _rules(plugin: Subject) -> list[tuple[str, Chip, str, ValueRule]]:

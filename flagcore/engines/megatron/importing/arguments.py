@@ -6,11 +6,17 @@ They determine a baseline, the options of the job, and the shape of the model wi
 import math
 import re
 from collections.abc import Iterable
+from importlib.resources import files
 from typing import Any
 
+import yaml
+
 from flagcore.engines.megatron.layers.split import SPLIT
+from flagcore.engines.megatron.space.knobs import LOADER
 from flagcore.errors import join_errors
 from flagcore.spec.importing import Notes
+
+TABLES: Any = yaml.load(files(__package__).joinpath("arguments.yaml").read_text("utf-8"), LOADER)
 
 
 class Flags:
@@ -110,6 +116,8 @@ def _recompute(flags: Flags) -> dict[str, Any]:
     knobs = {name: value for name in RECOMPUTE if (value := flags.get(name)) is not None}
     if flags.get("recompute_activations"):
         knobs = {**knobs, RECOMPUTE[0]: "selective"}
+    if flags.get("checkpoint_activations"):  # the name of old releases
+        knobs = {RECOMPUTE[0]: "full", RECOMPUTE[1]: "uniform", RECOMPUTE[2]: 1, **knobs}
     if RECOMPUTE[0] not in knobs:
         return {"use_recompute": False}
     if knobs.get("recompute_num_layers") == 0:
@@ -146,14 +154,6 @@ def baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dic
     return ""
 
 
-NOT_PREDICTED = {
-    "_per_stage": "all stages recompute alike",
-    "schedules_method": "1F1B, interleaved with virtual stages",
-    "moe_fb_overlap": "experts communicate between the products",
-    "rampup_batch_size": "all steps have the full batch",
-}
-"""Parts of the names of flags that predictions ignore, and what predictions assume instead."""
-
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 
 
@@ -173,7 +173,7 @@ def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
             flags.note(key, f"{layers} applies to all candidates: only pipelines that it fits are tried", "train")
     for name in flags.names():
         of_mesh = on_meshes and name.endswith("_per_stage_micro_batch")
-        if why := next((why for part, why in NOT_PREDICTED.items() if part in name and not of_mesh), ""):
+        if why := next((why for part, why in TABLES["not_predicted"].items() if part in name and not of_mesh), ""):
             flags.note(name, f"not in the predictions: {why}", "train")
     settings: dict[str, Any] = {name: 0.1 for name in _DROPOUTS if not flags.has(name)}  # 0.1 is Megatron's default
     if flags.get("peft_type") is not None:
@@ -198,19 +198,9 @@ def _precision(flags: Flags) -> str:
     return "mxfp8" if recipe == "mxfp8" else "fp8"
 
 
-MODEL_FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "qk_layernorm", "mtp_num_layers")
-EXPERT_FLAGS = ("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
-"""Flags of a model with experts that are keys of a spec as well."""
-LATENT_SIZES = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-"""Default sizes of multi-head latent attention (MLA), from `MLATransformerConfig` of megatron-core 0.16."""
-OTHER_LAYERS = (
-    *("experimental_attention_variant", "linear_", "attention_output_gate", "hybrid_", "is_hybrid", "mamba_", "rwkv"),
-    *("window_", "use_mimo", "mimo_", "vision_", "patch_dim", "patch_size", "img_", "use_engram", "engram_"),
-    "enable_hyper_connections",
-)
-"""Prefixes of the flags that configure layers other than attention and feed-forward networks."""
 _PATTERN_TERM = re.compile(r"(?:(\d{1,4}) *\* *)?\[([01, ]*)\](?: *\* *(\d{1,4}))?")
 """A term of a pattern of layers, such as [0]*3 in ([0]*3+[1]*58)."""
+_REPEATED = re.compile(r"\(([^()]*)\) *\* *(\d{1,4})")
 
 
 def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
@@ -218,7 +208,7 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
 
     Raises SpecError for a missing size or an unsupported pattern of layers.
     """
-    section: dict[str, Any] = {key: value for key in MODEL_FLAGS if (value := flags.get(key)) is not None}
+    section: dict[str, Any] = {key: value for key in TABLES["model"] if (value := flags.get(key)) is not None}
     problems = []
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         if key not in section:
@@ -258,7 +248,7 @@ def _attention(flags: Flags) -> dict[str, Any]:
     elif flags.get("add_qkv_bias"):
         flags.note("add_qkv_bias", "not in the predictions: latent attention has no such biases", "model")
     if is_latent:
-        sizes = {key: flags.get(key, default) for key, default in LATENT_SIZES.items()}
+        sizes = {key: flags.get(key, default) for key, default in TABLES["latent"].items()}
         rank = flags.get("q_lora_rank")
         section |= {"multi_latent_attention": True, **sizes, **({} if rank is None else {"q_lora_rank": rank})}
     return section
@@ -267,7 +257,7 @@ def _attention(flags: Flags) -> dict[str, Any]:
 def _note_other_layers(flags: Flags) -> None:
     """Add notes about layers of the model that flagcore cannot describe."""
     enabled = [name for name in flags.names() if flags.get(name) not in (False, 0)]
-    texts = ((("freeze_",), "training all weights"), (OTHER_LAYERS, "a plain decoder with attention"))
+    texts = ((("freeze_",), "training all weights"), (tuple(TABLES["other_layers"]), "a plain decoder with attention"))
     for prefixes, model in texts:
         if keys := [flags.key(name) for name in enabled if name.startswith(prefixes)]:
             flags.source.note(", ".join(keys), f"predictions are those of {model}", "model")
@@ -294,7 +284,7 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
     experts, frequency = flags.get("num_experts", flags.get("num_moe_experts")), flags.get("moe_layer_freq", 1)
     if experts is None:
         return {}
-    sizes = {key: value for key in EXPERT_FLAGS if (value := flags.get(key)) is not None}
+    sizes = {key: value for key in TABLES["experts"] if (value := flags.get(key)) is not None}
     section = {"num_moe_experts": experts, "moe_router_topk": 2, **sizes}
     dense = _dense_layers(frequency, layers)
     if dense is None:
@@ -313,9 +303,11 @@ def _dense_layers(frequency: object, layers: int) -> int | None:
 def _pattern(frequency: object, layers: int) -> list[Any]:
     """Return a list with 1 for each MoE layer and 0 for each other layer, like Megatron's `moe_freq_type`.
 
-    It is empty if `frequency` is invalid, or multiplies a sum of lists.
+    It is empty if `frequency` is invalid.
     """
     text = str(frequency).strip()
+    if outer := _REPEATED.fullmatch(text):
+        return _pattern(outer[1], layers) * min(int(outer[2]), 9999)
     if text.isdecimal() and int(text) > 0:
         return [0 if layer % int(text) else 1 for layer in range(layers)]
     if not text or _PATTERN_TERM.sub("", text).strip("()+ "):

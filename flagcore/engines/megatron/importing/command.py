@@ -10,22 +10,21 @@ from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote
 from flagcore.engines.megatron.command.arguments import release_table
 from flagcore.engines.megatron.command.user_command import UserCommand, detected_release, read_command
-from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
+from flagcore.engines.megatron.importing.arguments import (
+    SIZES,
+    TABLES,
+    Flags,
+    baseline_of,
+    baseline_problem,
+    options,
+    shape,
+)
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import load_json
 from flagcore.spec.public import find_public
-
-VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-"""Published vocabulary sizes of tokenizers (openai/gpt2 vocab.json, meta-llama/Llama-2-7b config.json)."""
-
-SHAPE = {
-    **{key: key for key in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")},
-    "num_experts": "num_moe_experts",
-}
-"""Arguments that describe the model's shape, and their keys in a spec."""
 
 
 def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
@@ -40,6 +39,9 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
         raise SpecError(key="command", value=" ".join(command), problem=problem, fix=fix)
     notes = Notes()
     flags = _flags(user_command, notes)
+    if not flags.names():
+        problem, fix = "has no argument of Megatron-LM: it is another program, or a part of a command", "give all of it"
+        raise SpecError(key="command", value=" ".join(user_command.words), problem=problem, fix=fix)
     cluster = _cluster(user_command, notes, start)
     devices = cluster["nodes"] * (cluster["devices_per_node"] if cluster["devices_per_node"] != "auto" else 1)
     if model:
@@ -67,6 +69,9 @@ def _flags(command: UserCommand, notes: Notes) -> Flags:
     """Return the arguments of a command by name. If an argument is repeated, its last value is used, as in argparse."""
     arguments, problems = release_table(detected_release(command, {})).parse(command.arguments)
     for problem in problems:
+        if problem.flag and problem.problem.startswith("takes one value") and not problem.value:
+            fix = "write its value, which may be an empty variable of the script"
+            notes.report(problem.flag, "has no value", fix=fix)
         notes.note(problem.flag or problem.value, f"{problem.problem}: not in the predictions", "train.command")
     values = {each.flag: each.spec.values == 0 or each.value for each in arguments}
     return Flags(notes, values.items())
@@ -101,7 +106,7 @@ def _compare_shapes(flags: Flags, section: dict[str, Any]) -> None:
 
     Predictions would otherwise be for another job than the command's.
     """
-    for name, key in SHAPE.items():
+    for name, key in TABLES["shape"].items():
         value = flags.get(name)
         if isinstance(value, int) and value != section.get(key):
             problem = _("differs from --model, which has {n}", n=section.get(key) or "none")
@@ -131,9 +136,9 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
         flags.note("vocab_size", f"{size}, that of the public model with this tokenizer", "model.vocab_size")
         return int(size)
     tokenizer = str(flags.get("tokenizer_type", "GPT2BPETokenizer"))  # GPT2BPETokenizer is pretrain_gpt.py's default
-    if size := VOCABULARIES.get(tokenizer):
+    if size := TABLES["vocabularies"].get(tokenizer):
         flags.note("vocab_size", f"{size}, the usual vocabulary of {tokenizer}", "model.vocab_size")
-        return size
+        return int(size)
     fix = "add it to the command, or give the model's Hugging Face directory as --model"
     flags.source.report("--vocab-size", "is missing, and the tokenizer's files do not give it", fix=fix)
     return None

@@ -62,22 +62,23 @@ def overlaps(
 
 
 def as_in_production(platform: Platform) -> Platform:
-    """Return `platform` with the vendor's implementation and the settings of published recipes.
+    """Return `platform` with the vendor's layers and settings, and otherwise the settings of published recipes.
 
     It is unchanged if the spec names a program.
 
     A setting is skipped if the spec sets it or compares its values, if the chip or the release does not support it, or
     if it contradicts another setting.
     """
-    task, kind = platform.task, platform.support.implementation
+    task, stack = platform.task, platform.support.stack
     train, spec = task.spec.train, task.spec
     is_open = train.command is None and train.implementation is None
-    if not kind or not is_open or _refuses(platform.value_rules, "implementation", kind):
+    if not stack or not is_open or _refuses(platform.value_rules, "implementation", stack.implementation):
         return platform
-    train = replace(train, implementation=kind)
-    set_keys, recipe = {*train.settings, *spec.space, *(spec.baseline or {})}, _recipe(task, kind)
-    for key, value in recipe.items():
-        if key in set_keys or not value or _refuses(platform.value_rules, f"settings.{key}", value):
+    train = replace(train, implementation=stack.implementation)
+    is_dense, set_keys = spec.model.num_moe_experts is None, {*train.settings, *spec.space, *(spec.baseline or {})}
+    known = {name for name, knob in BY_NAME.items() if not (is_dense and knob.experts_only)}
+    for key, value in {**_recipe(task, stack.implementation), **stack.settings}.items():
+        if key in set_keys or key not in known or not value or _refuses(platform.value_rules, f"settings.{key}", value):
             continue
         if train.engine_version and release_problem(BY_NAME[key], value, train.engine_version):
             continue

@@ -1,45 +1,22 @@
-"""Exports the best configuration: one server, or several behind nginx, a router of the engine or Dynamo.
+"""Exports the best configuration: one server, or several behind nginx or a router of the engine."""
 
-Source of the fields of Dynamo's DynamoGraphDeployment: `deploy/operator/api/v1beta1` of github.com/ai-dynamo/dynamo, as
-in release 1.3.1 (2026-08). A worker accepts the arguments of the engine
-(`components/src/dynamo/{vllm,sglang}/args.py`); the frontend receives the requests.
-"""
-
-from __future__ import annotations
-
-import re
+import json
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from flagcore.contracts import ExportJob
-from flagcore.contracts.exchange import ANY_HOST, claim_and_mount, comments, device_limits, shell_quoted
-from flagcore.domain.engine import without_devices
+from flagcore.contracts.exchange import ANY_HOST, shell_quoted
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret
-from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.launch.server import Instance, Router
-from flagcore.engines.serving.space.knobs import TRANSFER
-from flagcore.engines.serving.space.placement import Placement
-from flagcore.engines.serving.space.program import Worker
-from flagcore.errors import UsageError
-from flagcore.i18n import _
-from flagcore.spec.plain_data import dump_yaml
 
 FRONT_PORT = 8000
 """The port of a single server, or of nginx or the router. The servers behind it use the next ports."""
 MEETING_PORT = 8500
 """The rendezvous port of the first instance's hosts. The other instances use the next ports."""
 START, NGINX, COMPOSE = "start.sh", "nginx.conf", "compose.yaml"
-NETWORK_DEVICES = ("{interface}", "{adapters}")
-"""Placeholders for network devices in environment variables. Servers on one host do not use these variables."""
 KIND_STEP = 16
 """Distance between the ports of servers that only prefill or decode: each rank may use its own port for caches."""
 
@@ -131,7 +108,7 @@ def _render(template: str, **values: object) -> str:
 
     text = (files(__package__) / "templates" / template).read_text("utf-8")
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    environment.filters["quoted"] = shlex.quote
+    environment.filters |= {"quoted": shlex.quote, "json": json.dumps}
     return environment.from_string(text).render(port=FRONT_PORT, **values)
 
 
@@ -141,57 +118,36 @@ def compose_files(
     common: Mapping[str, str],
     comments: Sequence[str],
     router: Router | None = None,
+    image: str = "",
 ) -> dict[str, str]:
     """Return the files for docker compose by name: the compose file and, if nginx divides the requests, nginx.conf.
 
     Containers use the host's network. The program comes from the image; other paths in the commands are mounted at the
-    same paths. `common`: the environment variables of all instances.
+    same paths. `common`: the environment variables of all instances. `image`: empty means the variable IMAGE.
     """
-    several = len(instances) > 1
     instances = [each.at_port(port) for each, port in zip(instances, _ports(instances), strict=True)]
     words = [word for instance in instances for word in instance.argv[1:]]
     paths = sorted({*([directory] if directory else []), *(path for word in words for path in _mounted_paths(word))})
-    services: dict[str, object] = {
-        f"instance-{number}": {
-            "image": "${IMAGE:?set IMAGE to an image that has the engine}",
-            "network_mode": "host",
-            "ipc": "host",
-            **({"working_dir": directory} if directory else {}),
-            "entrypoint": [_escape(word) for word in (Path(instance.argv[0]).name, *instance.argv[1:])],
-            "environment": {
+    services = [
+        {
+            "command": [_escape(word) for word in (Path(each.argv[0]).name, *each.argv[1:])],
+            "variables": {
                 name: f"${{{name}:?set {name}: it is secret}}" if is_secret(name) else _escape(value)
-                for name, value in {**common, **instance.environment}.items()
+                for name, value in {**common, **each.environment}.items()
             },
-            **({"cpuset": ",".join(map(str, instance.cores))} if instance.cores else {}),
-            "volumes": [f"{_escape(path)}:{_escape(path)}:ro" for path in paths],
-            "restart": "unless-stopped",
+            "cores": ",".join(map(str, each.cores)),
         }
-        for number, instance in enumerate(instances)
-    }
-    if router:
-        argv = _front(router, instances)
-        services["router"] = {
-            "image": f"${{ROUTER_IMAGE:?set ROUTER_IMAGE to an image that has {router.name}}}",
-            "network_mode": "host",
-            "entrypoint": [Path(argv[0]).name, *argv[1:]],
-            "depends_on": list(services),
-            "restart": "unless-stopped",
-        }
-    elif several:
-        services["balancer"] = {
-            "image": "nginx:stable",
-            "network_mode": "host",
-            "volumes": [f"./{NGINX}:/etc/nginx/nginx.conf:ro"],
-            "depends_on": list(services),
-            "restart": "unless-stopped",
-        }
-    head = [
-        *(f"# {line}" for line in comments),
-        f"# IMAGE=... docker compose up: starts the servers, which listen at port {FRONT_PORT}.",
-        "# Put the device settings of the vendor's container runtime into compose.override.yaml.",
+        for each in instances
     ]
-    text = "\n".join([*head, str(yaml.safe_dump({"services": services}, sort_keys=False, width=120))])
-    return {COMPOSE: text, **({NGINX: _nginx(instances, ())} if several and not router else {})}
+    front = _front(router, instances) if router else ()
+    fields: dict[str, object] = {
+        "services": services,
+        "directory": directory,
+        "paths": [_escape(path) for path in paths],
+    }
+    fields |= {"router": router, "front": (Path(front[0]).name, *front[1:]) if front else (), "nginx": NGINX}
+    text = _render("compose.yaml.j2", **fields, comments=comments, image=image)
+    return {COMPOSE: text, **({NGINX: _nginx(instances, ())} if len(instances) > 1 and not router else {})}
 
 
 def _nginx(instances: Sequence[Instance], hosts: Sequence[str]) -> str:
@@ -217,157 +173,3 @@ def _mounted_paths(word: str) -> set[str]:
 def _escape(text: str) -> str:
     """Return `text` with dollar signs escaped for compose."""
     return text.replace("$", "$$")
-
-
-DYNAMO = "dynamo"
-EXAMPLE = "REGISTRY/ai-dynamo/{engine}-runtime:1.3.1"
-LEAST_REQUESTS = {"DYN_ROUTER_MODE": "least-loaded"}
-PREFIX_AWARE = {"DYN_ROUTER_MODE": "kv", "DYN_ROUTER_USE_KV_EVENTS": "false"}
-"""Environment variables with which the frontend routes as trials do: to the worker with the fewest requests, or to the
-one that has the prefix. Without cache events from the workers, the frontend infers what their caches contain from the
-requests that it sent.
-"""
-_RELEASE = re.compile(r":v?\d+\.\d+\.\d+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Component:
-    """The fields of a Dynamo component that runs a worker, except its name and its number of replicas.
-
-    `left_out`: flags of the server for which the worker has no equivalent.
-    """
-
-    kind: str
-    hosts: int
-    secrets: tuple[str, ...]
-    fields: Mapping[str, Any]
-    left_out: tuple[str, ...] = field(compare=False)
-
-    @classmethod
-    def of(
-        cls, engine: EngineProfile, worker: Worker, job: ExportJob, instance: Instance, place: Placement
-    ) -> _Component:
-        """Return the Dynamo component that runs an instance.
-
-        Raises UsageError if Dynamo does not support the instance's method of cache transfer, or if no plugin names the
-        device's Kubernetes resource.
-        """
-        transfer = place.values.get(TRANSFER)
-        if place.kind and transfer not in (None, *worker.transfers):
-            supported = ", ".join(sorted(worker.transfers))
-            raise UsageError(f"--to dynamo: {TRANSFER} = {transfer} is not supported; use {supported}")
-        spec, hosts = job.platform.task.spec, len(place.hosts)
-        argv = instance.at_port(FRONT_PORT).argv
-        if hosts > 1 and engine.on_host:
-            argv = argv[: -len(engine.on_host(hosts, "0"))]  # the operator adds its own flags for hosts
-        arguments, left_out = _arguments(worker, argv[len(engine.program.start_command(spec)) :], place.kind)
-        variables = {**job.platform.environment, **instance.environment, **spec.envs}
-        variables = without_devices(job.platform.support, variables)
-        hidden = worker.own_variables if place.kind else ()
-        secrets = tuple(name for name in variables if is_secret(name))
-        plain = {
-            name: value
-            for name, value in variables.items()
-            if name not in (*hidden, *secrets) and value not in NETWORK_DEVICES
-        }
-        claim, mount = claim_and_mount(job.options.get("volume", ""))
-        store = f"{job.name}-secrets"
-        container = {
-            "name": "main",
-            "image": job.options["image"],
-            "command": ["python3", "-m", worker.module],
-            "args": [word.replace("$", "$$") for word in arguments],  # Kubernetes reads $$ as $, and expands $(NAME)
-            "env": [
-                *({"name": key, "value": value} for key, value in plain.items()),
-                *({"name": k, "valueFrom": {"secretKeyRef": {"name": store, "key": k}}} for k in secrets),
-            ],
-            "resources": {
-                "limits": {
-                    name: str(count) for name, count in device_limits(job.platform, place.width // hosts).items()
-                }
-            },
-            **({"volumeMounts": [{"name": "data", "mountPath": mount}]} if claim else {}),
-        }
-        volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": claim}}] if claim else []
-        pod = {"containers": [container], **({"volumes": volumes} if volumes else {})}
-        nodes = {"multinode": {"nodeCount": hosts}} if hosts > 1 else {}
-        fields = {**nodes, "podTemplate": {"spec": pod}}
-        return cls(kind=place.kind, hosts=hosts, secrets=secrets, fields=fields, left_out=left_out)
-
-
-def dynamo_files(
-    engine: EngineProfile, job: ExportJob, instances: Sequence[Instance], places: Sequence[Placement]
-) -> Mapping[str, str]:
-    """Return the Dynamo manifest of the servers, by file name.
-
-    Raises UsageError if no image is given, or if Dynamo does not run the engine.
-    """
-    worker, image = engine.program.dynamo, job.options.get("image", "")
-    if worker is None:
-        raise UsageError(_("--to dynamo: Dynamo does not run {engine}", engine=engine.name))
-    if not image:
-        example = EXAMPLE.format(engine=engine.name)
-        raise UsageError(_("--to dynamo needs --image, a runtime image of Dynamo, such as {image}", image=example))
-    workers = [_Component.of(engine, worker, job, *pair) for pair in zip(instances, places, strict=True)]
-    components, numbers = list[dict[str, Any]](), Counter[str]()
-    for one, equal in groupby(workers):
-        kind = one.kind or "worker"
-        numbers[kind] += 1
-        name = kind if numbers[kind] == 1 else f"{kind}-{numbers[kind]}"
-        components.append({"name": name, "type": kind, "replicas": len(list(equal)), **one.fields})
-    routing: Mapping[str, str] = {}
-    if len(workers) > 1 and not any(one.kind for one in workers):
-        routing = PREFIX_AWARE if job.platform.task.spec.serve.prefix_aware else LEAST_REQUESTS
-    env = {"env": [{"name": name, "value": value} for name, value in routing.items()]} if routing else {}
-    template = {"spec": {"containers": [{"name": "main", "image": image, **env}]}}
-    frontend = {"name": "Frontend", "type": "frontend", "replicas": 1, "podTemplate": template}
-    data = {
-        "apiVersion": "nvidia.com/v1beta1",
-        "kind": "DynamoGraphDeployment",
-        "metadata": {"name": job.name},
-        "spec": {"backendFramework": engine.name, "components": [frontend, *components]},
-    }
-    head = [*comments(job), *(f"# {line}" for line in _notes(job, workers, routing))]
-    return {f"{job.name}.yaml": "\n".join([*head, dump_yaml(data, width=1000)])}
-
-
-def _arguments(worker: Worker, words: Sequence[str], kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Convert the arguments `words` of a server to arguments of `worker`.
-
-    Also return the flags that the worker lacks.
-    """
-    arguments, left_out, keep = list[str](), list[str](), True
-    if words and not words[0].startswith("-"):
-        arguments.append("--model")
-    for word in words:
-        if word.startswith("--"):
-            name = word.lstrip("-").partition("=")[0].replace("_", "-")
-            keep = name.removeprefix("no-") not in worker.frontend_flags
-            left_out += [] if keep or name in ("host", "port") else [f"--{name}"]
-        arguments += [word] if keep else []
-    kind_arguments = (worker.kind_flag, kind) if kind and worker.kind_flag else ()
-    return (*arguments, *worker.flags, *kind_arguments), tuple(left_out)
-
-
-def _notes(job: ExportJob, components: Sequence[_Component], routing: Mapping[str, str]) -> list[str]:
-    """Return the manifest's comments, which explain its choices."""
-    lines = [f"kubectl apply -f {job.name}.yaml: the service {job.name}-frontend takes requests at port 8000."]
-    if routing:
-        target = "that has its prefix" if routing is PREFIX_AWARE else "with the fewest requests"
-        lines.append(
-            f"DYN_ROUTER_MODE = {routing['DYN_ROUTER_MODE']}: a request goes to the worker {target}, as in trials."
-        )
-    if any(each.kind for each in components):
-        lines.append("The workers of the type prefill send their caches to those of the type decode.")
-    if any(each.hosts > 1 for each in components):
-        lines.append("multinode: the operator adds the flags for several hosts. It needs Grove or LeaderWorkerSet.")
-    if left_out := dict.fromkeys(flag for each in components for flag in each.left_out):
-        lines.append(f"Left out, because the frontend takes the requests: {', '.join(left_out)}.")
-    weights = job.platform.task.spec.serve.weights or ""
-    if weights.startswith("/") and not job.options.get("volume"):
-        lines.append(f"The image must have the model in {weights}; --volume CLAIM:PATH mounts a volume.")
-    if names := dict.fromkeys(name for each in components for name in each.secrets):
-        lines.append(f"Create the secret {job.name}-secrets first, with {', '.join(names)}.")
-    if not _RELEASE.search(job.options["image"]):
-        lines.append("From Dynamo 1.4, set runtimeVersionOverride: the tag of the image is not a release of Dynamo.")
-    return lines

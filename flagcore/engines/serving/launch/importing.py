@@ -14,9 +14,10 @@ from flagcore.domain.secrets import is_secret
 from flagcore.domain.serving import Load
 from flagcore.domain.spec import ImportNote
 from flagcore.engines.serving.launch.profile import EngineProfile
-from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP
+from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP
 from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import DEFAULT_SPACE
+from flagcore.engines.serving.space.placement import parse_roles
 from flagcore.engines.serving.space.program import as_words
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.importing import Notes
@@ -32,6 +33,7 @@ NODE = 8
 Pair: TypeAlias = tuple[str, list[str]]
 """A flag, with its dashes, and its values."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
+_PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|\{.*\}|\$[({].*[)}]|\$\w+")
 _NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
 
 
@@ -52,6 +54,9 @@ def spec_of_command(
     pairs = pairs if model else _with_model(engine, pairs, notes)
     path, arguments, hosts, local = _arguments(engine, pairs, flags, version, notes)
     path = model or _weights(path, directory, notes)
+    if path is not None and _PLACEHOLDER.fullmatch(path):
+        problem, fix = "is a placeholder", "write the name or the path of the model in its place, or give it as --model"
+        raise SpecError(key="model", value=path, problem=problem, fix=fix)
     if path is None:
         fix = f"write it after {' '.join(program)}, or give its path as --model"
         raise SpecError(key="model", problem="is not in the command", fix=fix)
@@ -79,7 +84,28 @@ def spec_of_command(
         cluster |= _cluster(devices, hosts, local * devices // baseline.get(DP, 1), start, notes)
         baseline = {TP: 1, **baseline}
     data = {"model": path, "cluster": cluster, "serve": serve, "auto_tuner": {"baseline": baseline}}
+    if start.prefill:
+        _add_prefill(engine, data, spec_of_command(engine, start.prefill, directory, path)[0], notes)
     return data, notes.notes
+
+
+def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, Any], notes: Notes) -> None:
+    """Add the servers of the spec `other`, which only prefill, to those of the spec `data`, which only decode."""
+    names = {INSTANCES: "", TP: "xtp", PP: "pp", DP: "dp", EP: "ep"}
+    baseline = data["auto_tuner"]["baseline"]
+    layouts = [{name: each.pop(name, 1) for name in names} for each in (other["auto_tuner"]["baseline"], baseline)]
+    words = ["".join(f"{text}{layout[name]}" for name, text in names.items()) for layout in layouts]
+    clusters = [each["cluster"] for each in (other, data)]
+    total = sum(each.get("nodes", 1) * each.get("devices_per_node", 1) for each in clusters)
+    is_one_host = total <= NODE and all(each.get("nodes", 1) == 1 for each in clusters)
+    width = total if is_one_host else max(each.get("devices_per_node", 1) for each in clusters)
+    data["cluster"] |= {"nodes": -(-total // width), "devices_per_node": width}
+    arguments = data["serve"]["engine_args"]
+    for name in [each for each in arguments if strip_dashes(each).replace("_", "-") in engine.program.role_flags]:
+        notes.note(f"--{name}", f"dropped ({arguments.pop(name)}): {PREFILL_DECODE} sets it", PREFILL_DECODE)
+    baseline[PREFILL_DECODE] = parse_roles("+".join(words), PREFILL_DECODE)
+    text = "servers that only prefill or decode: other arguments are those of the servers that decode"
+    notes.note(PREFILL_DECODE, text, f"auto_tuner.baseline.{PREFILL_DECODE}")
 
 
 def _lengths(arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -93,6 +119,12 @@ def _lengths(arguments: Mapping[str, Any]) -> dict[str, int]:
 def starts(engine: EngineProfile, command: Sequence[str], directory: str) -> bool:
     """Return whether a command starts the engine's server."""
     return _position(engine, command) is not None
+
+
+def role(engine: EngineProfile, command: Sequence[str]) -> str:
+    """Return `prefill` or `decode` if a command starts a server that does only that; otherwise an empty text."""
+    text = " ".join(command)
+    return next((name for name, pattern in engine.program.roles.items() if re.search(pattern, text)), "")
 
 
 def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -> dict[str, int]:
@@ -142,9 +174,10 @@ def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, note
         return pairs
     file, *model = found  # the model may follow the file
     notes.note(f"--{name}", f"the flags of {file} are part of the command", "serve")
-    config_flags = {
-        f"--{key}": value for key, value in read_mapping(directory / file, file=file).items() if value is not False
-    }
+    config_flags = {f"--{key}": value for key, value in read_mapping(directory / file, file=file).items()}
+    for key in [key for key, value in config_flags.items() if value is False]:
+        notes.note(key, f"dropped: as in {engine.program.title}, false in a configuration file has no effect", "serve")
+        del config_flags[key]
     lists = {key: value if isinstance(value, list) else [value] for key, value in config_flags.items()}
     added = [(key, [str(each) for each in value if each is not True]) for key, value in lists.items()]
     first = [pair for pair in [*pairs, ("", model)] if not pair[0] and pair[1]]
@@ -235,8 +268,7 @@ def _split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:
     """Yield each flag with its values. Values before the first flag have an empty flag."""
     flag, values = "", list[str]()
     for word in words:
-        is_flag = word.startswith("-") and len(word) > 1 and not _NUMBER.fullmatch(word)
-        if not is_flag:
+        if not re.match("--?[A-Za-z]", word):
             values.append(word)
             continue
         if flag or values:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from flagcore.contracts import ExportJob, Platform
+from flagcore.contracts.exchange import DEVICES_OF_HOST
 from flagcore.domain.engine import device_variables, without_devices
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, ServerGroup, ServerGroups
@@ -143,17 +144,16 @@ def router_of(platform: Platform, engine: EngineProfile, candidate: Candidate, c
 
 
 def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str, str]:
-    """Return the files of an export to Dynamo or docker compose, by name. Raises UsageError."""
+    """Return the files of an export to docker compose, by name. Raises UsageError."""
     task = job.platform.task
     instances = instances_of(job.platform, engine, job.candidate, is_public=True)
-    if target == export.DYNAMO:
-        return export.dynamo_files(engine, job, instances, placements(task, job.candidate.as_dict()))
     if any(each.further or each.host for each in instances):
         raise UsageError("--to compose starts servers on one host only; use --to slurm or dynamo")
     variables = {**job.platform.environment, **task.spec.envs}
-    common = {name: value for name, value in variables.items() if value not in export.NETWORK_DEVICES}
+    common = {name: value for name, value in variables.items() if value not in DEVICES_OF_HOST}
     router = router_of(job.platform, engine, job.candidate, len(instances))
-    return export.compose_files(instances, task.spec.serve.directory, common, job.comments, router)
+    image = job.options.get("image", "")
+    return export.compose_files(instances, task.spec.serve.directory, common, job.comments, router, image)
 
 
 def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:

@@ -57,26 +57,6 @@ class FlagProblem(NamedTuple):
     is_certain: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
-    """How Dynamo runs an engine.
-
-    - `module`: the Python module of the engine's Dynamo worker.
-    - `transfers`: the methods by which workers that only prefill or only decode can exchange caches.
-    - `frontend_flags`: flags of the engine's own server that the worker does not accept.
-    - `flags`: flags that the worker needs in addition.
-    - `kind_flag`: the flag that makes a worker only prefill or only decode; empty if it is the server's flag.
-    - `own_variables`: environment variables that such workers set themselves.
-    """
-
-    module: str
-    transfers: Sequence[str]
-    frontend_flags: Sequence[str] = ()
-    flags: Sequence[str] = ()
-    kind_flag: str = ""
-    own_variables: Sequence[str] = ()
-
-
 P = TypeVar("P", bound="Program")
 
 
@@ -93,6 +73,8 @@ class Program:
     - `local_flag`: the flag of the data-parallel ranks on each host.
     - `short_flags`: flags of one dash that are not flags of a knob, with their long names. A name with a dot at its end
       applies only to a flag with a key after a dot.
+    - `roles`: patterns of the arguments of servers that only prefill or only decode, by `prefill` and `decode`.
+      `role_flags`: flags of such servers that each trial sets itself.
     - `digit_flags`: flags of one letter that a digit may follow without a space, as in `-O3`.
     - `abbreviations`: whether the engine accepts the unique start of a long flag, as argparse does by default.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
@@ -110,7 +92,6 @@ class Program:
     - `word_releases`: by knob, the words that only some releases accept, with a specifier of these releases as the key.
     - `defaults`: the engine's own values of knobs that are not set.
     - `forbidden`: combinations of values that the engine rejects, by name of the rule (see `rules.forbidden`).
-    - `dynamo`: how Dynamo runs the engine; None if it does not.
     """
 
     title: str
@@ -122,6 +103,8 @@ class Program:
     in_image: str = ""
     config_flag: str = ""
     local_flag: str = ""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    role_flags: Sequence[str] = ()
     short_flags: Mapping[str, str] = field(default_factory=dict)
     digit_flags: str = ""
     abbreviations: bool = False
@@ -139,7 +122,6 @@ class Program:
     word_releases: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     defaults: Mapping[str, KnobValue] = field(default_factory=dict)
     forbidden: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    dynamo: Worker | None = None
 
     @classmethod
     def read(cls: type[P], package: str, autos: Mapping[str, Auto] | None = None) -> P:
@@ -154,8 +136,6 @@ class Program:
         releases = {name: row.pop("word_releases") for name, row in knob_rows.items() if "word_releases" in row}
         defaults = {name: row.pop("default") for name, row in knob_rows.items() if "default" in row}
         reserved = RESERVED_FLAGS | data.pop("reserved")
-        if "dynamo" in data:
-            data["dynamo"] = Worker(**data["dynamo"])
         table = knobs.read(knob_rows, {**knobs.AUTOS, **(autos or {})})
         flags = set(data.pop("known_flags", "").split())
         if flags:

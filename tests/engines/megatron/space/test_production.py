@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import Platform
-from flagcore.domain.engine import RefusedValues
+from flagcore.domain.chip import Source
+from flagcore.domain.engine import RefusedValues, Stack
 from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SettingValue, Task
@@ -30,12 +31,12 @@ SPACE = {
 OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
-def platform(model: Model = small.DENSE, *refused: RefusedValues, **job: Any) -> Platform:
+def platform(model: Model = small.DENSE, *refused: RefusedValues, own: Any = (), **job: Any) -> Platform:
     """The platform of a spec before anything is assumed, on a chip whose vendor names transformer-engine."""
+    source = Source(kind="datasheet", detail="a guide")
+    stack = Stack(implementation="transformer_engine", settings=dict(own), source=source)
     found = small.platform(small.task(model, chip=CHIP, **{"space": SPACE, **job}))
-    return replace(
-        found, support=replace(found.support, implementation="transformer_engine"), value_rules=tuple(refused)
-    )
+    return replace(found, support=replace(found.support, stack=stack), value_rules=tuple(refused))
 
 
 def plan(model: Model = small.DENSE, *refused: RefusedValues, **job: Any) -> Task:
@@ -85,6 +86,10 @@ def test_settings_that_the_chip_or_the_release_lacks_are_left_out() -> None:
     flex = RefusedValues(name="no_link", knob="settings.moe_token_dispatcher_type", values=("flex",), reason="no link")
     assert "moe_token_dispatcher_type" not in assumed(small.EXPERTS, flex)
     assert OVERLAP not in assumed(small.EXPERTS, engine_version="0.12.0")
+    alltoall = {"tp_comm_overlap": False, "moe_token_dispatcher_type": "alltoall", "recompute_modules": None}
+    assert assumed(small.EXPERTS, own=alltoall).items() >= {"moe_token_dispatcher_type": "alltoall"}.items()
+    assert not assumed(small.EXPERTS, own=alltoall).keys() & {"recompute_modules", "tp_comm_overlap"}
+    assert not assumed(own=alltoall).keys() & alltoall.keys()
     none = RefusedValues(name="old", knob="implementation", values=("transformer_engine",), reason="too old")
     assert plan(small.EXPERTS, none).spec.train.implementation is None
 

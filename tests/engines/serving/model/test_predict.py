@@ -65,6 +65,16 @@ def test_processes_per_cpu_count_front_ends_schedulers_and_devices() -> None:
     assert crowding(with_cpus(None), kinds, layouts).tolist() == [1.0] * 4
 
 
+def test_a_trial_takes_the_time_of_its_requests_at_all_points() -> None:
+    points = (LOAD, replace(LOAD, concurrency=4), replace(LOAD, num_prompts=None, is_steady=True))
+    on = task(*points, repeats=2, slo={"ttft_s.p99": 1.0})
+    found = predicted(on)
+    (rate,), (answer_s,) = figure(found, "requests_per_s"), figure(found, "e2e_s.mean")
+    expected = 2 * (64 / rate + 64 / min(rate, 4 / answer_s) + (400 + 32) / rate)
+    assert VLLM.load_seconds(on, found) == pytest.approx(expected)
+    assert np.isnan(VLLM.load_seconds(task(highest="concurrency"), found)).all()
+
+
 def test_every_figure_of_the_domain_is_predicted() -> None:
     found = predicted()
     names = {*RATES, *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS)}

@@ -21,7 +21,7 @@ from tests import small
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "recorded" / "runner.json"
-"""Answers of FlagScale 0.8.0 for `OWN`: `RECORD=1 pytest tests/engines/flagscale/test_same_job.py -m long`."""
+"""Answers of FlagScale 0.8.0 for `OWN`: `RECORD=1 pytest extras/flagscale/tests/test_same_job.py -m long`."""
 TABLE = release_table("0.15.0+flagscale")
 ENTRYPOINT = "flagscale/train/train_gpt.py"
 DATA = ("++train.data.data_path=/data/corpus", "++train.data.tokenizer.tokenizer_path=/data/tokenizer")

@@ -10,6 +10,7 @@ import pytest
 from flagcore_flagscale import FlagScale
 from flagcore_flagscale.source import Imported
 
+from extras.flagscale.tests.test_same_job import DATA, HERE, TABLE, arguments, meaning, run_flagscale
 from flagcore import api
 from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.space import Candidate
@@ -21,10 +22,9 @@ from flagcore.spec.convert import parse_spec
 from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.launch import planned_launch
 from tests import small
-from tests.engines.flagscale.test_same_job import DATA, HERE, TABLE, arguments, meaning, run_flagscale
 
 RECORDED = HERE / "recorded" / "hetero.json"
-"""Answers of FlagScale 0.8.0: `FLAGSCALE=FOLDER RECORD=1 pytest tests/engines/flagscale/test_hetero.py`."""
+"""Answers of FlagScale 0.8.0: `FLAGSCALE=FOLDER RECORD=1 pytest extras/flagscale/tests/test_hetero.py`."""
 TWO = "n1 slots=8 type=A800\nn2 slots=16 type=BI-V150\n"
 THREE = "n1 slots=8 type=BI-V150\nn2 slots=8 type=A800\nn3 slots=8 type=C550\n"
 VOCABULARY = "++train.data.tokenizer.vocab_size=32000"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.flagscale.accounting import TREES
+from extras.flagscale.tests.accounting import TREES
 
 
 @pytest.fixture(autouse=True)

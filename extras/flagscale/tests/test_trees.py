@@ -17,6 +17,7 @@ from flagcore_flagscale.compose import compose
 from flagcore_flagscale.source import RESERVED_ARGUMENTS
 
 import flagcore
+from extras.flagscale.tests.accounting import TREES, unaccounted
 from flagcore.engines.megatron import start
 from flagcore.engines.megatron.space.options import settings_in_force
 from flagcore.engines.serving.llamacpp import profile as llama_knobs
@@ -27,7 +28,6 @@ from flagcore.spec.convert import parse_spec
 from flagcore.spec.importing import commented_yaml
 from tests.cli.conftest import Ran
 from tests.cli.conftest import flag as flag
-from tests.engines.flagscale.accounting import TREES, unaccounted
 from tests.pages import ROOT
 from tests.small import ENGINES
 
