@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from flagcore.cli.main import flag
 from tests.pages import BLOCKS, ROOT, TEXT, Block
 
-TREE = ROOT / "tests" / "engines" / "flagscale" / "trees" / "train_dense"
+TREE = ROOT / "extras" / "flagscale" / "tests" / "trees" / "train_dense"
 RECIPE = ROOT / "extras" / "bridge" / "tests" / "configs" / "llama3_8b.yaml"
 TREES = ("conf", "examples/my-model/conf")
 """Paths of FlagScale configurations on the pages."""
@@ -24,10 +24,23 @@ SMALLER = {
 }
 MEASURED = {"idx": 1, "tensor_model_parallel_size": 2, "micro_batch_size": 1, "performance": 150.0}
 OWN = "own"
-"""The run of the tutorial's `own.yaml`, with a torchrun that prints Megatron's log lines."""
-OWN_FILES = ("docs/write-a-plugin.md", "docs/write-an-engine.md", "docs/hooks.md")
+"""The run of SPEC, with a torchrun that prints Megatron's log lines."""
+SPEC = """\
+model: {num_layers: 4, hidden_size: 512, ffn_hidden_size: 1408, num_attention_heads: 8, vocab_size: 16384}
+cluster: {chip: cpu, devices_per_node: 2, memory_per_device: 3GiB}
+train: {engine: megatron, seq_length: 64, global_batch_size: 16, precision: bf16, command: [bash, own.sh]}
+auto_tuner:
+  space: {use_recompute: false}
+  control: {train_iters: 4, max_trials: 3, max_time_per_task: 60}
+"""
+SCRIPT = """\
+bin/torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 --bf16 \\
+  --mock-data --micro-batch-size 1 --global-batch-size 16 --seq-length 64 --max-position-embeddings 64 --lr 1e-3 \\
+  --train-samples 1000000 --save checkpoints --tensorboard-dir logs 2>&1 | tee train.log
+"""
+OWN_FILES = ("docs/plugin-data.md", "docs/write-a-plugin.md", "docs/write-an-engine.md", "docs/hooks.md")
 """Pages with their own tests, which write the files."""
-ALSO = ("train-cpu", "node", "other")
+ALSO = ("train-cpu", "job", "serve", "other")
 """Further names of the same run on other pages."""
 
 
@@ -37,14 +50,14 @@ def build(folder: Path) -> Path:
     for block in shown_files(BLOCKS):
         assert block.file is not None
         (folder / block.file).write_text(block.text)
-    (log_line,) = re.findall(r"^ iteration .*elapsed time per .*$", TEXT["docs/tutorial.md"], re.MULTILINE)
+    (log_line,) = re.findall(r"^ iteration .*elapsed time per .*$", TEXT["docs/files.md"], re.MULTILINE)
     steps = "\n".join(re.sub(r"\d+/", f"{number}/", log_line, count=1) for number in range(1, 5))
-    (folder / "torchrun").write_text(f"#!/bin/sh\ncat <<'LOG'\n{steps}\nLOG\n")
-    (folder / "torchrun").chmod(0o755)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "torchrun").write_text(f"#!/bin/sh\ncat <<'LOG'\n{steps}\nLOG\n")
+    (folder / "bin" / "torchrun").chmod(0o755)
     (folder / "pretrain_gpt.py").touch()
-    script = (folder / "pretrain.sh").read_text()
-    assert "\ntorchrun " in script
-    (folder / "pretrain.sh").write_text(script.replace("\ntorchrun ", "\n./torchrun "))
+    (folder / "own.yaml").write_text(SPEC)
+    (folder / "own.sh").write_text(SCRIPT)
     for name in TREES:
         _tree(folder / name)
     (folder / "checkpoints").mkdir()

@@ -5,6 +5,7 @@ tests/example_folder.py. Derived figures are computed again. A check runs in the
 """
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from flagcore.engines.megatron.space.knobs import _knob
 from flagcore.errors import RunError
 from flagcore.report.text import funnel
 from flagcore.spec.clusters import read_hosts
-from tests.pages import ROOT, Block
+from tests.pages import ROOT, TEXT, Block
 
 COLUMNS = re.compile(r"-+")
 LINE = re.compile(r"^ *([A-Z][a-z ]+): ", re.MULTILINE)
@@ -59,6 +60,21 @@ def result_of_a_run(block: Block) -> None:
         assert row["state"] == TrialState(row["state"]).value
     assert all(best[name] in answer for name in ("step s", "tok/s/dev", "vs base", "configuration"))
     assert baseline["configuration"] in answer
+
+
+def planned(block: Block) -> None:
+    """The candidates of the first `flag estimate` of the page, as it still prints them."""
+    line = re.findall(r"^flag (estimate .*)$", TEXT[block.page], re.MULTILINE)[0]
+    found = _columns(CliRunner().invoke(flag, shlex.split(line)).stdout)
+    shown = _columns(block.text)
+    assert [{**each, "~step s": ""} for each in found] == [{**each, "~step s": ""} for each in shown]
+
+
+def served(block: Block) -> None:
+    """A run of servers: its gains follow from its rates."""
+    rows = _columns(block.text)
+    rates = [float(row["output tok/s"].rstrip(" !")) for row in rows]
+    assert [_share(row["vs base"]) for row in rows] == pytest.approx([rate / rates[0] - 1 for rate in rates], abs=1e-3)
 
 
 def counts(block: Block) -> None:
@@ -125,9 +141,13 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("README.md", "Best on 2 x cpu"): result_of_a_run,
     ("docs/tutorial.md", "Best on 2 x cpu"): result_of_a_run,
     ("docs/index.md", "Best on 2 x cpu"): result_of_a_run,
-    ("docs/tutorial.md", "combinations"): counts,
-    ("docs/tutorial.md", "flag: runs/train-cpu belongs to another task"): refusal,
-    ("docs/tutorial.md", " iteration"): log_line,
+    ("docs/tutorial.md", "#  DP  TP"): planned,
+    ("docs/plan.md", "#  DP  TP"): planned,
+    ("docs/serving.md", " #  instances"): planned,
+    ("docs/serving.md", "Best on 2 x cpu"): served,
+    ("docs/report.md", "combinations"): counts,
+    ("docs/troubleshooting.md", "flag: runs/train-cpu belongs to another task"): refusal,
+    ("docs/files.md", " iteration"): log_line,
     ("docs/spec.md", "node-a slots=8"): hostfile,
     ("docs/mixed.md", "node-1 slots=8 type=A800"): hostfile,
     ("docs/files.md", "nodeSelector:"): fields_of_pods,

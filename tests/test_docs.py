@@ -32,7 +32,7 @@ SERVING_ENGINES = [
     each for each in map(workload, names(WORKLOADS)) if isinstance(each, Engine) and each.where.startswith("flagcore")
 ]
 engines = pytest.mark.parametrize("engine", SERVING_ENGINES, ids=lambda engine: engine.name)
-OTHER_PATHS = ("docs/write-a-plugin.md", "CHANGELOG.md")
+OTHER_PATHS = ("docs/plugin-data.md", "docs/write-a-plugin.md", "CHANGELOG.md")
 """Pages with paths of another distribution, and of earlier releases."""
 
 

@@ -28,7 +28,7 @@ def test_no_hook_is_documented_that_does_not_exist() -> None:
 
 
 def test_the_page_of_plugins_lists_every_section_of_the_quirks() -> None:
-    page = (DOCS / "write-a-plugin.md").read_text()
+    page = (DOCS / "plugin-data.md").read_text()
     assert set(re.findall(r"^\| `([a-z]+)` \| .* \| `flagcore_", page, re.MULTILINE)) == set(Quirks.__annotations__)
     assert set(re.findall(r"`(flagcore_[a-z]+_[a-z_]+)`", page)) <= set(SPECS)
 

@@ -15,7 +15,9 @@ from flagcore.plugins import WORKLOADS, names
 
 pytestmark = pytest.mark.long
 
-PAGE = (Path(__file__).parent.parent / "docs" / "write-a-plugin.md").read_text("utf-8")
+PAGE, DATA = (
+    (Path(__file__).parents[1] / "docs" / name).read_text("utf-8") for name in ("write-a-plugin.md", "plugin-data.md")
+)
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 STEP = re.compile(
@@ -61,7 +63,7 @@ class Follower:
 
 @pytest.fixture(scope="module")
 def followed_page(tmp_path_factory: pytest.TempPathFactory) -> Follower:
-    """The page, followed from its first command to its last."""
+    """The page, followed from its first command to its last, and then the data files of the next page."""
     pytest.importorskip("hatchling", reason="building the plugin needs hatchling")
     if "megatron" not in names(WORKLOADS):
         pytest.skip("flagcore itself is not installed here, so it has no engine")
@@ -74,7 +76,7 @@ def followed_page(tmp_path_factory: pytest.TempPathFactory) -> Follower:
         (folder / "tools" / name).write_text(f"#!{sys.executable}\n{code}\n")
         (folder / "tools" / name).chmod(0o755)
     follower = Follower(folder, {})
-    for step in STEP.finditer(PAGE.partition("## An add-on instead")[0]):
+    for step in STEP.finditer(PAGE + DATA.partition("## An add-on instead")[0]):
         if step["file"]:
             file = folder / step["file"]
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -88,9 +90,17 @@ def followed_page(tmp_path_factory: pytest.TempPathFactory) -> Follower:
     return follower
 
 
+def test_the_page_shows_what_its_commands_print(followed_page: Follower) -> None:
+    (table,) = re.findall(r"```text\n(#  DP .*?)```", PAGE, re.DOTALL)
+    assert followed_page.printed["flag estimate plan.yaml --top 3"].startswith(table.rstrip())
+
+
 def test_the_new_plugin_passes_every_check_at_its_start_and_at_its_end(followed_page: Follower) -> None:
-    report = followed_page.printed["flag plugins check flagcore-acme"]
-    assert re.match(r"acme 0\.1\.0: \d{2,} passed, 0 failed", report)
+    reports = (
+        followed_page.printed["flag plugins check flagcore-acme"],
+        followed_page.run("flag plugins check flagcore-acme"),
+    )
+    assert all(re.match(r"acme 0\.1\.0: \d{2,} passed, 0 failed", report) for report in reports)
     assert " passed" in followed_page.printed["pytest flagcore-acme/tests"]
 
 
@@ -113,7 +123,7 @@ def test_the_job_is_tuned_with_the_environment_of_the_plugin(followed_page: Foll
 
 
 def test_an_add_on_overrides_the_vendors_plugin(followed_page: Follower) -> None:
-    (source,) = re.findall(r"\*\*`flagcore_site/hooks.py`\*\*\n\n```python\n(.*?)```", PAGE, re.DOTALL)
+    (source,) = re.findall(r"\*\*`flagcore_site/hooks.py`\*\*\n\n```python\n(.*?)```", DATA, re.DOTALL)
     site = followed_page.folder / "site"
     (site / "flagcore_site").mkdir()
     (site / "flagcore_site" / "hooks.py").write_text(source)

@@ -30,19 +30,30 @@ from tests.small import ENGINES
 
 pytestmark = pytest.mark.slow
 
-OWN_TEST = {"docs/hooks.md": "python", "docs/write-a-plugin.md": "", "docs/write-an-engine.md": ""}
+OWN_TEST = {
+    "docs/hooks.md": "python",
+    "docs/plugin-data.md": "",
+    "docs/write-a-plugin.md": "",
+    "docs/write-an-engine.md": "",
+}
 """Pages with tests of their own: test_docs_hooks.py (Python only), test_docs_plugin.py and test_docs_own_engine.py."""
 PLANNED = {"plan.yaml": ("flagcore_metax", "flagcore_nvidia"), "cluster.yaml": ("flagcore_nvidia",)}
-PLANNED |= {"node.yaml": ("flagcore_metax", "flagcore_iluvatar"), "examples/portability.yaml": ("flagcore_metax",)}
+PLANNED |= {
+    "job.yaml": ("flagcore_nvidia",),
+    "serve.yaml": ("flagcore_nvidia",),
+    "examples/portability.yaml": ("flagcore_metax",),
+}
 PLANNED |= {"my-model.yaml": ("flagcore_nvidia",), "two-kinds.yaml": ("flagcore_metax", "flagcore_nvidia")}
 PLANNED |= {"examples/train-1024-probe.yaml": ("flagcore_nvidia",)}
 """Files that plan for chips of plugins."""
 NOT_RUN = {
-    "flag run runs/serve-cpu": "needs weights and a server; tests of serving start a winner",
+    "flag export runs/serve --to compose": "needs a run of servers; tests of targets write its files",
+    "flag run runs/serve": "needs weights and a server; tests of serving start a winner",
     "flag tune spec.yaml --watch tensorboard --watch webhook": "tests of watchers run them",
     'pip install "flagcore[tensorboard]"': "not in the index yet; tools/release.py installs what extras require",
     "optuna-dashboard runs/own/journal.log": "a server of another project; tests of the store read the study",
 }
+ENVIRONMENT = ("python3 -m venv .venv", ". .venv/bin/activate")
 CALIBRATED: list[str] = []
 """Not empty once a page's `flag calibrate` was followed: it is the same on all, and the longest."""
 
@@ -134,7 +145,7 @@ def _check(line: str) -> None:
     words = shlex.split(line, comments=True)
     program, *arguments = [word for word in words if not re.match(r"[A-Z]+=", word)]
     if Path(program).name != "flag":
-        assert line == ". .venv/bin/activate" or Path(program).name in FOLLOWERS, line
+        assert line in ENVIRONMENT or Path(program).name in FOLLOWERS, line
         if Path(program).name in ("make", "pip"):
             FOLLOWERS[Path(program).name](arguments)
         return
@@ -158,7 +169,7 @@ def test_commands_work(block: Block, folder_of: Callable[[str], Path], monkeypat
 def run_line(line: str) -> None:
     """Run a command line, or a shorter form of it."""
     program, *arguments = shlex.split(line, comments=True)
-    if line in NOT_RUN or line == ". .venv/bin/activate":
+    if line in NOT_RUN or line in ENVIRONMENT:
         return
     if arguments == ["calibrate"] and CALIBRATED:
         return
@@ -196,10 +207,10 @@ def _shorter(arguments: list[str]) -> list[str]:
     spec = read_spec(source[0])
     command = (spec.work.command or ()) if isinstance(spec.work, TrainSpec) else ()
     of_flagscale = any("flagscale" in word for word in command)  # it is not installed, and its tree lacks data
-    if command and not of_flagscale:
-        return arguments
     if of_flagscale or (spec.cluster.chip == "auto" and isinstance(spec.cluster.devices_per_node, int)):
         return ["estimate", *source, "--chip", _any_chip()]
+    if command:
+        return arguments
     return [*arguments, "--fidelity", "estimate", "--run-dir", "runs/predicted", "--new"]
 
 

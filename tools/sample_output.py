@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "README.zh.md", "docs/tutorial.md", "docs/tutorial.zh.md", "docs/index.md")
+PAGES = ("README.md", "README.zh.md", "docs/tutorial.md", "docs/tutorial.zh.md", "docs/index.md", "docs/report.md")
 SHORT = ("docs/index.md",)
 """Pages whose table has only the baseline and the best."""
 

@@ -43,6 +43,20 @@ class Predictor(ABC):
         """
         return ()
 
+    bound_knobs: tuple[str, ...] = ()
+    """The knobs on which `least_seconds` and `least_share` depend. Empty if the engine has no such bounds."""
+
+    def least_seconds(self, task: Task, columns: Columns, costs: Costs, /) -> FloatArray:
+        """Return a lower bound of the step time for all values of the knobs that are not in `bound_knobs`.
+
+        These knobs are not in `columns`. By default the bound is 0.
+        """
+        return np.zeros(_rows(columns))
+
+    def least_share(self, task: Task, columns: Columns, costs: Costs, /) -> FloatArray:
+        """Return a lower bound of the share of the memory in use, like `least_seconds`."""
+        return np.zeros(_rows(columns))
+
     def merges(self, task: Task, /) -> tuple[Merge, ...]:
         """Return the merges of equivalent candidates. By default there are none."""
         return ()

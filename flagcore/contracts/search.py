@@ -66,7 +66,7 @@ class Problem:
     @property
     def messages(self) -> dict[str, str]:
         """The message of each rule by name: legality rules, pruning rules, and rules learned from trials."""
-        legality = {rule.name: rule.message for rule in self.legality.rules}
+        legality = {rule.name: rule.message for rule in (*self.legality.rules, *self.legality.bounds)}
         return legality | {rule.name: rule.message for rule in self.rules} | LEARNED_MESSAGES
 
     def set_knobs(self, candidate: Candidate) -> Candidate:

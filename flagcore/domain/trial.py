@@ -367,15 +367,15 @@ def warmup_of_fewer(steps: int, at_most: int) -> int:
     return at_most if steps > at_most else max(1, steps // 2)
 
 
-def steps_in_time(step_times_s: Sequence[float], planned: int, seconds: float, next_s: float | None = None) -> int:
+def steps_in_time(step_times_s: Sequence[float], planned: int, seconds: float) -> int:
     """Return how many of the `planned` steps will be finished in `seconds` from now, including `step_times_s`.
 
-    `step_times_s`: the times of the steps that are finished now.
-    `next_s`: the expected time of each further step. None means the median of the finished steps without the first.
+    `step_times_s`: the times of the steps that are finished now. Each further step is expected to take their median,
+    without the first.
     """
     if not step_times_s:
         return planned
-    expected = median(step_times_s[1:] or step_times_s) if next_s is None else next_s
+    expected = median(step_times_s[1:] or step_times_s)
     steps_left = planned - len(step_times_s)
     return planned if steps_left * expected <= seconds else len(step_times_s) + max(0, int(seconds / expected))
 

@@ -23,27 +23,3 @@ from flagcore.plugins.entry_points import (
 )
 from flagcore.plugins.loaded import DISABLE_VARIABLE, GROUP, LoadedPlugins, Plugin, load_plugins
 from flagcore.plugins.validation import PluginFailure
-
-__all__ = [
-    "DISABLE_VARIABLE",
-    "GROUP",
-    "IMPORTERS",
-    "LAUNCHERS",
-    "STRATEGIES",
-    "WATCHERS",
-    "WORKLOADS",
-    "LoadedPlugins",
-    "Plugin",
-    "PluginFailure",
-    "engines",
-    "importer",
-    "kind_of",
-    "launcher",
-    "load_plugins",
-    "missing_extra",
-    "names",
-    "strategy",
-    "watcher",
-    "workload",
-    "workload_of",
-]

@@ -44,11 +44,11 @@ from flagcore.spec.validate import (
 MAX_RATE = 1e5
 """The upper bound of the search for a request rate, in requests per second."""
 DEFAULT_REQUESTS = 128
+"""The default number of requests of a load that cannot be measured in a steady state."""
 QUEUE_TIMES, ANSWER_TIMES = 20.0, 5.0
 """In a search for the highest rate, requests arrive for at least QUEUE_TIMES the longest time that an answer may wait,
 and ANSWER_TIMES the longest time that it may take. A queue that grows until the end of the load then hides a rate that
 is too high by at most 1 / QUEUE_TIMES. Chosen by hand."""
-"""The default number of requests of a load that cannot be measured in a steady state."""
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
 NoTokens = Annotated[int, Field(ge=0, le=10_000_000)]
 Clients = Annotated[int, Field(ge=1, le=100_000)]

@@ -9,15 +9,16 @@ import numpy as np
 from flagcore.contracts import Platform, Problem, Workload
 from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import BoolArray, Candidate, IntArray, KnobValue, Legality, Space, as_candidate
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Legality, Space, as_candidate
 from flagcore.domain.spec import Spec, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
-from flagcore.tuner.stages.build import build, check, legality
+from flagcore.tuner.stages.build import bounds, build, check, legality
 from flagcore.tuner.stages.complete import complete
-from flagcore.tuner.stages.predict import predict
+from flagcore.tuner.stages.predict import predict, predict_columns
 from flagcore.tuner.stages.prune import prune
 from flagcore.tuner.stages.shorten import smaller_task
 
@@ -33,10 +34,11 @@ def build_problem(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, pla
     legal = legality(platform)
     smaller = smaller_task(platform)
     legal = replace(legal, rules=(*legal.rules, smaller.rule())) if smaller else legal
-    baseline = _baseline(platform, legal)
+    baseline, known_s = _baseline(platform, legal)
     values = baseline.as_dict()
     axes = tuple(replace(axis, extra_values=(values[axis.knob],)) for axis in legal.axes)
-    space = build(axes, legal.rules, legal.merges)
+    legal = replace(legal, bounds=bounds(platform, known_s))
+    space = build(axes, legal.rules, legal.merges, legal.bounds, [knob.name for knob in platform.task.knobs])
     if not len(space):
         raise NothingFits(_nothing_legal(space, legal))
     adds_baseline = space.find(baseline) is None
@@ -144,11 +146,12 @@ SimuMax's search, which keeps 6 GB of a device of 80 GB free (MooreThreads/SimuM
 `gmi_error`). Trials measure candidates above it, too."""
 
 
-def _baseline(platform: Platform, legal: Legality) -> Candidate:
+def _baseline(platform: Platform, legal: Legality) -> tuple[Candidate, float]:
     """Return the baseline of the spec, or else the candidate that an expert would choose without measuring.
 
     This candidate comes from the engine's usual space, or from the whole space if no candidate of the usual space is
-    legal. Candidates that do not fit are avoided.
+    legal. Candidates that do not fit are avoided. The second value is the shortest predicted time of the candidates
+    of the space among which it was chosen and that fit, inf if there are none.
     """
     task, workload, baseline = platform.task, platform.workload, platform.task.spec.baseline
     if baseline is None:
@@ -162,12 +165,19 @@ def _baseline(platform: Platform, legal: Legality) -> Candidate:
         predictions = predict(platform, space)
         fitting = np.flatnonzero(predictions.fits)
         rows = fitting if fitting.size else np.arange(len(space))
-        return space.candidate(int(rows[workload.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]))
+        row = rows[workload.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]
+        return space.candidate(int(row)), _known_seconds(legal, space.columns(), predictions)
     columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)
     if broken:
         problem = f"is not legal: {'; '.join(rule.message for rule in broken)}"
         raise SpecError(key="auto_tuner.baseline", value=dict(baseline), problem=problem)
-    return as_candidate(legal.axes, columns)
+    return as_candidate(legal.axes, columns), _known_seconds(legal, columns, predict_columns(platform, columns))
+
+
+def _known_seconds(legal: Legality, columns: Columns, predictions: Predictions) -> float:
+    listed = [np.isin(columns[axis.knob], [axis.encode(value) for value in axis.values]) for axis in legal.axes]
+    known = np.logical_and.reduce(listed) & (predictions.share_in_use <= PLANNED_SHARE)
+    return float(np.fmin.reduce(predictions.step_time_s[known], initial=np.inf))
 
 
 def _nothing_legal(space: Space, legal: Legality) -> str:

@@ -29,7 +29,7 @@ WORDS = {
     "bool_type": "true or false",
 }
 """The names of types in messages, by pydantic's types of errors."""
-FIX = "see docs/write-a-plugin.md for the keys"
+FIX = "see docs/plugin-data.md for the keys"
 
 Content = dict[str, Any]
 T = TypeVar("T")

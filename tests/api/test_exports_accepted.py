@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
+from extras.kubernetes.tests.test_manifest import CRDS, problems, require_restricted
 from flagcore import api
 from flagcore.api.tuning import targets
 from flagcore.errors import FlagError
 from tests.api.test_export import DYNAMO, SCHEMAS, server, started, written
-from tests.api.test_manifest import CRDS, problems, require_restricted
 from tests.cli.conftest import Project
 from tests.engines.megatron.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
 from tests.pages import ROOT

@@ -3,13 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flagcore import api
+from flagcore.api.explaining.reports import REMOVED
 from flagcore.api.snapshot import load_snapshot
 from flagcore.errors import NothingFits
 from flagcore.plugins import load_plugins
 from flagcore.report.text import bottleneck_text
+from flagcore.tuner.stages import build as build_module
 from tests.small import LLAMA_8B
 
 SPACE = {
@@ -111,6 +114,45 @@ def test_a_rule_that_removes_what_fits_is_named() -> None:
     message = str(caught.value)
     assert "by selective_recompute_with_flash_attention" in message
     assert "GiB" not in message
+
+
+EXPERT_LAYERS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 3584, "moe_router_topk": 2, "moe_first_dense_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("layers", "compared"),
+    [
+        ({}, {}),
+        (EXPERT_LAYERS, {"expert_tensor_parallel_size": [None, 1]}),
+        ({**EXPERT_LAYERS, "mtp_num_layers": 1}, {}),
+    ],
+    ids=["dense", "experts, a compared setting", "multi-token prediction"],
+)
+def test_bounds_hold_and_keep_the_first_layouts(
+    layers: dict[str, Any], compared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = spec(
+        space=compared | {"micro_batch_size": [1, 4], "use_distributed_optimizer": True, "context_parallel_size": 1}
+    )
+    data["model"], data["cluster"]["memory_per_device"] = {**LLAMA_8B, "num_layers": 16, **layers}, "24GiB"
+    monkeypatch.setattr(build_module, "BOUND_ROWS", 10**9)
+    whole, problem = api.estimate(data, distinct=True), load_snapshot(data, None, ()).problem
+    predictions = problem.predictions
+    if not compared:
+        known, arguments = (predictions.share_in_use, predictions.step_time_s), (problem.space.columns(), problem.costs)
+        for bound, predicted in zip((problem.workload.least_share, problem.workload.least_seconds), known, strict=True):
+            ratio = bound(problem.task, *arguments) / predicted
+            assert ratio.max() < 1.1
+            assert np.median(ratio) > 0.6
+    monkeypatch.setattr(build_module, "BOUND_ROWS", 0)
+    bounded = api.estimate(data, distinct=True)
+    assert bounded.candidates == whole.candidates
+    assert bounded.counts.illegal["far_too_large"] > 0
+    assert bounded.counts.candidates < whole.counts.candidates
+    removed = problem.space.candidate(int(problem.legality.bounds[0].broken(problem.space.columns()).argmax()))
+    report = api.explain_candidate(data, ",".join(f"{knob}={value}" for knob, value in removed.items))
+    assert report.state == REMOVED
+    assert [each.rule for each in report.rules] == ["far_too_large"]
 
 
 @pytest.mark.parametrize("chip", ["C550", "MLU370-X8"])

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.cli import main, options
+from flagcore.cli import main
 from flagcore.launchers import guard
 from tests import small
 
@@ -236,7 +236,6 @@ def finished(made_run: Path, project: Project) -> Project:
 def flag(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Flag]:
     """Call the command line in this process."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(options, "SILENT_S", 3600.0)  # a slow machine would print that it is working
     handlers_before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def call(*arguments: str) -> Ran:

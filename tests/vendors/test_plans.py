@@ -56,7 +56,12 @@ SMALL = {"num_layers": 4, "hidden_size": 1024, "ffn_hidden_size": 4096, "num_att
 
 @pytest.mark.parametrize(
     ("chip", "implementation"),
-    [("H100-SXM", "transformer_engine"), ("A100-40GB", "transformer_engine"), ("V100-32GB", None), ("C500", None)],
+    [
+        ("H100-SXM", "transformer_engine"),
+        ("A100-40GB", "transformer_engine"),
+        ("V100-32GB", None),
+        ("C500", "transformer_engine"),
+    ],
 )
 def test_a_plan_lists_the_assumptions_of_the_vendor(chip: str, implementation: str | None) -> None:
     job = spec(SMALL, chip, 2, seq_length=2048, global_batch_size=64, precision="fp16")

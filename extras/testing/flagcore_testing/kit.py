@@ -45,8 +45,8 @@ class Problem:
 def fix_of(reason: str) -> str:
     """Return the fix for an error in a plugin's file, or an empty string for other errors."""
     if reason.startswith("SpecError"):
-        return "correct that key; docs/write-a-plugin.md describes the files"
-    missing_fix = "write that file (see docs/write-a-plugin.md), or return None from the hook"
+        return "correct that key; docs/plugin-data.md describes the files"
+    missing_fix = "write that file (see docs/plugin-data.md), or return None from the hook"
     return missing_fix if reason.startswith("FileNotFoundError") else ""
 
 

@@ -62,6 +62,9 @@ class Megatron(contracts.Workload):
     def merges(self, task: Task) -> tuple[Merge, ...]:
         return merges_with_meshes(task, legality.merges(task))
 
+    bound_knobs = tuple(knob.name for knob in SPACE_KNOBS if knob.name not in meshes.RECOMPUTE_KNOBS)
+    least_seconds = staticmethod(prediction.least_seconds)
+    least_share = staticmethod(prediction.least_share)
     labels = prediction.LABELS
     predict = staticmethod(prediction.predict)
     components = staticmethod(prediction.components)

@@ -3,17 +3,19 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flagcore.contracts import Platform, Workload
-from flagcore.domain.effects import engine_legality, engine_task, plugin_axes, plugin_axis
+from flagcore.contracts import Costs, Platform, Workload
+from flagcore.domain.effects import engine_legality, engine_task, plugin_axes, plugin_axis, rows_by_effects
 from flagcore.domain.engine import RefusedValues, ValueRule
-from flagcore.domain.knob import Knob, Requirement
-from flagcore.domain.space import Axis, BoolArray, Columns, IntArray, Legality, Merge, Rule, Space, decode
+from flagcore.domain.knob import Factor, Knob, Requirement
+from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Legality, Merge, Rule, Space, decode
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice, SpecError
 
@@ -37,6 +39,42 @@ def legality(platform: Platform) -> Legality:
     release = _release_rules(task, workload, engine_axes)
     rejected = rejection_rules(axes, platform.value_rules, task.spec)
     return Legality(axes=axes, rules=(*rules, *required, *release, *rejected), merges=merges)
+
+
+def bounds(platform: Platform, known_s: float) -> tuple[Rule, ...]:
+    """Return rules that remove candidates that are predicted to need far more memory or time than the best one.
+
+    `known_s`: the predicted step time of a candidate of the space that fits, inf if there is none. There are no rules
+    if a plugin's knob changes time or memory.
+    """
+    task, workload = platform.task, platform.workload
+    effects = [effect for knob in task.knobs for effect in knob.effects.values()]
+    if not workload.bound_knobs or any((effect.time, effect.memory) != (Factor(), Factor()) for effect in effects):
+        return ()
+
+    def rule(name: str, message: str, limit: float, bound: _Bound, together: tuple[str, ...] = ()) -> Rule:
+        def broken(columns: Columns) -> BoolArray:
+            result = np.zeros(columns[workload.bound_knobs[0]].shape, dtype=np.bool_)
+            for values, group_columns, rows in rows_by_effects(task, columns):
+                result[rows] = bound(engine_task(task, values), group_columns, platform.costs) > limit
+            return result
+
+        knobs = (*workload.bound_knobs, *(knob.name for knob in task.knobs))
+        return Rule(name=name, knobs=knobs, message=message, broken=broken, together=together)
+
+    layout = tuple(knob.name for knob in workload.knobs if knob.layout)
+    large = f"needs more than {TOO_LARGE} times the memory of a device, whatever the other knobs are"
+    slow = f"the layout takes more than {TOO_SLOW} times as long as a known candidate, whatever the other knobs are"
+    return (
+        rule("far_too_large", large, TOO_LARGE, workload.least_share),
+        rule("far_too_slow", slow, TOO_SLOW * known_s, workload.least_seconds, layout),
+    )
+
+
+_Bound: TypeAlias = Callable[[Task, Columns, Costs], FloatArray]
+TOO_LARGE, TOO_SLOW = 1.5, 1.5
+"""Candidates beyond these multiples of the memory, and of the time of a known candidate, are not predicted in full.
+Chosen by hand: trials correct predictions by less."""
 
 
 def _release_rules(task: Task, workload: Workload, engine_axes: Sequence[Axis]) -> Iterator[Rule]:
@@ -169,18 +207,33 @@ _RowFunction: TypeAlias = Callable[[IntArray], NDArray[Any]]
 """A function that takes row numbers and returns one value per row."""
 
 
-def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) -> Space:
+BOUND_ROWS = 1 << 14
+"""Spaces with more partial candidates than this are built with bounds. In smaller ones, `flag explain` shows the
+prediction of every candidate."""
+
+
+def build(
+    axes: tuple[Axis, ...],
+    rules: Sequence[Rule],
+    merges: Sequence[Merge],
+    bounds: Sequence[Rule] = (),
+    first: Collection[str] = (),
+) -> Space:
     """Return the space of `axes` under `rules` and `merges`, with the counts of illegal and merged combinations.
 
-    Raises SpecError if the space is too large.
+    If the space is large, rows that break `bounds` are removed. The axes of the knobs `first`, on which other rules
+    depend, are crossed before the others. Raises SpecError if the space is too large.
     """
-    crossing = _Crossing(tuple(axes))
-    for index, axis in enumerate(axes):
-        crossed = {axis.knob for axis in axes[: index + 1]}
+    crossing = _Crossing(tuple(sorted(axes, key=lambda axis: axis.knob not in first)))
+    for index, axis in enumerate(crossing.axes):
+        crossed = {axis.knob for axis in crossing.axes[: index + 1]}
         new_rules = [rule for rule in rules if axis.knob in rule.knobs and crossed.issuperset(rule.knobs)]
         new_merges = [merge for merge in merges if axis.knob in merge.knobs and crossed.issuperset(merge.knobs)]
         crossing.cross(new_rules, new_merges)
-    return crossing.space()
+        for rule in bounds:
+            if axis.knob in rule.knobs and crossed.issuperset(rule.knobs) and crossing.rows.size > BOUND_ROWS:
+                crossing.remove(rule)
+    return crossing.space(axes)
 
 
 def check(columns: Columns, rules: Sequence[Rule], merges: Sequence[Merge]) -> tuple[dict[str, IntArray], list[Rule]]:
@@ -237,11 +290,10 @@ class _Crossing:
             part = self._legal(self._distinct(new.ravel(), shifts), tests)
             total += part.size
             if total > MAX_ROWS:
-                raise SpecError(
-                    key=f"auto_tuner.space.{axis.knob}",
-                    problem=f"leads to more than {MAX_ROWS:,} candidates",
-                    fix="give shorter lists instead of auto",
-                )
+                longest = sorted(self.axes, key=lambda each: -len(each.values))[:3]
+                lists = ", ".join(f"{each.knob} ({len(each.values)} values)" for each in longest)
+                problem = f"leads to more than {MAX_ROWS:,} candidates"
+                raise SpecError(key="auto_tuner.space", problem=problem, fix=f"give shorter lists, such as of {lists}")
             parts.append(part)
         rows = np.concatenate(parts) if parts else self.rows
         if merges and len(parts) > 1:
@@ -250,12 +302,29 @@ class _Crossing:
             rows = distinct
         self.rows = rows
 
-    def space(self) -> Space:
-        """Return the finished space with sorted rows."""
+    def remove(self, bound: Rule) -> None:
+        """Remove the rows that break the rule `bound`, unless no row is left."""
+        pieces = (self.rows[start : start + CHUNK] for start in range(0, self.rows.size, CHUNK))
+        is_broken = np.concatenate([self._broken(bound, piece) for piece in pieces])
+        if bound.together:
+            layout = np.stack([*self._columns(self.rows, bound.together).values()])
+            group = np.unique(layout, axis=1, return_inverse=True)[1]
+            is_broken &= ~np.isin(group, group[~is_broken])
+        if not is_broken.all():
+            self.illegal[bound.name] = int(np.count_nonzero(is_broken)) * self._remaining
+            self.rows = self.rows[~is_broken]
+
+    def space(self, axes: tuple[Axis, ...]) -> Space:
+        """Return the finished space with sorted rows, whose digits are in the order of `axes`."""
+        names, rows, codes = [axis.knob for axis in self.axes], self.rows, dict(zip(self.axes, self.codes, strict=True))
+        if axes != self.axes:
+            strides = dict(zip(axes, accumulate((codes[axis].size for axis in axes), mul, initial=1), strict=False))
+            digits = [np.arange(codes[axis].size, dtype=np.int64) * strides[axis] for axis in self.axes]
+            rows = sum(decode(rows, digits, names).values(), np.int64(0))
         return Space(
-            axes=self.axes,
-            codes=tuple(self.codes),
-            rows=np.sort(self.rows),
+            axes=axes,
+            codes=tuple(codes[axis] for axis in axes),
+            rows=np.sort(rows),
             combinations=prod(len(axis.values) for axis in self.axes),
             illegal=dict(self.illegal),
             merged=self.merged,

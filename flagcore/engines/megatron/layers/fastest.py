@@ -241,15 +241,15 @@ def _best_fitting(train: Training, layout: Layout, costs: Costs, paces: Paces) -
 
     If the last virtual stage of the stage with multi-token prediction has no layer, the final norm is on the stage
     before it. These splits are searched separately. Their memory is computed only for the candidates that would be
-    faster with them if memory were unlimited.
+    faster with them if the memory of the last stage were unlimited.
     """
     most, depths = _layer_limits(train, layout, costs), train.model.mtp_num_layers
     if not depths:  # without depths, the final norm is always on the last stage
         splits = best_splits(train, layout, paces, most)
     else:
         splits = _splits_with_mtp(train, layout, costs, paces, most)
-    # Memory is computed last, because it takes most of the time. `bound` is the time of a split without memory limits
-    # on the stages that change; only few candidates would be faster with it.
+    # Memory is computed last, because it takes most of the time. `bound` is the time of a split without a limit of the
+    # last stage; only few candidates would be faster with it.
     may_be_early = train.options.early_mtp and not costs.further
     for early, is_empty in list(product((False, True)[: 1 + may_be_early], (False, True)))[1:] if depths else ():
         bound = _splits_with_mtp(train, layout, None, paces, most, early=early, is_empty=is_empty)
@@ -283,7 +283,7 @@ def _splits_with_mtp(
     """Return the best splits with multi-token prediction on the last stage or, with `early`, on the stage before it.
 
     With `is_empty`, the last virtual stage of the stage with multi-token prediction has no layer. Without `costs`, the
-    memory of the stages that multi-token prediction changes is not limited.
+    last stage has no limit.
     """
     mtp, empty = layout.pipeline - 1.0 - early, _layers_beside_empty_stage(train, layout, early=early)
     at_least: FloatArray | float = empty[:, 0] + 1.0
@@ -311,12 +311,13 @@ def _limits_with_mtp(
 ) -> FloatArray:
     """Return the layer limits `most`, updated for another place of the final norm and multi-token prediction.
 
-    They move to the stages `norm` and `mtp`. Without `costs`, the changed stages have no limits.
+    They move to the stages `norm` and `mtp`. Without `costs`, the result is an upper bound: the last stage, which then
+    holds less, has no limit.
     """
     place = np.arange(most.shape[2])
-    changed = (place >= np.minimum(mtp, layout.pipeline - 2.0)[:, None]) | (place == norm[:, None])
     if costs is None:
-        return np.where(changed[:, None], float(train.model.num_layers), most)
+        return np.where(place == layout.pipeline[:, None, None] - 1.0, float(train.model.num_layers), most)
+    changed = (place >= np.minimum(mtp, layout.pipeline - 2.0)[:, None]) | (place == norm[:, None])
     is_computed = _possible(train, layout) & changed[:, None]
     return np.where(is_computed, _limits(train, layout, costs, is_computed, norm, mtp), most)
 

@@ -237,7 +237,9 @@ def best_splits(
         possible &= (layout.pipeline > 2) | (layout.virtual == 1)
     if most is not None:
         later = np.arange(most.shape[2]) >= layout.pipeline[:, None] - 1.0 - early
-        possible &= np.all(later | (most.max(axis=1) >= layout.virtual[:, None]), axis=1)
+        room = most.max(axis=1)
+        possible &= np.all(later | (room >= layout.virtual[:, None]), axis=1)
+        possible &= room.sum(axis=1) >= train.model.num_layers
     for number, fronts in enumerate(Fronts.every(leading, early=train.options.early_mtp)):
         if fronts.early != early:
             continue

@@ -11,6 +11,7 @@ import functools
 import math
 import re
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,7 +179,35 @@ _attention = torch.nn.functional.scaled_dot_product_attention
 _HAS_SHARED_KEYS = "enable_gqa" in (_attention.__doc__ or "")  # torch 2.5 and later
 
 
-class Norm(torch.nn.RMSNorm):  # type: ignore[misc]  # torch is not followed
+def _has_fused_norm(device: str) -> bool:
+    """Return whether torch has a kernel for RMS norms on devices of this type, or whether it is a CPU.
+
+    Torch before 2.9 and the builds of some vendors have none.
+    """
+    with suppress(RuntimeError):  # torch does not know the operator or the device
+        key = torch._C._dispatch_key_for_device(device)
+        return device == "cpu" or torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", key)
+    return False
+
+
+class _NormOfInput(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    """RMS norm that stores only its input, like a fused kernel. Torch's separate kernels store two copies in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, eps: float | None) -> Any:
+        ctx.save_for_backward(hidden, weight)
+        ctx.eps = eps
+        return torch.nn.functional.rms_norm(hidden, weight.shape, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        hidden, weight = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            normed = torch.nn.functional.rms_norm(hidden, weight.shape, weight, ctx.eps)
+        return (*torch.autograd.grad(normed, (hidden, weight), gradient), None)
+
+
+class Norm(torch.nn.RMSNorm):  # type: ignore[misc]
     """RMS norm with the attribute for sequence parallelism, which is missing in Megatron's wrapper."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -186,6 +215,10 @@ class Norm(torch.nn.RMSNorm):  # type: ignore[misc]  # torch is not followed
         # register themselves with torch, and the new ones have no attributes.
         super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
+        self._is_fused = _has_fused_norm(self.weight.device.type)
+
+    def forward(self, hidden: Any) -> Any:
+        return super().forward(hidden) if self._is_fused else _NormOfInput.apply(hidden, self.weight, self.eps)
 
 
 class CoreAttention(torch.nn.Module):  # type: ignore[misc]

@@ -1,11 +1,9 @@
-// Fused kernels, which store no intermediate results, as those of other devices: attention and RMS norms.
+// Fused attention, which stores no intermediate results, as that of other devices. RMS norms are not fused.
 
 #include <ATen/SDPBackend.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <torch/library.h>
-
-#include <limits>
 
 #include "device.h"
 
@@ -42,41 +40,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   return {query_gradient, key_gradient, value_gradient, Tensor()};
 }
 
-std::tuple<Tensor, Tensor> norm(
-    const Tensor& input, c10::IntArrayRef shape, const optional<Tensor>& weight, optional<double> eps) {
-  TORCH_CHECK(shape.size() == 1, "simu: a norm has one dimension");
-  auto wide = input.to(at::kFloat);
-  auto least = eps.value_or(input.scalar_type() == at::kFloat ? std::numeric_limits<float>::epsilon() : 0.0078125);
-  auto scale = wide.pow(2).mean(-1, /*keepdim=*/true).add_(least).rsqrt_();
-  wide = wide.mul(scale);
-  if (weight && weight->defined())
-    wide.mul_(*weight);
-  return {wide.to(input.scalar_type()), scale};
-}
-
-std::tuple<Tensor, Tensor> norm_backward(
-    const Tensor& gradient, const Tensor& input, c10::IntArrayRef, const Tensor& scale, const optional<Tensor>& weight,
-    std::array<bool, 2> wanted) {
-  auto normed = input.to(at::kFloat).mul(scale);
-  auto wide = gradient.to(at::kFloat);
-  Tensor weight_gradient;
-  if (weight && weight->defined()) {
-    if (wanted[1])
-      weight_gradient = wide.mul(normed).reshape({-1, input.size(-1)}).sum(0).to(weight->scalar_type());
-    wide = wide.mul(*weight);
-  }
-  auto share = wide.mul(normed).mean(-1, /*keepdim=*/true);
-  auto input_gradient = wide.sub(normed.mul_(share)).mul_(scale).to(input.scalar_type());
-  return {wanted[0] ? input_gradient : Tensor(), weight_gradient};
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
   library.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
-  library.impl("_fused_rms_norm", &norm);
-  library.impl("_fused_rms_norm_backward", &norm_backward);
 }
 
 }  // namespace simu

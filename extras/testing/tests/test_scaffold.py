@@ -6,8 +6,8 @@ import pytest
 from flagcore_testing import fakes
 from flagcore_testing.scaffold import new_plugin
 
+from extras.testing.tests.faulty import imported
 from flagcore.vendorkit.machine import TorchReport
-from tests.testing.faulty import imported
 
 
 @pytest.mark.parametrize(

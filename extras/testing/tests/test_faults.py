@@ -8,8 +8,8 @@ import pytest
 from flagcore_testing.checks import CHECKS, module
 from flagcore_testing.kit import run
 
-from tests.testing.faults import FAULTS
-from tests.testing.faulty import Fault, broken, healthy, imported
+from extras.testing.tests.faults import FAULTS
+from extras.testing.tests.faulty import Fault, broken, healthy, imported
 
 WITHOUT_FAULT = {
     "larger_micro_batches_need_more_memory",

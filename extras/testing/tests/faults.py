@@ -1,7 +1,7 @@
 """The faults: one edit of the healthy plugin each, with the check that must find it and what its message must name."""
 
 # fmt: off
-from tests.testing.faulty import (
+from extras.testing.tests.faulty import (
     CHIP,
     COLLECTIVES,
     CURVE,

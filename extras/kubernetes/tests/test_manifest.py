@@ -18,7 +18,7 @@ from flagcore.plugins import launcher
 from tests.hosts.bed import HOST, missing
 from tests.small import SHAPE
 
-CRDS = json.loads(gzip.decompress((Path(__file__).parent / "kubernetes" / "crds.json.gz").read_bytes()))
+CRDS = json.loads(gzip.decompress((Path(__file__).parent / "crds.json.gz").read_bytes()))
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": (int, float)}
 SPEC: dict[str, Any] = {
     "model": SHAPE,
