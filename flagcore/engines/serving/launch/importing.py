@@ -63,9 +63,7 @@ def spec_of_command(
         fix = f"write it after {' '.join(program)}, or give its path as --model"
         raise SpecError(key="model", problem="is not in the command", fix=fix)
     baseline, engine_args = _divide(engine, arguments, version, directory, notes)
-    notes.note(
-        "serve.profile", "is not in the command: set the lengths and the number of your requests", "serve.profile"
-    )
+    notes.note("serve.profile", "is not in the command: set the lengths and number of your requests", "serve.profile")
     load = {**_lengths(engine_args), "concurrency": CLIENTS}
     serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
     if not is_default:
@@ -233,9 +231,8 @@ def _arguments(
         flag = as_words({name: True}, has_negation=True)[0]
         found = engine.program.flag_problem(name, installed_flags, version)
         if found and not found.removed:
-            problems.append(
-                SpecError(key=flag, problem=found.problem, fix=found.fix.replace("did you mean ", "did you mean --"))
-            )
+            fix = found.fix.replace("did you mean ", "did you mean --")
+            problems.append(SpecError(key=flag, problem=found.problem, fix=fix))
         elif found and found.is_certain:
             notes.note(flag, f"dropped: {found.problem}; {found.fix}", "serve.engine_args")
             del known_arguments[name]

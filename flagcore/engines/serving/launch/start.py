@@ -204,10 +204,6 @@ def _first_load(serve: ServeSpec, figures: Mapping[str, float]) -> float:
     return rate if serve.highest == "request_rate" else max(1.0, rate * (figures.get("e2e_s.mean") or 1.0))
 
 
-OF_TRIALS = ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS")
-"""Variables of trials, which do not use the network. A server on another machine may have to download its model."""
-
-
 def _instance(
     platform: Platform, engine: EngineProfile, values: Mapping[str, KnobValue], placement: Placement
 ) -> Instance:
@@ -220,8 +216,7 @@ def _instance(
         assert engine.of_kind, "the candidate is legal"
         instance = engine.of_kind(task, values, placement.kind, instance)
     is_exported = bool(task.spec.serve.elsewhere)
-    others = (*task.spec.envs, *(OF_TRIALS if is_exported else ()))
-    environment = {name: value for name, value in instance.environment.items() if name not in others}
+    environment = {name: value for name, value in instance.environment.items() if name not in task.spec.envs}
     first_host = placement.hosts[0]
     named_hosts = dict(enumerate(task.spec.cluster.hosts))
     devices = platform.devices_of(named_hosts.get(first_host, f"node {first_host}") if task.spec.on_each_host else "")

@@ -22,19 +22,9 @@ from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import Auto
 from flagcore.engines.serving.space.weights import check_directory
 from flagcore.errors import NoDevice, SpecError, join_errors
+from flagcore.spec.plain_data import package_yaml
 
-RESERVED_FLAGS: Mapping[str, str] = {
-    "host": "servers listen on the address that the load client uses",
-    "port": "each trial uses a free port",
-    "api-key": "the load client sends no key",
-    "ssl-keyfile": "the load client uses plain HTTP",
-    "ssl-certfile": "the load client uses plain HTTP",
-    **dict.fromkeys(
-        ("nnodes", "node-rank", "master-addr", "master-port", "headless", "dist-init-addr"),
-        "its value differs between the hosts of an instance",
-    ),
-}
-"""Flags of several engines that the user cannot set, each with the reason."""
+RESERVED_FLAGS: Mapping[str, str] = package_yaml(__package__, "reserved.yaml")
 
 
 class EngineArgs(NamedTuple):
