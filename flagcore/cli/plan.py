@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 @click.option("--all", "every", is_flag=True, help="List every candidate, not only the fastest of each layout.")
 @click.option("--evidence", is_flag=True, help="List the published runs on this chip, measured and predicted.")
 @click.option("--explain", metavar="ID", help="Show one candidate in detail, named as for `flag explain`.")
+@click.option("--like", metavar="NAME", help="Compare the layout of a published run, named by words of --evidence.")
 @options.output
 @options.plugins
 def estimate_command(
@@ -41,6 +42,7 @@ def estimate_command(
     top: int,
     every: bool,
     explain: str | None,
+    like: str | None,
     form: str,
     **arguments: Any,
 ) -> None:
@@ -56,7 +58,9 @@ def estimate_command(
     if spec is not None and explain is not None and form == "csv":
         raise click.UsageError(_("--explain does not support --format csv"))
     if spec is not None:
-        _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
+        if explain is not None and like is not None:
+            raise click.UsageError(_("--explain and --like cannot be combined"))
+        _estimate_spec(spec, top, explain, like, form, distinct=not every and explain is None, **arguments)
     elif jobs is not None:
         context = click.get_current_context()
         allowed = {"jobs", "without", *(("form",) if form == "jsonl" else ())}
@@ -75,15 +79,19 @@ def _estimate_jobs(jobs: str, without: tuple[str, ...]) -> None:
         click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
 
 
-def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:
+def _estimate_spec(
+    spec: str | api.LoadedSpec, top: int, explain: str | None, like: str | None, form: str, **arguments: Any
+) -> None:
     from flagcore import api
     from flagcore.report.estimate import estimate_columns, estimate_texts, published_table
 
-    if (number := _number(explain)) is None:
+    if (number := _number(explain)) is None or like is not None:
         objective = {"auto_tuner.objective": arguments["objective"]} if arguments["objective"] else {}
-        changed = api.changed_spec(spec, objective)
-        report = api.explain_candidate(changed, str(explain), chip=arguments["chip"], without=arguments["without"])
-        _print(report, form)
+        changed, report_on = (
+            api.changed_spec(spec, objective),
+            api.explain_candidate if like is None else api.explain_like,
+        )
+        _print(report_on(changed, like or str(explain), chip=arguments["chip"], without=arguments["without"]), form)
         return
     estimate = api.estimate(spec, top=max(top, number), **arguments)
     if explain is not None:

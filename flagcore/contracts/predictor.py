@@ -7,6 +7,7 @@ import numpy as np
 
 from flagcore.contracts.plugin import Costs, PruningRule
 from flagcore.domain.knob import Knob
+from flagcore.domain.model import Model
 from flagcore.domain.prediction import Components, Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Task
@@ -56,6 +57,10 @@ class Predictor(ABC):
     def least_share(self, task: Task, columns: Columns, costs: Costs, /) -> FloatArray:
         """Return a lower bound of the share of the memory in use, like `least_seconds`."""
         return np.zeros(_rows(columns))
+
+    def in_space(self, values: Mapping[str, KnobValue], model: Model, /) -> Mapping[str, KnobValue]:
+        """Return the knobs of a published run of `model`, with knobs of the space added that express other ones."""
+        return values
 
     def merges(self, task: Task, /) -> tuple[Merge, ...]:
         """Return the merges of equivalent candidates. By default there are none."""
