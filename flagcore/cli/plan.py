@@ -87,10 +87,7 @@ def _estimate_spec(
 
     if (number := _number(explain)) is None or like is not None:
         objective = {"auto_tuner.objective": arguments["objective"]} if arguments["objective"] else {}
-        changed, report_on = (
-            api.changed_spec(spec, objective),
-            api.explain_candidate if like is None else api.explain_like,
-        )
+        changed, report_on = api.changed_spec(spec, objective), api.explain_like if like else api.explain_candidate
         _print(report_on(changed, like or str(explain), chip=arguments["chip"], without=arguments["without"]), form)
         return
     estimate = api.estimate(spec, top=max(top, number), **arguments)

@@ -48,10 +48,7 @@ class Predictor(ABC):
     """The knobs on which `least_seconds` and `least_share` depend. Empty if the engine has no such bounds."""
 
     def least_seconds(self, task: Task, columns: Columns, costs: Costs, /) -> FloatArray:
-        """Return a lower bound of the step time for all values of the knobs that are not in `bound_knobs`.
-
-        These knobs are not in `columns`. By default the bound is 0.
-        """
+        """Return a lower bound of the step time for any values of the knobs that are not in `bound_knobs`."""
         return np.zeros(_rows(columns))
 
     def least_share(self, task: Task, columns: Columns, costs: Costs, /) -> FloatArray:

@@ -21,13 +21,9 @@ NEAREST = 8
 
 def published_runs(task: Task, loaded: LoadedPlugins, limit: int | None = NEAREST) -> tuple[PublishedRun, ...]:
     """Return the published training runs on the task's kinds of chips, at most `limit` of them, the nearest first."""
-    nearest = [(job, record) for is_here, job, record in _nearest(task, loaded) if is_here][:limit]
-    answers = predict_records([record for _, record in nearest], loaded)
-    return tuple(
-        _run(job, record, answer)
-        for (job, record), answer in zip(nearest, answers, strict=True)
-        if "step_time_s" in answer
-    )
+    nearest = _nearest(task, loaded)[:limit]
+    pairs = zip(nearest, predict_records([record for _, record in nearest], loaded), strict=True)
+    return tuple(_run(job, record, answer) for (job, record), answer in pairs if "step_time_s" in answer)
 
 
 def published_layout(task: Task, loaded: LoadedPlugins, name: str) -> tuple[str, Mapping[str, KnobValue]]:
@@ -35,34 +31,27 @@ def published_layout(task: Task, loaded: LoadedPlugins, name: str) -> tuple[str,
 
     Runs on the task's kinds of chips come first. Raises UsageError if there is no such run.
     """
-    words, runs = name.casefold().split(), _nearest(task, loaded)
-    for _is_here, job, record in runs:
+    words, runs = name.casefold().split(), [*_nearest(task, loaded), *_nearest(task, loaded, others=True)]
+    for job, record in runs:
         title = f"{job.id} ({record['source']})"
         if all(word in title.casefold() for word in words):
             return title, workload_of(task.spec.work).in_space(job.candidate, job.model)
-    known = "; ".join(job.id for _is_here, job, _record in runs[:3]) or _("none")
     text = N_("--like {name}: no published run contains these words; the nearest runs: {known}")
-    raise UsageError(_(text, name=name, known=known))
+    raise UsageError(_(text, name=name, known="; ".join(job.id for job, _record in runs[:3]) or _("none")))
 
 
-def _nearest(task: Task, loaded: LoadedPlugins) -> list[tuple[bool, Job, Mapping[str, Any]]]:
-    """Return the published training runs, the nearest first: whether the chip is the task's, the job and the record.
-
-    Runs on the task's kinds of chips come first.
-    """
+def _nearest(task: Task, loaded: LoadedPlugins, *, others: bool = False) -> list[tuple[Job, Mapping[str, Any]]]:
+    """Return the published training runs on the task's kinds of chips (or on `others`), the nearest first."""
     from flagcore.spec.jobs import read_job  # takes long to import
 
-    if isinstance(task.spec.work, ServeSpec):
-        return []
     chips, engines, found = {group.chip.name for group in task.cluster.groups}, plugins.engines(), []
-    for record in loaded.published_runs():
+    for record in () if isinstance(task.spec.work, ServeSpec) else loaded.published_runs():
         with suppress(FlagError):
             job = read_job(record, engines)
             chip = loaded.find_chip(job.chip)
-            if chip and not isinstance(job.work, ServeSpec):
-                found.append((chip.name not in chips, _distance(task, job), job, record))
-    ordered = sorted(found, key=lambda each: each[:2])
-    return [(not is_other, job, record) for is_other, _, job, record in ordered]
+            if chip and (chip.name not in chips) == others and not isinstance(job.work, ServeSpec):
+                found.append((_distance(task, job), job, record))
+    return [(job, record) for _, job, record in sorted(found, key=lambda each: each[0])]
 
 
 def _run(job: Job, record: Mapping[str, Any], answer: Mapping[str, Any]) -> PublishedRun:
