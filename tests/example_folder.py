@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from flagcore.cli.main import flag
 from tests.pages import BLOCKS, ROOT, TEXT, Block
 
-TREE = ROOT / "tests" / "engines" / "flagscale" / "trees" / "train_dense"
+TREE = ROOT / "extras" / "flagscale" / "tests" / "trees" / "train_dense"
 RECIPE = ROOT / "extras" / "bridge" / "tests" / "configs" / "llama3_8b.yaml"
 TREES = ("conf", "examples/my-model/conf")
 """Paths of FlagScale configurations on the pages."""
@@ -34,13 +34,13 @@ auto_tuner:
   control: {train_iters: 4, max_trials: 3, max_time_per_task: 60}
 """
 SCRIPT = """\
-./torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 --bf16 \\
+bin/torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 --bf16 \\
   --mock-data --micro-batch-size 1 --global-batch-size 16 --seq-length 64 --max-position-embeddings 64 --lr 1e-3 \\
   --train-samples 1000000 --save checkpoints --tensorboard-dir logs 2>&1 | tee train.log
 """
 OWN_FILES = ("docs/plugin-data.md", "docs/write-a-plugin.md", "docs/write-an-engine.md", "docs/hooks.md")
 """Pages with their own tests, which write the files."""
-ALSO = ("train-cpu", "job", "other")
+ALSO = ("train-cpu", "job", "serve", "other")
 """Further names of the same run on other pages."""
 
 
@@ -52,8 +52,9 @@ def build(folder: Path) -> Path:
         (folder / block.file).write_text(block.text)
     (log_line,) = re.findall(r"^ iteration .*elapsed time per .*$", TEXT["docs/files.md"], re.MULTILINE)
     steps = "\n".join(re.sub(r"\d+/", f"{number}/", log_line, count=1) for number in range(1, 5))
-    (folder / "torchrun").write_text(f"#!/bin/sh\ncat <<'LOG'\n{steps}\nLOG\n")
-    (folder / "torchrun").chmod(0o755)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "torchrun").write_text(f"#!/bin/sh\ncat <<'LOG'\n{steps}\nLOG\n")
+    (folder / "bin" / "torchrun").chmod(0o755)
     (folder / "pretrain_gpt.py").touch()
     (folder / "own.yaml").write_text(SPEC)
     (folder / "own.sh").write_text(SCRIPT)

@@ -70,6 +70,13 @@ def planned(block: Block) -> None:
     assert [{**each, "~step s": ""} for each in found] == [{**each, "~step s": ""} for each in shown]
 
 
+def served(block: Block) -> None:
+    """A run of servers: its gains follow from its rates."""
+    rows = _columns(block.text)
+    rates = [float(row["output tok/s"].rstrip(" !")) for row in rows]
+    assert [_share(row["vs base"]) for row in rows] == pytest.approx([rate / rates[0] - 1 for rate in rates], abs=1e-3)
+
+
 def counts(block: Block) -> None:
     """The balanced counts of the tutorial's run, as the report prints them."""
     text = block.text.replace(",", "")
@@ -137,6 +144,7 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/tutorial.md", "#  DP  TP"): planned,
     ("docs/plan.md", "#  DP  TP"): planned,
     ("docs/serving.md", " #  instances"): planned,
+    ("docs/serving.md", "Best on 2 x cpu"): served,
     ("docs/report.md", "combinations"): counts,
     ("docs/troubleshooting.md", "flag: runs/train-cpu belongs to another task"): refusal,
     ("docs/files.md", " iteration"): log_line,

@@ -47,6 +47,7 @@ PLANNED |= {"my-model.yaml": ("flagcore_nvidia",), "two-kinds.yaml": ("flagcore_
 PLANNED |= {"examples/train-1024-probe.yaml": ("flagcore_nvidia",)}
 """Files that plan for chips of plugins."""
 NOT_RUN = {
+    "flag export runs/serve --to compose": "needs a run of servers; tests of targets write its files",
     "flag run runs/serve": "needs weights and a server; tests of serving start a winner",
     "flag tune spec.yaml --watch tensorboard --watch webhook": "tests of watchers run them",
     'pip install "flagcore[tensorboard]"': "not in the index yet; tools/release.py installs what extras require",

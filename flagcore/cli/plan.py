@@ -109,7 +109,9 @@ def _estimate_spec(
         from flagcore.report.formats import as_data
 
         runs: list[dict[str, Any]] = as_data(estimate.published)
-        if form == "table":
+        if form == "table" and not runs:
+            options.say(_("no published run on {chip} is known", chip=estimate.chip))
+        elif form == "table":
             options.show(published_table(estimate.published, estimate.knobs))
         else:
             options.show_records(runs, form, {name: name for name in runs[0]} if runs else {})

@@ -82,6 +82,8 @@ def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, answer
     assert "number" not in answer("estimate", spec, "--explain", "baseline")
     assert flag("estimate", spec, "--explain", "baseline").out.startswith("Baseline on 2 x cpu: ")
     assert answer("estimate", spec, "--explain", "mbs=1, tp=2") == answer("explain", spec, "mbs=1, tp=2")
+    unknown = flag("estimate", spec, "--evidence")  # no run on this chip is published
+    assert (unknown.code, unknown.out, " cpu " in unknown.err) == (0, "", True)
 
 
 def test_a_plan_prints_its_assumptions_to_stdout(flag: Flag, tmp_path: Path) -> None:

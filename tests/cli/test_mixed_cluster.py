@@ -104,15 +104,17 @@ def test_what_a_mixed_cluster_cannot_do_is_refused(
     assert all(word in completed.err for word in named)
 
 
-def test_kinds_alone_with_another_implementation_are_named(
+def test_a_mixed_plan_has_the_layers_of_all_vendors_or_names_those_of_each(
     flag: Flag, spec: Callable[..., str], mixing: Callable[..., Mixing]
 ) -> None:
-    groups = [
-        {"chip": chip, "nodes": 1, "devices_per_node": 2, "nic_bytes_per_second": 1e10} for chip in ("H100-SXM", "C550")
-    ]
-    found = mixing(*groups)
+    def groups(*chips: str) -> list[dict[str, Any]]:
+        return [{"chip": chip, "nodes": 1, "devices_per_node": 2, "nic_bytes_per_second": 1e10} for chip in chips]
+
+    found = mixing(*groups("H100-SXM", "C550"))
+    assert {each.implementation for each in (*found.alone, found.mixed)} == {"transformer_engine"}
+    found = mixing(*groups("H100-SXM", "cpu"))
     assert {each.implementation for each in found.alone} != {found.mixed.implementation}
-    assert "train.implementation" in flag("estimate", spec(*groups)).out
+    assert "train.implementation" in flag("estimate", spec(*groups("H100-SXM", "cpu"))).out
 
 
 def test_an_estimate_compares_splits_of_layers_and_of_data_with_each_kind_alone(
