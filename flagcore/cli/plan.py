@@ -42,7 +42,6 @@ def estimate_command(
     top: int,
     every: bool,
     explain: str | None,
-    like: str | None,
     form: str,
     **arguments: Any,
 ) -> None:
@@ -58,9 +57,9 @@ def estimate_command(
     if spec is not None and explain is not None and form == "csv":
         raise click.UsageError(_("--explain does not support --format csv"))
     if spec is not None:
-        if explain is not None and like is not None:
+        if explain is not None and arguments["like"] is not None:
             raise click.UsageError(_("--explain and --like cannot be combined"))
-        _estimate_spec(spec, top, explain, like, form, distinct=not every and explain is None, **arguments)
+        _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
     elif jobs is not None:
         context = click.get_current_context()
         allowed = {"jobs", "without", *(("form",) if form == "jsonl" else ())}
@@ -79,12 +78,11 @@ def _estimate_jobs(jobs: str, without: tuple[str, ...]) -> None:
         click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
 
 
-def _estimate_spec(
-    spec: str | api.LoadedSpec, top: int, explain: str | None, like: str | None, form: str, **arguments: Any
-) -> None:
+def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:
     from flagcore import api
     from flagcore.report.estimate import estimate_columns, estimate_texts, published_table
 
+    like = arguments.pop("like")
     if (number := _number(explain)) is None or like is not None:
         objective = {"auto_tuner.objective": arguments["objective"]} if arguments["objective"] else {}
         changed, report_on = api.changed_spec(spec, objective), api.explain_like if like else api.explain_candidate

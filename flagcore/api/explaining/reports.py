@@ -68,9 +68,9 @@ def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]
     if predicted is None:
         return ILLEGAL, [*map(_broken_rule, subject.broken), *_values_outside_space(subject)], subject.broken
     if subject.row is None:
-        hopeless = [each for each in snapshot.problem.legality.bounds if each.broken(subject.columns).any()]
-        if hopeless and not list(_values_outside_space(subject)):
-            rules = [PruningRule(rule=each.name, message=each.message, trial=None) for each in hopeless]
+        bounds = [each for each in snapshot.problem.legality.bounds if each.broken(subject.columns).any()]
+        rules = [PruningRule(rule=each.name, message=each.message, trial=None) for each in bounds]
+        if rules and not list(_values_outside_space(subject)):
             return REMOVED, [*map(str, rules), needs_text(predicted["memory"])], rules
         not_listed = [_("not in the space: the values in auto_tuner.space cannot be combined to this candidate")]
         lines = [*(list(_values_outside_space(subject)) or not_listed), _(LEGAL[predicted["memory"].get("fits")])]

@@ -91,6 +91,10 @@ def _predicted(task: Task, columns: Columns, costs: Costs) -> Predictions:
     return Predictions.join(parts).take(order)
 
 
+WITHOUT_BOUNDS = {"pipeline_schedule", "offload_stages"}
+"""Settings with which other stages than the last two may need the least memory."""
+
+
 def least_seconds(task: Task, columns: Columns, costs: Costs) -> FloatArray:
     """Return a lower bound of the step time of each candidate, for any split of layers and any recompute.
 
@@ -98,7 +102,7 @@ def least_seconds(task: Task, columns: Columns, costs: Costs) -> FloatArray:
     candidates are faster, by up to 2%. The bound is 0 for other schedules than Megatron's own, and on several kinds of
     chips.
     """
-    if costs.further or not _has_bounds(task):
+    if costs.further or settings_in_force(task.spec).keys() & WITHOUT_BOUNDS:
         return np.zeros(columns[PP].shape)
     (train, layout), run_costs = base_inputs(task, _with_recompute(columns, (0, 0, 0, 0))), costs_in_run(costs)
     pace = Pace.from_blocks(train, layout, run_costs, Blocks.from_layout(train, layout, run_costs))
@@ -115,7 +119,7 @@ def least_share(task: Task, columns: Columns, costs: Costs) -> FloatArray:
     before it, which store the fewest micro-batches. The bound is 0 where that of `least_seconds` is, and NaN if the
     capacity is unknown.
     """
-    if costs.further or not _has_bounds(task):
+    if costs.further or settings_in_force(task.spec).keys() & WITHOUT_BOUNDS:
         return np.zeros(columns[PP].shape)
     train, layout = base_inputs(task, _with_recompute(columns, (1, FULL, UNIFORM, 1)))
     last, layout = layout.pipeline - 1.0, replace(layout, split=np.ones_like(layout.pipeline))
@@ -123,10 +127,6 @@ def least_share(task: Task, columns: Columns, costs: Costs) -> FloatArray:
     places, nowhere = (np.maximum(last - 1.0, 0.0), last), np.full_like(last, -1.0)
     ends = [stage_of(train, layout, place, layers, 0, nowhere, nowhere) for place in places]
     return np.minimum(*(each.used / each.capacity for each in stages_in_use(train, layout, costs, ends)))
-
-
-def _has_bounds(task: Task) -> bool:
-    return not settings_in_force(task.spec).keys() & {"pipeline_schedule", "offload_stages"}
 
 
 def _with_recompute(columns: Columns, codes: tuple[int, ...]) -> Columns:

@@ -312,21 +312,14 @@ def _layers_beside_empty_stage(train: Training, layout: Layout, *, early: bool) 
     return np.where(virtual > 1, virtual - 1.0 + np.maximum(kinds - 1.0, 0.0), 0.0)
 
 
-def _limits(
-    train: Training,
-    layout: Layout,
-    costs: Costs,
-    requested: BoolArray,
-    norm: FloatArray | None = None,
-    mtp: FloatArray | None = None,
-) -> FloatArray:
+def _limits(train: Training, layout: Layout, costs: Costs, requested: BoolArray, *ends: FloatArray) -> FloatArray:
     """Return the maximum number of layers that fits, as (candidates, leading layers, stages); 0 where not `requested`.
 
-    The final norm and multi-token prediction are on the stages `norm` and `mtp`, by default on the last one.
+    `ends` are the stages with the final norm and with multi-token prediction, by default the last one.
     """
     last, most = layout.pipeline - 1.0, np.zeros(requested.shape)
     rows, leading, stage = np.nonzero(requested)
-    end_stages = [(last if each is None else each)[rows] for each in (norm, mtp)]
+    end_stages = [each[rows] for each in ends or (last, last)]
     most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, *end_stages).limits()
     return most
 
