@@ -44,8 +44,9 @@ def memory_model_is_in_bytes(chip: Chip, model: MemoryModel) -> Problems:
     used, capacity = float(model.device_used_bytes(np.zeros(1))[0]), model.capacity_bytes()
     if memory and capacity is not None and capacity > memory:
         yield f"{chip.name}: capacity_bytes() is {capacity:g}, memory_bytes {memory:g}"
-    if used != 0 and not MIN_BYTES <= used <= IDLE_SHARE * (memory or 2**35):
-        yield f"{chip.name}: device_used_bytes(0) = {used:g}"
+    most = IDLE_SHARE * (memory or 2**35)
+    if used != 0 and not MIN_BYTES <= used <= most:
+        yield f"{chip.name}: device_used_bytes(0) of hooks.py = {used:g}, which is not within {MIN_BYTES:g} to {most:g}"
     if not 0 <= model.workspace_bytes() <= 2**32:
         yield f"{chip.name}: workspace_bytes() = {model.workspace_bytes():g}"
     buffers = communicator_bytes(model)
