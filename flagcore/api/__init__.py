@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flagcore.api.explaining.reports import compare, explain, explain_candidate
+    from flagcore.api.explaining.reports import compare, explain, explain_candidate, explain_like
     from flagcore.api.inputs import LoadedSpec, changed_spec, with_settings
     from flagcore.api.managing.calibration import calibrate, calibrations, summary
     from flagcore.api.managing.hosts import check_hosts
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from flagcore.report.explanation import Explanation
 
 NAMES = {
-    "api.explaining.reports": "compare explain explain_candidate",
+    "api.explaining.reports": "compare explain explain_candidate explain_like",
     "api.inputs": "LoadedSpec changed_spec with_settings",
     "api.managing.calibration": "calibrate calibrations summary",
     "api.managing.hosts": "check_hosts",

@@ -246,7 +246,7 @@ def _with_model(
     elif spec is not None or others.get("jobs") is not None:
         raise click.UsageError(_("--model replaces SPEC"))
     else:
-        spec = api.spec_of_model(model, engine=engine, nodes=nodes, devices=devices)
+        spec = api.spec_of_model(model, engine=engine, chip=others.get("chip"), nodes=nodes, devices=devices)
     return command(spec=spec, **others)
 
 

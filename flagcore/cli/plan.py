@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 @click.option("--all", "every", is_flag=True, help="List every candidate, not only the fastest of each layout.")
 @click.option("--evidence", is_flag=True, help="List the published runs on this chip, measured and predicted.")
 @click.option("--explain", metavar="ID", help="Show one candidate in detail, named as for `flag explain`.")
+@click.option("--like", metavar="NAME", help="Compare the layout of a published run, named by words of --evidence.")
 @options.output
 @options.plugins
 def estimate_command(
@@ -56,6 +57,8 @@ def estimate_command(
     if spec is not None and explain is not None and form == "csv":
         raise click.UsageError(_("--explain does not support --format csv"))
     if spec is not None:
+        if explain is not None and arguments["like"] is not None:
+            raise click.UsageError(_("--explain and --like cannot be combined"))
         _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
     elif jobs is not None:
         context = click.get_current_context()
@@ -79,11 +82,11 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
     from flagcore import api
     from flagcore.report.estimate import estimate_columns, estimate_texts, published_table
 
-    if (number := _number(explain)) is None:
+    like = arguments.pop("like")
+    if (number := _number(explain)) is None or like is not None:
         objective = {"auto_tuner.objective": arguments["objective"]} if arguments["objective"] else {}
-        changed = api.changed_spec(spec, objective)
-        report = api.explain_candidate(changed, str(explain), chip=arguments["chip"], without=arguments["without"])
-        _print(report, form)
+        changed, report_on = api.changed_spec(spec, objective), api.explain_like if like else api.explain_candidate
+        _print(report_on(changed, like or str(explain), chip=arguments["chip"], without=arguments["without"]), form)
         return
     estimate = api.estimate(spec, top=max(top, number), **arguments)
     if explain is not None:

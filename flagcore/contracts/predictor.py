@@ -7,6 +7,7 @@ import numpy as np
 
 from flagcore.contracts.plugin import Costs, PruningRule
 from flagcore.domain.knob import Knob
+from flagcore.domain.model import Model
 from flagcore.domain.prediction import Components, Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Task
@@ -47,15 +48,16 @@ class Predictor(ABC):
     """The knobs on which `least_seconds` and `least_share` depend. Empty if the engine has no such bounds."""
 
     def least_seconds(self, task: Task, columns: Columns, costs: Costs, /) -> FloatArray:
-        """Return a lower bound of the step time for all values of the knobs that are not in `bound_knobs`.
-
-        These knobs are not in `columns`. By default the bound is 0.
-        """
+        """Return a lower bound of the step time for any values of the knobs that are not in `bound_knobs`."""
         return np.zeros(_rows(columns))
 
     def least_share(self, task: Task, columns: Columns, costs: Costs, /) -> FloatArray:
         """Return a lower bound of the share of the memory in use, like `least_seconds`."""
         return np.zeros(_rows(columns))
+
+    def in_space(self, values: Mapping[str, KnobValue], model: Model, /) -> Mapping[str, KnobValue]:
+        """Return the knobs of a published run of `model`, with knobs of the space added that express other ones."""
+        return values
 
     def merges(self, task: Task, /) -> tuple[Merge, ...]:
         """Return the merges of equivalent candidates. By default there are none."""

@@ -195,14 +195,10 @@ SHOWN_RUNS = 3
 
 def published_table(runs: Sequence[PublishedRun], knobs: Knobs) -> str:
     """Return a table of published runs. Columns with ~ are predicted."""
+    figures = [map(shown, (each.measured, each.predicted, each.mfu)) for each in runs]
+    pairs = zip(runs, figures, strict=True)
     rows = [
-        [
-            each.run,
-            values_text(each.candidate, knobs),
-            *map(shown, (each.measured, each.predicted, each.mfu)),
-            each.source,
-        ]
-        for each in runs
+        [each.run, values_text(each.candidate, knobs), *shown_figures, each.source] for each, shown_figures in pairs
     ]
     return table([_("run"), _("candidate"), "tok/s/dev", "~tok/s/dev", "mfu", _("source")], rows)
 

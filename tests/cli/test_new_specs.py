@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from flagcore import api
 from tests.cli.conftest import FLAG, Answer, Flag
 
 CONFIG = {
@@ -103,6 +104,18 @@ def test_a_public_model_is_planned_without_a_file(flag: Flag, answer: Answer) ->
         assert flag("estimate", *options[:4], *wrong).code == 2
     assert flag("estimate", "spec.yaml", "--nodes", "2").code == 2
     assert "Qwen/Qwen3-8B" in flag("estimate", "--model", "Qwen/Qwen3-8", "--chip", "H100").err
+
+
+@pytest.mark.parametrize(
+    ("options", "clients"), [(("--tensor-parallel-size", "4"), 64), (("--data-parallel-size", "16"), 256), ((), 16)]
+)
+def test_the_clients_of_an_imported_command_grow_with_its_devices(
+    flag: Flag, options: tuple[str, ...], clients: int
+) -> None:
+    made = yaml.safe_load(flag("import", "--", "vllm", "serve", "Qwen/Qwen3-30B-A3B", *options).out)
+    assert made["serve"]["profile"]["concurrency"] == clients
+    named = {"chip": "H100", "devices": clients // 16}
+    assert api.spec_of_model("Qwen/Qwen3-8B", **named).data["serve"]["profile"]["concurrency"] == clients
 
 
 def test_public_models_are_listed_by_words_and_start_a_spec(flag: Flag) -> None:

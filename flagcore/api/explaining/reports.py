@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
@@ -11,8 +11,9 @@ import numpy as np
 
 from flagcore.api.candidate_parser import values_of
 from flagcore.api.explaining.subject import Subject, best_of
-from flagcore.api.inputs import SpecLike
+from flagcore.api.inputs import SpecLike, loaded_plugins
 from flagcore.api.planning.estimate import knob_record, plugin_notes
+from flagcore.api.planning.evidence import published_layout
 from flagcore.api.runs import no_best_error
 from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot
 from flagcore.domain.plan import count, failed_repeats
@@ -67,9 +68,9 @@ def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]
     if predicted is None:
         return ILLEGAL, [*map(_broken_rule, subject.broken), *_values_outside_space(subject)], subject.broken
     if subject.row is None:
-        hopeless = [each for each in snapshot.problem.legality.bounds if each.broken(subject.columns).any()]
-        if hopeless and not list(_values_outside_space(subject)):
-            rules = [PruningRule(rule=each.name, message=each.message, trial=None) for each in hopeless]
+        bounds = [each for each in snapshot.problem.legality.bounds if each.broken(subject.columns).any()]
+        rules = [PruningRule(rule=each.name, message=each.message, trial=None) for each in bounds]
+        if rules and not list(_values_outside_space(subject)):
             return REMOVED, [*map(str, rules), needs_text(predicted["memory"])], rules
         not_listed = [_("not in the space: the values in auto_tuner.space cannot be combined to this candidate")]
         lines = [*(list(_values_outside_space(subject)) or not_listed), _(LEGAL[predicted["memory"].get("fits")])]
@@ -233,6 +234,23 @@ def explain_candidate(
     of `flagcore.errors`.
     """
     return candidate_report(load_snapshot(where, chip, without), candidate)
+
+
+def explain_like(
+    spec: SpecLike, name: str, *, chip: str | None = None, without: Collection[str] = ()
+) -> CandidateReport:
+    """Explain the candidate of a spec with the layout of a published run, like `explain_candidate`.
+
+    `name`: words of the run's id or source. Of several runs, the nearest to the job is used. Knobs that the space does
+    not have are ignored, and the data-parallel size follows from the devices. Raises the errors of `flagcore.errors`.
+    """
+    snapshot = load_snapshot(spec, chip, without)
+    with loaded_plugins(without) as loaded:
+        title, layout = published_layout(snapshot.task, loaded, name)
+    knobs = [axis.knob for axis in snapshot.problem.space.axes if axis.knob != snapshot.problem.workload.replicas]
+    values = {knob: layout[knob] for knob in knobs if layout.get(knob) is not None}
+    report = candidate_report(snapshot, ", ".join(f"{knob}={value}" for knob, value in values.items()))
+    return replace(report, name=title)
 
 
 def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:

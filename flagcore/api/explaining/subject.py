@@ -152,14 +152,8 @@ class Subject:
         self, other: Subject, name: str, seconds: tuple[float, float], source: str, *, has_rounds: bool = False
     ) -> str:
         """Return a paragraph on where the candidate spends more or less time than `other`; see `causes_text`."""
-        return causes_text(
-            self.snapshot.task.spec.objective,
-            name,
-            seconds,
-            (other.predicted, self.predicted),
-            source,
-            has_rounds=has_rounds,
-        )
+        objective, predicted = self.snapshot.task.spec.objective, (other.predicted, self.predicted)
+        return causes_text(objective, name, seconds, predicted, source, has_rounds=has_rounds)
 
     def changes(self) -> dict[str, int]:
         """Return the rows of up to three alternatives to the candidate, by the kind of alternative.

@@ -224,6 +224,8 @@ def _not_one(
 TRAINING: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}
 SERVING: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency": 16}
 """The values that a new spec needs, by the kind of its engine, with their defaults."""
+USUAL_DEVICES = 8
+"""The number of devices of a node if nothing else is known."""
 
 
 def defaults_of(engine: str) -> Mapping[str, Any]:
@@ -253,15 +255,24 @@ def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mappin
 
 
 def spec_of_model(
-    model: str, *, engine: str | None = None, nodes: int | None = None, devices: int | None = None
+    model: str,
+    *,
+    engine: str | None = None,
+    chip: str | None = None,
+    nodes: int | None = None,
+    devices: int | None = None,
 ) -> LoadedSpec:
     """Return a spec for a model without a file, with the defaults of a new spec. Raises SpecError.
 
-    `engine`: None means the engine that is the default for plans. `devices`: the number per node; None means all.
+    `engine`: None means the engine that is the default for plans. `chip`: None means that of this machine. `devices`:
+    the number per node; None means all. The clients of servers are those of a new spec for each device.
     """
     engine = engine or _default_engine()
-    cluster = {"nodes": nodes or 1, **({} if devices is None else {"devices_per_node": devices})}
-    return LoadedSpec(UNNAMED, new_spec(engine, model, cluster, defaults_of(engine)).data)
+    cluster: dict[str, Any] = {"nodes": nodes or 1}
+    cluster |= {key: value for key, value in (("chip", chip), ("devices_per_node", devices)) if value is not None}
+    count = cluster["nodes"] * (devices or (USUAL_DEVICES if chip or nodes else 1))
+    values = {key: count * value if key == "concurrency" else value for key, value in defaults_of(engine).items()}
+    return LoadedSpec(UNNAMED, new_spec(engine, model, cluster, values).data)
 
 
 def _default_engine() -> str:

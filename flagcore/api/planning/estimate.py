@@ -31,10 +31,7 @@ from flagcore.report.formats import lookup
 from flagcore.report.text import serving_load_text
 from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, search_time, unmet_text
 from flagcore.tuner.problem import build_problem, candidate_columns, lacks_margin, no_launch_reason, rows_by_time
-from flagcore.tuner.stages.predict import (
-    limit,
-    model_table,
-)
+from flagcore.tuner.stages.predict import limit, model_table
 
 
 def estimate(
@@ -59,9 +56,8 @@ def estimate(
     task, order, mixing = problem.task, rows_by_time(problem), None
     if not order.size:
         is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups
-        raise NothingFits(
-            nothing_fits_text(problem, None if is_detected else partial(cheapest_change, problem, without))
-        )
+        change = None if is_detected else partial(cheapest_change, problem, without)
+        raise NothingFits(nothing_fits_text(problem, change))
     with loaded_plugins(without) as loaded:
         published = published_runs(task, loaded, None if evidence else NEAREST)
         if len(task.cluster.groups) > 1:
@@ -92,13 +88,7 @@ def estimate(
     )
 
 
-def build_problem_of_spec(
-    spec: SpecLike,
-    chip: str | None,
-    without: Collection[str],
-    *,
-    plan: bool = False,
-) -> Problem:
+def build_problem_of_spec(spec: SpecLike, chip: str | None, without: Collection[str], *, plan: bool = False) -> Problem:
     """Return the problem of a spec, optionally for another chip or as a `plan`.
 
     Raises SpecError and other FlagErrors.

@@ -8,9 +8,11 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.planning.jobs import predict_records
 from flagcore.domain.serving import ServeSpec
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Job, Task
-from flagcore.errors import FlagError
-from flagcore.plugins import LoadedPlugins
+from flagcore.errors import FlagError, UsageError
+from flagcore.i18n import N_, _
+from flagcore.plugins import LoadedPlugins, workload_of
 from flagcore.report.estimate import PublishedRun
 
 NEAREST = 8
@@ -19,24 +21,37 @@ NEAREST = 8
 
 def published_runs(task: Task, loaded: LoadedPlugins, limit: int | None = NEAREST) -> tuple[PublishedRun, ...]:
     """Return the published training runs on the task's kinds of chips, at most `limit` of them, the nearest first."""
+    nearest = _nearest(task, loaded)[:limit]
+    pairs = zip(nearest, predict_records([record for _, record in nearest], loaded), strict=True)
+    return tuple(_run(job, record, answer) for (job, record), answer in pairs if "step_time_s" in answer)
+
+
+def published_layout(task: Task, loaded: LoadedPlugins, name: str) -> tuple[str, Mapping[str, KnobValue]]:
+    """Return the nearest published run whose id or source contains all words of `name`: id and source, and its knobs.
+
+    Runs on the task's kinds of chips come first. Raises UsageError if there is no such run.
+    """
+    words, runs = name.casefold().split(), [*_nearest(task, loaded), *_nearest(task, loaded, others=True)]
+    for job, record in runs:
+        title = f"{job.id} ({record['source']})"
+        if all(word in title.casefold() for word in words):
+            return title, workload_of(task.spec.work).in_space(job.candidate, job.model)
+    text = N_("--like {name}: no published run contains these words; the nearest runs: {known}")
+    raise UsageError(_(text, name=name, known="; ".join(job.id for job, _record in runs[:3]) or _("none")))
+
+
+def _nearest(task: Task, loaded: LoadedPlugins, *, others: bool = False) -> list[tuple[Job, Mapping[str, Any]]]:
+    """Return the published training runs on the task's kinds of chips (or on `others`), the nearest first."""
     from flagcore.spec.jobs import read_job  # takes long to import
 
-    if isinstance(task.spec.work, ServeSpec):
-        return ()
     chips, engines, found = {group.chip.name for group in task.cluster.groups}, plugins.engines(), []
-    for record in loaded.published_runs():
+    for record in () if isinstance(task.spec.work, ServeSpec) else loaded.published_runs():
         with suppress(FlagError):
             job = read_job(record, engines)
             chip = loaded.find_chip(job.chip)
-            if chip and chip.name in chips and not isinstance(job.work, ServeSpec):
+            if chip and (chip.name not in chips) == others and not isinstance(job.work, ServeSpec):
                 found.append((_distance(task, job), job, record))
-    nearest = sorted(found, key=lambda each: each[0])[:limit]
-    answers = predict_records([record for _, _, record in nearest], loaded)
-    return tuple(
-        _run(job, record, answer)
-        for (_, job, record), answer in zip(nearest, answers, strict=True)
-        if "step_time_s" in answer
-    )
+    return [(job, record) for _, job, record in sorted(found, key=lambda each: each[0])]
 
 
 def _run(job: Job, record: Mapping[str, Any], answer: Mapping[str, Any]) -> PublishedRun:

@@ -129,14 +129,8 @@ class _Jobs:
             problem = f"is not a multiple of cluster.devices_per_node = {job.devices_per_node}"
             fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
             raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
-        cluster = (
-            chip.name,
-            job.devices // devices,
-            devices,
-            job.nic_bytes_per_second,
-            job.cpus_per_node,
-            job.work.engine,
-        )
+        host = job.nic_bytes_per_second, job.cpus_per_node, job.work.engine
+        cluster = (chip.name, job.devices // devices, devices, *host)
         (group, group_costs), workload = self._hardware(*cluster), self._engines[job.work.engine]
         spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
         if isinstance(job.work, ServeSpec):
@@ -201,13 +195,10 @@ def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], colu
     """
     knob_values: dict[str, KnobValue] = {}
     for knob in (each for rule in rules for each in (*rule.knobs, *(knob for knob in values if knob in rule.message))):
-        record_value = values.get(knob)
-        knob_values[knob] = (
-            record_value if isinstance(record_value, (str, bool)) or knob not in columns else int(columns[knob][row])
-        )
-    values_text = ", ".join(
-        f"{knob} = {value}" for knob, value in knob_values.items() if value is True or value not in OFF
-    )
+        value, is_column = values.get(knob), knob in columns
+        knob_values[knob] = int(columns[knob][row]) if is_column and not isinstance(value, (str, bool)) else value
+    known = {knob: value for knob, value in knob_values.items() if value is True or value not in OFF}
+    values_text = ", ".join(f"{knob} = {value}" for knob, value in known.items())
     return "; ".join(rule.message for rule in rules) + (f" (here {values_text})" if values_text else "")
 
 
@@ -301,10 +292,6 @@ def _observations(
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = np.log(measured_values) - np.log(expected)
         rows = np.flatnonzero(np.abs(ratio) < MAX_LOG_RATIO)
-        min_noise = MIN_NOISE if unit == 1.0 else MEMORY_NOISE
-        pairs.append(
-            Observations(
-                known_features.take(rows), ratio[rows], np.full(rows.size, min_noise), np.full(rows.size, number)
-            )
-        )
+        noise, numbers = np.full(rows.size, MIN_NOISE if unit == 1.0 else MEMORY_NOISE), np.full(rows.size, number)
+        pairs.append(Observations(known_features.take(rows), ratio[rows], noise, numbers))
     return pairs[0], pairs[1]

@@ -27,7 +27,7 @@ from flagcore.engines.megatron.mixed.rules import merges_with_meshes, with_meshe
 from flagcore.engines.megatron.space import knobs as knob_rows
 from flagcore.engines.megatron.space import options, production
 from flagcore.engines.megatron.space import rules as legality
-from flagcore.engines.megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
+from flagcore.engines.megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns, in_space
 from flagcore.engines.megatron.space.rules import DIST_OPT, DP, EP, PP, RECOMPUTE, SP, TP
 
 
@@ -65,6 +65,7 @@ class Megatron(contracts.Workload):
     bound_knobs = tuple(knob.name for knob in SPACE_KNOBS if knob.name not in meshes.RECOMPUTE_KNOBS)
     least_seconds = staticmethod(prediction.least_seconds)
     least_share = staticmethod(prediction.least_share)
+    in_space = staticmethod(in_space)
     labels = prediction.LABELS
     predict = staticmethod(prediction.predict)
     components = staticmethod(prediction.components)

@@ -15,20 +15,8 @@ from flagcore.engines.megatron.layers.fastest import fit_splits, layouts, split_
 from flagcore.engines.megatron.layers.partition import leading_layers
 from flagcore.engines.megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
 from flagcore.engines.megatron.layers.stages import LAYOUT, parse_layout
-from flagcore.engines.megatron.mixed.meshes import (
-    ALL_REPLICAS,
-    MESHES,
-    MICROBATCHES,
-    PP,
-    RECOMPUTE_KNOBS,
-    Meshes,
-    by_kinds,
-    groups_of_row,
-    on_rank,
-    stage_devices,
-    together,
-    with_stage,
-)
+from flagcore.engines.megatron.mixed import meshes as mixed
+from flagcore.engines.megatron.mixed.meshes import ALL_REPLICAS, MESHES, MICROBATCHES, PP, RECOMPUTE_KNOBS, Meshes
 from flagcore.engines.megatron.mixed.trials import plain_values
 from flagcore.engines.megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM, candidate_columns
 from flagcore.engines.megatron.space.knobs import columns as row_of
@@ -66,9 +54,9 @@ NETWORK_PARTS = ("cp_comm_s", "ep_comm_s", "pp_comm_s", "dp_comm_exposed_s")
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
     """Return the predicted device memory in bytes and step time in seconds, for each candidate in `columns`."""
     parts, order = [], []
-    for rows, meshes in by_kinds(task, columns, costs):
+    for rows, meshes in mixed.by_kinds(task, columns, costs):
         results = [_predicted(task, *each) for each in meshes]
-        result = results[0] if len(results) == 1 else together(results, [each[PP] for each, _ in meshes])
+        result = results[0] if len(results) == 1 else mixed.together(results, [each[PP] for each, _ in meshes])
         capacity = np.nan if result.capacity_bytes is None else result.capacity_bytes
         parts.append(replace(result, capacity_bytes=capacity * np.ones(rows.size)) if costs.further else result)
         order.append(rows)
@@ -91,6 +79,10 @@ def _predicted(task: Task, columns: Columns, costs: Costs) -> Predictions:
     return Predictions.join(parts).take(order)
 
 
+WITHOUT_BOUNDS = {"pipeline_schedule", "offload_stages"}
+"""Settings with which other stages than the last two may need the least memory."""
+
+
 def least_seconds(task: Task, columns: Columns, costs: Costs) -> FloatArray:
     """Return a lower bound of the step time of each candidate, for any split of layers and any recompute.
 
@@ -98,7 +90,7 @@ def least_seconds(task: Task, columns: Columns, costs: Costs) -> FloatArray:
     candidates are faster, by up to 2%. The bound is 0 for other schedules than Megatron's own, and on several kinds of
     chips.
     """
-    if costs.further or not _has_bounds(task):
+    if costs.further or settings_in_force(task.spec).keys() & WITHOUT_BOUNDS:
         return np.zeros(columns[PP].shape)
     (train, layout), run_costs = base_inputs(task, _with_recompute(columns, (0, 0, 0, 0))), costs_in_run(costs)
     pace = Pace.from_blocks(train, layout, run_costs, Blocks.from_layout(train, layout, run_costs))
@@ -115,7 +107,7 @@ def least_share(task: Task, columns: Columns, costs: Costs) -> FloatArray:
     before it, which store the fewest micro-batches. The bound is 0 where that of `least_seconds` is, and NaN if the
     capacity is unknown.
     """
-    if costs.further or not _has_bounds(task):
+    if costs.further or settings_in_force(task.spec).keys() & WITHOUT_BOUNDS:
         return np.zeros(columns[PP].shape)
     train, layout = base_inputs(task, _with_recompute(columns, (1, FULL, UNIFORM, 1)))
     last, layout = layout.pipeline - 1.0, replace(layout, split=np.ones_like(layout.pipeline))
@@ -123,10 +115,6 @@ def least_share(task: Task, columns: Columns, costs: Costs) -> FloatArray:
     places, nowhere = (np.maximum(last - 1.0, 0.0), last), np.full_like(last, -1.0)
     ends = [stage_of(train, layout, place, layers, 0, nowhere, nowhere) for place in places]
     return np.minimum(*(each.used / each.capacity for each in stages_in_use(train, layout, costs, ends)))
-
-
-def _has_bounds(task: Task) -> bool:
-    return not settings_in_force(task.spec).keys() & {"pipeline_schedule", "offload_stages"}
 
 
 def _with_recompute(columns: Columns, codes: tuple[int, ...]) -> Columns:
@@ -176,7 +164,7 @@ def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
     if not balanced(columns).any():
         return []
     layers_by_row: dict[int, list[int]] = {}
-    for rows, meshes in by_kinds(task, columns, costs):
+    for rows, meshes in mixed.by_kinds(task, columns, costs):
         if len(meshes) > 1:
             continue
         train, layout = inputs(task, *meshes[0])
@@ -202,7 +190,7 @@ def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) 
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
     """Return the weights and the peak bytes by component, for a rank of the given stage of each candidate."""
     found: dict[str, dict[str, FloatArray]] = {}
-    for rows, row_columns, group_costs in with_stage(task, columns, stages, costs):
+    for rows, row_columns, group_costs in mixed.with_stage(task, columns, stages, costs):
         train, layout = inputs(task, row_columns, group_costs)
         index, placement = stages[rows].astype(np.float64), Placement.from_layout(layout, group_costs)
         index = index % layout.pipeline
@@ -233,9 +221,9 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
 
     Ranks are in Megatron's order tp-cp-ep-dp-pp.
     """
-    row, group_costs, rank = on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
+    row, group_costs, rank = mixed.on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
     train, layout = inputs(task, row, group_costs)
-    stage_ends, placement = np.cumsum(stage_devices(task, row)), Placement.from_layout(layout, group_costs)
+    stage_ends, placement = np.cumsum(mixed.stage_devices(task, row)), Placement.from_layout(layout, group_costs)
     number = np.searchsorted(stage_ends, [rank], side="right")
     index = np.minimum(number, stage_ends.size - 1).astype(np.float64)
     rank_stage = stage(train.model, layout, index, train.options)
@@ -416,7 +404,7 @@ def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue
     values = plain_values(task, candidate)
     if values.pop(SPLIT, None) != "balanced":
         return values
-    ((_, ((row, costs), *_)),) = by_kinds(task, row_of(task, candidate.as_dict()), platform.costs)
+    ((_, ((row, costs), *_)),) = mixed.by_kinds(task, row_of(task, candidate.as_dict()), platform.costs)
     (text,) = layouts(*inputs(task, row, costs))
     return values | ({LAYOUT: text, LAYERS_PER_VIRTUAL: None} if text else {})
 
@@ -428,8 +416,8 @@ def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:
     unknown.
     """
     row = {knob: values[:1] for knob, values in columns.items()}
-    order, all_passes = groups_of_row(task, row), []
-    ((_, parts),) = by_kinds(task, row, costs)
+    order, all_passes = mixed.groups_of_row(task, row), []
+    ((_, parts),) = mixed.by_kinds(task, row, costs)
     for number, (subset, group_costs) in enumerate(parts):
         if (pipeline_passes := step.passes(*inputs(task, subset, group_costs), group_costs)) is None:
             return []

@@ -287,11 +287,17 @@ def _splits_with_mtp(
     """
     mtp, empty = layout.pipeline - 1.0 - early, _layers_beside_empty_stage(train, layout, early=early)
     at_least: FloatArray | float = empty[:, 0] + 1.0
-    if early or is_empty:
-        most = _limits_with_mtp(train, layout, costs, most, (mtp - is_empty) % layout.pipeline, mtp)
+    place, last = np.arange(most.shape[2]), layout.pipeline[:, None, None] - 1.0
+    if (early or is_empty) and costs is None:  # an upper bound: only the last stage may hold less than usual
+        most = np.where(place == last, float(train.model.num_layers), most)
+    elif costs is not None and (early or is_empty):
+        norm = (mtp - is_empty) % layout.pipeline
+        changed = (place >= np.minimum(mtp[:, None, None], last - 1.0)) | (place == norm[:, None, None])
+        changed = changed & _possible(train, layout)
+        most = np.where(changed, _limits(train, layout, costs, changed, norm, mtp), most)
     if is_empty:
-        index, place, at_least = np.arange(mtp.size), mtp.astype(np.int64), 0.0
-        most[index, :, place] = np.minimum(most[index, :, place], empty)
+        index, at_mtp, at_least = np.arange(mtp.size), mtp.astype(np.int64), 0.0
+        most[index, :, at_mtp] = np.minimum(most[index, :, at_mtp], empty)
     return best_splits(train, layout, paces, most, at_least, early=early)
 
 
@@ -306,37 +312,14 @@ def _layers_beside_empty_stage(train: Training, layout: Layout, *, early: bool) 
     return np.where(virtual > 1, virtual - 1.0 + np.maximum(kinds - 1.0, 0.0), 0.0)
 
 
-def _limits_with_mtp(
-    train: Training, layout: Layout, costs: Costs | None, most: FloatArray, norm: FloatArray, mtp: FloatArray
-) -> FloatArray:
-    """Return the layer limits `most`, updated for another place of the final norm and multi-token prediction.
-
-    They move to the stages `norm` and `mtp`. Without `costs`, the result is an upper bound: the last stage, which then
-    holds less, has no limit.
-    """
-    place = np.arange(most.shape[2])
-    if costs is None:
-        return np.where(place == layout.pipeline[:, None, None] - 1.0, float(train.model.num_layers), most)
-    changed = (place >= np.minimum(mtp, layout.pipeline - 2.0)[:, None]) | (place == norm[:, None])
-    is_computed = _possible(train, layout) & changed[:, None]
-    return np.where(is_computed, _limits(train, layout, costs, is_computed, norm, mtp), most)
-
-
-def _limits(
-    train: Training,
-    layout: Layout,
-    costs: Costs,
-    requested: BoolArray,
-    norm: FloatArray | None = None,
-    mtp: FloatArray | None = None,
-) -> FloatArray:
+def _limits(train: Training, layout: Layout, costs: Costs, requested: BoolArray, *ends: FloatArray) -> FloatArray:
     """Return the maximum number of layers that fits, as (candidates, leading layers, stages); 0 where not `requested`.
 
-    The final norm and multi-token prediction are on the stages `norm` and `mtp`, by default on the last one.
+    `ends` are the stages with the final norm and with multi-token prediction, by default the last one.
     """
     last, most = layout.pipeline - 1.0, np.zeros(requested.shape)
     rows, leading, stage = np.nonzero(requested)
-    end_stages = [(last if each is None else each)[rows] for each in (norm, mtp)]
+    end_stages = [each[rows] for each in ends or (last, last)]
     most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, *end_stages).limits()
     return most
 

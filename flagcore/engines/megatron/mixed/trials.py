@@ -79,9 +79,8 @@ def shares(task: Task, candidate: Candidate) -> list[dict[str, Any]]:
     number = int(table.number(row[MESHES])[0])
     for mesh_columns in table.of_replicas(row, number, task.spec.train.global_batch_size):
         values = {knob: BY_NAME[knob].axis(()).decode(int(mesh_columns[knob][0])) for knob in (MBS, *RECOMPUTE_KNOBS)}
-        replicas.append(
-            {"replicas": int(mesh_columns[DP][0]), "microbatches": int(mesh_columns[MICROBATCHES][0]), "values": values}
-        )
+        count, microbatches = (int(mesh_columns[knob][0]) for knob in (DP, MICROBATCHES))
+        replicas.append({"replicas": count, "microbatches": microbatches, "values": values})
     return replicas
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import yaml
 
 from flagcore.domain.knob import Flag, Knob, Requirement
+from flagcore.domain.model import Model
 from flagcore.domain.space import Axis, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.megatron.mixed import meshes
@@ -128,6 +129,14 @@ def _column(knob: Knob, value: KnobValue) -> IntArray:
     except (ValueError, TypeError):
         raise SpecError(key=knob.name, value=value, problem="is not a valid value of this knob") from None
     return np.array([code], dtype=np.int64)
+
+
+def in_space(values: Mapping[str, KnobValue], model: Model) -> Mapping[str, KnobValue]:
+    """Return the knobs of a run of `model`, with the length of a virtual stage if there is a number of them."""
+    number = int(values.get("virtual_pipeline_model_parallel_size") or 1)
+    stages = number * int(values.get("pipeline_model_parallel_size") or 1)
+    length = -(-model.num_layers // stages)
+    return {**values, "num_layers_per_virtual_pipeline_stage": length} if number > 1 else values
 
 
 def _virtual_stage_lengths(layers: int) -> list[int]:

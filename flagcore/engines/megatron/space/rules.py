@@ -303,12 +303,10 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
 
 def _requirement_rules(task: Task, settings: Settings) -> Iterator[Rule]:
     """Yield a rule that rejects every candidate, for each setting that requires another setting that is off."""
+    is_flex = settings.get("moe_token_dispatcher_type") == "flex"
     requirements = {
         "overlap_param_gather": ("overlap_grad_reduce", settings.get("overlap_grad_reduce")),
-        "moe_flex_dispatcher_backend": (
-            "moe_token_dispatcher_type: flex",
-            settings.get("moe_token_dispatcher_type") == "flex",
-        ),
+        "moe_flex_dispatcher_backend": ("moe_token_dispatcher_type: flex", is_flex),
         "fp8_recipe": ("fp8_format", "fp8" in precision(task.spec.train, settings)),
         "cuda_graph_scope": ("cuda_graph_impl", settings.get("cuda_graph_impl", "none") != "none"),
     }

@@ -30,6 +30,8 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1
 _HOSTS = "nnodes"
 NODE = 8
 """Number of devices of a usual host, assumed for a command whose devices do not fit on one host."""
+CLIENTS = 16
+"""The number of clients for each device in the spec of a command, which does not contain the load."""
 Pair: TypeAlias = tuple[str, list[str]]
 """A flag, with its dashes, and its values."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
@@ -64,7 +66,7 @@ def spec_of_command(
     notes.note(
         "serve.profile", "is not in the command: set the lengths and the number of your requests", "serve.profile"
     )
-    load = {**_lengths(engine_args), "concurrency": 16}
+    load = {**_lengths(engine_args), "concurrency": CLIENTS}
     serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
     if not is_default:
         serve["command"] = [os.path.abspath(directory / each) if "/" in each else each for each in program]
@@ -78,6 +80,7 @@ def spec_of_command(
         notes.note("replicas", f"{start.instances}: the instances of the baseline", f"auto_tuner.baseline.{INSTANCES}")
     cluster: dict[str, Any] = {"chip": "auto"}
     devices = math.prod(baseline.get(name, 1) for name in (INSTANCES, TP, PP, DP))
+    load["concurrency"] *= devices
     if engine_args.pop(engine.program.expert_switch, False):
         baseline[EP] = devices // (baseline.get(PP, 1) * baseline.get(INSTANCES, 1))
     if devices > 1 or engine.split_by == TP:
