@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 _PLACEHOLDER = re.compile("<([^<>]+)>")
-_UNUSABLE = re.compile(r"\{\{|^(?!hf://)\w+://")
+_UNUSABLE = re.compile(r"\{\{|^(?!(pvc\+)?hf://)\w+://")
 """A pattern of values that name no model here: templates, and addresses of other storage than a model hub."""
 
 
@@ -53,7 +53,7 @@ class _Section:
         for each in path.split("|"):
             value = each.strip("'") if each.startswith("'") else self._at(each)
             if value is not None and not (isinstance(value, str) and _UNUSABLE.search(value)):
-                return value.removeprefix("hf://") if isinstance(value, str) else value
+                return re.sub("^hf://|^pvc.hf://[^/]+/", "", value) if isinstance(value, str) else value
         return None
 
     def _at(self, path: str) -> Any:

@@ -9,10 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import yaml
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import legal_candidate
@@ -43,7 +45,7 @@ from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.convert import engines_of
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
-from flagcore.spec.plain_data import package_yaml, read_text
+from flagcore.spec.plain_data import read_text
 from flagcore.spec.public import absolute_model
 from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.serving import ProfileSection, ServeSection
@@ -150,7 +152,8 @@ def _read_start(
 
 def _engine_table(name: str) -> Mapping[str, Mapping[str, Any]]:
     """Return a table of the engines' package."""
-    return cast("Mapping[str, Mapping[str, Any]]", package_yaml("flagcore.engines", f"{name}.yaml"))
+    text = files("flagcore.engines").joinpath(f"{name}.yaml").read_text("utf-8")
+    return cast("Mapping[str, Mapping[str, Any]]", yaml.safe_load(text))  # tables contain merge keys
 
 
 def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
