@@ -64,7 +64,8 @@ class _Section:
             elif isinstance(node, list) and key.isdecimal():
                 node = node[int(key)] if int(key) < len(node) else None
             elif isinstance(node, list):  # a list of variables
-                node = next((each.get("value") for each in node if each.get("name") == key), None)
+                rows = (each for each in node if isinstance(each, Mapping) and each.get("name") == key)
+                node = next((each.get("value") for each in rows), None)
             else:
                 return None
         return node
@@ -93,17 +94,18 @@ class _Section:
         if model := self.text(table.get("model", "")):
             args = [model, *args]
         words = table.get("command") or ()
+        script = self.value(table["script"]) if "script" in table else ""
         command = self.value(words) if isinstance(words, str) else [word for each in words if (word := self.text(each))]
         keys = ("devices", "hosts", "instances", "envs")
         known = {key: self.value(table[key]) for key in keys if key in table}
         read = {each.rpartition(".env.")[2] for each in table.get("args", ()) if isinstance(each, str)}
         if isinstance(known.get("envs"), list):
-            known["envs"] = [each for each in known["envs"] if each.get("name") not in read]
+            known["envs"] = [each for each in known["envs"] if isinstance(each, str) or each.get("name") not in read]
         return {
             "image": self.text(table.get("image", "")),
             "command": command or None,
             "args": [*_renamed(args, table.get("renamed", {}))],
-            "script": self.value(table["script"]) if "script" in table else "",
+            "script": "\n".join(script) if isinstance(script, list) else str(script or ""),
             "role": table.get("role", ""),
             "job": table.get("job", {}),
             **known,

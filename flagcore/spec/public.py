@@ -8,29 +8,8 @@ from typing import Any
 
 from flagcore.spec.plain_data import package_yaml
 
-FORMATS = {
-    **dict.fromkeys(("awq", "gptq", "int4", "w4a16", "4bit", "bnb"), "int4"),
-    **dict.fromkeys(("int8", "w8a8", "8bit"), "int8"),
-    **dict.fromkeys(("fp8", "w8a8fp8"), "fp8"),
-    **dict.fromkeys(("nvfp4", "fp4"), "nvfp4"),
-    "bf16": "bf16",
-}
-"""The format of the weights that a word at the end of a repository's name means."""
-_SAME_SHAPE = {
-    "instruct",
-    "chat",
-    "it",
-    "hf",
-    "base",
-    "pt",
-    "thinking",
-    "dynamic",
-    "block",
-    "static",
-    "gguf",
-    "quantized",
-}
-"""Words at the end of a name that do not change the shape, besides formats and dates such as 2507."""
+_NAMES = package_yaml(__package__, "names.yaml")
+FORMATS, _SAME_SHAPE = _NAMES["formats"], _NAMES["same_shape"]
 
 
 @lru_cache(maxsize=1)

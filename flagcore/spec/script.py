@@ -24,6 +24,8 @@ SCRIPT_FIX = "give the command that the script starts, such as torchrun, instead
 SHELLS = ("bash", "sh", "dash")
 HOSTS_FUNCTION = "() { local i; for ((i = 0; i < ${SLURM_NNODES:-1}; i++)); do echo localhost; done; }"
 """A shell function that replaces Slurm's `scontrol` outside an allocation. Scripts list their hosts with it."""
+TRACE_FUNCTIONS = tuple(f"BASH_FUNC_{name}%%" for name in ("scontrol", "tee", "xargs"))
+"""Functions that the tracer defines. A script may export its own, for the shells that it starts."""
 IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_")
 
 
@@ -132,7 +134,7 @@ def _read_record(file: Path, environment: Mapping[str, str]) -> tuple[str, Recor
 def _variables(entries: Iterable[str]) -> Iterable[tuple[str, str]]:
     for entry in entries:
         name, equals, value = entry.partition("=")
-        if equals and not name.startswith("BASH_FUNC_"):
+        if equals and name not in TRACE_FUNCTIONS:
             yield name, value
 
 

@@ -68,11 +68,15 @@ def starts_of(
             documents = list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
         except yaml.YAMLError as error:
             raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
-        starts = [
-            start
-            for each in documents
-            for start in (*_services(each, images), *_pods(each, images), *_declared(each, images, tables))
-        ] or [start for each in _containers(documents) for start in _pods(each, images)]
+        try:
+            starts = [
+                start
+                for each in documents
+                for start in [*_declared(each, images, tables)] or (*_services(each, images), *_pods(each, images))
+            ] or [start for each in _containers(documents) for start in _pods(each, images)]
+        except (AttributeError, TypeError) as error:  # nodes are read without a check of their types
+            problem = _("the file has another structure than a manifest or a compose file: {reason}", reason=error)
+            raise UsageError(problem) from None
     else:
         joined = _BROKEN_LINE.sub("\\\n", text)
         script = ("bash", "-c", joined) if joined != text or not words else tuple(words)
@@ -147,7 +151,8 @@ def _container(start: Start, image: str, entry: Any, args: Any, images: Mapping[
     for name, entry_point in images.items():
         known, _colon, tags = name.partition(":")
         if f"/{repository}".endswith(f"/{known}") and tag.startswith(tags):
-            program, release = entry_point if entry is None else program, _RELEASE.match(tag)
+            program = entry_point if entry is None else program
+            release = release or (_RELEASE.match(tag) if "/" in known else None)  # others number images of their own
     words = _filled((*program, *_words(args)), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
     return replace(start, words=words, version=release[1] if release else "")
 
@@ -169,7 +174,7 @@ def _services(document: Any, images: Mapping[str, Sequence[str]]) -> Iterator[St
             devices=_number(counts[0]),
             instances=_number(deploy.get("replicas")) or _number(service.get("scale")) or 1,
         )
-        yield _container(start, service.get("image", ""), service.get("entrypoint"), service.get("command"), images)
+        yield _container(start, service.get("image") or "", service.get("entrypoint"), service.get("command"), images)
 
 
 def _pods(node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, instances: int = 1) -> Iterator[Start]:
@@ -186,7 +191,7 @@ def _pods(node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, ins
             devices = _count(resources.get("limits") or resources.get("requests"))
             envs = _variables(each.get("env"))
             start = Start(envs=envs, devices=devices, hosts=hosts, instances=instances)
-            yield _container(start, each.get("image", ""), each.get("command"), each.get("args"), images)
+            yield _container(start, each.get("image") or "", each.get("command"), each.get("args"), images)
     elif isinstance(group := node.get("leaderWorkerTemplate"), Mapping):
         template = group.get("leaderTemplate") or group.get("workerTemplate")
         copies = _number(node.get("replicas")) or 1

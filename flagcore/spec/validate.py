@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import N_, _
-from flagcore.spec.plain_data import KeyPath, key_text, spec_error
+from flagcore.spec.plain_data import KeyPath, key_text, package_yaml, spec_error
 
 BYTES_PATTERN = r"^([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(?:([KMGT])(i?))?B$"
 MAX_PROBLEMS = 20
@@ -26,24 +26,7 @@ LISTED_KEYS = 4
 DID_YOU_MEAN = N_("did you mean {name}?")
 Schema = Mapping[str, Any]
 M = TypeVar("M", bound=BaseModel)
-ALIASES = {
-    "num_layers": ("num_hidden_layers", "n_layer"),
-    "hidden_size": ("n_embd", "d_model"),
-    "ffn_hidden_size": ("intermediate_size", "d_ff"),
-    "num_attention_heads": ("n_head", "num_heads", "heads"),
-    "num_query_groups": ("num_key_value_heads", "num_kv_heads", "kv_heads"),
-    "num_moe_experts": ("num_experts", "num_local_experts"),
-    "moe_router_topk": ("num_experts_per_tok",),
-    "chip": ("device", "gpu", "accelerator", "type"),
-    "devices_per_node": ("gpus", "num_gpus", "num_devices", "ngpus", "nproc_per_node"),
-    "precision": ("dtype", "torch_dtype"),
-    "engine": ("backend", "framework"),
-    "bucket_config": ("random_mm_bucket_config", "sizes"),
-    "base_items_per_request": ("random_mm_base_items_per_request", "image_batch_size"),
-    "num_mm_items_range_ratio": ("random_mm_num_mm_items_range_ratio",),
-}
-"""Names that other tools and model files use for keys of a spec. Suggestions need them, because they are not similar to
-these keys."""
+ALIASES = package_yaml(__package__, "names.yaml")["aliases"]
 
 
 class Section(BaseModel):

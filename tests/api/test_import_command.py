@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,6 @@ from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.contracts import ImportedSpec
 from flagcore.errors import SpecError, UsageError
 from flagcore.spec.importing import commented_yaml
-from flagcore.tuner.stages.launch import planned_launch
 
 CONFIG = {
     "model_type": "qwen3",
@@ -36,6 +36,8 @@ SERVERS = {
     "--context-length 4096 --random-seed 1",
     "lmdeploy": "lmdeploy serve api_server model --tp 2 --max-batch-size 64 --server-port 23333",
 }
+
+SIZED = TRAINING.replace("--tokenizer-type HuggingFaceTokenizer --tokenizer-model model", "--vocab-size 32000")
 
 
 @pytest.fixture(autouse=True)
@@ -73,21 +75,64 @@ def test_a_training_command_is_its_own_baseline(words: list[str], tmp_path: Path
     assert not values["use_recompute"]
 
 
-@pytest.mark.parametrize("engine", SERVERS)
-def test_the_baseline_of_a_server_starts_with_the_same_arguments(engine: str, tmp_path: Path) -> None:
-    imported = api.read_command(engine, [SERVERS[engine]], chip="H100-SXM")
-    assert imported.data["cluster"]["devices_per_node"] == 2
-    assert any("port" in key for key in keys(imported))
-    imported.data["serve"]["command"] = ["true"]  # the engine is not installed
-    problem = build_problem_of_spec(imported.data, None, (), plan=True)
-    launch = planned_launch(problem.platform, problem.baseline, str(tmp_path), for_real=True)
-    words = [word.lstrip("-") for word in launch.argv]
-    assert "64" in words
-    assert "2" in words
-    assert str(tmp_path / "model") in words
-    for flag, value in imported.data["serve"]["engine_args"].items():
-        assert flag in words
-        assert value is True or str(value) in words
+INPUTS = {
+    "command": (f"torchrun --nproc-per-node=4 pretrain_gpt.py {SIZED}", "megatron slurm kubernetes"),
+    "job.sbatch": (
+        "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=4\nexport NCCL_DEBUG=INFO\nsrun torchrun --nproc-per-node=4 "
+        f"--nnodes=2 --node-rank=$SLURM_NODEID pretrain_gpt.py {SIZED}",
+        "megatron slurm kubernetes",
+    ),
+    "docker": (
+        "docker run -e A=1 vllm/vllm-openai:v0.11.0 --model model -tp 2 --max-num-seqs 8 --async-scheduling",
+        "compose kubernetes",
+    ),
+    "same.sh": ("vllm serve model --port 1 &\nvllm serve model --port 2 &", "vllm slurm compose kubernetes"),
+    "config": ("vllm serve --config c.yaml -dp 2 --seed 3", "vllm slurm"),
+    "unit.service": (f"[Service]\nExecStart={SERVERS['sglang']}", "sglang slurm compose kubernetes"),
+    "hosts.sbatch": ("#SBATCH -N 2\nsrun vllm serve model -tp 8 -pp 2 --nnodes 2", "slurm kubernetes"),
+    "apart.yaml": (
+        "services: {p: {image: 'lmsysorg/sglang:v0.5.5', command: python3 -m sglang.launch_server --model-path model "
+        "--disaggregation-mode prefill}, d: {image: 'lmsysorg/sglang:v0.5.5', command: python3 -m sglang.launch_server "
+        "--model-path model --disaggregation-mode decode --tp 2}}",
+        "slurm compose kubernetes",
+    ),
+    "values.yaml": (
+        "servingEngineSpec: {modelSpec: [{repository: vllm/vllm-openai, tag: v0.11.0, modelURL: model, "
+        "replicaCount: 2, vllmConfig: {tensorParallelSize: 2}}]}",
+        "compose kubernetes",
+    ),
+    "lmdeploy": (SERVERS["lmdeploy"], "lmdeploy slurm compose kubernetes"),
+    "llama-server": ("llama-server -m model -np 4 -c 8192 --cache-ram 0", "llamacpp slurm compose kubernetes"),
+}
+IMAGES = {"vllm": "vllm/vllm-openai:v0.11.0", "sglang": "lmsysorg/sglang:v0.5.5"}
+OWN = {"GEMS_VENDOR", "CUDA_DEVICE_MAX_CONNECTIONS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES"}
+
+
+def shown(data: Any) -> list[Any]:
+    """The data of a spec without what only states a default, and without the variables that flagcore adds."""
+    work = data.get("train") or data["serve"]
+    baseline = {name: value for name, value in data["auto_tuner"]["baseline"].items() if value != 1}
+    envs = {name for name in data.get("envs", {}) if not name.startswith("SLURM")} - OWN
+    others = {name: work.get(name) for name in ("engine", "engine_args", "seq_length", "global_batch_size")}
+    return [data["model"], {"nodes": 1, **data["cluster"]}, baseline, envs, others]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INPUTS)
+def test_an_export_comes_back_as_the_same_spec(name: str, tmp_path: Path) -> None:
+    text, targets = INPUTS[name]
+    (tmp_path / "c.yaml").write_text("model: model\nmax-model-len: 4096\n")
+    (tmp_path / name).write_text(text)
+    imported = api.read_command(None, [name if "." in name else text], chip="H100-SXM")
+    data: Any = imported.data
+    engine = (data.get("train") or data["serve"])["engine"]
+    data["auto_tuner"]["space"] = dict(data["auto_tuner"]["baseline"])
+    (tmp_path / "spec.yaml").write_text(commented_yaml(imported))
+    for target in targets.split():
+        options = {"image": IMAGES.get(engine, "image:1")}
+        file = api.export("spec.yaml", target, "baseline", output=f"out-{target}", name="job", options=options).files[0]
+        again = api.read_command(None, [str(file)], chip="H100-SXM").data
+        assert shown(again) == shown(data), target
 
 
 def test_several_values_are_noted_and_comments_stand_above_their_keys() -> None:

@@ -77,7 +77,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     argv += ["--server-name", address(task), "--server-port", PORT, "--log-level", "INFO", "--max-log-len", "0"]
     argv += knobs.arguments(PROGRAM.knobs, values)
     argv += as_words(PROGRAM.parse(spec).others, has_negation=False)
-    return Instance(argv=tuple(argv), environment={"HF_HUB_OFFLINE": "1"})
+    return Instance(argv=tuple(argv), environment={} if spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1"})
 
 
 def _rules(task: Task) -> tuple[Rule, ...]:

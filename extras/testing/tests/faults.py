@@ -195,6 +195,7 @@ ENGINES = (
     support("engine_support_is_valid", "preload='torch_acme'", "flagcore_engine_support"),
     support("engine_support_is_complete", "distributed_backend=None", "megatron"),
     support("engine_support_is_complete", "reason=''", "megatron"),
+    Fault("engine_support_is_complete", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: nccl, stack: {implementation: local, settings: {moe_groupd_gemm: true}, source: {kind: estimated, method: a guess}}", "moe_groupd_gemm"),
     support("engine_support_is_complete", "visible_devices=('ACME VISIBLE',)", "ACME VISIBLE", also=("visible_devices_are_respected",)),
     Fault("rules_of_engines_are_complete", QUIRKS, "acme_no_block", "no block", "no block"),
     Fault("rules_of_engines_name_known_values", QUIRKS, "knob: recompute_method", "knob: recompute_methods", "recompute_methods"),

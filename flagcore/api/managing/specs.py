@@ -9,12 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-import yaml
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import legal_candidate
@@ -45,7 +43,7 @@ from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.convert import engines_of
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
-from flagcore.spec.plain_data import read_text
+from flagcore.spec.plain_data import package_yaml, read_text
 from flagcore.spec.public import absolute_model
 from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.serving import ProfileSection, ServeSection
@@ -56,7 +54,12 @@ from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.predict import record
 from flagcore.tuner.store.directory import RunDirectory
 
-_OF_MACHINE = re.compile(r"^(PATH|HOME|HOSTNAME|USER|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY)$")
+_OF_MACHINE = re.compile(
+    r"^(BASH_FUNC_.*|PATH|HOME|HOSTNAME|USER|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY"
+    r"|HOSTS|(NODE_|LOCAL_)?RANK|WORLD_SIZE|NNODES|MASTER_(ADDR|PORT)|\w+_HOST_IP|(FLAGCORE|PET)_\w+)$"
+)
+_OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|JOB_NODELIST)")
+"""Variables whose values differ between the hosts of a job, or between jobs."""
 _DEVICES = "VISIBLE_DEVICES"
 
 
@@ -102,7 +105,7 @@ def read_command(
         for start in programs:
             if workload.starts(start.words, os.getcwd()):
                 role = start.role or workload.role(start.words)
-                key = name, role, re.sub(r"--\w*port[= ]\S+", "", shlex.join(start.words))
+                key = name, role, re.sub(r"--[\w-]*port[= ]\S+", "", shlex.join(start.words))
                 copies = found[key].instances if key in found else 0
                 found[key] = replace(start, instances=copies + start.instances)
     roles = {role: start for (_name, role, _words), start in found.items()}
@@ -113,9 +116,10 @@ def read_command(
     ((name, *_words), start) = next(iter(found.items()))
     workload, notes = workloads[name], Notes()
     has_script = workload.kind == "train" and bool(start.script)
-    envs = _envs({**start.envs, **start.job} if has_script else start.envs, notes, start.instances)
+    envs = _envs({**start.envs, **start.job} if has_script else start.envs, notes, start)
     path = absolute_model(model, Path()) if model is not None else None
-    data, engine_notes = _read_start(workload, replace(start, envs=envs), path, has_script, notes)
+    read = replace(start, envs={**start.job, **envs} if has_script else envs)
+    data, engine_notes = _read_start(workload, read, path, has_script, notes)
     if chip is not None:
         data["cluster"]["chip"] = chip
     if envs:
@@ -146,10 +150,7 @@ def _read_start(
 
 def _engine_table(name: str) -> Mapping[str, Mapping[str, Any]]:
     """Return a table of the engines' package."""
-    table: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
-        files("flagcore").joinpath(f"engines/{name}.yaml").read_text("utf-8")
-    )
-    return table
+    return cast("Mapping[str, Mapping[str, Any]]", package_yaml("flagcore.engines", f"{name}.yaml"))
 
 
 def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
@@ -168,15 +169,18 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
     return command, None
 
 
-def _envs(variables: Mapping[str, str], notes: Notes, instances: int) -> dict[str, str]:
+def _envs(variables: Mapping[str, str], notes: Notes, start: Start) -> dict[str, str]:
     """Return `variables` without secrets and without those of the machine or container. Add a note on each variable.
 
-    If there are several `instances`, each has its own devices.
+    If `start` has several instances, each has its own devices.
     """
+    instances = start.instances
     spec_variables = dict[str, str]()
     for name, value in variables.items():
         if is_secret(name) or redact_text(value) != value:
             notes.note(name, "is a secret: not copied")
+        elif start.hosts > 1 and _OF_HOST.fullmatch(name):
+            notes.note(name, "dropped: differs between hosts")
         elif _OF_MACHINE.search(name) or (name.endswith(_DEVICES) and (instances > 1 or not re.match("[0-9]", value))):
             notes.note(name, "dropped: belongs to the machine or the container")
         else:

@@ -207,7 +207,9 @@ def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
     """Return where a candidate comes from, and a line for each knob that is not at its default."""
     task, knobs = snapshot.task, snapshot.problem.knobs
     hardware = hardware_text(task.cluster.devices, task.cluster.chips)
-    lines = [f"{candidate_text(candidate, knobs)} on {hardware}, from {snapshot.where}"]
+    work = task.spec.work
+    release = f" with {work.engine} {work.engine_version}" if work.engine_version else ""
+    lines = [f"{candidate_text(candidate, knobs)} on {hardware}{release}, from {snapshot.where}"]
     for name, value in candidate.items:
         knob = knobs.get(name)
         if knob is not None and value not in (None, knob.neutral):

@@ -91,8 +91,14 @@ def _installed_release(directory: str, python: str | None, path: str | None) -> 
 
 PLACEHOLDER = "{flags}"
 """A word of a command that is replaced by the flags of a trial. Commands that start Megatron-LM do not need it."""
-MASTER_VARIABLES = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""Default environment variables of a traced script."""
+MASTER_VARIABLES = {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "SLURM_JOB_NODELIST": "localhost",
+    "SLURM_JOB_ID": "1",
+    **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), "0"),
+}
+"""Default environment variables of a traced script, whose values differ between hosts or jobs."""
 WRAPPERS = {
     *("env", "nohup", "setsid", "nice", "numactl", "taskset", "stdbuf", "time", "timeout", "command", "exec"),
     *("srun", "mpirun", "mpiexec", "orterun", "sudo", "nsys", "singularity", "apptainer", "uv", "conda", "poetry"),
@@ -266,9 +272,8 @@ def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] |
         elif PYTHON.fullmatch(name):
             command = _parse_python(words[index:])
         if command is not None:
-            return replace(
-                command, prefix=tuple(words[:index]), environment=dict(environment or {}), directory=directory
-            )
+            own = {name: value for name, value in (environment or {}).items() if not name.startswith("BASH_FUNC_")}
+            return replace(command, prefix=tuple(words[:index]), environment=own, directory=directory)
     return None
 
 

@@ -136,7 +136,7 @@ def baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dic
     numbers = (tensor, stages, context, baseline["micro_batch_size"], train["global_batch_size"], *shape)
     if not all(type(each) is int and each > 0 for each in numbers):
         return ""  # the rules of the spec report such values
-    if devices % (tensor * stages * context):
+    if not devices or devices % (tensor * stages * context):
         return f"TP {tensor} x PP {stages} x CP {context} does not divide {devices} devices"
     if model["num_attention_heads"] % tensor:
         return f"TP {tensor} does not divide {model['num_attention_heads']} attention heads"
@@ -198,6 +198,7 @@ def _precision(flags: Flags) -> str:
     return "mxfp8" if recipe == "mxfp8" else "fp8"
 
 
+_MISSING = "give it, or the arguments that the script needs, as in `flag import -- bash FILE ARGUMENT`"
 _PATTERN_TERM = re.compile(r"(?:(\d{1,4}) *\* *)?\[([01, ]*)\](?: *\* *(\d{1,4}))?")
 """A term of a pattern of layers, such as [0]*3 in ([0]*3+[1]*58)."""
 _REPEATED = re.compile(r"\(([^()]*)\) *\* *(\d{1,4})")
@@ -212,7 +213,7 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     problems = []
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         if key not in section:
-            problems.append(flags.source.error(flags.key(key), "is missing", fix="give it"))
+            problems.append(flags.source.error(flags.key(key), "is missing", fix=_MISSING))
         elif not isinstance(section[key], int):
             problems.append(flags.source.error(flags.key(key), "must be a number", value=section[key]))
     if problems:

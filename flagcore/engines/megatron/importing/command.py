@@ -8,7 +8,7 @@ from typing import Any
 
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote
-from flagcore.engines.megatron.command.arguments import release_table
+from flagcore.engines.megatron.command.arguments import Argument, release_table
 from flagcore.engines.megatron.command.user_command import UserCommand, detected_release, read_command
 from flagcore.engines.megatron.importing.arguments import (
     SIZES,
@@ -67,14 +67,23 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
 
 def _flags(command: UserCommand, notes: Notes) -> Flags:
     """Return the arguments of a command by name. If an argument is repeated, its last value is used, as in argparse."""
-    arguments, problems = release_table(detected_release(command, {})).parse(command.arguments)
+    table = release_table(detected_release(command, {}))
+    arguments, problems = table.parse(command.arguments)
     for problem in problems:
-        if problem.flag and problem.problem.startswith("takes one value") and not problem.value:
+        spec = table.find(problem.flag) if problem.problem.startswith("takes one value") and not problem.value else None
+        if spec and spec.type in ("int", "float") and "rank" not in problem.flag:
             fix = "write its value, which may be an empty variable of the script"
             notes.report(problem.flag, "has no value", fix=fix)
         notes.note(problem.flag or problem.value, f"{problem.problem}: not in the predictions", "train.command")
-    values = {each.flag: each.spec.values == 0 or each.value for each in arguments}
-    return Flags(notes, values.items())
+    return Flags(notes, {each.flag: _value(each) for each in arguments}.items())
+
+
+def _value(argument: Argument) -> Any:
+    """Return the value of an argument, its text if it is a choice of a fork, or None if it is invalid."""
+    try:
+        return argument.spec.values == 0 or argument.value
+    except ValueError:
+        return " ".join(argument.values) if argument.spec.choices else None
 
 
 def _cluster(command: UserCommand, notes: Notes, start: Start) -> dict[str, Any]:

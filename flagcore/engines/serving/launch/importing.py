@@ -35,7 +35,7 @@ CLIENTS = 16
 Pair: TypeAlias = tuple[str, list[str]]
 """A flag, with its dashes, and its values."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
-_PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|\{.*\}|\$[({].*[)}]|\$\w+")
+_PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|\{\w+\}|\$[({].*[)}]|\$\w+")
 _NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
 
 
@@ -45,8 +45,8 @@ def spec_of_command(
     """Convert a command to the data of a spec, with notes (see `Workload.read_command`). Raises SpecError."""
     words, place = start.words, _position(engine, start.words)
     if place is None:
-        names = " or ".join(f"`{' '.join(each)}`" for each in engine.program.commands)
-        problem, fix = f"starts no server of {engine.program.title}", f"give a command with {names}"
+        name = " ".join(engine.program.commands[0])
+        problem, fix = f"starts no server of {engine.program.title}", f"give a command with `{name}`"
         raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
     program = words[place[0] : place[1]]
     notes = Notes()
@@ -56,16 +56,14 @@ def spec_of_command(
     pairs = pairs if model else _with_model(engine, pairs, notes)
     path, arguments, hosts, local = _arguments(engine, pairs, flags, version, notes)
     path = model or _weights(path, directory, notes)
-    if path is not None and _PLACEHOLDER.fullmatch(path):
+    if path and _PLACEHOLDER.fullmatch(path):
         problem, fix = "is a placeholder", "write the name or the path of the model in its place, or give it as --model"
         raise SpecError(key="model", value=path, problem=problem, fix=fix)
-    if path is None:
+    if not path:
         fix = f"write it after {' '.join(program)}, or give its path as --model"
         raise SpecError(key="model", problem="is not in the command", fix=fix)
     baseline, engine_args = _divide(engine, arguments, version, directory, notes)
-    notes.note(
-        "serve.profile", "is not in the command: set the lengths and the number of your requests", "serve.profile"
-    )
+    notes.note("serve.profile", "is not in the command: set the lengths and number of your requests", "serve.profile")
     load = {**_lengths(engine_args), "concurrency": CLIENTS}
     serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
     if not is_default:
@@ -104,7 +102,9 @@ def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, A
     width = total if is_one_host else max(each.get("devices_per_node", 1) for each in clusters)
     data["cluster"] |= {"nodes": -(-total // width), "devices_per_node": width}
     arguments = data["serve"]["engine_args"]
-    for name in [each for each in arguments if strip_dashes(each).replace("_", "-") in engine.program.role_flags]:
+    for name in [
+        each for each in arguments if re.fullmatch(engine.program.role_flags, strip_dashes(each).replace("_", "-"))
+    ]:
         notes.note(f"--{name}", f"dropped ({arguments.pop(name)}): {PREFILL_DECODE} sets it", PREFILL_DECODE)
     baseline[PREFILL_DECODE] = parse_roles("+".join(words), PREFILL_DECODE)
     text = "servers that only prefill or decode: other arguments are those of the servers that decode"
@@ -164,7 +164,8 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
                 rest += 1
         for pattern in engine.program.commands:
             end = rest + len(pattern) - 1
-            if [name, *map(os.path.basename, words[rest:end])] == list(pattern):
+            found = [name, *map(os.path.basename, words[rest:end])]
+            if len(found) == len(pattern) and all(map(re.fullmatch, pattern, found)):
                 return start, end
     return None
 
@@ -230,9 +231,8 @@ def _arguments(
         flag = as_words({name: True}, has_negation=True)[0]
         found = engine.program.flag_problem(name, installed_flags, version)
         if found and not found.removed:
-            problems.append(
-                SpecError(key=flag, problem=found.problem, fix=found.fix.replace("did you mean ", "did you mean --"))
-            )
+            fix = found.fix.replace("did you mean ", "did you mean --")
+            problems.append(SpecError(key=flag, problem=found.problem, fix=fix))
         elif found and found.is_certain:
             notes.note(flag, f"dropped: {found.problem}; {found.fix}", "serve.engine_args")
             del known_arguments[name]

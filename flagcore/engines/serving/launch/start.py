@@ -215,11 +215,14 @@ def _instance(
     if placement.kind:
         assert engine.of_kind, "the candidate is legal"
         instance = engine.of_kind(task, values, placement.kind, instance)
+    is_exported = bool(task.spec.serve.elsewhere)
     environment = {name: value for name, value in instance.environment.items() if name not in task.spec.envs}
     first_host = placement.hosts[0]
     named_hosts = dict(enumerate(task.spec.cluster.hosts))
     devices = platform.devices_of(named_hosts.get(first_host, f"node {first_host}") if task.spec.on_each_host else "")
-    environment |= device_variables(platform.support, devices[placement.first : placement.first + placement.width])
+    own_devices = devices[placement.first : placement.first + placement.width]
+    if not is_exported or [each.selector for each in own_devices] != [str(number) for number in range(len(devices))]:
+        environment |= device_variables(platform.support, own_devices)
     neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # values that the engine uses if nothing is set
     set_values = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
     argv, other_argvs, hosts = instance.argv, list[tuple[str, ...]](), len(placement.hosts)

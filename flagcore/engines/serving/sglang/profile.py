@@ -262,7 +262,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if hardware.on_cores and "max-total-tokens" not in other_args:
         argv += ["--max-total-tokens", f"{pool_tokens(task, count(values, INSTANCES)):.0f}"]
     argv += as_words(other_args, has_negation=False)
-    environment = {"HF_HUB_OFFLINE": "1"}
+    environment = {} if task.spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1"}
     if cores:
         environment["OMP_NUM_THREADS"] = str(max(1, len(cores) // ranks))
     return Instance(argv=tuple(argv), environment=environment)

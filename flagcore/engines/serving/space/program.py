@@ -22,19 +22,9 @@ from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import Auto
 from flagcore.engines.serving.space.weights import check_directory
 from flagcore.errors import NoDevice, SpecError, join_errors
+from flagcore.spec.plain_data import package_yaml
 
-RESERVED_FLAGS: Mapping[str, str] = {
-    "host": "servers listen on the address that the load client uses",
-    "port": "each trial uses a free port",
-    "api-key": "the load client sends no key",
-    "ssl-keyfile": "the load client uses plain HTTP",
-    "ssl-certfile": "the load client uses plain HTTP",
-    **dict.fromkeys(
-        ("nnodes", "node-rank", "master-addr", "master-port", "headless", "dist-init-addr"),
-        "its value differs between the hosts of an instance",
-    ),
-}
-"""Flags of several engines that the user cannot set, each with the reason."""
+RESERVED_FLAGS: Mapping[str, str] = package_yaml(__package__, "reserved.yaml")
 
 
 class EngineArgs(NamedTuple):
@@ -74,7 +64,7 @@ class Program:
     - `short_flags`: flags of one dash that are not flags of a knob, with their long names. A name with a dot at its end
       applies only to a flag with a key after a dot.
     - `roles`: patterns of the arguments of servers that only prefill or only decode, by `prefill` and `decode`.
-      `role_flags`: flags of such servers that each trial sets itself.
+      `role_flags`: a pattern of the flags of such servers that each trial sets itself.
     - `digit_flags`: flags of one letter that a digit may follow without a space, as in `-O3`.
     - `abbreviations`: whether the engine accepts the unique start of a long flag, as argparse does by default.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
@@ -104,7 +94,7 @@ class Program:
     config_flag: str = ""
     local_flag: str = ""
     roles: Mapping[str, str] = field(default_factory=dict)
-    role_flags: Sequence[str] = ()
+    role_flags: str = ""
     short_flags: Mapping[str, str] = field(default_factory=dict)
     digit_flags: str = ""
     abbreviations: bool = False

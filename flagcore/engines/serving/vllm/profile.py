@@ -66,7 +66,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # the draft model is for other candidates
         others = {name: value for name, value in others.items() if not name.startswith(DRAFT_FLAGS)}
     argv += as_words(others, has_negation=True)
-    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {} if task.spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if (backend := values.get(BACKEND)) and f"--{BACKEND.replace('_', '-')}" not in argv:
         environment[BACKEND_VARIABLE] = str(backend)
     if Hardware.of(task).on_cores:
