@@ -177,25 +177,28 @@ def _services(document: Any, images: Mapping[str, Sequence[str]]) -> Iterator[St
         yield _container(start, service.get("image") or "", service.get("entrypoint"), service.get("command"), images)
 
 
-def _pods(node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, instances: int = 1) -> Iterator[Start]:
-    """Yield the containers of a manifest, each with its pod's number of hosts and number of copies."""
+def _pods(
+    node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, instances: int = 1, role: str = ""
+) -> Iterator[Start]:
+    """Yield the containers of a manifest, each with its pod's number of hosts, number of copies, and role."""
     if isinstance(node, list):
         for each in node:
-            yield from _pods(each, images, hosts=hosts, instances=instances)
+            yield from _pods(each, images, hosts=hosts, instances=instances, role=role)
     if not isinstance(node, Mapping):
         return
+    role = str(node.get("name")) if node.get("name") in ("prefill", "decode") and "template" in node else role
     replica_specs = next((each for key, each in node.items() if str(key).endswith("ReplicaSpecs")), None)
     if "containers" in node:
         for each in node["containers"]:
             resources = each.get("resources") or {}
             devices = _count(resources.get("limits") or resources.get("requests"))
             envs = _variables(each.get("env"))
-            start = Start(envs=envs, devices=devices, hosts=hosts, instances=instances)
+            start = Start(envs=envs, devices=devices, hosts=hosts, instances=instances, role=role)
             yield _container(start, each.get("image") or "", each.get("command"), each.get("args"), images)
     elif isinstance(group := node.get("leaderWorkerTemplate"), Mapping):
         template = group.get("leaderTemplate") or group.get("workerTemplate")
         copies = _number(node.get("replicas")) or 1
-        yield from _pods(template, images, hosts=_number(group.get("size")) or 1, instances=copies)
+        yield from _pods(template, images, hosts=_number(group.get("size")) or 1, instances=copies, role=role)
     elif isinstance(replica_specs, Mapping):
         total = sum(_number(each.get("replicas")) or 1 for each in replica_specs.values())
         yield from _pods(next(iter(replica_specs.values())).get("template"), images, hosts=total)
@@ -203,7 +206,7 @@ def _pods(node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, ins
         hosts *= _number(node.get("parallelism")) or 1
         instances *= _number(node.get("replicas")) or 1
         for each in node.values():
-            yield from _pods(each, images, hosts=hosts, instances=instances)
+            yield from _pods(each, images, hosts=hosts, instances=instances, role=role)
 
 
 def _containers(node: Any) -> Iterator[Mapping[str, Any]]:
