@@ -153,7 +153,7 @@ def test_the_first_event_reports_how_long_all_trials_may_take(bench: BusyBench) 
     plans = [event.search_time for event in bench.events]
     assert plans[1:] == [None] * (len(plans) - 1)
     assert plans[0].trials == 2
-    assert plans[0].at_most_s > (plans[0].steps_s or 0.0) > 0.0
+    assert plans[0].at_most_s > (plans[0].measuring_s or 0.0) > 0.0
 
 
 def test_busy_devices_fail_a_trial_that_proves_nothing_and_stop_the_search(bench: BusyBench) -> None:
