@@ -74,6 +74,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	! git grep -nE "^(<{7}|>{7}) "  # left over from a merge
 
 # All that guards behaviour: about 6 minutes on 2 cores (333 s of pytest measured, and the linters).
 test: lint

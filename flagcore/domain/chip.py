@@ -69,6 +69,10 @@ class Link:
     switch_reduces: bool = False
 
 
+USUAL_DEVICES = 8
+"""The number of devices of a node if nothing else is known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
     """A chip model. All values describe one device, as software sees it.
@@ -92,7 +96,7 @@ class Chip:
     memory_bytes: Fact | None = None
     memory_bandwidth_bytes_per_second: Fact | None = None
     dense_flops_per_second: Mapping[str, Fact] = field(default_factory=dict)
-    devices_per_node: Annotated[int, Ge(1)] = 8
+    devices_per_node: Annotated[int, Ge(1)] = USUAL_DEVICES
     devices_per_card: Annotated[int, Ge(1)] = 1
     link: Link | None = None
     host_bytes_per_second: Fact | None = None

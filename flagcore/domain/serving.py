@@ -22,6 +22,8 @@ MIN_REQUESTS = {"p99": 400, "p90": 40}
 """The minimum number of requests for measuring a percentile. Chosen so that four requests are above the percentile."""
 DEFAULT_CONCURRENCY = 64
 """The default number of requests in flight."""
+CLIENTS_PER_DEVICE = 16
+"""The number of clients for each device in a spec that is made from a command or from the name of a model."""
 HIGHEST_LOAD = "highest_load"
 """The name of the metric for the highest rate or concurrency that meets the SLO, for a load with `auto`."""
 

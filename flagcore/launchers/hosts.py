@@ -200,6 +200,8 @@ class HostsRunning:
         values = {"master_addr": self.connections[0].host, "master_port": ports[0], "node_ports": ",".join(ports)}
         files = trial_files(self.launch.folder)
         for rank, each in enumerate(self.connections):
+            if each.problem:
+                continue
             host_values = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
             each.wire.send(order=order_for_host(self.launch, each.host, host_values, files))
         seconds = START_SECONDS + (template.START_SECONDS if self.launch.warm else 0.0)

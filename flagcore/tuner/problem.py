@@ -175,6 +175,7 @@ def _baseline(platform: Platform, legal: Legality) -> tuple[Candidate, float]:
 
 
 def _known_seconds(legal: Legality, columns: Columns, predictions: Predictions) -> float:
+    """Return the shortest step time in seconds of candidates of the space that fit with a margin, inf if none does."""
     listed = [np.isin(columns[axis.knob], [axis.encode(value) for value in axis.values]) for axis in legal.axes]
     known = np.logical_and.reduce(listed) & (predictions.share_in_use <= PLANNED_SHARE)
     return float(np.fmin.reduce(predictions.step_time_s[known], initial=np.inf))

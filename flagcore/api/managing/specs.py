@@ -31,10 +31,12 @@ from flagcore.api.inputs import (
 )
 from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.contracts import HistoryReader, ImportedSpec, Problem, Workload
+from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.knob import Knobs
 from flagcore.domain.launch import Start
 from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.secrets import is_secret, redact_data, redact_text
+from flagcore.domain.serving import CLIENTS_PER_DEVICE
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import ImportNote
 from flagcore.domain.trial import Role, Trial
@@ -229,10 +231,8 @@ def _not_one(
 
 
 TRAINING: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}
-SERVING: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency": 16}
+SERVING: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency": CLIENTS_PER_DEVICE}
 """The values that a new spec needs, by the kind of its engine, with their defaults."""
-USUAL_DEVICES = 8
-"""The number of devices of a node if nothing else is known."""
 
 
 def defaults_of(engine: str) -> Mapping[str, Any]:

@@ -9,9 +9,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret
-from flagcore.domain.serving import Load
+from flagcore.domain.serving import CLIENTS_PER_DEVICE, Load
 from flagcore.domain.spec import ImportNote
 from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP
@@ -28,10 +29,6 @@ LENGTHS = ("max_model_len", "context_length", "ctx_size")
 """Arguments whose value may have a unit, such as 32k."""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HOSTS = "nnodes"
-NODE = 8
-"""Number of devices of a usual host, assumed for a command whose devices do not fit on one host."""
-CLIENTS = 16
-"""The number of clients for each device in the spec of a command, which does not contain the load."""
 Pair: TypeAlias = tuple[str, list[str]]
 """A flag, with its dashes, and its values."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
@@ -64,7 +61,7 @@ def spec_of_command(
         raise SpecError(key="model", problem="is not in the command", fix=fix)
     baseline, engine_args = _divide(engine, arguments, version, directory, notes)
     notes.note("serve.profile", "is not in the command: set the lengths and number of your requests", "serve.profile")
-    load = {**_lengths(engine_args), "concurrency": CLIENTS}
+    load = {**_lengths(engine_args), "concurrency": CLIENTS_PER_DEVICE}
     serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
     if not is_default:
         serve["command"] = [os.path.abspath(directory / each) if "/" in each else each for each in program]
@@ -98,7 +95,7 @@ def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, A
     words = ["".join(f"{text}{layout[name]}" for name, text in names.items()) for layout in layouts]
     clusters = [each["cluster"] for each in (other, data)]
     total = sum(each.get("nodes", 1) * each.get("devices_per_node", 1) for each in clusters)
-    is_one_host = total <= NODE and all(each.get("nodes", 1) == 1 for each in clusters)
+    is_one_host = total <= USUAL_DEVICES and all(each.get("nodes", 1) == 1 for each in clusters)
     width = total if is_one_host else max(each.get("devices_per_node", 1) for each in clusters)
     data["cluster"] |= {"nodes": -(-total // width), "devices_per_node": width}
     arguments = data["serve"]["engine_args"]
@@ -139,11 +136,11 @@ def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -
     hosts = max(hosts, start.hosts * start.instances if start.hosts > 1 else 1)
     if hosts > 1 and devices % hosts == 0:
         each = devices // hosts
-    elif start.instances > 1 and devices <= NODE:
+    elif start.instances > 1 and devices <= USUAL_DEVICES:
         each = devices
-    elif each is None and devices > NODE and devices % NODE == 0:
-        each = NODE
-        notes.note(key, f"{NODE} is assumed: {devices} devices on hosts of usual size", key)
+    elif each is None and devices > USUAL_DEVICES and devices % USUAL_DEVICES == 0:
+        each = USUAL_DEVICES
+        notes.note(key, f"{USUAL_DEVICES} is assumed: {devices} devices on hosts of usual size", key)
     if each and devices > each and devices % each == 0:
         return {"nodes": devices // each, "devices_per_node": each}
     notes.note(key, "is the number of devices that the command uses", key)
