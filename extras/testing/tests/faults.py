@@ -13,6 +13,8 @@ from extras.testing.tests.faulty import (
     MATURITY,
     PYPROJECT,
     QUIRKS,
+    RUN,
+    RUN_FILE,
     SMI,
     SOURCES,
     Fault,
@@ -358,10 +360,6 @@ PLAUSIBLE = (
     Fault("knobs_are_complete", KNOBS, "{value: 0.97, low: 0.9, high: 1.02}", "{part: tp_comms_s, value: 0.97, low: 0.9, high: 1.02}", "tp_comms_s"),
     Fault("knobs_are_complete", KNOBS, "{value: 0.97, low: 0.9, high: 1.02}", "{value: 97, low: 90, high: 102}", "97"),
 )
-RUN = """{"id": "8 x A1", "source": "https://example.com", "kind": "train", "model": {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}, "cluster": {"chip": "%s", "devices": 8, "devices_per_node": 8}, "train": {"seq_length": 4096, "global_batch_size": 128, "precision": "bf16"}, "candidate": {"%s": 2}, "measured": {"step_time_s": %s}}
-"""
-RUN_FILE = "flagcore_acme/published.jsonl"
-
 
 def peak(new: str, names: str) -> Fault:
     """Add a peak to the chip."""
@@ -386,6 +384,11 @@ SLIPS = (
     Fault("pci_vendor_is_the_vendors", DISCOVER, "0xFFFF", "0x19E", "four hexadecimal"),
     Fault("detector_has_tuples", DISCOVER, "vendor_variables", 'topology="acme-smi topo -m",\n    vendor_variables', "topology = 'acme-smi topo -m'"),
     Fault("variables_are_spelled_correctly", ENVIRONMENT, "", "  - {name: ACME_AFFINTY_CONF, used: '1', meaning: cores, source: *made_up}\n", "the word AFFINTY"),
+    Fault("detector_has_tuples", DISCOVER, 'device_file="dev', 'device_file="/dev', "device_file"),
+    Fault("detector_has_tuples", DISCOVER, 'tool="acme-smi"', 'tool="acme-smii"', "acme-smii"),
+    Fault("family_names_are_of_no_chip", "flagcore_acme/chips/a2.yaml", "", "chip: A2\nvendor: acme\nfamily_names: [ACME A1]\n", "family_names", also=("*",)),
+    Fault("notes_agree_with_peaks", CHIP, 'notes: "TODO:', 'notes: "No BF16. TODO:', "bf16"),
+    hook("levels_are_plausible", "topology", "return own and replace(own, levels=tuple(replace(each, efficiency=10.0) for each in own.levels))", "efficiency = 10"),
     Fault("conditions_are_known", ENVIRONMENT, "value: '1'", "value: '1', unless: use_fdsp", "'use_fdsp'"),
     Fault("engine_support_is_complete", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: nccl, stack: {implementation: te, source: {kind: estimated, method: a guess}}", "'te'"),
     Fault("advice_on_tasks_is_complete", QUIRKS, "", "preferred:\n  - {engine: vllm, setting: engine_args.block_size, value: 128, reason: fast, source: *made_up}\n", "block_size"),

@@ -72,6 +72,15 @@ def chip_names_are_clean(chip: Chip) -> Problems:
             yield f"{chip.name}: aliases has {name!r} {times} times, ignoring case"
 
 
+@check("remove the name or the family name, or correct it")
+def family_names_are_of_no_chip(plugin: Subject) -> Problems:
+    names = {name.casefold(): chip.name for chip in plugin.own_chips() for name in (chip.name, *chip.aliases)}
+    for chip in plugin.own_chips():
+        for name in chip.family_names:
+            if (owner := names.get(name.casefold(), chip.name)) != chip.name:
+                yield f"{chip.name}: family_names has {name!r}, which is a name of {owner}"
+
+
 @check("write the same lower-case word in each chips/*.yaml")
 def chips_have_one_lowercase_vendor(plugin: Subject) -> Problems:
     vendors = sorted({chip.vendor for chip in plugin.own_chips()})
@@ -255,6 +264,13 @@ def peaks_are_dense(chip: Chip) -> Problems:
     for name in ("bf16", "fp16"):
         if name in peaks and (why := _peak_problem(chip, name)):
             yield f"{chip.name}: {name} = {peaks[name].value:g} {why}"
+
+
+@check("remove the peak, or the sentence", each=chips)
+def notes_agree_with_peaks(chip: Chip) -> Problems:
+    for name in chip.dense_flops_per_second:
+        if re.search(rf"\bno {name}\b", chip.notes, re.I):
+            yield f"{chip.name}: dense_flops_per_second has {name}, and notes say 'no {name}'"
 
 
 @check("give the dense peak, and say so in the source: 'dense' or 'without sparsity'", each=chips)

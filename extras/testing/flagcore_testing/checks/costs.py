@@ -157,7 +157,7 @@ def copies_are_not_too_slow(chip: Chip, costs: KernelCosts) -> Problems:
         yield f"{chip.name}: memory_seconds reaches {copied:.3g} of {memory.value:g} bytes per second"
     curve = getattr(costs, "curve", None)
     for name in ("gemm_share", "memory_share", "elementwise_share", "attention_share") if curve else ():
-        if getattr(curve, name) < TINY_SHARE:
+        if not TINY_SHARE <= getattr(curve, name) <= ABOVE_PEAK:
             yield f"costs/{chip.name.casefold()}/curve.yaml: {name} = {getattr(curve, name):g}"
     if to_host < (SLOW_COPY * host.value if host else 1e8):
         yield f"{chip.name}: host_copy_seconds reaches {to_host:.3g} bytes per second"
@@ -232,6 +232,16 @@ def outer_levels_are_not_faster(plugin: Subject) -> Problems:
                 )
 
 
+@check("give seconds, and shares of 1; `efficiency` is the share of the rate that large messages reach")
+def levels_are_plausible(plugin: Subject) -> Problems:
+    for group in plugin.groups():
+        topology = plugin.loaded.topology(group)
+        for level in topology.levels if topology else ():
+            for name, low, high in (("latency_seconds", 1e-8, 1e-2), ("efficiency", 0.05, 1.0)):
+                if not low <= (value := getattr(level, name)) <= high:
+                    yield f"flagcore_topology: {name} = {value:g} of the level {level.name} of {group.chip.name}"
+
+
 @check("give each level its own name; measured curves refer to it")
 def level_names_are_unique(plugin: Subject) -> Problems:
     for group in plugin.groups():
@@ -258,8 +268,8 @@ def topology_uses_the_users_network(plugin: Subject) -> Problems:
 
 LARGE = 2.0**16
 """Minimum size in bytes of the largest payload of a curve. Smaller ones are probably in KiB or MiB."""
-SLOW_SHARE = 0.005
-"""Minimum share of the rate of its link that a curve reaches; 0.09 is the smallest of a known curve."""
+SLOW_SHARE = 0.03
+"""Minimum share of the rate of its link that a curve reaches; 0.038 is the smallest of a known curve."""
 
 
 def _costs(plugin: Subject) -> list[tuple[Chip, CollectiveCosts]]:

@@ -12,6 +12,7 @@ from flagcore.launchers.network import placeholders
 from flagcore.plugins import kind_of, workload
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.engines import all_knobs, read_engines
+from flagcore_testing import fakes
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
 BUILT_IN = {"gloo", "mpi", "nccl", "ucc", "xccl"}
@@ -188,6 +189,13 @@ def detector_has_tuples(plugin: Subject) -> Problems:
         words = getattr(detector, name)
         if not isinstance(words, tuple) or not all(isinstance(word, str) and word.strip() for word in words):
             yield f"discover.py: {name} = {words!r}"
+    pattern = detector.device_file
+    if pattern.startswith("/") or pattern.count("[") != pattern.count("]"):
+        fix = "write a glob pattern below the root, such as dev/acme[0-9]*"
+        yield Problem(f"discover.py: device_file = {pattern!r}", fix)
+    if (tools := fakes.tools_of(plugin)) and detector.tool not in tools:
+        fix = "name the tool that `listing` runs: messages name it"
+        yield Problem(f"discover.py: tool = {detector.tool!r}, but the detector runs {', '.join(tools)}", fix)
 
 
 @check("write the same name in discover.py, engines.yaml and chips/*.yaml")
