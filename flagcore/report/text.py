@@ -92,9 +92,13 @@ def search_time_text(time: SearchTime) -> str:
 def assumed_text(assumed: Mapping[str, object]) -> str:
     """Format the assumed implementation and settings of a plan."""
     implementation, *items = assumed.items()
-    settings = ", ".join(name if value is True else f"{name}={value}" for name, value in items)
     text = N_("Assumed: {implementation} layers, {settings} (set train.implementation or train.settings to change).")
-    return _(text, implementation=implementation[1], settings=settings)
+    return _(text, implementation=implementation[1], settings=settings_text(dict(items)))
+
+
+def settings_text(settings: Mapping[str, object]) -> str:
+    """Format settings in one line. Those that are on have no value."""
+    return ", ".join(name if value is True else f"{name}={value}" for name, value in settings.items())
 
 
 def scaled_text(seconds: float, nodes: int = 0, of_nodes: int = 0) -> str:
