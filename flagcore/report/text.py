@@ -193,7 +193,10 @@ def bottleneck_text(predicted: Mapping[str, Any]) -> str:
     seconds = next((value for part, value in time.items() if part_name(part) == name), None)
     if not seconds:
         return ""
-    return _("Bottleneck: {limit}, ~{share:.0%} of a step.", limit=_(str(name)), share=seconds / sum(time.values()))
+    text = N_("Bottleneck: {limit}, ~{share:.0%} of a step.")
+    if name != "compute":
+        text = N_("Bottleneck besides compute: {limit}, ~{share:.0%} of a step.")
+    return _(text, limit=_(str(name)), share=seconds / sum(time.values()))
 
 
 def _excess(memory: Mapping[str, Any]) -> str:
