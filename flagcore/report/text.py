@@ -187,8 +187,7 @@ def bottleneck_text(predicted: Mapping[str, Any]) -> str:
     """Return the bottleneck of a predicted training step, with its share. Empty if the bottleneck is unknown."""
     name, time = predicted.get("limit"), predicted.get("time") or {}
     if name == "memory":
-        memory = predicted["memory"]
-        used, capacity = size_text(memory["device_used_gib"]), size_text(memory.get("capacity_gib"))
+        used, capacity = (size_text(predicted["memory"].get(each)) for each in ("device_used_gib", "capacity_gib"))
         return _("Bottleneck: memory, ~{used} of {capacity}.", used=used, capacity=capacity)
     seconds = next((value for part, value in time.items() if part_name(part) == name), None)
     if not seconds:

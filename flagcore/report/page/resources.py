@@ -116,19 +116,14 @@ def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Iter
     capacity, worst = number(predicted.get("capacity_gib")), max(stages, key=lambda each: each["device_used_gib"])
     used = f"~{size_text(worst['device_used_gib'])}" + ("" if capacity is None else f" / {size_text(capacity)}")
     yield Text(_("Stage {number} needs the most memory: {used} (predicted).", number=worst["stage"], used=used))
-    measured = _measured_by_stage(run, len(stages))
-    measured_levels = LEVELS if any(measured) else {}
     rows = [
-        [
-            cell(stage["stage"]),
-            *(size(parts.get(name)) for name in names),
-            *(size(stage[name]) for name in LEVELS),
-            *(size(figures.get(name)) for name in measured_levels),
-        ]
-        for stage, parts, figures in zip(stages, stage_parts, measured, strict=True)
+        [cell(stage["stage"]), *(size(parts.get(name)) for name in names), *(size(stage[name]) for name in LEVELS)]
+        for stage, parts in zip(stages, stage_parts, strict=True)
     ]
     headings = [_("stage"), *(f"~{_(text)}" for text in (*names, *LEVELS.values()))]
-    headings += [_("{level}, measured", level=_(text)) for text in measured_levels.values()]
+    if any(measured := _measured_by_stage(run, len(stages))):
+        rows = [[*row, *(size(each.get(name)) for name in LEVELS)] for row, each in zip(rows, measured, strict=True)]
+        headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
     yield table(_("Memory per device, by pipeline stage"), headings, rows)
 
 
