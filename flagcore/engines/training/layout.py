@@ -103,7 +103,8 @@ class Options:
     `offload_stages` is empty if all stages offload. Fields in bytes are per element. With `adapters`, the model's
     weights have no gradients and no optimizer state. `cuda_graph` is the part of a step that one graph launches: "",
     "layer" or "iteration". With the flex `dispatcher`, a token is sent to a rank once, for all of its experts there.
-    With `assumed_fp8_gather`, only candidates with the distributed optimizer have fp8 weights.
+    With `assumed_fp8_gather`, only candidates with the distributed optimizer have fp8 weights. With `shard_gradients`
+    (ZeRO-2), the distributed optimizer's ranks also share the gradients, which are scattered for each micro-batch.
     """
 
     schedule: str | None = None
@@ -124,6 +125,7 @@ class Options:
     offload_modules: frozenset[str] = frozenset()
     offload_stages: tuple[int, ...] = ()
     fsdp: bool = False
+    shard_gradients: bool = False
     adapters: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False

@@ -362,7 +362,7 @@ def settings_of_command(spec: Spec) -> dict[str, SettingValue]:
 @lru_cache(maxsize=64)
 def _parse_settings(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
     settings: dict[str, SettingValue] = {}
-    for flag, values in _parse_flags(command):
+    for flag, values in parse_flags(command):
         if flag in SETTINGS_BY_FLAG:
             knob, word = SETTINGS_BY_FLAG[flag]
             text = "true" if knob.kind == "flag" else word or ",".join(values)
@@ -372,10 +372,8 @@ def _parse_settings(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
 
 def implementation_of_command(spec: Spec) -> str | None:
     """Return the value of `--transformer-impl` in `train.command`, or None if it is missing or invalid."""
-    for flag, values in _parse_flags(_program_arguments(spec)):
-        if flag == "transformer-impl":
-            return values[0] if values[:1] in (["local"], ["transformer_engine"]) else None
-    return None
+    values = dict(parse_flags(_program_arguments(spec))).get("transformer-impl", [])
+    return values[0] if values[:1] in (["local"], ["transformer_engine"]) else None
 
 
 def _program_arguments(spec: Spec) -> Sequence[str]:
@@ -384,7 +382,7 @@ def _program_arguments(spec: Spec) -> Sequence[str]:
     return command.arguments if command else spec.train.command or ()
 
 
-def _parse_flags(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def parse_flags(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag of a command without its dashes, and the values that follow it."""
     for index, word in enumerate(command):
         if word.startswith("--"):
