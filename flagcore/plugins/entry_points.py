@@ -216,15 +216,14 @@ def workload_of(work: TrainSpec | ServeSpec) -> Workload:
 
 
 class _Engines(UserDict[str, Any]):
-    """A mapping from names to engines for a program. Each engine is loaded on first use."""
+    """A mapping from names to engines for `program`. Each engine is loaded on first use."""
 
     program: object = None
 
-    def __getitem__(self, name: str) -> Workload:
+    def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
             self.data[name] = workload(name).with_program(self.program)
-        engine: Workload = self.data[name]
-        return engine
+        return self.data[name]
 
 
 def engines(spec: Mapping[str, Any] | None = None) -> Mapping[str, Workload]:

@@ -264,7 +264,8 @@ def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] |
     shell_words = 4 if is_shell else 0
     for index, word in enumerate(words[shell_words:], start=shell_words):
         name = Path(word).name
-        if index > shell_words and not _is_wrapper(words[shell_words:index]):
+        wrapper = next((each for each in words[shell_words:index] if "=" not in each), "env")
+        if Path(wrapper).name not in WRAPPERS:
             return None
         command = None
         if name == "torchrun":
@@ -275,11 +276,6 @@ def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] |
             own = {name: value for name, value in (environment or {}).items() if not name.startswith("BASH_FUNC_")}
             return replace(command, prefix=tuple(words[:index]), environment=own, directory=directory)
     return None
-
-
-def _is_wrapper(prefix: Sequence[str]) -> bool:
-    program = next((word for word in prefix if "=" not in word), None)
-    return program is None or Path(program).name in WRAPPERS
 
 
 def _parse_python(words: Sequence[str]) -> UserCommand | None:

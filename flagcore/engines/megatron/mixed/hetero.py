@@ -100,7 +100,7 @@ def _meshes(task: Task, values: Mapping[str, KnobValue]) -> list[Mesh]:
     DP.
     """
     if not values.get(MESHES):
-        sizes = {name: _whole(values.get(knob)) for name, knob in SIZES.items()}
+        sizes = {name: int(values.get(knob) or 1) for name, knob in SIZES.items()}
         if len(task.cluster.groups) == 1:
             return [Mesh(group=0, sizes=tuple(sizes.values()))]
         devices = sizes["tp"] * sizes["cp"] * sizes["dp"]
@@ -149,12 +149,8 @@ def _recompute(task: Task, values: Mapping[str, KnobValue], meshes: Sequence[Mes
     yield from ("--recompute-num-layers", str(used[3]))
     if len(set(codes)) == 1:
         return
-    batch = task.spec.train.global_batch_size // (_whole(values.get("micro_batch_size")) * meshes[0].sizes[3])
+    batch = task.spec.train.global_batch_size // (int(values.get("micro_batch_size") or 1) * meshes[0].sizes[3])
     of_meshes = [(int(code != none), max(code[2] - 1, 0), max(code[3], 1)) for code in codes]
     for number, flag in enumerate(OF_STAGES):
         rows = [[mesh.sizes[4], batch, own[number]] for mesh, own in zip(meshes, of_meshes, strict=True)]
         yield from (flag, *map(str, rows))
-
-
-def _whole(value: KnobValue) -> int:
-    return value if type(value) is int else 1
