@@ -44,6 +44,7 @@ def highest_load(
     is_integer: bool = False,
     capacity: Callable[[], float] = lambda: math.inf,
     headroom: Callable[[], float] = lambda: 1.0,
+    growth: float = GROWTH,
 ) -> float | None:
     """Return the highest load from `minimum` to `maximum` that meets the limits, precise to RESOLUTION.
 
@@ -56,8 +57,9 @@ def highest_load(
     - `headroom`: called after a load within the limits; returns the smallest ratio of a limit to the measured metric.
       Far from the limit, the next load is higher by this ratio, and otherwise by at least its square root, because
       latencies grow faster than the load near the limit, and more slowly below it.
+    - `growth`: the first factor between two loads.
     """
-    passed, low, failed, factor, load = 0.0, 0.0, math.inf, GROWTH, min(max(start, minimum), maximum)
+    passed, low, failed, factor, load = 0.0, 0.0, math.inf, growth, min(max(start, minimum), maximum)
     while True:
         # `low`: the highest load below `failed` that met the limits or is untested
         load = min(max(float(round(load)), low + 1), failed - 1) if is_integer else load
@@ -109,12 +111,13 @@ class LimitCheck:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._slower: Counter[tuple[str, str]] = Counter()
 
-    def exceeded(self, answer: Answer) -> bool:
-        """Add an answer, and return whether the load is now certain to exceed one of the limits."""
+    def exceeded(self, ttft_s: float, tpot_s: float | None, e2e_s: float) -> bool:
+        """Add the latencies of an answer, and return whether the load is now certain to exceed one of the limits."""
+        latencies = {"ttft_s": ttft_s, "tpot_s": tpot_s or 0.0, "e2e_s": e2e_s}
         for name in {name for name, _ in self._limits}:
-            self._sums[name] += getattr(answer, name) or 0.0
+            self._sums[name] += latencies[name]
         for figure, limit in self._limits.items():
-            self._slower[figure] += (getattr(answer, figure[0]) or 0.0) > limit
+            self._slower[figure] += latencies[figure[0]] > limit
         return self.is_exceeded({})
 
     def is_exceeded(self, waits_s: Mapping[str, Sequence[float]]) -> bool:
@@ -230,7 +233,7 @@ class Watch:
         del self._unanswered[stream]
         self.answers.append(answer)
         self._last_s = max(self._last_s, answer.start_s)
-        self.is_stopped = self._check.exceeded(answer)
+        self.is_stopped = self._check.exceeded(answer.ttft_s, answer.tpot_s, answer.e2e_s)
         if self.steady is not None:
             self.window = self.steady.reached(self.answers, self._answered_until_s)
         if self.window is None and self._rate is not None and self._rate.is_below(self.answers):

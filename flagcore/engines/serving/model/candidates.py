@@ -7,8 +7,9 @@ tokens of the requests that replace finished sequences. `decoding` is iterated u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -17,7 +18,7 @@ import numpy as np
 from flagcore.domain.serving import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
-from flagcore.engines.serving.load.progress import MIN_RATE, Outcome, highest_load
+from flagcore.engines.serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Outcome, highest_load
 from flagcore.engines.serving.model.disaggregated import Prefill
 from flagcore.engines.serving.model.iteration import IterationCosts, interpolate
 from flagcore.engines.serving.model.memory import ServingMemory
@@ -46,6 +47,9 @@ FIGURE_NAMES = (
     *(name for name in RATES if not name.endswith("per_device")),
     *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS),
 )
+
+FAR = 0.5
+"""Candidates that are expected to reach a lower share of the best highest rate are not simulated. A choice."""
 
 Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
 """Everything that determines the simulation of a kind of instance: the number of instances, lanes and costs."""
@@ -104,18 +108,23 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)
     requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
     limit = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
-    simulates_all = representatives.size <= limit
+    simulates_all, search, order = representatives.size <= limit, None, list(candidates_by_key.items())
     heaviest_load = max(loads, key=lambda load: load.flight(1))
-    closed_form = {} if simulates_all else _in_closed_form(context, heaviest_load)
+    closed_form = {}
+    if context.serve.highest or not simulates_all:
+        closed_form = _in_closed_form(context, heaviest_load)
+    if context.serve.highest:
+        search = Search(context, loads[0], closed_form["requests_per_s"])
+        order = sorted(candidates_by_key.items(), key=lambda item: -search.expected[item[1][0]])
     simulated = representatives if simulates_all else _best_rows(context, closed_form, representatives, limit)
     simulated_rows = set(simulated.tolist())
-    for keys, rows in candidates_by_key.items():
+    for keys, rows in order:
         if rows[0] in simulated_rows:
             counts = [(row, count) for row, (count, _, _) in zip(members[rows[0]], keys, strict=True)]
-            if context.serve.highest is None:
+            if search is None:
                 points = [_load_figures(context, load, counts) for load in loads]
             else:
-                points = _highest(context, loads[0], counts)
+                points = [search.figures(rows[0], counts)]
             best = _select(points, context.serve.slo, context.task.spec.objective)
             for name in names:
                 table[name][rows] = best.get(name, np.nan)
@@ -128,10 +137,13 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     return table
 
 
-def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
+def _load_figures(
+    context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]], *, stops: bool = False
+) -> Mapping[str, float]:
     """Return the metrics of a load on one candidate.
 
-    `kinds`: for each kind of the candidate's instances, its row in `context` and its number of instances.
+    `kinds`: for each kind of the candidate's instances, its row in `context` and its number of instances. `stops`: as
+    in `SimulatedLoad.figures`.
     """
     overheads = replace(context.overheads, prompt_token=TOKENIZER) if load.is_text else context.overheads
     prices = [
@@ -139,34 +151,72 @@ def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tupl
         for row, count in kinds
     ]
     if not context.kinds.role[kinds[0][0]]:
-        return load.figures(*prices[0], context.serve.slo)
+        return load.figures(*prices[0], context.serve.slo, stops=stops)
     (first, prefills), (decode, decodes) = prices
     prefill = Prefill(price=first, per_decode=prefills / decodes, transfer=float(context.transfer[kinds[1][0]]))
-    return load.figures(decode, decodes, context.serve.slo, prefill)
+    return load.figures(decode, decodes, context.serve.slo, prefill, stops=stops)
 
 
-def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> list[Mapping[str, float]]:
-    """Simulate a search for the highest load, and return the metrics at each load that it tries.
+@dataclass(slots=True)
+class Search:
+    """Simulated searches for the highest load of candidates, one after the other.
 
-    A search for the highest rate starts at the rate of a burst.
+    A candidate whose expected rate is below FAR x `best` gets the metrics of the last one with its layout, with rates
+    multiplied by the ratio of the expected rates. All others try powers of RESOLUTION, so that they share requests.
+
+    - `expected`: the rate of each candidate in closed form.
+    - `found`: by layout, and by None for all of them, the expected rate and the metrics of the last candidate.
+    - `best`: the highest rate of all candidates.
     """
-    points, slo, is_concurrency = list[Mapping[str, float]](), context.serve.slo, context.serve.highest == "concurrency"
 
-    def predict(value: float) -> Outcome:
-        points.append({**_load_figures(context, load.at(value), kinds), HIGHEST_LOAD: value})
-        is_met = all(points[-1].get(name, 0.0) <= limit for name, limit in slo.items())
-        return Outcome.MET if is_met else Outcome.EXCEEDED
+    context: Candidates
+    load: SimulatedLoad
+    expected: FloatArray
+    found: dict[object, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
+    best: float = 0.0
 
-    maximum = float((load.load.concurrency if is_concurrency else load.load.request_rate) or 1)
-    start = FIRST_LOAD if is_concurrency else _load_figures(context, load, kinds)["requests_per_s"]
-    highest_load(
-        predict,
-        start,
-        minimum=1.0 if is_concurrency else MIN_RATE,
-        maximum=maximum,
-        is_integer=is_concurrency,
-    )
-    return points
+    def figures(self, candidate: int, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
+        """Return the metrics at the highest load of one candidate or, if none meets the limits, at the lowest one.
+
+        `kinds`: as in `_load_figures`.
+        """
+        context, settings, load = self.context, self.context.settings, self.load.load
+        layout = tuple((settings.tensor[row], settings.pipeline[row], settings.data[row], each) for row, each in kinds)
+        before, figures = self.found.get(layout) or self.found.get(None, (1.0, {HIGHEST_LOAD: 1.0}))
+        ratio = float(self.expected[candidate]) / before
+        if layout in self.found and ratio * figures[HIGHEST_LOAD] < FAR * self.best:
+            return {**figures, **{name: ratio * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}}
+        is_concurrency, slo, tried = context.serve.highest == "concurrency", context.serve.slo, dict[float, Outcome]()
+
+        def predict(value: float) -> Outcome:
+            nonlocal figures
+            value = value if is_concurrency else _power(value)
+            point = _load_figures(context, self.load.at(value), kinds, stops=True)
+            is_exceeded = any(point.get(name, 0.0) > limit for name, limit in slo.items())
+            tried[value] = Outcome.EXCEEDED if is_exceeded else Outcome.MET
+            if not is_exceeded:
+                figures = {**point, HIGHEST_LOAD: value}
+            return tried[value]
+
+        highest = highest_load(
+            predict,
+            FIRST_LOAD if is_concurrency else _power(ratio * figures[HIGHEST_LOAD]),
+            minimum=1.0 if is_concurrency else MIN_RATE,
+            maximum=float((load.concurrency if is_concurrency else load.request_rate) or 1),
+            is_integer=is_concurrency,
+            growth=GROWTH if is_concurrency else RESOLUTION,
+        )
+        if highest is None:
+            return {**_load_figures(context, self.load.at(min(tried)), kinds), HIGHEST_LOAD: min(tried)}
+        if not is_concurrency:
+            self.found[layout] = self.found[None] = float(self.expected[candidate]), figures
+            self.best = max(self.best, highest)
+        return figures
+
+
+def _power(rate: float) -> float:
+    """Return the power of RESOLUTION that is nearest to a rate."""
+    return float(RESOLUTION ** round(math.log(rate, RESOLUTION)))
 
 
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
