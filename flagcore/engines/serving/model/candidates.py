@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -108,23 +108,20 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)
     requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
     limit = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
-    simulates_all, search, order = representatives.size <= limit, None, list(candidates_by_key.items())
+    simulates_all, found = representatives.size <= limit, dict[object, tuple[float, Mapping[str, float]]]()
     heaviest_load = max(loads, key=lambda load: load.flight(1))
-    closed_form = {}
-    if context.serve.highest or not simulates_all:
-        closed_form = _in_closed_form(context, heaviest_load)
-    if context.serve.highest:
-        search = Search(context, loads[0], closed_form["requests_per_s"])
-        order = sorted(candidates_by_key.items(), key=lambda item: -search.expected[item[1][0]])
+    needs_rates = context.serve.highest is not None or not simulates_all
+    closed_form = _in_closed_form(context, heaviest_load) if needs_rates else {}
+    expected = closed_form.get("requests_per_s", np.zeros(context.kinds.size))
     simulated = representatives if simulates_all else _best_rows(context, closed_form, representatives, limit)
     simulated_rows = set(simulated.tolist())
-    for keys, rows in order:
+    for keys, rows in sorted(candidates_by_key.items(), key=lambda item: -expected[item[1][0]]):
         if rows[0] in simulated_rows:
             counts = [(row, count) for row, (count, _, _) in zip(members[rows[0]], keys, strict=True)]
-            if search is None:
+            if context.serve.highest is None:
                 points = [_load_figures(context, load, counts) for load in loads]
             else:
-                points = [search.figures(rows[0], counts)]
+                points = [_highest(context, loads[0], counts, float(expected[rows[0]]), found)]
             best = _select(points, context.serve.slo, context.task.spec.objective)
             for name in names:
                 table[name][rows] = best.get(name, np.nan)
@@ -157,66 +154,51 @@ def _load_figures(
     return load.figures(decode, decodes, context.serve.slo, prefill, stops=stops)
 
 
-@dataclass(slots=True)
-class Search:
-    """Simulated searches for the highest load of candidates, one after the other.
+def _highest(
+    context: Candidates,
+    load: SimulatedLoad,
+    kinds: Sequence[tuple[int, int]],
+    expected: float,
+    found: dict[object, tuple[float, Mapping[str, float]]],
+) -> Mapping[str, float]:
+    """Return the metrics of one candidate at its highest load or, if none meets the limits, at the lowest tried one.
 
-    A candidate whose expected rate is below FAR x `best` gets the metrics of the last one with its layout, with rates
-    multiplied by the ratio of the expected rates. All others try powers of RESOLUTION, so that they share requests.
+    A search for the highest rate starts where the last one suggests. It tries powers of RESOLUTION, so that candidates
+    share requests. Candidates with the layout of an earlier one are not simulated if they are FAR below the best.
 
-    - `expected`: the rate of each candidate in closed form.
-    - `found`: by layout, and by None for all of them, the expected rate and the metrics of the last candidate.
-    - `best`: the highest rate of all candidates.
+    `kinds`: as in `_load_figures`. `expected`: the candidate's rate in closed form. `found`: by layout, and by None for
+    all of them, this rate and the metrics of the last candidate; this function updates it.
     """
+    settings, slo, tried = context.settings, context.serve.slo, list[float]()
+    is_concurrency, maximum = context.serve.highest == "concurrency", load.load.concurrency or load.load.request_rate
+    layout = tuple((settings.tensor[row], settings.pipeline[row], settings.data[row], each) for row, each in kinds)
+    before, figures = found.get(layout) or found.get(None, (1.0, {HIGHEST_LOAD: 1.0}))
+    scaled = {name: expected / before * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}
+    if layout in found and scaled[HIGHEST_LOAD] < FAR * max(each[HIGHEST_LOAD] for _, each in found.values()):
+        return {**figures, **scaled}
 
-    context: Candidates
-    load: SimulatedLoad
-    expected: FloatArray
-    found: dict[object, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
-    best: float = 0.0
+    def predict(value: float) -> Outcome:
+        nonlocal figures
+        tried.append(value if is_concurrency else float(RESOLUTION ** round(math.log(value, RESOLUTION))))
+        point = _load_figures(context, load.at(tried[-1]), kinds, stops=True)
+        if any(point.get(name, 0.0) > limit for name, limit in slo.items()):
+            return Outcome.EXCEEDED
+        figures = {**point, HIGHEST_LOAD: tried[-1]}
+        return Outcome.MET
 
-    def figures(self, candidate: int, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
-        """Return the metrics at the highest load of one candidate or, if none meets the limits, at the lowest one.
-
-        `kinds`: as in `_load_figures`.
-        """
-        context, settings, load = self.context, self.context.settings, self.load.load
-        layout = tuple((settings.tensor[row], settings.pipeline[row], settings.data[row], each) for row, each in kinds)
-        before, figures = self.found.get(layout) or self.found.get(None, (1.0, {HIGHEST_LOAD: 1.0}))
-        ratio = float(self.expected[candidate]) / before
-        if layout in self.found and ratio * figures[HIGHEST_LOAD] < FAR * self.best:
-            return {**figures, **{name: ratio * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}}
-        is_concurrency, slo, tried = context.serve.highest == "concurrency", context.serve.slo, dict[float, Outcome]()
-
-        def predict(value: float) -> Outcome:
-            nonlocal figures
-            value = value if is_concurrency else _power(value)
-            point = _load_figures(context, self.load.at(value), kinds, stops=True)
-            is_exceeded = any(point.get(name, 0.0) > limit for name, limit in slo.items())
-            tried[value] = Outcome.EXCEEDED if is_exceeded else Outcome.MET
-            if not is_exceeded:
-                figures = {**point, HIGHEST_LOAD: value}
-            return tried[value]
-
-        highest = highest_load(
-            predict,
-            FIRST_LOAD if is_concurrency else _power(ratio * figures[HIGHEST_LOAD]),
-            minimum=1.0 if is_concurrency else MIN_RATE,
-            maximum=float((load.concurrency if is_concurrency else load.request_rate) or 1),
-            is_integer=is_concurrency,
-            growth=GROWTH if is_concurrency else RESOLUTION,
-        )
-        if highest is None:
-            return {**_load_figures(context, self.load.at(min(tried)), kinds), HIGHEST_LOAD: min(tried)}
-        if not is_concurrency:
-            self.found[layout] = self.found[None] = float(self.expected[candidate]), figures
-            self.best = max(self.best, highest)
-        return figures
-
-
-def _power(rate: float) -> float:
-    """Return the power of RESOLUTION that is nearest to a rate."""
-    return float(RESOLUTION ** round(math.log(rate, RESOLUTION)))
+    highest = highest_load(
+        predict,
+        FIRST_LOAD if is_concurrency else scaled[HIGHEST_LOAD],
+        minimum=1.0 if is_concurrency else MIN_RATE,
+        maximum=float(maximum or 1),
+        is_integer=is_concurrency,
+        growth=GROWTH if is_concurrency else RESOLUTION,
+    )
+    if highest is None:
+        return {**_load_figures(context, load.at(min(tried)), kinds), HIGHEST_LOAD: min(tried)}
+    if not is_concurrency:
+        found[layout] = found[None] = expected, figures
+    return figures
 
 
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
