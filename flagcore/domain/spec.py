@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from flagcore.domain.cluster import Cluster
+from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.knob import Knob
 from flagcore.domain.model import Model
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
@@ -259,6 +259,11 @@ class Task:
         else:
             values = [knob.parse(each, f"auto_tuner.space.{knob.name}") for each in listed]
         return tuple(dict.fromkeys(values))
+
+    def devices_on(self, group: NodeGroup) -> int:
+        """Return the number of devices of one node of `group` that a trial uses."""
+        cards = self.spec.work.cards if isinstance(self.spec.work, ServeSpec) else None
+        return min(cards or group.devices_per_node, group.devices_per_node)
 
     def with_time_limit(self, seconds: float) -> Task:
         """Return the task with `seconds` as the time limit of a trial."""
