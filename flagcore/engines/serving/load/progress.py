@@ -111,13 +111,12 @@ class LimitCheck:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._slower: Counter[tuple[str, str]] = Counter()
 
-    def exceeded(self, ttft_s: float, tpot_s: float | None, e2e_s: float) -> bool:
-        """Add the latencies of an answer, and return whether the load is now certain to exceed one of the limits."""
-        latencies = {"ttft_s": ttft_s, "tpot_s": tpot_s or 0.0, "e2e_s": e2e_s}
+    def exceeded(self, answer: Answer) -> bool:
+        """Add an answer, and return whether the load is now certain to exceed one of the limits."""
         for name in {name for name, _ in self._limits}:
-            self._sums[name] += latencies[name]
+            self._sums[name] += getattr(answer, name) or 0.0
         for figure, limit in self._limits.items():
-            self._slower[figure] += latencies[figure[0]] > limit
+            self._slower[figure] += (getattr(answer, figure[0]) or 0.0) > limit
         return self.is_exceeded({})
 
     def is_exceeded(self, waits_s: Mapping[str, Sequence[float]]) -> bool:
@@ -233,7 +232,7 @@ class Watch:
         del self._unanswered[stream]
         self.answers.append(answer)
         self._last_s = max(self._last_s, answer.start_s)
-        self.is_stopped = self._check.exceeded(answer.ttft_s, answer.tpot_s, answer.e2e_s)
+        self.is_stopped = self._check.exceeded(answer)
         if self.steady is not None:
             self.window = self.steady.reached(self.answers, self._answered_until_s)
         if self.window is None and self._rate is not None and self._rate.is_below(self.answers):

@@ -48,7 +48,7 @@ FIGURE_NAMES = (
     *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS),
 )
 
-FAR = 0.5
+FAR = 0.7
 """Candidates that are expected to reach a lower share of the best highest rate are not simulated. A choice."""
 
 Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
@@ -134,13 +134,10 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     return table
 
 
-def _load_figures(
-    context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]], *, stops: bool = False
-) -> Mapping[str, float]:
+def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
     """Return the metrics of a load on one candidate.
 
-    `kinds`: for each kind of the candidate's instances, its row in `context` and its number of instances. `stops`: as
-    in `SimulatedLoad.figures`.
+    `kinds`: for each kind of the candidate's instances, its row in `context` and its number of instances.
     """
     overheads = replace(context.overheads, prompt_token=TOKENIZER) if load.is_text else context.overheads
     prices = [
@@ -148,10 +145,10 @@ def _load_figures(
         for row, count in kinds
     ]
     if not context.kinds.role[kinds[0][0]]:
-        return load.figures(*prices[0], context.serve.slo, stops=stops)
+        return load.figures(*prices[0], context.serve.slo)
     (first, prefills), (decode, decodes) = prices
     prefill = Prefill(price=first, per_decode=prefills / decodes, transfer=float(context.transfer[kinds[1][0]]))
-    return load.figures(decode, decodes, context.serve.slo, prefill, stops=stops)
+    return load.figures(decode, decodes, context.serve.slo, prefill)
 
 
 def _highest(
@@ -163,13 +160,13 @@ def _highest(
 ) -> Mapping[str, float]:
     """Return the metrics of one candidate at its highest load or, if none meets the limits, at the lowest tried one.
 
-    A search for the highest rate starts where the last one suggests. It tries powers of RESOLUTION, so that candidates
-    share requests. Candidates with the layout of an earlier one are not simulated if they are FAR below the best.
+    A search for the highest rate starts where the last one suggests, and tries powers of RESOLUTION, so that candidates
+    share requests. A candidate that is FAR below the best and has the layout of an earlier one is not simulated.
 
     `kinds`: as in `_load_figures`. `expected`: the candidate's rate in closed form. `found`: by layout, and by None for
     all of them, this rate and the metrics of the last candidate; this function updates it.
     """
-    settings, slo, tried = context.settings, context.serve.slo, list[float]()
+    settings, slo, points = context.settings, context.serve.slo, dict[float, Mapping[str, float]]()
     is_concurrency, maximum = context.serve.highest == "concurrency", load.load.concurrency or load.load.request_rate
     layout = tuple((settings.tensor[row], settings.pipeline[row], settings.data[row], each) for row, each in kinds)
     before, figures = found.get(layout) or found.get(None, (1.0, {HIGHEST_LOAD: 1.0}))
@@ -178,13 +175,10 @@ def _highest(
         return {**figures, **scaled}
 
     def predict(value: float) -> Outcome:
-        nonlocal figures
-        tried.append(value if is_concurrency else float(RESOLUTION ** round(math.log(value, RESOLUTION))))
-        point = _load_figures(context, load.at(tried[-1]), kinds, stops=True)
-        if any(point.get(name, 0.0) > limit for name, limit in slo.items()):
-            return Outcome.EXCEEDED
-        figures = {**point, HIGHEST_LOAD: tried[-1]}
-        return Outcome.MET
+        load_value = value if is_concurrency else float(RESOLUTION ** round(math.log(value, RESOLUTION)))
+        points[value] = {**_load_figures(context, load.at(load_value), kinds), HIGHEST_LOAD: load_value}
+        is_met = all(points[value].get(name, 0.0) <= limit for name, limit in slo.items())
+        return Outcome.MET if is_met else Outcome.EXCEEDED
 
     highest = highest_load(
         predict,
@@ -194,11 +188,9 @@ def _highest(
         is_integer=is_concurrency,
         growth=GROWTH if is_concurrency else RESOLUTION,
     )
-    if highest is None:
-        return {**_load_figures(context, load.at(min(tried)), kinds), HIGHEST_LOAD: min(tried)}
-    if not is_concurrency:
-        found[layout] = found[None] = expected, figures
-    return figures
+    if highest is not None and not is_concurrency:
+        found[layout] = found[None] = expected, points[highest]
+    return points[highest or min(points)]
 
 
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:

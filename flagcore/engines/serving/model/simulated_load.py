@@ -22,7 +22,6 @@ from flagcore.domain.serving import OPEN_LOOP_FLIGHT, Load
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.serving.load.figures import statistics_of, widest_limits
 from flagcore.engines.serving.load.images import image_tokens
-from flagcore.engines.serving.load.progress import LimitCheck
 from flagcore.engines.serving.load.routing import Prefixes
 from flagcore.engines.serving.load.traces import BLOCK, Traffic
 from flagcore.engines.serving.load.traffic import in_flight, traffic
@@ -372,35 +371,29 @@ class SimulatedLoad:
         return min(self.load.concurrency or self.input_len.size, self.input_len.size)
 
     def figures(
-        self, price: Price, lanes: int, slo: Mapping[str, float], prefill: Prefill | None = None, *, stops: bool = False
+        self, price: Price, lanes: int, slo: Mapping[str, float], prefill: Prefill | None = None
     ) -> dict[str, float]:
         """Return the metrics of the load on `lanes` equal lanes. Rates are totals over all lanes.
 
         If there is a `prefill`, the lanes only decode. In an open loop, later turns arrive after the mean time of an
-        answer, which a first simulation determines. If the simulation `stops` because a limit is certain to be
-        exceeded, all limited metrics are infinite.
+        answer, which a first simulation determines.
         """
         if self.turn is not None and self.arrivals is not None:
             figures = self._spread(self.think_s).figures(price, lanes, slo, prefill)
-            spread = self._spread(self.think_s + figures["e2e_s.mean"])
-            return spread.figures(price, lanes, slo, prefill, stops=stops)
+            return self._spread(self.think_s + figures["e2e_s.mean"]).figures(price, lanes, slo, prefill)
         flight, lane_flight = self._in_flight, self.flight(lanes)
-        times = self._one_lane(price, min(lanes, flight), lane_flight, prefill, slo if stops else {})
-        if times is None:
-            return dict.fromkeys(slo, math.inf)
+        times = self._one_lane(price, min(lanes, flight), lane_flight, prefill)
         if self.arrivals is not None:  # the last request of the load may run on another lane
             times = replace(times, seconds=max(times.seconds, float(self.arrivals[-1] + times.e2e[-1])))
         figures = figures_of(times, flight / lane_flight, slo)  # the second argument: full lanes
         return figures | {HIT_RATE: self._hit_rate(price, min(lanes, flight))} if self.parts else figures
 
-    def _one_lane(
-        self, price: Price, lanes: int, flight: int, prefill: Prefill | None, limits: Mapping[str, float]
-    ) -> RequestTimes | None:
+    def _one_lane(self, price: Price, lanes: int, flight: int, prefill: Prefill | None) -> RequestTimes:
         """Return the times of requests on one of `lanes` lanes with `flight` requests in flight.
 
         Requests that arrive while all slots are busy only wait. A closed loop and a burst are therefore simulated with
         fewer requests in flight, and a wait is added for the others. Of more than `MAX_REQUESTS` requests, the first
-        ones represent all. Returns None if one of `limits` is certain to be exceeded.
+        ones represent all.
         """
         rows = self._rows(lanes)
         inputs, outputs = self.input_len[rows], self.output_len[rows]
@@ -422,12 +415,7 @@ class SimulatedLoad:
             simulation = Simulation(price, lengths, arrival_times, simulated, hits, think_s, images)
         else:
             simulation = Disaggregated(price, prefill, lengths, arrival_times, simulated, images)
-        if limits and count == inputs.size:
-            simulation.check = LimitCheck(limits, count)
-        outcome = simulation.run()
-        if outcome.is_stopped:
-            return None
-        times = RequestTimes.from_outcome(outcome)
+        times = RequestTimes.from_outcome(simulation.run())
         if self.load.num_prompts is None and self.load.trace is None and self.arrivals is None:
             # The first wave found free slots, so it counts only if measurements include it, too. If requests wait for
             # slots, neither the first wave nor the last one counts.

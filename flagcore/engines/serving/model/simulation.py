@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil, inf
 
-from flagcore.engines.serving.load.progress import LimitCheck
 from flagcore.engines.serving.model.iteration import NODES, IterationCosts
 from flagcore.engines.serving.model.vision import ImageWork
 from flagcore.engines.serving.model.work import Overheads
@@ -183,16 +182,12 @@ class Request:
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of a simulation: the requests in order, and the gaps between tokens as (seconds, number of gaps).
-
-    `is_stopped`: whether the simulation ended because a limit is certain to be exceeded.
-    """
+    """The result of a simulation: the requests in order, and the gaps between tokens as (seconds, number of gaps)."""
 
     requests: list[Request]
     gaps: list[tuple[float, int]] = field(default_factory=list)
     preemptions: int = 0
     duration: float = 0.0
-    is_stopped: bool = False
 
 
 class Simulation:
@@ -204,9 +199,8 @@ class Simulation:
     - `hits`: prompt tokens in the prefix cache, besides the prefix that all requests share.
     - `images`: the work for the images of each request.
 
-    Attributes. All except `check` are sums over sequences:
+    Sums over sequences are stored as attributes:
 
-    - `check`: the limits that end the simulation once one is certain to be exceeded. None: it runs to its end.
     - `used`: cached tokens.
     - `offset` + running x `step`: context tokens of the running sequences.
     - `finish` - running x `step`: remaining output tokens of the running sequences.
@@ -224,7 +218,6 @@ class Simulation:
         images: Sequence[ImageWork] = (),
     ) -> None:
         self.think_s = think_s
-        self.check: LimitCheck | None = None
         self.price, self.lane, self.overheads, self.open = price, price.lane, price.overheads, arrivals is not None
         times = arrivals if arrivals is not None else [0.0] * min(concurrency, len(lengths))
         self.requests = [
@@ -257,7 +250,7 @@ class Simulation:
             request.read, request.encode = work.read_s, encode
 
     def run(self) -> Outcome:
-        while not self.outcome.is_stopped:
+        while True:
             self._receive()
             if not (self.queue or self.partial or self.running):
                 if self.next >= self.sent:
@@ -434,10 +427,6 @@ class Simulation:
 
     def _end(self, request: Request) -> None:
         request.end = self.now
-        if self.check is not None:
-            tpot_s = (self.now - request.first) / (request.output - 1) if request.output > 1 else None
-            ttft_s, e2e_s = request.first - request.arrival, self.now - request.arrival
-            self.outcome.is_stopped = self.check.exceeded(ttft_s, tpot_s, e2e_s)
         if not self.open and self.sent < len(self.requests):
             self.requests[self.sent].arrival = self.now + self.think_s
             self._enter(self.sent)

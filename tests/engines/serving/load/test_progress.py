@@ -95,7 +95,7 @@ def test_a_load_is_stopped_only_if_its_limit_is_certain_to_be_exceeded(figure: s
         limit = float(rng.uniform(0.1, 3.0))
         check = LimitCheck({figure: limit, "itl_s.p99": 1e-9}, count)
         stopped = next(
-            (place for place, each in enumerate(seconds) if check.exceeded(each, 0.01, each + 0.01)), math.inf
+            (place for place, each in enumerate(seconds) if check.exceeded(answer(ttft=each, gaps=(0.01,)))), math.inf
         )
         statistic = statistics_of(seconds)[figure.partition(".")[2]]
         if stopped < count:
@@ -112,8 +112,8 @@ def test_requests_that_wait_for_longer_than_the_limit_count_before_they_are_answ
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
     check = LimitCheck({"tpot_s.mean": 0.001}, 2)
-    assert not check.exceeded(0.1, None, 0.1)
-    assert check.exceeded(0.1, 0.1, 0.2)
+    assert not check.exceeded(answer(gaps=()))
+    assert check.exceeded(answer(gaps=(0.1,)))
 
 
 @pytest.mark.parametrize(
