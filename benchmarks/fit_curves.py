@@ -209,9 +209,8 @@ def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
 
 
 def _together(layouts: Sequence[Layout]) -> Layout:
-    return Layout(
-        **{part.name: np.concatenate([getattr(each, part.name) for each in layouts]) for part in fields(Layout)}
-    )
+    names = [part.name for part in fields(Layout) if part.name not in ("further", "here")]
+    return Layout(**{name: np.concatenate([getattr(each, name) for each in layouts]) for name in names})
 
 
 def _task_of(record: Mapping[str, Any], workload: Workload, find_chip: Callable[[str], Any]) -> tuple[Task, Columns]:

@@ -12,6 +12,7 @@ from flagcore.vendorkit.engines import (
     Claim,
     Maturity,
     Report,
+    Variable,
     all_knobs,
     read_engines,
     read_maturity,
@@ -162,7 +163,7 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
         [
             f"`{each.name}`",
             f"`{each.value}`" if each.value else f"not set by flagcore; the source sets `{each.used}`",
-            ", ".join(filter(None, [_engines(each), each.condition])),
+            ", ".join(filter(None, [_engines(each), each.condition, _not_with(each)])),
             each.meaning,
             source(each.source),
         ]
@@ -188,6 +189,10 @@ def _stack_text(stack: Stack) -> str:
 def _reported_text(report: Report) -> str:
     word = "" if report.works is None else "works: " if report.works else "does not work: "
     return f"{word}{report.reason}"
+
+
+def _not_with(variable: Variable) -> str:
+    return f"without effect while `{variable.overridden_by}` is set" if variable.overridden_by else ""
 
 
 def _engines(scope: Scope) -> str:

@@ -141,7 +141,8 @@ def import_command() -> None:
     """Convert a launch command or script to a spec: flag import FILE, - for stdin, or -- COMMAND.
 
     FILE is a script, a batch script of Slurm, a compose file, a manifest of Kubernetes, Helm values, or a systemd unit.
-    COMMAND may be docker run or podman run. The commands below read what is named.
+    COMMAND may be docker run or podman run. The commands below read what is named. FILE and COMMAND take the options of
+    an engine's command, such as -o, --force, --model and --chip.
     """
 
 

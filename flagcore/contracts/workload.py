@@ -16,7 +16,6 @@ from flagcore.domain.engine import EngineSupport, ValueRule, device_variables, w
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch, ServerGroups, Start
 from flagcore.domain.prediction import RankMeasurement
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import KIND, SLOTS, ImportNote, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, TimeLimit
@@ -96,10 +95,9 @@ class Platform:
         or else devices numbered from 0, if too few devices were detected, or if the spec selects devices on another
         host, where detection does not see the spec's variables.
         """
-        spec, group = self.task.spec, self.task.cluster.groups[self.group_of_hosts.get(host, 0)]
+        group = self.task.cluster.groups[self.group_of_hosts.get(host, 0)]
         support, variables = self._variables_of(host)
-        cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
-        count = min(cards or group.devices_per_node, group.devices_per_node)
+        count = self.task.devices_on(group)
         detected = {device.selector: device for device in self.devices if device.host == host}
         listed = next((variables[name] for name in support.visible_devices if variables.get(name)), None)
         if len(detected) >= count and not (host and listed):

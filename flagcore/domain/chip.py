@@ -57,6 +57,7 @@ class Link:
     `peer_access`: whether devices can access each other's memory. Otherwise copies go through the host.
     `switch_reduces`: whether the switch sums the data of its devices, so that an all-reduce sends data out of the
     domain only once.
+    `whole_domains`: whether a job on `domain_size` devices of a node must take exactly those of one domain.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Link:
     copy_engine: bool = False
     peer_access: bool = True
     switch_reduces: bool = False
+    whole_domains: bool = False
 
 
 USUAL_DEVICES = 8

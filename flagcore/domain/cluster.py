@@ -1,11 +1,13 @@
 """The machines of a job: node groups and network levels."""
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-from flagcore.domain.chip import Chip, NotNegative, Positive
+from flagcore.domain.chip import Chip, Device, NotNegative, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,21 @@ class NodeGroup:
     def devices(self) -> int:
         """Number of devices in the group."""
         return self.nodes * self.devices_per_node
+
+    def usable(self, devices: Iterable[Device], count: int) -> tuple[Device, ...]:
+        """Return those of `devices` that trials on `count` devices of a node can use.
+
+        If the link has `whole_domains`, devices of complete domains come first on each host. If a trial takes exactly
+        one domain, the other devices are left out.
+        """
+        own, link = [each for each in devices if self.chip.has_name(each.chip)], self.chip.link
+        if link is None or link.domain_size is None or not link.whole_domains:
+            return tuple(own)
+        domains, size = defaultdict[tuple[str, int], list[Device]](list), link.domain_size
+        for each in own:
+            domains[each.host, each.index // size].append(each)
+        whole = [each for domain in domains.values() if len(domain) == size for each in domain]
+        return (*whole, *(each for each in own if count != size and each not in whole))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

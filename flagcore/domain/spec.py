@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from flagcore.domain.cluster import Cluster
+from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.knob import Knob
 from flagcore.domain.model import Model
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
@@ -20,6 +20,8 @@ from flagcore.domain.trial import Measurement
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+ServePrecision = Literal[Precision, "int8", "int4", "mxfp4"]
+"""Formats of a server's weights: weights in the last three may be converted before they are multiplied."""
 
 KIND, SLOTS = "{type}", "{slots}"
 """Placeholders in the user's command on several node groups: the name of the host's group, and the host's number of
@@ -259,6 +261,11 @@ class Task:
         else:
             values = [knob.parse(each, f"auto_tuner.space.{knob.name}") for each in listed]
         return tuple(dict.fromkeys(values))
+
+    def devices_on(self, group: NodeGroup) -> int:
+        """Return the number of devices of one node of `group` that a trial uses."""
+        cards = self.spec.work.cards if isinstance(self.spec.work, ServeSpec) else None
+        return min(cards or group.devices_per_node, group.devices_per_node)
 
     def with_time_limit(self, seconds: float) -> Task:
         """Return the task with `seconds` as the time limit of a trial."""

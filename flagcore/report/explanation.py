@@ -11,7 +11,7 @@ from flagcore.domain.serving import STATISTICS
 from flagcore.domain.trial import RUN
 from flagcore.i18n import N_, _
 from flagcore.report.formats import NAMES, Notebook, hardware_text, render, shown, table, table_columns
-from flagcore.report.text import funnel, layers_text, part_name, repeats_text, values_text
+from flagcore.report.text import funnel, layers_text, part_name, repeats_text, settings_text, values_text
 
 HEADINGS = NAMES["component_memory"]
 OTHER = N_("other")
@@ -85,11 +85,11 @@ def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
 
 def detail_text(record: Mapping[str, Any], title: str, knobs: Knobs, labels: Labels) -> str:
     """Return the prediction of a candidate in detail. Hardware and candidate come first, plugins' notes last."""
-    settings = [f"{key}={value}" for key, value in record.get("assumed", {}).items() if value not in (False, 0)]
-    values = ", ".join([values_text(record["candidate"], knobs), *settings])
-    hardware = hardware_text(record["devices"], record["chip"])
-    heading = _("{title} on {hardware}: {values}", title=title, hardware=hardware, values=values)
-    return "\n\n".join(filter(None, [heading, prediction_text(record, labels), notes_text(record.get("notes", ()))]))
+    hardware, values = hardware_text(record["devices"], record["chip"]), values_text(record["candidate"], knobs)
+    parts = [_("{title} on {hardware}: {values}", title=title, hardware=hardware, values=values)]
+    if assumed := settings_text({key: value for key, value in record.get("assumed", {}).items() if value}):
+        parts.append(_("Assumed settings: {settings}", settings=assumed))
+    return "\n\n".join(filter(None, [*parts, prediction_text(record, labels), notes_text(record.get("notes", ()))]))
 
 
 def served_text(data: Mapping[str, Any]) -> str:

@@ -92,9 +92,13 @@ def search_time_text(time: SearchTime) -> str:
 def assumed_text(assumed: Mapping[str, object]) -> str:
     """Format the assumed implementation and settings of a plan."""
     implementation, *items = assumed.items()
-    settings = ", ".join(name if value is True else f"{name}={value}" for name, value in items)
     text = N_("Assumed: {implementation} layers, {settings} (set train.implementation or train.settings to change).")
-    return _(text, implementation=implementation[1], settings=settings)
+    return _(text, implementation=implementation[1], settings=settings_text(dict(items)))
+
+
+def settings_text(settings: Mapping[str, object]) -> str:
+    """Format settings in one line. Those that are on have no value."""
+    return ", ".join(name if value is True else f"{name}={value}" for name, value in settings.items())
 
 
 def scaled_text(seconds: float, nodes: int = 0, of_nodes: int = 0) -> str:
@@ -183,13 +187,15 @@ def bottleneck_text(predicted: Mapping[str, Any]) -> str:
     """Return the bottleneck of a predicted training step, with its share. Empty if the bottleneck is unknown."""
     name, time = predicted.get("limit"), predicted.get("time") or {}
     if name == "memory":
-        memory = predicted["memory"]
-        used, capacity = size_text(memory["device_used_gib"]), size_text(memory.get("capacity_gib"))
+        used, capacity = (size_text(predicted["memory"].get(each)) for each in ("device_used_gib", "capacity_gib"))
         return _("Bottleneck: memory, ~{used} of {capacity}.", used=used, capacity=capacity)
     seconds = next((value for part, value in time.items() if part_name(part) == name), None)
     if not seconds:
         return ""
-    return _("Bottleneck: {limit}, ~{share:.0%} of a step.", limit=_(str(name)), share=seconds / sum(time.values()))
+    text = N_("Bottleneck: {limit}, ~{share:.0%} of a step.")
+    if name != "compute":
+        text = N_("Bottleneck besides compute: {limit}, ~{share:.0%} of a step.")
+    return _(text, limit=_(str(name)), share=seconds / sum(time.values()))
 
 
 def _excess(memory: Mapping[str, Any]) -> str:

@@ -111,7 +111,7 @@ class DeviceDetector:
         `root`: the folder below which device files and the PCI bus are searched.
         """
         environment = os.environ if environment is None else environment
-        if machine.other_vendor_selected(self.vendor, self.vendor_variables):
+        if self.vendor_of(os.environ) not in (self.vendor, None):
             return ()
         listing = self.listing(10.0)
         for line in listing.left_out:
@@ -141,10 +141,8 @@ class DeviceDetector:
 
         If they select none, but a variable of this vendor's software is set, return this vendor. Otherwise return None.
         """
-        selected = next((environment[name] for name in self.vendor_variables if environment.get(name)), None)
-        if selected is not None:
-            return selected.casefold()
-        return self.vendor if any(name.startswith(self.own_variables) for name in environment) else None
+        selected = next((environment[name].casefold() for name in self.vendor_variables if environment.get(name)), None)
+        return selected or (self.vendor if any(name.startswith(self.own_variables) for name in environment) else None)
 
     def rows(self) -> tuple[Row, ...]:
         """Return the devices with their telemetry during a trial, as the management tool prints them."""

@@ -15,8 +15,9 @@ requests, with its source). `flagcore.domain.engine.EngineSupport` explains them
 `meaning`, `source`, and either `value`, which is set for trials, or `used`, the value in the source, which flagcore
 does not set. `engines`, `kinds`, `chips` and `versions` (releases of the engine) restrict an entry, and `condition`
 describes when it applies. flagcore checks two conditions: `several_nodes: true`, and `unless`, a training setting that
-must not be on. In a value, each host replaces `{interface}` by its network interface to the first host and `{adapters}`
-by its InfiniBand adapters that are up; a host without such a device does not set the variable.
+must not be on. `overridden_by` is a variable that the software reads first: tasks get a note if it is set. In a value,
+each host replaces `{interface}` by its network interface to the first host and `{adapters}` by its InfiniBand adapters
+that are up; a host without such a device does not set the variable.
 
 `knobs.yaml` contains the knobs that a vendor's software adds to an engine, each with its values, effect and source.
 `knobs` is a list with the keys `name` (the engine's argument, or a name with the vendor as prefix), `engine`, `says`,
@@ -99,6 +100,7 @@ class Variable(Scope):
     condition: str = ""
     several_nodes: bool = False
     unless: str = ""
+    overridden_by: str = ""
 
     def __post_init__(self) -> None:
         if (self.value is None) == (self.used == ""):

@@ -183,12 +183,6 @@ class TorchReport:
     backend: str = ""
 
 
-def other_vendor_selected(vendor: str, variables: Sequence[str]) -> bool:
-    """Return whether the first of `variables` that is set names another vendor."""
-    selected = next((os.environ[name] for name in variables if os.environ.get(name)), vendor)
-    return selected.casefold() != vendor
-
-
 def pci_ids(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
     """Return the PCI device ids ("0x4001") of a vendor's accelerators, sorted by their PCI addresses."""
     return tuple(_text(folder / "device") for folder in _pci_devices(vendor_id, root, kinds))
@@ -196,14 +190,13 @@ def pci_ids(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACC
 
 def narrow_links(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
     """Return a sentence about each of a vendor's PCI devices whose link has fewer lanes than the device supports."""
-    sentences = []
-    for folder in _pci_devices(vendor_id, root, kinds):
-        lanes, max_lanes = (_text(folder / f"{name}_link_width") for name in ("current", "max"))
-        if lanes.isdigit() and max_lanes.isdigit() and 0 < int(lanes) < int(max_lanes):
-            sentences.append(
-                f"the PCIe link of {folder.name} has {lanes} of {max_lanes} lanes: check its slot and its cables"
-            )
-    return tuple(sentences)
+    folders = list(_pci_devices(vendor_id, root, kinds))
+    widths = [[_text(folder / f"{name}_link_width") for name in ("current", "max")] for folder in folders]
+    return tuple(
+        f"the PCIe link of {folder.name} has {lanes} of {most} lanes: check its slot and its cables"
+        for folder, (lanes, most) in zip(folders, widths, strict=True)
+        if lanes.isdigit() and most.isdigit() and 0 < int(lanes) < int(most)
+    )
 
 
 def _pci_devices(vendor_id: int, root: Path, kinds: tuple[str, ...]) -> Iterator[Path]:
@@ -281,10 +274,7 @@ def quota_cores(root: Path = ROOT) -> float | None:
     """Return the CPU quota of this process's control groups, in cores, or None if there is no limit."""
     limits = []
     for folder in _folders("cpu", root):
-        quota = _words(folder / "cpu.max") or [
-            *_words(folder / "cpu.cfs_quota_us"),
-            *_words(folder / "cpu.cfs_period_us"),
-        ]
+        quota = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
         if len(quota) == 2 and quota[0].isdigit() and float(quota[1]) > 0:
             limits.append(float(quota[0]) / float(quota[1]))
     return min(limits, default=None)
@@ -292,12 +282,9 @@ def quota_cores(root: Path = ROOT) -> float | None:
 
 def allowed_memory_bytes(root: Path = ROOT) -> int | None:
     """Return the memory limit of this process's control groups, in bytes, or None if there is no limit."""
-    limits = []
-    for folder in _folders("memory", root):
-        words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
-        if words and words[0].isdigit():
-            limits.append(int(words[0]))
-    return min(limits, default=None)
+    folders = _folders("memory", root)
+    limits = (_words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes") for folder in folders)
+    return min((int(words[0]) for words in limits if words and words[0].isdigit()), default=None)
 
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:

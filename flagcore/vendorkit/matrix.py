@@ -54,9 +54,8 @@ def read_matrix(text: str) -> Matrix | None:
     if set(links_by_device) != set(devices):
         return None
     links = {(a, b): links_by_device[a][f"{prefix}{b}"] for a in devices for b in devices if a != b}
-    if any(links_by_device[a][f"{prefix}{a}"] != "X" for a in devices) or any(
-        links[a, b] != links[b, a] for a, b in links
-    ):
+    is_symmetric = all(links[a, b] == links[b, a] for a, b in links)
+    if not is_symmetric or any(links_by_device[a][f"{prefix}{a}"] != "X" for a in devices):
         return None
     names = [column for column in columns[:width] if not _DEVICE.fullmatch(column)]
     adapters = {(device, name): links_by_device[device][name] for device in devices for name in names}
@@ -69,12 +68,8 @@ def islands(matrix: Matrix, link: str) -> tuple[tuple[int, ...], ...]:
     A device without such a link is a group of its own. The result is empty if the links do not form groups, such as in
     a ring or a line.
     """
-    joined = {
-        device: tuple(
-            other for other in matrix.devices if other == device or re.fullmatch(link, matrix.links[device, other])
-        )
-        for device in matrix.devices
-    }
+    of = matrix.devices
+    joined = {a: tuple(b for b in of if b == a or re.fullmatch(link, matrix.links[a, b])) for a in of}
     if any(joined[other] != group for group in joined.values() for other in group):
         return ()
     return tuple(dict.fromkeys(joined.values()))

@@ -1,5 +1,6 @@
 """The hooks of a vendor plugin, implemented with the YAML files of its package and the vendor's management tool."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, published_runs, serving_costs
 from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
-from flagcore.vendorkit.engines import SUPPORT, environment, knobs, read_engines, read_quirks
+from flagcore.vendorkit.engines import SUPPORT, environment, knobs, read_engines, read_quirks, read_variables
 from flagcore.vendorkit.fields import S, applicable
 
 
@@ -116,14 +117,18 @@ class VendorPlugin:
             about = (task.spec.work.engine, engine_version, "serve" if is_serving else "train")
             return tuple(dict.fromkeys(each for chip in chips for each in applicable(quirks, chip, *about)))
 
-        quirks = read_quirks(self.package)
+        quirks, is_set = read_quirks(self.package), {*os.environ, *task.spec.envs, *task.spec.cluster.envs}
+        hidden = [each for each in of_chips(read_variables(self.package)) if each.overridden_by in is_set]
         unit, slow = "requests of a load" if is_serving else "steps of a trial", of_chips(quirks.warmup)
         return TaskAdvice(
             rules=(*of_chips(quirks.refused), *of_chips(quirks.forced)),
             preferred=of_chips(quirks.preferred),
             warmup=max((each.count for each in slow), default=0),
             failures=of_chips(quirks.failures),
-            notes=tuple(f"the first {each.count} {unit} are not measured: {each.reason}" for each in slow),
+            notes=(
+                *(f"the first {each.count} {unit} are not measured: {each.reason}" for each in slow),
+                *(f"{each.overridden_by} is set, so {each.name} has no effect: unset it" for each in hidden),
+            ),
         )
 
     @hookimpl

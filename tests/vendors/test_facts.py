@@ -115,3 +115,15 @@ ADDRESS = re.compile(r"\w\.[a-z]{2,4}/|[\w-]+/[\w.-]+ (\S*\w[/.]\w\S*|issues? \d
 def test_each_source_can_be_opened_or_says_that_it_was_not_checked(chip: Chip) -> None:
     for source in {fact.source for fact in facts(chip) if fact.source.kind in ("datasheet", "published")}:
         assert ADDRESS.search(source.detail) or "not checked" in source.detail, source.detail
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_variable_that_hides_another_is_noted_where_it_is_set(vendor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = task_on(next(chip for chip in CHIPS if chip.vendor == vendor))
+    assert "GEMS_VENDOR" in PLUGINS.environment(task.cluster.groups[0].chip, "megatron", None, task)
+    counts = []
+    for value in (None, ""):  # the software asks whether it is set, not for its value
+        if value is not None:
+            monkeypatch.setenv("PPU_SDK", value)
+        counts.append(sum("PPU_SDK" in note for note in PLUGINS.check_task(task, None).notes))
+    assert counts == [0, 1]

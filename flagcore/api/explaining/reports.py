@@ -179,7 +179,7 @@ def _removal(subject: Subject, rule: PruningRule) -> str:
 def _why_open(subject: Subject) -> list[str]:
     order, run = rows_by_time(subject.snapshot.problem), subject.snapshot.run
     places = (np.flatnonzero(order == subject.row) + 1).tolist()
-    lines = [_("number {place:,} of {count:,} by predicted time", place=place, count=order.size) for place in places]
+    lines = [_("number {place:,} of {count:,} in `flag estimate`", place=place, count=order.size) for place in places]
     if places and lacks_margin(subject.snapshot.problem)[subject.row]:
         text = N_("plans list it last, because it leaves less than {share:.1%} of the memory free")
         lines.append(_(text, share=1.0 - PLANNED_SHARE))

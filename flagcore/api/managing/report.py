@@ -70,7 +70,7 @@ def list_runs(folder: Path | str = RUNS) -> list[dict[str, Any]]:
     try:
         places = [[each] if _is_run(each) else each.glob("*") for each in place.iterdir()]
     except OSError as error:
-        raise RunError(_("cannot read {file}: {reason}", file=place, reason=error.strerror)) from None
+        raise RunError(_("{file} has no runs: {reason}", file=place, reason=error.strerror)) from None
     found = filter(_is_run, chain.from_iterable(places))
     return sorted(map(run_record, found), key=lambda each: str(each["changed"]), reverse=True)
 

@@ -98,10 +98,10 @@ def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
         raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
     check(train)
     if missing := [requirement for module, requirement in modules.items() if not installed(module, requirement)]:
-        raise NoDevice(
-            f"trials need {' and '.join(missing)}, not installed here; pip install --no-deps "
-            f"{' '.join(map(repr, missing))} (torch: the build for this device), or set a train.command"
-        )
+        public = "'flagcore[megatron]' (install the vendor's build of torch first, if there is one)"
+        install = public if "torch" in missing else f"--no-deps {' '.join(map(repr, missing))}"
+        problem = f"trials need {' and '.join(missing)}, not installed here"
+        raise NoDevice(f"{problem}; pip install {install}, or set a train.command")
     if problems := release_problems(spec, release()):
         raise join_errors(problems)
 

@@ -117,16 +117,13 @@ def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Iter
     used = f"~{size_text(worst['device_used_gib'])}" + ("" if capacity is None else f" / {size_text(capacity)}")
     yield Text(_("Stage {number} needs the most memory: {used} (predicted).", number=worst["stage"], used=used))
     rows = [
-        [
-            cell(stage["stage"]),
-            *(size(parts.get(name)) for name in names),
-            *(size(stage[name]) for name in LEVELS),
-            *(size(measured.get(name)) for name in LEVELS),
-        ]
-        for stage, parts, measured in zip(stages, stage_parts, _measured_by_stage(run, len(stages)), strict=True)
+        [cell(stage["stage"]), *(size(parts.get(name)) for name in names), *(size(stage[name]) for name in LEVELS)]
+        for stage, parts in zip(stages, stage_parts, strict=True)
     ]
     headings = [_("stage"), *(f"~{_(text)}" for text in (*names, *LEVELS.values()))]
-    headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
+    if any(measured := _measured_by_stage(run, len(stages))):
+        rows = [[*row, *(size(each.get(name)) for name in LEVELS)] for row, each in zip(rows, measured, strict=True)]
+        headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
     yield table(_("Memory per device, by pipeline stage"), headings, rows)
 
 

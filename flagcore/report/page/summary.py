@@ -26,14 +26,7 @@ from flagcore.report.page.blocks import (
     table,
 )
 from flagcore.report.page.charts import BASELINE, BEST, OTHER, Bar, Bars
-from flagcore.report.page.run import (
-    RunData,
-    json_file,
-    measured_s,
-    memory_of,
-    predicted,
-    served,
-)
+from flagcore.report.page.run import RunData, json_file, measured_s, memory_of, predicted, served
 from flagcore.report.result import noise_warnings, number, slow_devices
 from flagcore.report.text import (
     at_load,

@@ -65,7 +65,8 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, workload: Workload, 
     task, support = _advised(requested, hardware.support, advice)  # step 4
     engine, groups, spec = task.spec.work.engine, hardware.groups, task.spec
     chips = [group.chip for group in groups]
-    own_devices = tuple(device for device in hardware.devices if any(chip.has_name(device.chip) for chip in chips))
+    usable = (device for group in groups for device in group.usable(hardware.devices, task.devices_on(group)))
+    own_devices = tuple(dict.fromkeys(usable))
     readers = {device: plugins.telemetry(device) for device in own_devices}
     environments = [plugins.environment(chip, engine, version, task) for chip in chips]
     environment = {name: value for variables in reversed(environments) for name, value in variables.items()}

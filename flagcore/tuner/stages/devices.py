@@ -68,9 +68,7 @@ def _units(platform: Platform) -> tuple[Sequence[Any], int, Callable[[Any], Plat
     if platform.support.shared_devices:
         cores = sorted(os.sched_getaffinity(0))[: len(platform.devices)]
         return cores, group.devices_per_node, lambda units: replace(platform, cores=units)
-    cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
-    needed = min(cards or group.devices_per_node, group.devices_per_node)
-    return platform.devices, needed, lambda units: replace(platform, devices=units)
+    return platform.devices, platform.task.devices_on(group), lambda units: replace(platform, devices=units)
 
 
 FREE_SHARE = 0.95
@@ -213,6 +211,13 @@ def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: 
     if len(usable) < (needed or group.devices_per_node) and not support.shared_devices:
         text = N_("cluster.devices_per_node = {wanted}, but this machine has {count} {chip}")
         raise NoDevice(_(text, wanted=group.devices_per_node, count=len(usable), chip=group.chip.name))
+    if not group.usable(usable, size := needed or platform.task.devices_on(group)):
+        text = N_(
+            "a run on {size} {chip} takes devices 0 to {last} of a node, or the next {size}, which one link joins; "
+            "usable here: {devices}; select them with {variable}"
+        )
+        found, variable = ", ".join(str(each.index) for each in usable), (*support.visible_devices, "")[0]
+        raise NoDevice(_(text, size=size, chip=group.chip.name, last=size - 1, devices=found, variable=variable))
 
 
 def _first_hosts(platform: Platform) -> list[str]:

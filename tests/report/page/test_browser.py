@@ -80,6 +80,16 @@ def test_nothing_fails_and_nothing_is_cut(opened: Open, kind: str, language: str
     assert all(url.startswith(("file:", "data:", "blob:")) for url in browser_page.urls)
 
 
+BROKEN_WORDS = """[...document.querySelectorAll("th, td")].flatMap((cell) => {
+  const words = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), broken = [], range = document.createRange();
+  while (words.nextNode())
+    for (const word of words.currentNode.data.matchAll(/\\w+/g)) {
+      range.setStart(words.currentNode, word.index);
+      range.setEnd(words.currentNode, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map((place) => place.top)).size > 1) broken.push(word[0]);
+    }
+  return broken;
+})"""
 OUTSIDE = """() => {
   const held = (each) => each.closest(".wide, pre, nav ul, .unseen, .skip");
   return [...document.querySelectorAll("body *, svg text")].filter((each) => {
@@ -195,6 +205,8 @@ def test_it_prints_on_light_paper_with_its_charts(opened: Open, tmp_path: Path) 
     assert pdf.startswith(b"%PDF")
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    page.set_viewport_size({"width": 733, "height": 1000})  # A4 without its margins
+    assert page.evaluate(BROKEN_WORDS) == []
 
 
 def test_charts_and_tables_need_no_script(opened: Open) -> None:

@@ -195,7 +195,7 @@ def test_if_no_trial_meets_the_limits_the_nearest_is_reported(runs: Runs, edited
     nearest = min(trials, key=lambda trial: trial["measured"]["figures"]["ttft_s"]["p99"])["number"]
     page = edited("serving", late)
     assert f"nearest: trial {nearest} (" in page.section("summary").text
-    assert "--run-dir . --new`" in page.section("summary").text
+    assert "flag tune SPEC --run-dir . --new" in [each.text for each in page.section("summary").every("code")]
     row = page.rows("serving", "TTFT of requests")[0]
     assert (row["load point"].text.split(",")[0], row["trial"].value) == ("nearest", nearest)
 
@@ -217,7 +217,8 @@ def test_differences_of_measured_parts_are_named(runs: Runs, copied: Callable[..
     [("failed", " --new"), ("interrupted", ""), ("killed", ""), ("estimate", " --fidelity run"), ("dense", None)],
 )
 def test_the_summary_ends_with_the_next_command(runs: Runs, kind: str, option: str | None) -> None:
-    commands = re.findall(r"`flag tune SPEC --run-dir \.( --.*?)?`", runs(kind).page.section("summary").text)
+    codes = [each.text for each in runs(kind).page.section("summary").every("code")]
+    commands = [each.removeprefix("flag tune SPEC --run-dir .") for each in codes if each.startswith("flag tune")]
     assert commands == ([] if option is None else [option])
 
 

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Device, Support
+from flagcore.domain.cluster import Cluster
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import ClusterSpec, Control, Task
+from flagcore.errors import NoDevice
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.tuner.stages import devices
-from flagcore.tuner.stages.devices import divide, wait_for_devices
+from flagcore.tuner.stages.devices import divide, require_devices, wait_for_devices
 from tests import small
 from tests.small import Readings
 
@@ -40,6 +43,28 @@ def test_groups_are_disjoint_and_a_trial_fits_on_each(devices: int, count: int) 
     if count > 1:
         names = [name for text in selected(groups) for name in text.split(",")]
         assert len(names) == len(set(names)) == count * devices
+
+
+@pytest.mark.parametrize(
+    ("found", "count", "usable"),
+    [
+        (range(8), 4, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ([0, 1, 3, 4, 5, 6, 7], 4, [4, 5, 6, 7]),
+        ([0, 1, 3, 4, 5, 6, 7], 2, [4, 5, 6, 7, 0, 1, 3]),
+        ([2, 3, 4, 5], 4, []),
+    ],
+)
+def test_a_link_may_ask_for_whole_domains(found: Sequence[int], count: int, usable: list[int]) -> None:
+    group = small.task(devices=count).cluster.groups[0]
+    assert group.chip.link
+    link = replace(group.chip.link, domain_size=4, whole_domains=True)
+    group = replace(group, chip=replace(group.chip, link=link))
+    here = tuple(EIGHT[index] for index in found)
+    assert [each.index for each in group.usable(here, count)] == usable
+    task = replace(small.task(devices=count), cluster=Cluster(groups=(group,)))
+    there = platform(task=task, device_type="acme", distributed_backend="accl")
+    with nullcontext() if usable else pytest.raises(NoDevice):
+        require_devices(there, here)
 
 
 def test_groups_have_the_names_of_detected_devices() -> None:
