@@ -102,8 +102,9 @@ class Options:
 
     `offload_stages` is empty if all stages offload. Fields in bytes are per element. With `adapters`, the model's
     weights have no gradients and no optimizer state. `cuda_graph` is the part of a step that one graph launches: "",
-    "layer" or "iteration". With the flex `dispatcher`, a token is sent to a rank once, for all of its experts there.
-    With `assumed_fp8_gather`, only candidates with the distributed optimizer have fp8 weights.
+    "layer" or "iteration". The flex `dispatcher` sends a token to a rank once, for all of its experts there, and over
+    the network to `linked_devices` once. With `assumed_fp8_gather`, only candidates with the distributed optimizer have
+    fp8 weights.
     """
 
     schedule: str | None = None
@@ -131,6 +132,7 @@ class Options:
     overlap_p2p_comm: bool = True
     overlap_expert_comm: bool = False
     dispatcher: str = "alltoall"
+    linked_devices: float = np.inf
     grouped_gemm: bool = True
     expert_imbalance: float = 1.0
     cp_comm: str = "p2p"

@@ -136,11 +136,9 @@ V_MIN = (((1.2, -1.2), (1.0, -1.2), (-0.2, 0.0), 6.0), ((1.0, -1.2), (1.2, -1.2)
 def zero_bubble_v(times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the longest time from the first to the last pass of a device in ZB-V, with memory for p micro-batches.
 
-    Source: arXiv 2401.10241, section 6.
-
-    A device cannot end before its last B has reached the first device. Up to 2p deferred parts of W fill that time. If
-    forward and backward differ in length, there are gaps in filling and draining. Deviation: 2.5 / 4 / 5%; 10% at m =
-    p.
+    Source: arXiv 2401.10241, section 6. A device cannot end before its last B has reached the first device. Up to
+    2p deferred parts of W fill that time. If forward and backward differ in length, there are gaps in filling and
+    draining. Deviation: 2.5 / 4 / 5%; 10% at m = p.
     """
     forward, backward, weight, latency = _with_sends(times)
     r = np.arange(len(forward))[:, None]
@@ -200,10 +198,8 @@ def v_min(times: StageTimes, m: FloatArray) -> FloatArray:
 def dualpipe(times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the step time in seconds with DualPipe (arXiv 2412.19437), for even p and m >= 2p.
 
-    The bubble is that in DualPipe's repository.
-
-    Half of the micro-batches start at each end of the pipeline. All but p + 1 pairs of a forward and a backward
-    overlap. Deviation: 2.5 / 4.5 / 4%.
+    The bubble is that in DualPipe's repository. Half of the micro-batches start at each end of the pipeline. All but p
+    + 1 pairs of a forward and a backward overlap. Deviation: 2.5 / 4.5 / 4%.
     """
     paired, serial, weight, backward, latency = _pairs(times, mirrored=True)
     p = len(times.forward)
@@ -218,9 +214,7 @@ def dualpipe(times: StageTimes, m: FloatArray) -> FloatArray:
 def dualpipe_v(times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the step time in seconds with DualPipeV for m >= 2p.
 
-    DualPipeV folds DualPipe so that parameters are not replicated.
-
-    Deviation: 1.5 / 4.5 / 4%.
+    DualPipeV folds DualPipe so that parameters are not replicated. Deviation: 1.5 / 4.5 / 4%.
     """
     paired, serial, weight, backward, latency = _pairs(times, mirrored=False)
     p = len(times.forward)

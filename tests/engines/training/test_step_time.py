@@ -75,6 +75,10 @@ COMPARED: dict[str, tuple[str, Job, Job, float, float]] = {
     "narrow formats, not in attention": ("compute_s", (replace(TRAIN, precision="fp8"), {}), ONE, 0.5, 0.9),
     "overlap of experts": ("ep_comm_s", (with_options(MOE, overlap_expert_comm=True), EXPERTS[1]), EXPERTS, 0.0, 0.5),
     "copies of dispatchers": ("ep_comm_s", (with_options(MOE, dispatcher="flex"), EXPERTS[1]), EXPERTS, 0.1, 0.99),
+    "copies between nodes": (
+        *("ep_comm_s", (with_options(MOE, dispatcher="flex", linked_devices=8.0), {**EXPERTS[1], "expert": 16.0})),
+        *((with_options(MOE, dispatcher="flex"), {**EXPERTS[1], "expert": 16.0}), 0.2, 0.9),
+    ),
     "busiest expert": ("step", (with_options(MOE, expert_imbalance=1.5), EXPERTS[1]), EXPERTS, 1.1, 1.6),
     "launches of single experts": ("step", (with_options(MOE, grouped_gemm=False), {}), (MOE, {}), 1.0001, 20.0),
     "gradients of adapters": ("compute_s", (with_options(adapters=True), {}), ONE, 0.5, 0.75),

@@ -94,6 +94,7 @@ def options(task: Task) -> Options:
         adapters=settings.get("trainable") == "adapters",
         overlap_p2p_comm=bool(settings.get("overlap_p2p_comm", True)),
         dispatcher=str(settings["moe_token_dispatcher_type"]),
+        linked_devices=float(task.cluster.linked_devices),
         expert_imbalance=_imbalance(settings),
         cp_comm=str(settings.get("cp_comm_type", "p2p")),
         cuda_graph=_graph(settings),

@@ -194,22 +194,23 @@ def context_collective(train: Training, layout: Layout, costs: Costs) -> FloatAr
 def expert_dispatch(train: Training, layout: Layout, costs: Costs) -> FloatArray:
     """Return the seconds to dispatch tokens to the expert-parallel ranks; a combine takes as long.
 
-    A rank sends each token to `topk` experts. The flex dispatcher sends a token to each rank at most once: with random
-    routing to k of the experts on e ranks, these are e (1 - (1 - 1/e)^k) copies (derived). The allgather dispatcher
-    gathers all tokens.
+    A rank sends each token to `topk` experts. The flex dispatcher sends a token once to each node, whose devices
+    forward it to each rank once (DeepEP, `docs/legacy.md`). With random routing to k of the experts on n ranks or
+    nodes, these are n (1 - (1 - 1/n)^k) copies (derived). The allgather dispatcher gathers all tokens.
     """
-    model, options = train.model, train.options
-    topk = float(model.moe_router_topk)
+    options, ranks, stride = train.options, layout.expert, layout.expert_tensor
+    tokens, topk = layer_input_bytes(train, layout), float(train.model.moe_router_topk)
+    copies = sent = np.full_like(ranks, topk)
+    near = ranks
     if options.dispatcher == "flex":
-        distinct_ranks = layout.expert * (1.0 - (1.0 - 1.0 / layout.expert) ** topk)
-        copies = np.minimum(distinct_ranks, topk)
-    else:
-        copies = np.full_like(layout.expert, topk)
-    tokens = layer_input_bytes(train, layout)
-    is_gather = options.dispatcher == "allgather"
-    kind, payload = ("all_gather", tokens * layout.expert) if is_gather else ("all_to_all", copies * tokens)
-    dispatch = collective(costs, kind, payload, layout.expert, layout.expert_tensor)
-    return dispatch + collective(costs, "all_gather", copies * tokens * layout.expert_tensor, layout.expert_tensor)
+        near = np.minimum(ranks, np.maximum(np.floor(options.linked_devices / stride), 1.0))
+        sent, copies = (np.minimum(n * (1.0 - (1.0 - 1.0 / n) ** topk), topk) for n in (ranks / near, ranks))
+    dispatch = collective(costs, "all_to_all", copies * tokens, near, stride)
+    if options.dispatcher == "allgather":
+        dispatch = collective(costs, "all_gather", tokens * ranks, ranks, stride)
+    elif (near < ranks).any():
+        dispatch = np.maximum(dispatch, collective(costs, "all_to_all", sent * tokens, ranks, stride))
+    return dispatch + collective(costs, "all_gather", copies * tokens * stride, stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +260,8 @@ class Messages:
     ) -> tuple[FloatArray, FloatArray] | None:
         """Return the seconds by which messages of each stage exceed the pipeline's usual message time (`usual`).
 
-        The two arrays are for forward and backward messages, and have the shape (stages, rows).
-
-        Returns None if there is only one node group.
+        The two arrays are for forward and backward messages, and have the shape (stages, rows). None if there is only
+        one node group.
         """
         if not self.between:
             return None
