@@ -20,6 +20,8 @@ from flagcore.domain.trial import Measurement
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+ServePrecision = Literal[Precision, "int8", "int4", "mxfp4"]
+"""Formats of a server's weights: weights in the last three may be converted before they are multiplied."""
 
 KIND, SLOTS = "{type}", "{slots}"
 """Placeholders in the user's command on several node groups: the name of the host's group, and the host's number of

@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUESTS, Images, Load, ServeSpec
-from flagcore.domain.spec import AUTO, COST, SERVING, Precision
+from flagcore.domain.spec import AUTO, COST, SERVING, ServePrecision
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.knobs import Engines, knobs_of_engine, section_of, serving_types, serving_values
@@ -151,7 +151,7 @@ class ServeSection(Section):
 
     engine: Word | Annotated[list[Word], Field(min_length=1)]
     """Name of the engine; the engines of a list are tuned one after the other."""
-    precision: Precision | None = None
+    precision: ServePrecision | None = None
     """Number format of the weights; null: the format of the weights file, or bf16."""
     engine_args: dict[str, Scalar] = Field(default={})
     """Flags of the engine for all candidates, without leading dashes; true is a bare flag."""

@@ -13,6 +13,8 @@ from extras.testing.tests.faulty import (
     MATURITY,
     PYPROJECT,
     QUIRKS,
+    RUN,
+    RUN_FILE,
     SMI,
     SOURCES,
     Fault,
@@ -336,7 +338,7 @@ SPELLING = (
     Fault("sections_preload_the_same_module", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: nccl, preload: [torch_acme]", "torch_acme"),
     Fault("detector_agrees_with_the_files", ENGINES_FILE, "device_type: cuda", "device_type: acme", "'acme'"),
     Fault("detector_agrees_with_the_files", DISCOVER, "vendor_variables", 'own_variables=("A",),\n    vendor_variables', "own_variables has 'A'"),
-    Fault("pci_vendor_is_the_vendors", DISCOVER, "0xFFFF", "0xFFFFF", "more than four"),
+    Fault("pci_vendor_is_the_vendors", DISCOVER, "0xFFFF", "0xFFFFF", "four hexadecimal"),
     Fault("pci_vendor_is_the_vendors", DISCOVER, "DETECTOR =", "# lspci: 1abc:0001\nDETECTOR =", "1abc"),
     Fault("resources_are_the_vendors", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: nccl, kubernetes: {name: metax-tech.com/gpu, source: {kind: estimated, method: a guess}}", "plugin metax"),
     Fault("distribution_has_its_own_name", PYPROJECT, "flagcore-acme", "flagcore-cpu", "plugin cpu"),
@@ -358,4 +360,44 @@ PLAUSIBLE = (
     Fault("knobs_are_complete", KNOBS, "{value: 0.97, low: 0.9, high: 1.02}", "{part: tp_comms_s, value: 0.97, low: 0.9, high: 1.02}", "tp_comms_s"),
     Fault("knobs_are_complete", KNOBS, "{value: 0.97, low: 0.9, high: 1.02}", "{value: 97, low: 90, high: 102}", "97"),
 )
-FAULTS = (*SPELLING, *PLAUSIBLE, *MEASURED, *MODULE, *CHIPS, *FOREIGN, *COSTS, *ENGINES, *ENVIRONMENTS, *FAILURES, *RUNS, *DETECTION, *SHIPPED, *PACKAGING)
+
+def peak(new: str, names: str) -> Fault:
+    """Add a peak to the chip."""
+    return Fault("figures_are_consistent", CHIP, "bf16: {value", f"{new}, source: *made_up}}\n  bf16: {{value", names)
+
+
+SLIPS = (
+    Fault("dates_of_sources_are_valid", COLLECTIVES, "2026-11-02", "2062-11-02", "in the future"),
+    peak("tf32: {value: 3.0e+14", "tf32"),
+    peak("int8: {value: 3.0e+13", "int8"),
+    Fault("figures_match_their_sources", CHIP, "bf16: {value: 3.0e+14, source: *made_up}", f"bf16: {{value: 3.0e+14, source: {SHEET % '30 dense TFLOP/s in bf16'}}}", "power of ten"),
+    Fault("nodes_have_the_devices_of_transcripts", CHIP, "devices_per_node: 8", "devices_per_node: 64", "64, more than"),
+    Fault("pcie_rates_are_one_way", CHIP, NIC, f"{NIC}\nhost_bytes_per_second: {{value: 3.0e+9, source: {SHEET % 'PCIe 4.0 x16'}}}", "carries 3.2e+10", also=("figures_are_consistent", "outer_levels_are_not_faster")),
+    hook("memory_models_are_given", "memory_model", "return None", "A1"),
+    Fault("measured_curves_are_in_base_units", COLLECTIVES, "[1.2e-05, 3.1e-05, 6.9e-04, 9.8e-03]", "[0.012, 0.031, 0.69, 9.8]", "bytes per second"),
+    Fault("measured_curves_are_in_base_units", COLLECTIVES, "[1024, 1048576, 67108864, 1073741824]", "[1, 2, 64, 1024]", "payload_bytes = 1024"),
+    Fault("measured_levels_exist", COLLECTIVES, "curves:", "level: nodes\ncurves:", "'nodes'"),
+    Fault("copies_are_not_too_slow", CURVE, "memory_share: 0.85", "memory_share: 0.085", "memory_share"),
+    reading("temperature_is_not_the_power", "{**figures, 'temperature_celsius': figures['power_watts']}", "temperature_celsius"),
+    Fault("memory_failures_have_their_state", QUIRKS, "state: out_of_memory", "state: failed", "failures[0].state"),
+    Fault("placeholders_are_known", ENVIRONMENT, "value: '1'", "value: '${interface}'", "${interface}"),
+    Fault("pci_vendor_is_the_vendors", DISCOVER, "0xFFFF", "0x19E", "four hexadecimal"),
+    Fault("detector_has_tuples", DISCOVER, "vendor_variables", 'topology="acme-smi topo -m",\n    vendor_variables', "topology = 'acme-smi topo -m'"),
+    Fault("variables_are_spelled_correctly", ENVIRONMENT, "", "  - {name: ACME_AFFINTY_CONF, used: '1', meaning: cores, source: *made_up}\n", "the word AFFINTY"),
+    Fault("detector_has_tuples", DISCOVER, 'device_file="dev', 'device_file="/dev', "device_file"),
+    Fault("detector_has_tuples", DISCOVER, 'tool="acme-smi"', 'tool="acme-smii"', "acme-smii"),
+    Fault("family_names_are_of_no_chip", "flagcore_acme/chips/a2.yaml", "", "chip: A2\nvendor: acme\nfamily_names: [ACME A1]\n", "family_names", also=("*",)),
+    Fault("notes_agree_with_peaks", CHIP, 'notes: "TODO:', 'notes: "No BF16. TODO:', "bf16"),
+    hook("levels_are_plausible", "topology", "return own and replace(own, levels=tuple(replace(each, efficiency=10.0) for each in own.levels))", "efficiency = 10"),
+    Fault("conditions_are_known", ENVIRONMENT, "value: '1'", "value: '1', unless: use_fdsp", "'use_fdsp'"),
+    Fault("engine_support_is_complete", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: nccl, stack: {implementation: te, source: {kind: estimated, method: a guess}}", "'te'"),
+    Fault("advice_on_tasks_is_complete", QUIRKS, "", "preferred:\n  - {engine: vllm, setting: engine_args.block_size, value: 128, reason: fast, source: *made_up}\n", "block_size"),
+    Fault("tests_run_the_checks", "tests/test_conformance.py", "class Test", "class My", "PluginConformance"),
+    Fault("parsers_print_nothing", SMI, "if TITLE not in text:", "print('rows')\n    if TITLE not in text:", "'rows'"),
+    Fault("commands_ask_for_the_format", SOURCES, "acme-smi-1.txt:", "acme-smi-1.json:", "is json", also=("*",)),
+    Fault("torch_of_others_is_not_trusted", DISCOVER, '"+acme" in report.version', "True", "of amd"),
+    Fault("published_runs_are_job_records", RUN_FILE, "", RUN % ("A2", "tensor_model_parallel_size", 30), "'A2'"),
+    Fault("published_runs_are_job_records", RUN_FILE, "", RUN % ("A1", "tensor_parallel_siz", 30), "tensor_parallel_siz"),
+    Fault("published_times_are_plausible", RUN_FILE, "", RUN % ("A1", "tensor_model_parallel_size", 30000), "30000"),
+)
+FAULTS = (*SLIPS, *SPELLING, *PLAUSIBLE, *MEASURED, *MODULE, *CHIPS, *FOREIGN, *COSTS, *ENGINES, *ENVIRONMENTS, *FAILURES, *RUNS, *DETECTION, *SHIPPED, *PACKAGING)

@@ -40,6 +40,7 @@ COLLECTIVES = "flagcore_acme/costs/a1/collectives.yaml"
 SOURCES = "tests/smi/sources.yaml"
 ENGINES_FILE = "flagcore_acme/engines.yaml"
 PYPROJECT = "pyproject.toml"
+RUN_FILE = "flagcore_acme/published.jsonl"
 
 MORE_HOOKS = '''
 
@@ -91,6 +92,15 @@ curves:
 """
 
 
+RUN = """\
+{"id": "8 x A1", "source": "https://example.com", "kind": "train", "model": {"num_layers": 32, "hidden_size": 4096, \
+"ffn_hidden_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}, "cluster": {"chip": "%s", "devices": 8, \
+"devices_per_node": 8}, "train": {"seq_length": 4096, "global_batch_size": 128, "precision": "bf16"}, \
+"candidate": {"%s": 2}, "measured": {"step_time_s": %s}}
+"""
+"""A line of published.jsonl, without the chip, a knob and the time."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """One edit: `new` replaces `old` in `file`. Empty `old`: append `new`; both empty: delete the file.
@@ -113,6 +123,7 @@ def healthy(folder: Path) -> Path:
     append(plugin_folder / QUIRKS, MORE_QUIRKS)
     (plugin_folder / KNOBS).write_text(MORE_KNOBS)
     (plugin_folder / COLLECTIVES).write_text(MORE_COLLECTIVES)
+    (plugin_folder / RUN_FILE).write_text(RUN % ("A1", "tensor_model_parallel_size", 30))
     append(
         plugin_folder / ENVIRONMENT,
         "  - {name: ACME_QUEUES, value: '1', meaning: queues of a device, source: *made_up}\n",

@@ -22,6 +22,7 @@ WITHOUT_FAULT = {
 WITHOUT_LINE = {
     "metadata_is_complete",
     "chips_have_one_lowercase_vendor",
+    "commands_ask_for_the_format",
     "import_has_no_side_effects",
     "import_loads_no_framework",
     "hooks_return_quickly",

@@ -11,6 +11,7 @@ from flagcore_testing.checks import (
     environment,
     module,
     packaging,
+    published,
     sources,
     spelling,
     trials,
@@ -24,7 +25,20 @@ def _checks(module: ModuleType) -> tuple[Check, ...]:
     return (*(each for each in own_functions if hasattr(each, "__wrapped__")), *getattr(module, "CHECKS", ()))
 
 
-MODULES = (module, chips, sources, answers, costs, engines, environment, spelling, trials, detection, packaging)
+MODULES = (
+    module,
+    chips,
+    sources,
+    answers,
+    costs,
+    engines,
+    environment,
+    spelling,
+    trials,
+    detection,
+    published,
+    packaging,
+)
 _ALL = [check for each in MODULES for check in _checks(each)]
 CHECKS: tuple[Check, ...] = tuple(sorted(_ALL, key=lambda check: check.__name__ not in (LOADS, SLOW)))
 """The checks in order of execution. Checks whose failure skips the others come first."""

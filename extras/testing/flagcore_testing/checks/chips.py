@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from datetime import date, datetime
+from datetime import date, datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, chips
 from flagcore_testing.package import Transcript
 
 KINDS = {*SOURCE_KEYS, "user"}
+DATES = {"date", "checked", "quoted"}
 DATE = re.compile(r"\d{4}(-\d{2}){0,2}")
 
 
@@ -32,9 +33,12 @@ def chips_and_devices_are_valid(plugin: Subject) -> Problems:
 def dates_of_sources_are_valid(plugin: Subject) -> Problems:
     for name, content in plugin.yaml_files("**/*.yaml"):
         for path, entry in _mappings(content):
-            value = entry.get("date", "2026")
-            if not (isinstance(value, date | datetime) or DATE.fullmatch(str(value))):
-                yield Problem(f"{name}: {path}date = {value!r} is not a date", "write it as 2026-11-02 or 2026-11")
+            for key in DATES & entry.keys() if "kind" in entry else ():
+                value, fix = entry[key], "write the day on which you did it, as 2026-11-02, or 2026-11"
+                if not (isinstance(value, date | datetime) or DATE.fullmatch(str(value))):
+                    yield Problem(f"{name}: {path}{key} = {value!r} is not a date", fix)
+                elif str(value)[:10] > str(date.today() + timedelta(days=1)):
+                    yield Problem(f"{name}: {path}{key} = {value} is in the future", fix)
             if entry.get("kind") == "measured" and not entry.get("date"):
                 fix = "add date: 2026-11-02, and preferably software and repeats; measurements of others are published"
                 yield Problem(f"{name}: {path.rstrip('.')} is measured, but has no date", fix)
@@ -66,6 +70,15 @@ def chip_names_are_clean(chip: Chip) -> Problems:
     for name, times in Counter(name.casefold() for name in chip.aliases).items():
         if times > 1:
             yield f"{chip.name}: aliases has {name!r} {times} times, ignoring case"
+
+
+@check("remove the name or the family name, or correct it")
+def family_names_are_of_no_chip(plugin: Subject) -> Problems:
+    names = {name.casefold(): chip.name for chip in plugin.own_chips() for name in (chip.name, *chip.aliases)}
+    for chip in plugin.own_chips():
+        for name in chip.family_names:
+            if (owner := names.get(name.casefold(), chip.name)) != chip.name:
+                yield f"{chip.name}: family_names has {name!r}, which is a name of {owner}"
 
 
 @check("write the same lower-case word in each chips/*.yaml")
@@ -124,7 +137,7 @@ MATRIX_OPERATIONS_PER_BYTE = 25.0
 """Minimum number of 16-bit operations per byte of an accelerator; 31 is the smallest of a known chip."""
 SECONDS_OF_MEMORY = (0.012, 0.35)
 """Seconds in which an accelerator reads its whole memory; 0.018 and 0.22 are the extremes of known chips."""
-FORMATS = (("fp64", "fp32"), ("fp32", "tf32"), ("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp8", "fp4"))
+FORMATS = (("fp64", "fp32"), ("fp32", "tf32"), ("bf16", "fp8"), ("fp8", "fp4"))
 """Pairs of number formats. The narrower format is never slower, because it moves fewer bytes."""
 SPARSE = 3.8
 """Maximum ratio of the rates of a pair: half the bits give about twice the rate, and four times means a sparse rate."""
@@ -133,6 +146,7 @@ DENSE_PEAK = (
     "format, say so in notes"
 )
 HALF_RATE = "give both dense and of matrix units; if one really has half the rate, say 'half the rate' in notes"
+SLOW_INTEGERS = "check both; if the chip really has few units for integers, say so of int8 in notes"
 ONE_DEVICE = (
     "give one device's share in bytes, not bits: 400 Gb/s are 5.0e+10; if links and network are one fabric, notes say "
     "the words 'same fabric'"
@@ -141,11 +155,13 @@ SIXTEEN_BITS = ("bf16", "fp16")
 RATIOS = (
     *((PEAK + two, PEAK + one, 0.999, SPARSE, DENSE_PEAK, "emulated") for one, two in FORMATS[2:]),
     *((PEAK + two, PEAK + one, 0.999, math.inf, DENSE_PEAK, "emulated") for one, two in FORMATS[:2]),
+    *((PEAK + two, PEAK + "tf32", 1.6, SPARSE, DENSE_PEAK, "emulated") for two in SIXTEEN_BITS),
     (PEAK + "bf16", PEAK + "fp16", 0.6, 1.5, HALF_RATE, "emulated|half the rate"),
     *((PEAK + name, BANDWIDTH, *OPERATIONS_PER_BYTE, "correct a prefix", "emulated") for name in ("bf16", "fp16")),
     (LINK, BANDWIDTH, 0.0, 0.75, "give bytes, not bits, that one device sends in one direction", "$."),
     (NIC, LINK, 0.0, 0.999, f"check both; {ONE_DEVICE}", "same fabric"),
     *((PEAK + "int8", PEAK + two, 0.0, SPARSE, DENSE_PEAK, "half the rate|fp32 accumulation") for two in SIXTEEN_BITS),
+    (PEAK + "int8", PEAK + "bf16", 0.999, math.inf, SLOW_INTEGERS, "int8"),
     (NIC, HOST, 0.0, 1.001, ONE_DEVICE, "same fabric"),
 )
 """Bounds of a figure relative to another one, the fix, and words of the notes that explain another ratio."""
@@ -175,12 +191,18 @@ def figures_are_consistent(chip: Chip) -> Problems:
                 yield Problem(f"{chip.name}: {values}", fix)
 
 
+MOST_DEVICES = 32
+"""Maximum number of devices of a node. A rack of several hosts is a link domain."""
+
+
 @check("devices_per_node counts devices, as the tool lists them: a card may have several")
 def nodes_have_the_devices_of_transcripts(plugin: Subject) -> Problems:
     for chip in plugin.own_chips():
         if chip.devices_per_node % chip.devices_per_card:
             count = f"devices_per_card = {chip.devices_per_card} does not divide devices_per_node"
             yield f"{chip.name}: {count} = {chip.devices_per_node}"
+        if chip.devices_per_node > MOST_DEVICES and not (chip.link and chip.link.topology == "shared-memory"):
+            yield f"{chip.name}: devices_per_node = {chip.devices_per_node}, more than any known node has"
         for each in _listings(plugin):
             listed = sum(one.devices for one in each.lists if chip.has_name(one.chip))
             if listed > chip.devices_per_node:
@@ -242,6 +264,13 @@ def peaks_are_dense(chip: Chip) -> Problems:
     for name in ("bf16", "fp16"):
         if name in peaks and (why := _peak_problem(chip, name)):
             yield f"{chip.name}: {name} = {peaks[name].value:g} {why}"
+
+
+@check("remove the peak, or the sentence", each=chips)
+def notes_agree_with_peaks(chip: Chip) -> Problems:
+    for name in chip.dense_flops_per_second:
+        if re.search(rf"\bno {name}\b", chip.notes, re.I):
+            yield f"{chip.name}: dense_flops_per_second has {name}, and notes say 'no {name}'"
 
 
 @check("give the dense peak, and say so in the source: 'dense' or 'without sparsity'", each=chips)

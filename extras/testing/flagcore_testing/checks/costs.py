@@ -28,6 +28,19 @@ def _models(plugin: Subject) -> list[tuple[Chip, MemoryModel]]:
     return plugin.each("flagcore_memory_model", lambda chip: plugin.loaded.memory_model(group_of(chip), "megatron"))
 
 
+@check("return a memory model for each of your chips, or remove the hook")
+def memory_models_are_given(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_memory_model")
+    if plugin.failed("flagcore_memory_model"):
+        return  # another check reports it
+    for chip in plugin.own_chips():
+        if (
+            plugin.ask("flagcore_memory_model", {"group": group_of(chip), "engine": "megatron", "kind": "train"})
+            is None
+        ):
+            yield f"flagcore_memory_model returns None for {chip.name}"
+
+
 @check("add to the argument, or multiply by at least 1", each=_models)
 def memory_use_grows_with_allocation(chip: Chip, model: MemoryModel) -> Problems:
     allocated = np.linspace(0, 2.0**37, 200)
@@ -78,6 +91,10 @@ def larger_micro_batches_need_more_memory(plugin: Subject) -> Problems:
             yield f"{task.cluster.chips}: a larger micro_batch_size is predicted to need less memory"
 
 
+SLOW_COPY = 0.2
+"""Minimum share of the memory's or the host interface's rate that large copies reach; known chips reach half."""
+TINY_SHARE = 0.1
+"""Minimum share of a peak in a curve; 0.18 is the smallest of a known chip."""
 ABOVE_PEAK = 1.05
 """Tolerance of a measured kernel above the peak: clocks and timers vary."""
 FILES = {"curve.yaml", "kernels.jsonl", "provenance.yaml", "serving.yaml", "collectives.yaml"}
@@ -130,6 +147,20 @@ def kernels_do_not_exceed_peaks(chip: Chip, costs: KernelCosts) -> Problems:
             f"{chip.name}: memory_seconds is faster than memory_bandwidth_bytes_per_second",
             "count bytes read and written; memory_share in curve.yaml is at most 1",
         )
+
+
+@check("give shares of 1, and host_bytes_per_second in bytes, in curve.yaml", each=Subject.own_costs)
+def copies_are_not_too_slow(chip: Chip, costs: KernelCosts) -> Problems:
+    size, memory, host = np.full(1, 2.0**32), chip.memory_bandwidth_bytes_per_second, chip.host_bytes_per_second
+    copied, to_host = (float(size[0] / each[0]) for each in (costs.memory_seconds(size), costs.host_copy_seconds(size)))
+    if memory and copied < SLOW_COPY * memory.value:
+        yield f"{chip.name}: memory_seconds reaches {copied:.3g} of {memory.value:g} bytes per second"
+    curve = getattr(costs, "curve", None)
+    for name in ("gemm_share", "memory_share", "elementwise_share", "attention_share") if curve else ():
+        if not TINY_SHARE <= getattr(curve, name) <= ABOVE_PEAK:
+            yield f"costs/{chip.name.casefold()}/curve.yaml: {name} = {getattr(curve, name):g}"
+    if to_host < (SLOW_COPY * host.value if host else 1e8):
+        yield f"{chip.name}: host_copy_seconds reaches {to_host:.3g} bytes per second"
 
 
 @check()
@@ -201,6 +232,16 @@ def outer_levels_are_not_faster(plugin: Subject) -> Problems:
                 )
 
 
+@check("give seconds, and shares of 1; `efficiency` is the share of the rate that large messages reach")
+def levels_are_plausible(plugin: Subject) -> Problems:
+    for group in plugin.groups():
+        topology = plugin.loaded.topology(group)
+        for level in topology.levels if topology else ():
+            for name, low, high in (("latency_seconds", 1e-8, 1e-2), ("efficiency", 0.05, 1.0)):
+                if not low <= (value := getattr(level, name)) <= high:
+                    yield f"flagcore_topology: {name} = {value:g} of the level {level.name} of {group.chip.name}"
+
+
 @check("give each level its own name; measured curves refer to it")
 def level_names_are_unique(plugin: Subject) -> Problems:
     for group in plugin.groups():
@@ -223,6 +264,12 @@ def topology_uses_the_users_network(plugin: Subject) -> Problems:
         if found and found.levels[-1].bytes_per_second > 1.01 * USER_RATE:
             rate = found.levels[-1].bytes_per_second
             yield f"flagcore_topology: {chip.name} has {rate:g} B/s between nodes, the user stated {USER_RATE:g}"
+
+
+LARGE = 2.0**16
+"""Minimum size in bytes of the largest payload of a curve. Smaller ones are probably in KiB or MiB."""
+SLOW_SHARE = 0.03
+"""Minimum share of the rate of its link that a curve reaches; 0.038 is the smallest of a known curve."""
 
 
 def _costs(plugin: Subject) -> list[tuple[Chip, CollectiveCosts]]:
@@ -258,6 +305,27 @@ def collective_times_grow_with_payload(chip: Chip, costs: CollectiveCosts) -> Pr
     for kind in KINDS:
         if not (np.diff(costs.seconds(kind, PAYLOADS, 2 * ONES, ONES)) >= 0).all():
             yield f"{chip.name}: a larger {kind} of two devices is predicted to take less time"
+
+
+@check(
+    "give seconds, the payload of the whole tensor in bytes, and the name of a level of flagcore_topology", each=_curves
+)
+def measured_curves_are_in_base_units(chip: Chip, table: CollectiveTable, curve: Curve, best: float) -> Problems:
+    where, largest = f"{chip.name}: the curve of {curve.kind} of {curve.ranks}", curve.payload_bytes[-1]
+    link = chip.link.bytes_per_second.value if chip.link else 0.0
+    if largest < LARGE:
+        yield f"{where} ends at payload_bytes = {largest:g}"
+    elif best < SLOW_SHARE * link and not table.level:
+        yield f"{where} reaches {best:.3g} bytes per second, and link.bytes_per_second = {link:.3g}"
+
+
+@check("name a level of flagcore_topology, or leave `level` out for the innermost one")
+def measured_levels_exist(plugin: Subject) -> Problems:
+    for chip, table in {chip.name: (chip, table) for chip, table, _, _ in _curves(plugin)}.values():
+        groups = [replace(group_of(chip), nodes=nodes) for nodes in (1, 2)]
+        names = {level.name for each in groups for level in (plugin.loaded.topology(each) or topology_of(each)).levels}
+        if table.level and table.level not in names:
+            yield f"costs/{chip.name.casefold()}/collectives.yaml: level = {table.level!r} is none of {sorted(names)}"
 
 
 @check("check its last seconds and payload_bytes; leave out a disturbed point", each=_curves)

@@ -2,14 +2,18 @@
 executables.
 """
 
+import io
 import random
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stdout
 
-from flagcore.domain.chip import Device
+from flagcore.domain.chip import Chip, Device
 from flagcore.errors import SpecError
 from flagcore.plugins.entry_points import capture_warnings
+from flagcore.vendorkit.detection import DeviceDetector
+from flagcore.vendorkit.machine import TorchReport
 from flagcore_testing import fakes
 from flagcore_testing.hook_runner import seconds_without_waiting
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
@@ -183,6 +187,47 @@ def transcripts_are_parsed(plugin: Subject) -> Problems:
         elif devices and devices[0].index != 0 and not each.left_out:
             indices = ", ".join(str(device.index) for device in devices)
             yield f"{FOLDER / each.name}: flagcore_devices returns the indices {indices}, which start at 0 in the tool"
+
+
+@check("remove the print: the output of commands is data; use logging")
+def parsers_print_nothing(plugin: Subject) -> Problems:
+    for each in plugin.listings:
+        with redirect_stdout(io.StringIO()) as printed:
+            fakes.devices(plugin, fakes.printing(each))
+        if text := printed.getvalue().strip():
+            yield f"flagcore_devices prints {text[:60]!r} for {FOLDER / each.name}"
+
+
+@check("ask the tool for the format of its transcript, such as --json")
+def commands_ask_for_the_format(plugin: Subject) -> Problems:
+    for each in plugin.listings:
+        form = each.name.rpartition(".")[2]
+        if form in ("json", "csv"):
+            with fakes.machine({each.tool: f'echo "$@" >> "$0.arguments"\n{fakes.prints(each.text)}'}) as folder:
+                fakes.ask(plugin)
+                arguments = (folder / "bin" / f"{each.tool}.arguments").read_text("utf-8")
+            if form not in arguments.casefold():
+                yield f"{FOLDER / each.name} is {form}, but the arguments of {each.tool} are {arguments.split()}"
+
+
+@check("let `trusts` look at the version, the attributes and the devices' names that only this vendor's torch has")
+def torch_of_others_is_not_trusted(plugin: Subject) -> Problems:
+    detector, own = getattr(plugin.hooks, "detector", None), plugin.own_chips()
+    if not isinstance(detector, DeviceDetector):
+        raise Skip("the plugin has no DeviceDetector")
+    foreign = {chip.vendor: chip for chip in plugin.others.chips() if chip.name != "cpu"}
+
+    def trusts(chip: Chip, names: frozenset[str]) -> bool:
+        devices = (Device(index=0, chip=name, memory_bytes=2**36) for name in (chip.name, *chip.aliases))
+        reports = (TorchReport(version="2.10.0", attributes=names, devices=(each,)) for each in devices)
+        return any(map(detector.trusts, reports))
+
+    for vendor, chip in foreign.items():
+        if trusts(chip, frozenset()):
+            yield f"discover.py: trusts accepts a torch 2.10.0 with a device of {vendor}"
+    has_own_module = detector.torch_device in detector.torch_attributes
+    if has_own_module and not any(trusts(chip, frozenset(detector.torch_attributes)) for chip in own):
+        yield f"discover.py: trusts rejects a torch that has {detector.torch_device} and devices of {own[0].vendor}"
 
 
 @check(f"read these lines, or state in {SOURCES} how many devices are `left_out`")

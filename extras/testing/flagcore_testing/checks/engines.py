@@ -14,6 +14,8 @@ from flagcore.tuner.stages.build import JOB_KEYS, SHARED_PREFIXES
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
+IMPLEMENTATIONS = ("local", "transformer_engine")
+"""Implementations of the layers that a spec may name."""
 MOST = 5.0
 """Maximum factor of a knob on time or memory."""
 PREFIXES = ", ".join(SHARED_PREFIXES)
@@ -44,6 +46,9 @@ def engine_support_is_complete(where: str, chip: Chip, engine: str, answer: Engi
     if not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in answer.visible_devices):
         text = f"{where}: visible_devices = {answer.visible_devices!r}"
         yield Problem(text, "give the names of environment variables, such as ACME_VISIBLE_DEVICES")
+    if answer.stack and kind_of(engine) == "train" and answer.stack.implementation not in IMPLEMENTATIONS:
+        text = f"{where}: stack.implementation = {answer.stack.implementation!r}"
+        yield Problem(text, f"use one of {', '.join(IMPLEMENTATIONS)}")
     for name, value in answer.stack.settings.items() if answer.stack else ():
         if not _is_known(engine, f"settings.{name}", () if value is None else (value,)):
             text = f"{where}: stack.settings has {name}: {value!r}"
@@ -107,6 +112,11 @@ def advice_on_tasks_is_complete(plugin: Subject) -> Problems:
         if advice.impossible:
             yield f"{location} cannot run: {advice.impossible}; if nothing can, flagcore_engine_support says so"
         for preferred in advice.preferred:
+            if preferred.setting.startswith("engine_args.") and "_" in preferred.setting[12:]:
+                text = f"{location}: {preferred.setting} is not the name of a flag"
+                yield Problem(
+                    text, f"write it with dashes: {preferred.setting[:12]}{preferred.setting[12:].replace('_', '-')}"
+                )
             if not (preferred.reason.strip() and preferred.setting.startswith(SHARED_PREFIXES)):
                 yield f"{location}: {preferred.setting!r} lacks a reason, or begins with none of {PREFIXES}"
         if not all(note.strip() for note in advice.notes):

@@ -112,6 +112,18 @@ def wheel_contains_data_files(plugin: Subject) -> Problems:
             yield f"the wheel of {source.name} leaves out {name}"
 
 
+CONFORMANCE = re.compile(r"^class Test\w*\(.*\bPluginConformance\b", re.M)
+
+
+@check("write tests/test_conformance.py as in `flag plugins new`: pytest collects classes whose names begin with Test")
+def tests_run_the_checks(plugin: Subject) -> Problems:
+    tests = plugin.source / "tests"
+    if not tests.is_dir():
+        raise Skip("the plugin has no folder tests")
+    if not any(CONFORMANCE.search(path.read_text("utf-8", "replace")) for path in tests.rglob("test_*.py")):
+        yield "tests/test_conformance.py runs no PluginConformance"
+
+
 def _requirements(plugin: Subject) -> Iterator[Requirement]:
     """Yield the dependencies. Raises InvalidRequirement with the invalid text."""
     return (Requirement(text) for text in plugin.packaged.requires)

@@ -13,7 +13,7 @@ BOTH_WAYS = re.compile(r"both directions|two directions|bidirectional|per pair|a
 PER_NODE = re.compile(r"(?:a|per|each|every) (?:node|server|machine|host)\b|\u6bcf\u8282\u70b9|\u6bcf\u53f0", re.I)
 SHARED = re.compile(r"shared by (?:its |the |all )?(\w+)", re.I)
 COUNTS = {"two": 2, "four": 4, "eight": 8, "sixteen": 16}
-NUMBER = r"(?<![\w.])(?<!lanes of )(\d+(?:\.\d+)?)"
+NUMBER = r"(?<![\w.,])(?<!lanes of )(\d+(?:,\d{3})*(?:\.\d+)?)"
 RATE = re.compile(rf"{NUMBER} ?(Gb/s|Gbps|Gbit/s|GB/s|TB/s)")
 FLOPS = re.compile(rf"{NUMBER}(?=[^;(]{{0,40}}?(?:TFLOP|TOP))")
 WATTS = re.compile(rf"{NUMBER} W\b")
@@ -52,7 +52,7 @@ def pcie_rates_are_one_way(chip: Chip) -> Problems:
         if fact is None or (key == LINK and (chip.link is None or chip.link.topology != "pcie")):
             continue
         words = f"{chip.link.name if chip.link and key == LINK else ''} {fact.source.detail}"
-        if (limit := _pcie_rate(words)) and fact.value > 1.05 * limit:
+        if (limit := _pcie_rate(words)) and not 0.4 * limit < fact.value < 1.05 * limit:
             yield f"{chip.name}: {key} = {fact.value:g}, but one direction of its interface carries {limit:g}"
         elif fact.value > LARGEST_PCIE and not ONE_WAY.search(f"{words} {chip.notes}"):
             yield f"{chip.name}: {key} = {fact.value:g} is above PCIe 5.0, and its source does not say 'one way'"
@@ -94,6 +94,9 @@ def _differences(key: str, fact: Fact, chip: Chip) -> Iterator[str]:
                 yield f"{says}, which is {number:g}"
             elif key in HALF and 0.44 <= number / value <= 0.51 and _is_unexplained(number, value, stated, chip):
                 yield f"{says}, about half of it"
+        powers = (10.0**power for power in (-3, -2, -1, 1, 2, 3))
+        if not _is_one_of(value * share, stated) and any(_close(value * share, number * power) for power in powers):
+            yield f"{says}: a power of ten lies between them"
         if chip.devices_per_card > 1 and not halvings and PER_CARD.match(after) and _close(value, number, 0.025):
             yield f"{says} for a card of {chip.devices_per_card} devices"
         if key == NIC and (sharing := _sharing(detail, chip)) > 1 and value > 1.01 * number / sharing:
@@ -103,11 +106,13 @@ def _differences(key: str, fact: Fact, chip: Chip) -> Iterator[str]:
 def _stated(key: str, detail: str) -> list[tuple[str, float, str]]:
     """Return the figures of a source with the unit of a key: the text, the value in base units, and the text after."""
     if key.startswith(PEAK):
-        found = [(match, float(match[1]) * 1e12) for match in FLOPS.finditer(detail)]
+        found = [(match, float(match[1].replace(",", "")) * 1e12) for match in FLOPS.finditer(detail)]
     elif key == "tdp_watts":
-        found = [(match, float(match[1])) for match in WATTS.finditer(detail)]
+        found = [(match, float(match[1].replace(",", ""))) for match in WATTS.finditer(detail)]
     elif key.endswith("bytes_per_second"):
-        found = [(match, float(match[1]) * UNITS.get(match[2], 0.125e9)) for match in RATE.finditer(detail)]
+        found = [
+            (match, float(match[1].replace(",", "")) * UNITS.get(match[2], 0.125e9)) for match in RATE.finditer(detail)
+        ]
     else:
         found = []
     return [(match[0], number, detail[match.end() :]) for match, number in found]

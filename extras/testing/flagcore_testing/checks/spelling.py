@@ -9,17 +9,21 @@ from itertools import pairwise
 from flagcore.domain.engine import EngineSupport
 from flagcore.errors import SpecError
 from flagcore.launchers.network import placeholders
+from flagcore.plugins import kind_of, workload
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.engines import all_knobs, read_engines
+from flagcore_testing import fakes
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
 BUILT_IN = {"gloo", "mpi", "nccl", "ucc", "xccl"}
 """Backends of torch.distributed that need no module to be imported first."""
 COLLECTIVES = re.compile(r"^[A-Z]{1,3}CL_")
 """The beginning of variables of collective libraries, most of which have the same names after it."""
-PLACEHOLDER = re.compile(r"\{\w*\}")
+PLACEHOLDER = re.compile(r"\$\{?\w+\}?|\{\w*\}")
 OF_MACHINE = re.compile(r"_SOCKET_IFNAME$|_IB_HCA$|_IF_IP$")
 """Variables whose value differs between machines."""
+TUPLES = ("visible", "vendor_variables", "own_variables", "pci_classes", "torch_attributes", "topology")
+"""Fields of a detector. A text instead would be read as its letters."""
 PCI_ID = re.compile(r"\b([0-9a-f]{4}):[0-9a-f]{4}\b(?!:)", re.I)
 
 
@@ -90,7 +94,12 @@ def variables_are_spelled_correctly(plugin: Subject) -> Problems:
     known: dict[str, list[str]] = {}
     for name in (*others, *(word for word in words if "_" in word and word.isupper() for _ in (1, 2))):
         known.setdefault(COLLECTIVES.sub("CL_", name), []).append(name)
+    parts = Counter(part for name in {*others, *(each for _, each in _variables(plugin))} for part in name.split("_"))
     for file, name in dict.fromkeys(_variables(plugin)):
+        for part in (part for part in name.split("_") if len(part) > 6 and parts[part] == 1):
+            near = (other for other in parts if _is_near(part, other) and part not in other and other not in part)
+            if meant := next(near, ""):
+                yield f"{file}: {name} has the word {part}, and other variables have {meant}"
         general = COLLECTIVES.sub("CL_", name)
         if words[name] > 1 or name in others or {*known[general]} != {name}:
             continue
@@ -126,6 +135,15 @@ def placeholders_are_known(plugin: Subject) -> Problems:
     for each in plugin.variables:
         for unknown in sorted({*PLACEHOLDER.findall(each.value or "")} - known):
             yield f"environment.yaml: {each.name} has the unknown placeholder {unknown}"
+
+
+@check("name a setting of a training engine, as in docs/spec.md")
+def conditions_are_known(plugin: Subject) -> Problems:
+    trains = [each for each in plugin.engines if kind_of(each) == "train"]
+    known = {name for engine in trains for knob in workload(engine).knobs for name in knob.names}
+    for each in plugin.variables:
+        if each.unless and each.unless not in known:
+            yield f"environment.yaml: {each.name}.unless = {each.unless!r} is unknown"
 
 
 @check("write {interface} or {adapters}, or `used` instead of `value`: flagcore fills in what differs between machines")
@@ -164,6 +182,22 @@ def vendor_is_selected(plugin: Subject) -> Problems:
         yield f"discover.py reads {', '.join(detector.vendor_variables)}, but environment.yaml sets none of them"
 
 
+@check('write a tuple of names, with a comma after a single one: ("ACME_VISIBLE_DEVICES",)')
+def detector_has_tuples(plugin: Subject) -> Problems:
+    detector = _detector(plugin)
+    for name in TUPLES:
+        words = getattr(detector, name)
+        if not isinstance(words, tuple) or not all(isinstance(word, str) and word.strip() for word in words):
+            yield f"discover.py: {name} = {words!r}"
+    pattern = detector.device_file
+    if pattern.startswith("/") or pattern.count("[") != pattern.count("]"):
+        fix = "write a glob pattern below the root, such as dev/acme[0-9]*"
+        yield Problem(f"discover.py: device_file = {pattern!r}", fix)
+    if (tools := fakes.tools_of(plugin)) and detector.tool not in tools:
+        fix = "name the tool that `listing` runs: messages name it"
+        yield Problem(f"discover.py: tool = {detector.tool!r}, but the detector runs {', '.join(tools)}", fix)
+
+
 @check("write the same name in discover.py, engines.yaml and chips/*.yaml")
 def detector_agrees_with_the_files(plugin: Subject) -> Problems:
     detector, vendors = _detector(plugin), sorted({chip.vendor for chip in plugin.own_chips()})
@@ -196,8 +230,8 @@ def sections_preload_the_same_module(plugin: Subject) -> Problems:
 def pci_vendor_is_the_vendors(plugin: Subject) -> Problems:
     vendor_id = _detector(plugin).pci_vendor
     where = f"discover.py: pci_vendor = {vendor_id:#06x}"
-    if not 0 < vendor_id <= 0xFFFF:
-        yield f"{where} has more than four hexadecimal digits"
+    if not 0x1000 <= vendor_id <= 0xFFFF:
+        yield f"{where} has not four hexadecimal digits, and IDs below 0x1000 belong to no vendor of accelerators"
     for name, other in _others_detectors(plugin):
         if other.pci_vendor == vendor_id:
             yield f"{where} is that of the plugin {name}"

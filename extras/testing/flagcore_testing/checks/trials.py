@@ -98,6 +98,14 @@ def telemetry_memory_is_that_in_use(plugin: Subject) -> Problems:
         yield f"flagcore_telemetry: memory_used_bytes = {used} of every device, which is all of its memory"
 
 
+@check("read the column of the temperature")
+def temperature_is_not_the_power(plugin: Subject) -> Problems:
+    pairs = [(sample.get("temperature_celsius"), sample.get("power_watts")) for _, sample in _samples(plugin)]
+    same = [celsius for celsius, watts in pairs if celsius is not None and celsius == watts]
+    if len(same) == len(pairs) > 1:
+        yield f"flagcore_telemetry: temperature_celsius and power_watts are both {same[0]:g}, and equal on every device"
+
+
 @check("compare names with chip.has_name(device.chip)")
 def telemetry_accepts_chip_aliases(plugin: Subject) -> Problems:
     plugin.implements("flagcore_telemetry")
@@ -109,6 +117,7 @@ def telemetry_accepts_chip_aliases(plugin: Subject) -> Problems:
                 yield f"flagcore_telemetry accepts {chip.name}, but not its other name {name!r}"
 
 
+NO_MEMORY = re.compile(r"out of (device )?memory|OutOfMemory", re.I)
 HEALTHY = files(__package__).joinpath("healthy.log").read_text("utf-8").splitlines()
 """Log lines of successful runs, which no failure pattern may match."""
 
@@ -133,6 +142,13 @@ def failure_examples_match(plugin: Subject) -> Problems:
         if first is not each:
             other_match = f"the earlier pattern {first.pattern!r} does" if first else "none does"
             yield f"quirks.yaml: failures[{place}].example is not matched by its own pattern: {other_match}"
+
+
+@check("write state: out_of_memory, from which the search learns; other states end a candidate only")
+def memory_failures_have_their_state(plugin: Subject) -> Problems:
+    for place, each in enumerate(plugin.quirks.failures):
+        if NO_MEMORY.search(each.example) and each.state is not TrialState.OUT_OF_MEMORY:
+            yield f"quirks.yaml: failures[{place}].state = {each.state.value}, but its example is {each.example[:80]!r}"
 
 
 @check("correct the pattern or the order of the patterns")
