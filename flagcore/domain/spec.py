@@ -20,6 +20,8 @@ from flagcore.domain.trial import Measurement
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+ServePrecision = Literal[Precision, "int8", "int4", "mxfp4"]
+"""Formats of a server's weights: weights in the last three may be converted before they are multiplied."""
 
 KIND, SLOTS = "{type}", "{slots}"
 """Placeholders in the user's command on several node groups: the name of the host's group, and the host's number of
@@ -97,6 +99,7 @@ class TrainSpec:
     `settings`: engine settings, the same for all candidates. Lists are comma-separated text.
     `assumed`: settings that a plan assumes for the candidates with which they are legal.
     `flags`: arguments that knobs with effects add to the command.
+    `program`: plain data that describes the user's program, for `Workload.with_program`.
     """
 
     engine: str
@@ -111,6 +114,7 @@ class TrainSpec:
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
     assumed: Mapping[str, SettingValue] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+    program: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, create_model
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import Load, ServeSpec
-from flagcore.domain.spec import AUTO, Job, Precision, TrainSpec
+from flagcore.domain.spec import AUTO, Job, Precision, ServePrecision, TrainSpec
 from flagcore.errors import SpecError
 from flagcore.spec.clusters import check_devices
 from flagcore.spec.knobs import Engines, candidate_of, candidate_section, knobs_of, settings_of, settings_section
@@ -65,7 +65,7 @@ class _Train(TrainJob):
 class _Serve(Section):
     engine: Word
     engine_version: Text | Literal[""] | None = None
-    precision: Precision
+    precision: ServePrecision
     input_len: Tokens
     output_len: Tokens
     prefix_len: NoTokens = 0

@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUESTS, Images, Load, ServeSpec
-from flagcore.domain.spec import AUTO, COST, SERVING, Precision
+from flagcore.domain.spec import AUTO, COST, SERVING, ServePrecision
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.knobs import Engines, knobs_of_engine, section_of, serving_types, serving_values
@@ -151,7 +151,7 @@ class ServeSection(Section):
 
     engine: Word | Annotated[list[Word], Field(min_length=1)]
     """Name of the engine; the engines of a list are tuned one after the other."""
-    precision: Precision | None = None
+    precision: ServePrecision | None = None
     """Number format of the weights; null: the format of the weights file, or bf16."""
     engine_args: dict[str, Scalar] = Field(default={})
     """Flags of the engine for all candidates, without leading dashes; true is a bare flag."""
@@ -441,8 +441,8 @@ def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
 
 
 def json_schema(engines: Engines) -> dict[str, Any]:
-    """Return the JSON Schema that specs for any of `engines` must satisfy."""
-    rows = [(name, engine.kind, engine.knobs) for name, engine in engines.items()]
+    """Return the JSON Schema that specs for any of `engines` must satisfy, except those whose knobs a spec names."""
+    rows = [(name, engine.kind, engine.knobs) for name, engine in engines.items() if engine.knobs]
     documents: list[Any] = [document_of(name, knobs) for name, kind, knobs in rows if kind == "train"]
     served = tuple((name, knobs) for name, kind, knobs in rows if kind == "serve")
     documents += [serve_document_of((each,)) for each in served]

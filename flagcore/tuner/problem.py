@@ -120,8 +120,7 @@ def rows_by_time(problem: Problem) -> IntArray:
     is_added = np.full(rows.size, problem.adds_baseline)
     is_added &= rows == problem.row_of(problem.baseline)
     last = (lacks_margin(problem)[rows] & np.isfinite(time), breaks_limit, is_added)
-    order: IntArray = rows[np.lexsort((predictions.device_used_bytes[rows], time, *last))]
-    return order
+    return np.asarray(rows[np.lexsort((predictions.device_used_bytes[rows], time, *last))])
 
 
 UNUSUAL_SHARE = 0.02

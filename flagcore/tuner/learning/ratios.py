@@ -131,14 +131,12 @@ def variance(scales: Scales, points: Points) -> FloatArray:
     """Return the prior variance at each point, without the errors of single candidates."""
     constant = scales.chip**2 + scales.task**2 + scales.size**2 * bool(points.sizes.shape[1])
     constant += scales.knob**2 * points.knobs.shape[1] + scales.own**2 * bool(points.knobs.shape[1])
-    total: FloatArray = constant + (scales.part**2 + scales.part_of_task**2) * (points.parts**2).sum(axis=1)
-    return total
+    return np.asarray(constant + (scales.part**2 + scales.part_of_task**2) * (points.parts**2).sum(axis=1))
 
 
 def _rbf_kernel(left: FloatArray, right: FloatArray, length: float) -> FloatArray:
     squares = (left**2).sum(axis=1)[:, None] + (right**2).sum(axis=1) - 2.0 * (left @ right.T)
-    kernel: FloatArray = np.exp(np.maximum(squares, 0.0) * (-0.5 / length**2))
-    return kernel
+    return np.asarray(np.exp(np.maximum(squares, 0.0) * (-0.5 / length**2)))
 
 
 def _additive_rbf_kernel(left: FloatArray, right: FloatArray, length: float) -> FloatArray:
@@ -152,8 +150,7 @@ def _additive_rbf_kernel(left: FloatArray, right: FloatArray, length: float) -> 
         one_hot = np.eye(values.size)[index]
         left_factors.append(one_hot[: len(left)] @ np.exp(-0.5 * ((values[:, None] - values) / length) ** 2))
         right_factors.append(one_hot[len(left) :])
-    total: FloatArray = np.concatenate(left_factors, axis=1) @ np.concatenate(right_factors, axis=1).T
-    return total
+    return np.asarray(np.concatenate(left_factors, axis=1) @ np.concatenate(right_factors, axis=1).T)
 
 
 PRIOR_WEIGHT = 4.0
@@ -189,15 +186,13 @@ class Posterior:
     @property
     def mean(self) -> FloatArray:
         """The mean of the mixture, for each candidate."""
-        mean: FloatArray = self.probabilities @ self.means
-        return mean
+        return np.asarray(self.probabilities @ self.means)
 
     @property
     def deviation(self) -> FloatArray:
         """The standard deviation of the mixture, for each candidate."""
         square = self.probabilities @ (self.deviations**2 + self.means**2)
-        deviation: FloatArray = np.sqrt(np.maximum(square - self.mean**2, 0.0))
-        return deviation
+        return np.asarray(np.sqrt(np.maximum(square - self.mean**2, 0.0)))
 
 
 @dataclass(frozen=True, slots=True)

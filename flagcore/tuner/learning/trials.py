@@ -101,8 +101,7 @@ def fastest_open_rows(context: SearchContext) -> IntArray:
     rows = context.open_rows
     if rows.size <= MAX_ROWS:
         return rows
-    fastest: IntArray = np.sort(rows[np.argpartition(predicted_times(context)[rows], MAX_ROWS)[:MAX_ROWS]])
-    return fastest
+    return np.asarray(np.sort(rows[np.argpartition(predicted_times(context)[rows], MAX_ROWS)[:MAX_ROWS]]))
 
 
 def expected_step_times(context: SearchContext, rows: IntArray) -> FloatArray:
@@ -111,8 +110,7 @@ def expected_step_times(context: SearchContext, rows: IntArray) -> FloatArray:
     It is the prediction corrected by all trials so far.
     """
     ratio = _expected_times(context, observed_times(context), rows)
-    seconds: FloatArray = predicted_times(context)[rows] * np.exp(ratio)
-    return seconds
+    return np.asarray(predicted_times(context)[rows] * np.exp(ratio))
 
 
 def expected_times(context: SearchContext, known: Observations) -> Observations:
@@ -249,8 +247,7 @@ def full_trial_seconds(context: SearchContext, log_time: FloatArray) -> FloatArr
         return np.full_like(log_time, _median_duration(context, (TrialState.MEASURED,)) or 1.0)
     control = context.task.spec.control
     step = np.minimum(np.exp(log_time), control.max_step_time or math.inf)  # longer steps are shortened
-    seconds: FloatArray = overhead_seconds(context) + control.train_iters * step
-    return seconds
+    return np.asarray(overhead_seconds(context) + control.train_iters * step)
 
 
 def expected_seconds(
@@ -270,8 +267,7 @@ def expected_seconds(
     one_step = full if is_probe else overhead_seconds(context) + np.exp(log_time)
     out_of_memory = _median_duration(context, (TrialState.OUT_OF_MEMORY,)) or one_step
     failed = _median_duration(context, FAILED_STATES) or one_step
-    seconds: FloatArray = fits * (success * full + (1.0 - success) * failed) + (1.0 - fits) * out_of_memory
-    return seconds
+    return np.asarray(fits * (success * full + (1.0 - success) * failed) + (1.0 - fits) * out_of_memory)
 
 
 def _median_duration(context: SearchContext, states: Collection[TrialState]) -> float | None:
@@ -310,8 +306,7 @@ def success_probability(context: SearchContext, rows: IntArray) -> FloatArray:
         share = failure[failed] / (1.0 - np.prod(1.0 - failure[failed], axis=1, keepdims=True))
         failures = PRIOR_FAILURES + np.bincount(failed.ravel(), share.ravel(), count)
         failure = failures / (PRIOR_FAILURES + PRIOR_SUCCESSES + trials)
-    success: FloatArray = np.prod(1.0 - failure[queried], axis=1)
-    return success
+    return np.asarray(np.prod(1.0 - failure[queried], axis=1))
 
 
 def _value_indices(context: SearchContext, rows: IntArray) -> tuple[IntArray, int]:
@@ -358,8 +353,7 @@ def expected_gain(log_predicted: FloatArray, ratio: Posterior, best: float) -> F
     spread = np.maximum(ratio.deviations, 1e-9)
     z = (best - log_predicted - ratio.means) / spread
     density = np.exp(-0.5 * z**2) / np.sqrt(2.0 * np.pi)
-    gain: FloatArray = ratio.probabilities @ (spread * (z * scipy.special.ndtr(z) + density))
-    return gain
+    return np.asarray(ratio.probabilities @ (spread * (z * scipy.special.ndtr(z) + density)))
 
 
 QUANTILE_95 = 1.6448536269514722

@@ -94,8 +94,7 @@ def _release_rules(task: Task, workload: Workload, engine_axes: Sequence[Axis]) 
 
 
 def _is_set(knob: str, neutral: int, columns: Columns) -> BoolArray:
-    is_set: BoolArray = columns[knob] != neutral
-    return is_set
+    return np.asarray(columns[knob] != neutral)
 
 
 def rejection_rules(axes: Sequence[Axis], value_rules: Sequence[ValueRule], spec: Spec) -> tuple[Rule, ...]:
@@ -275,9 +274,8 @@ class _Crossing:
         self.codes.append(_codes(axis))
         self.crossed += 1
         if stride * self.codes[-1].size >= 2**62:
-            raise SpecError(
-                key="auto_tuner.space", problem="has too many combinations to count", fix="give shorter lists"
-            )
+            problem = "has too many combinations to count"
+            raise SpecError(key="auto_tuner.space", problem=problem, fix="give shorter lists")
         count = self.rows.size * len(axis.values)
         shifts = [self._tabulate(merge.knobs, partial(self._shift, merge), count) for merge in merges]
         tests = [(rule.name, self._tabulate(rule.knobs, partial(self._broken, rule), count)) for rule in rules]

@@ -108,8 +108,7 @@ def _same(columns: Columns, axes: Sequence[Axis], candidate: Candidate) -> BoolA
     """Return a mask of the rows that have the values of `candidate` on `axes`. It is True if there are no axes."""
     values = candidate.as_dict()
     same = [columns[axis.knob] == axis.encode(values.get(axis.knob, axis.neutral)) for axis in axes]
-    equal: BoolArray = np.logical_and.reduce(same)
-    return equal
+    return np.asarray(np.logical_and.reduce(same))
 
 
 def _remove(pruned: Pruned, name: str, rows: IntArray, mask: BoolArray, trial: int = -1) -> Pruned:

@@ -85,5 +85,4 @@ def untried(problem: Problem, search_state: SearchState, pending: Sequence[Trial
     tried = search_state.settled.union(trial.candidate for trial in pending)
     tried_rows = [row for candidate in tried if (row := problem.space.find(candidate)) is not None]
     not_pruned = problem.pruned.open_rows
-    open_rows: IntArray = np.setdiff1d(not_pruned, np.array(tried_rows, dtype=np.int64), assume_unique=True)
-    return open_rows
+    return np.asarray(np.setdiff1d(not_pruned, np.array(tried_rows, dtype=np.int64), assume_unique=True))

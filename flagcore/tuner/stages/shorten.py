@@ -134,8 +134,7 @@ class SmallerTask:
 
         def broken(columns: Columns) -> BoolArray:
             small, wrong = self._fewer(columns), columns[replicas] * share.numerator % share.denominator != 0
-            illegal: BoolArray = np.logical_or.reduce([wrong, *(rule.broken(small) for rule in rules)])
-            return illegal
+            return np.asarray(np.logical_or.reduce([wrong, *(rule.broken(small) for rule in rules)]))
 
         return Rule(
             name="trial_nodes",
@@ -163,8 +162,7 @@ class SmallerTask:
     def runs(self, columns: Columns) -> BoolArray:
         """Return a mask of the candidates that can run in trials, and whose steps can be scaled."""
         small = self.predictions(columns)
-        runs: BoolArray = ~self.rule().broken(columns) & small.fits & np.isfinite(small.step_time_s)
-        return runs
+        return np.asarray(~self.rule().broken(columns) & small.fits & np.isfinite(small.step_time_s))
 
     @property
     def _replicas(self) -> str:

@@ -162,8 +162,7 @@ def _fit_probability(context: SearchContext, rows: IntArray, features: Features)
     posterior = Ratios(observed, features, MEMORY).posterior(features)
     margin = -np.log(share) - posterior.mean
     deviation = np.maximum(posterior.deviation, 1e-6)
-    probability: FloatArray = np.nan_to_num(scipy.special.ndtr(margin / deviation), nan=1.0)
-    return probability
+    return np.asarray(np.nan_to_num(scipy.special.ndtr(margin / deviation), nan=1.0))
 
 
 def _finished_because(

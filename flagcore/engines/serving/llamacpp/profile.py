@@ -105,9 +105,7 @@ KNOBS = PROGRAM.knobs
 
 def total_context(task: Task) -> int:
     """Return the total context of all slots in tokens, as set in `engine_args`, or 0 if it is not set there."""
-    others = PROGRAM.parse(task.spec).others
-    fixed = others.get("ctx-size")
-    return fixed if isinstance(fixed, int) and not isinstance(fixed, bool) else 0
+    return _int(PROGRAM.parse(task.spec).others.get("ctx-size")) or 0
 
 
 def slot_context(task: Task, context: int | None) -> int:
@@ -127,9 +125,8 @@ def host_cache_mib(task: Task) -> float:
 
     The default is 0 if prompts never repeat, because storing them would only cost time.
     """
-    others = PROGRAM.parse(task.spec).others
-    cache_mib = others.get("cache-ram")
-    if isinstance(cache_mib, int) and not isinstance(cache_mib, bool):
+    cache_mib = _int(PROGRAM.parse(task.spec).others.get("cache-ram"))
+    if cache_mib is not None:
         return cache_mib if cache_mib >= 0 else math.inf
     return HOST_CACHE_MIB if any(load.trace or load.turns > 1 for load in task.spec.serve.loads) else 0
 
@@ -202,9 +199,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv += ["--cache-ram", "0"]
     if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity"}:
         argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
-    if (
-        values.get(SPECULATION) is None and SPECULATION in spec.space
-    ):  # a draft model is only for candidates with speculation
+    if values.get(SPECULATION) is None and SPECULATION in spec.space:  # the draft model is for other candidates
         other_args = {name: value for name, value in other_args.items() if not name.startswith("spec-")}
     argv += [word for name, value in other_args.items() for word in _flag(name, value)]
     return Instance(argv=tuple(argv), environment={"GOMP_SPINCOUNT": str(SPIN_COUNT)})
@@ -232,7 +227,7 @@ def _flag(name: str, value: EngineArg) -> Sequence[str]:
     return () if positive in PROGRAM.reserved else (f"--{positive}" if positive != name else f"--no-{name}",)
 
 
-def _int(value: KnobValue) -> int | None:
+def _int(value: EngineArg) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

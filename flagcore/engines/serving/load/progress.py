@@ -44,6 +44,7 @@ def highest_load(
     is_integer: bool = False,
     capacity: Callable[[], float] = lambda: math.inf,
     headroom: Callable[[], float] = lambda: 1.0,
+    growth: float = GROWTH,
 ) -> float | None:
     """Return the highest load from `minimum` to `maximum` that meets the limits, precise to RESOLUTION.
 
@@ -56,8 +57,9 @@ def highest_load(
     - `headroom`: called after a load within the limits; returns the smallest ratio of a limit to the measured metric.
       Far from the limit, the next load is higher by this ratio, and otherwise by at least its square root, because
       latencies grow faster than the load near the limit, and more slowly below it.
+    - `growth`: the first factor between two loads.
     """
-    passed, low, failed, factor, load = 0.0, 0.0, math.inf, GROWTH, min(max(start, minimum), maximum)
+    passed, low, failed, factor, load = 0.0, 0.0, math.inf, growth, min(max(start, minimum), maximum)
     while True:
         # `low`: the highest load below `failed` that met the limits or is untested
         load = min(max(float(round(load)), low + 1), failed - 1) if is_integer else load

@@ -73,11 +73,8 @@ def in_flight(load: Load) -> Load:
     """
     if load.trace is None or load.concurrency is not None or load.request_rate is not None:
         return load
-    return (
-        load
-        if cached_trace(load.trace, load.turns, load.output_len).arrive_s is not None
-        else replace(load, concurrency=DEFAULT_CONCURRENCY)
-    )
+    has_times = cached_trace(load.trace, load.turns, load.output_len).arrive_s is not None
+    return load if has_times else replace(load, concurrency=DEFAULT_CONCURRENCY)
 
 
 PROMPT_SIGMA, ANSWER_SIGMA = 1.4, 1.1
@@ -130,8 +127,7 @@ def _arrivals(rng: np.random.Generator, load: Load, requests: Traffic) -> FloatA
     total = float(gaps.sum())
     scale = gaps.size * (size / count) / load.request_rate / total if total > 0 else 0.0
     starts: FloatArray = np.concatenate([[0.0], np.cumsum(gaps) * scale])[:count]
-    arrivals: FloatArray = starts[np.cumsum(first) - 1]
-    return arrivals
+    return np.asarray(starts[np.cumsum(first) - 1])
 
 
 MIN_ID_SHARE, MAX_ID_SHARE = 0.1, 0.9

@@ -7,6 +7,7 @@ tokens of the requests that replace finished sequences. `decoding` is iterated u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ import numpy as np
 from flagcore.domain.serving import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
-from flagcore.engines.serving.load.progress import MIN_RATE, Outcome, highest_load
+from flagcore.engines.serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Outcome, highest_load
 from flagcore.engines.serving.model.disaggregated import Prefill
 from flagcore.engines.serving.model.iteration import IterationCosts, interpolate
 from flagcore.engines.serving.model.memory import ServingMemory
@@ -46,6 +47,9 @@ FIGURE_NAMES = (
     *(name for name in RATES if not name.endswith("per_device")),
     *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS),
 )
+
+FAR = 0.7
+"""Candidates that are expected to reach a lower share of the best highest rate are not simulated. A choice."""
 
 Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
 """Everything that determines the simulation of a kind of instance: the number of instances, lanes and costs."""
@@ -104,18 +108,20 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)
     requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
     limit = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
-    simulates_all = representatives.size <= limit
+    simulates_all, found = representatives.size <= limit, dict[object, tuple[float, Mapping[str, float]]]()
     heaviest_load = max(loads, key=lambda load: load.flight(1))
-    closed_form = {} if simulates_all else _in_closed_form(context, heaviest_load)
+    needs_rates = context.serve.highest is not None or not simulates_all
+    closed_form = _in_closed_form(context, heaviest_load) if needs_rates else {}
+    expected = closed_form.get("requests_per_s", np.zeros(context.kinds.size))
     simulated = representatives if simulates_all else _best_rows(context, closed_form, representatives, limit)
     simulated_rows = set(simulated.tolist())
-    for keys, rows in candidates_by_key.items():
+    for keys, rows in sorted(candidates_by_key.items(), key=lambda item: -expected[item[1][0]]):
         if rows[0] in simulated_rows:
             counts = [(row, count) for row, (count, _, _) in zip(members[rows[0]], keys, strict=True)]
             if context.serve.highest is None:
                 points = [_load_figures(context, load, counts) for load in loads]
             else:
-                points = _highest(context, loads[0], counts)
+                points = [_highest(context, loads[0], counts, float(expected[rows[0]]), found)]
             best = _select(points, context.serve.slo, context.task.spec.objective)
             for name in names:
                 table[name][rows] = best.get(name, np.nan)
@@ -145,28 +151,46 @@ def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tupl
     return load.figures(decode, decodes, context.serve.slo, prefill)
 
 
-def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> list[Mapping[str, float]]:
-    """Simulate a search for the highest load, and return the metrics at each load that it tries.
+def _highest(
+    context: Candidates,
+    load: SimulatedLoad,
+    kinds: Sequence[tuple[int, int]],
+    expected: float,
+    found: dict[object, tuple[float, Mapping[str, float]]],
+) -> Mapping[str, float]:
+    """Return the metrics of one candidate at its highest load or, if none meets the limits, at the lowest tried one.
 
-    A search for the highest rate starts at the rate of a burst.
+    A search for the highest rate starts where the last one suggests, and tries powers of RESOLUTION, so that candidates
+    share requests. A candidate that is FAR below the best and has the layout of an earlier one is not simulated.
+
+    `kinds`: as in `_load_figures`. `expected`: the candidate's rate in closed form. `found`: by layout, and by None for
+    all of them, this rate and the metrics of the last candidate; this function updates it.
     """
-    points, slo, is_concurrency = list[Mapping[str, float]](), context.serve.slo, context.serve.highest == "concurrency"
+    settings, slo, points = context.settings, context.serve.slo, dict[float, Mapping[str, float]]()
+    is_concurrency, maximum = context.serve.highest == "concurrency", load.load.concurrency or load.load.request_rate
+    layout = tuple((settings.tensor[row], settings.pipeline[row], settings.data[row], each) for row, each in kinds)
+    before, figures = found.get(layout) or found.get(None, (1.0, {HIGHEST_LOAD: 1.0}))
+    scaled = {name: expected / before * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}
+    if layout in found and scaled[HIGHEST_LOAD] < FAR * max(each[HIGHEST_LOAD] for _, each in found.values()):
+        return {**figures, **scaled}
 
     def predict(value: float) -> Outcome:
-        points.append({**_load_figures(context, load.at(value), kinds), HIGHEST_LOAD: value})
-        is_met = all(points[-1].get(name, 0.0) <= limit for name, limit in slo.items())
+        load_value = value if is_concurrency else float(RESOLUTION ** round(math.log(value, RESOLUTION)))
+        points[value] = {**_load_figures(context, load.at(load_value), kinds), HIGHEST_LOAD: load_value}
+        is_met = all(points[value].get(name, 0.0) <= limit for name, limit in slo.items())
         return Outcome.MET if is_met else Outcome.EXCEEDED
 
-    maximum = float((load.load.concurrency if is_concurrency else load.load.request_rate) or 1)
-    start = FIRST_LOAD if is_concurrency else _load_figures(context, load, kinds)["requests_per_s"]
-    highest_load(
+    highest = highest_load(
         predict,
-        start,
+        FIRST_LOAD if is_concurrency else scaled[HIGHEST_LOAD],
         minimum=1.0 if is_concurrency else MIN_RATE,
-        maximum=maximum,
+        maximum=float(maximum or 1),
         is_integer=is_concurrency,
+        growth=GROWTH if is_concurrency else RESOLUTION,
     )
-    return points
+    if highest is not None and not is_concurrency:
+        found[layout] = found[None] = expected, points[highest]
+    return points[highest or min(points)]
 
 
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:

@@ -84,6 +84,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     attention = _projections(serving, column, kernels, tokens) + overheads.attention + reduce
     if model.multi_latent_attention:
         attention = attention + overheads.latent
+    if model.indexer:
+        attention = attention + overheads.indexer
     local, messages = model.attention_layers * attention, model.num_layers * reduce
     if model.linear_attention:
         local = local + model.linear_attention.num_layers * (

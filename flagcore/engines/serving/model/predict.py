@@ -37,6 +37,10 @@ BOUNDS = {
 CPUs of a host is unknown. The intervals are quantiles over published points from three sources with equal weights
 (benchmarks/README.md). The interval of ITL is an estimate."""
 
+OVERLAPPED = 0.25
+"""Share of the host's time per sequence that remains if a knob lets the host schedule while the device computes. Chosen
+with 16 bursts on two accelerators (benchmarks/README.md)."""
+
 NO_GOOD_SHARE = 1e-3
 """Assumed share of requests within the SLO if no request is, so that such candidates can still be ordered."""
 
@@ -144,7 +148,8 @@ def _memory_and_times(
         memory = _selected(settings.quantized, serving_memory(fp8, settings, costs), memory)
         times = _selected(settings.quantized, iteration_costs(fp8, settings, costs), times)
     changed = times.fixed + (settings.host_s - overheads.iteration) * times.crowding
-    return memory, replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed))
+    sequence = np.where(settings.host_s == 0.0, OVERLAPPED, 1.0) * times.sequence
+    return memory, replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed), sequence=sequence)
 
 
 def _selected(rows: BoolArray, chosen: T, others: T) -> T:

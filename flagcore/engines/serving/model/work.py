@@ -38,7 +38,7 @@ class Overheads:
     Times of small kernels per layer (norms, rotation, cache writes, activations, casts, routing), and of messages:
 
     - `attention`, `ffn`: kernels of an attention layer, and of an FFN.
-    - `latent`: additional kernels of latent attention.
+    - `latent`, `indexer`: additional kernels of latent attention, and of the indexer of sparse attention.
     - `experts`: kernels of a layer with experts, by precision of the weights.
     - `reduce`: a small all-reduce between two ranks.
     - `reduce_doubling`: addition to `reduce` for each doubling of the ranks beyond two.
@@ -73,6 +73,7 @@ class Overheads:
     prompt_token: float = 0.0
     receive: int = 1
     latent: float = 0.0
+    indexer: float = 0.0
     experts: Mapping[str, float] = field(default_factory=dict)
     reduce: float = 10e-6
     reduce_doubling: float = 0.0

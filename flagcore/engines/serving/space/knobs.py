@@ -70,13 +70,9 @@ def axes(
         if set_value is not None and not knob.is_available(version):
             section = "serve.engine_args" if knob.name in fixed else "auto_tuner.baseline"
             key = f"{'auto_tuner.space' if set_value in searched and knob.name not in fixed else section}.{knob.name}"
-            problem = f"needs {task.spec.serve.engine} {knob.versions}, but the release is {version}"
-            raise SpecError(
-                key=key,
-                value=set_value,
-                problem=problem,
-                fix=f"remove it, or use {task.spec.serve.engine} {knob.versions}",
-            )
+            releases = f"{task.spec.serve.engine} {knob.versions}"
+            problem, fix = f"needs {releases}, but the release is {version}", f"remove it, or use {releases}"
+            raise SpecError(key=key, value=set_value, problem=problem, fix=fix)
         result.append(knob.axis(searched, extra_values))
     return tuple(result)
 

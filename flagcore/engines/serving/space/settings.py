@@ -130,16 +130,14 @@ class Settings:
     @property
     def captured(self) -> FloatArray:
         """The largest iteration of an attention DP group, in tokens, that runs as a captured graph."""
-        tokens: FloatArray = np.minimum(self.graph_tokens, 2.0 * self.max_running)
-        return tokens
+        return np.asarray(np.minimum(self.graph_tokens, 2.0 * self.max_running))
 
     @property
     def communicators(self) -> FloatArray:
         """The number of communicators of a rank: one for each group of several ranks, including the whole instance."""
         ranks = self.tensor * self.data * self.pipeline
         groups = (ranks, self.tensor, self.data, self.pipeline, self.expert)
-        count: FloatArray = np.sum([np.where(size > 1.0, 1.0, 0.0) for size in groups], axis=0)
-        return count
+        return np.asarray(np.sum([np.where(size > 1.0, 1.0, 0.0) for size in groups], axis=0))
 
     @property
     def column(self) -> Settings:

@@ -90,9 +90,9 @@ MAX_WEIGHT_SHARE = 0.85
 
 
 STORED_BYTES = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
-STORED_BYTES |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
+STORED_BYTES |= {"mxfp4": 17 / 32, "int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
 """Bytes per stored weight in formats that are converted for compute: GGUF formats, which store blocks, and 4-bit
-formats with one scale per 128 weights."""
+formats with one scale per 32 (mxfp4) or 128 weights."""
 
 
 def parameters(model: Model) -> float:

@@ -103,9 +103,8 @@ class Server(Served):
     def start(self, directory: str | None) -> None:
         """Start the server on a free port. Raises TrialFailure if its program cannot be started."""
         self.port, self._started, self._healthy_from = free_port(), time.monotonic(), 0
-        while self.instance.kind and listeners(
-            transfer_port(self.port)
-        ):  # a server that exchanges KV caches also listens on this port
+        # a server that exchanges KV caches also listens on this port
+        while self.instance.kind and listeners(transfer_port(self.port)):
             self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         instance = self.instance.at_port(self.port)

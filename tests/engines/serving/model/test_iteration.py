@@ -85,6 +85,7 @@ def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -
         ("local", {"at": LARGE}, {**LINEAR, "at": LARGE}, 0.8, 2.0),
         *((part, {"model": LATENT}, SHORT, 1.0001, 10.0) for part in ("cached", "pair")),
         *((part, {"model": LATENT}, LONG, 0.0, 0.9999) for part in ("cached", "pair")),
+        ("local", SHORT, {**SHORT, "overheads": replace(OVER, indexer=1.0)}, 100.0, 1e9),
         # experts: few tokens use few of them, ranks exchange tokens, and kernels behind the exchange are slower
         ("shared", {"model": EXPERTS, "at": 128}, {"model": EXPERTS}, 0.0, 0.5),
         ("shared", {**OF_TENSOR, "at": LARGE}, {**OF_DATA, "at": LARGE}, 1.01, 10.0),

@@ -157,14 +157,34 @@ def test_the_best_load_that_meets_the_limit_is_used_or_the_nearest_one() -> None
     assert figure(predicted(task(*loads, slo={"ttft_s.p99": 1e-6}))) == figure(lightest)
 
 
-def test_the_highest_load_within_the_limits_is_a_figure() -> None:
-    base, limit = replace(LOAD, concurrency=1000, num_prompts=400), figure(predicted(), "tpot_s.p99")[0]
-    tight, loose = (
-        predicted(task(base, slo={"tpot_s.p99": factor * limit}, highest="concurrency")) for factor in (1.0, 2.0)
+@pytest.mark.parametrize(
+    ("key", "base"),
+    [
+        ("concurrency", replace(LOAD, concurrency=1000, num_prompts=100)),
+        ("request_rate", replace(LOAD, concurrency=None, request_rate=1000.0, num_prompts=100)),
+    ],
+)
+def test_the_highest_load_within_the_limits_is_a_figure(key: str, base: Load) -> None:
+    limit = figure(predicted(), "tpot_s.p99")[0]
+    tight, loose, impossible = (
+        predicted(task(base, slo={"tpot_s.p99": factor * limit}, highest=key)) for factor in (1.0, 2.0, 1e-6)
     )
-    assert 1 <= figure(tight, "highest_load")[0] < figure(loose, "highest_load")[0]
-    assert figure(tight, "tpot_s.p99")[0] <= limit
+    assert figure(impossible, "highest_load")[0] <= 1 <= figure(tight, "highest_load")[0]
+    assert figure(tight, "highest_load")[0] < figure(loose, "highest_load")[0]
+    assert figure(tight, "tpot_s.p99")[0] <= limit < figure(impossible, "tpot_s.p99")[0] / 1e-6
     assert "highest_load" not in predicted().figures
+
+
+def test_the_highest_rates_of_candidates_do_not_depend_on_each_other() -> None:
+    load = replace(LOAD, concurrency=None, request_rate=1000.0, num_prompts=100)
+    searched = task(load, slo={"ttft_s.p99": 2.0, "tpot_s.p99": 0.05}, highest="request_rate")
+    arguments = {"tensor": [8, 4, 1, 1], "instances": [1, 2, 8, 1], "max_running": [256, 256, 64, 64]}
+    together = figure(predicted(searched, **arguments), "highest_load")
+    for row in range(4):
+        alone = figure(
+            predicted(searched, **{name: [values[row]] for name, values in arguments.items()}), "highest_load"
+        )
+        assert together[row] == pytest.approx(alone[0], rel=0.06)
 
 
 def test_a_latency_of_several_loads_comes_from_the_heaviest() -> None:
