@@ -18,8 +18,8 @@ def declared_servers(document: Any, tables: Mapping[str, Mapping[str, Any]]) -> 
     - `args`: the arguments. `script`: the text of the script that starts the server; empty if there is none.
     - `role`: `prefill` or `decode` if the server does only that.
     - `devices`, `hosts`, `instances`, `envs`: values of keys, in the forms of the file. Missing if the table has none.
-    - `job`: environment variables that the scheduler sets, each with the quantity that is its value: devices, hosts or
-      rank.
+    - `job`: environment variables that the scheduler sets, each with the quantity that is its value: devices (of a
+      host), hosts, total (of devices) or rank.
     """
     for table in tables.values():
         for section in _sections(document, [key for key in table.get("at", "").split(".") if key]):
@@ -96,8 +96,9 @@ class _Section:
         words = table.get("command") or ()
         script = self.value(table["script"]) if "script" in table else ""
         command = self.value(words) if isinstance(words, str) else [word for each in words if (word := self.text(each))]
-        keys = ("devices", "hosts", "instances", "envs")
-        known = {key: self.value(table[key]) for key in keys if key in table}
+        known = {key: self.value(table[key]) for key in ("devices", "hosts", "instances", "envs") if key in table}
+        for place, path in table.get("mounts", {}).items():
+            command, args = ([word.replace(place, self.text(path)) for word in each] for each in (command, args))
         read = {each.rpartition(".env.")[2] for each in table.get("args", ()) if isinstance(each, str)}
         if isinstance(known.get("envs"), list):
             known["envs"] = [each for each in known["envs"] if isinstance(each, str) or each.get("name") not in read]
@@ -117,7 +118,7 @@ class _Section:
             if isinstance(value, bool):
                 yield f"--{flag}" if value else f"--no-{flag}"
             elif value is not None and not isinstance(value, (Mapping, list)):
-                yield from (f"--{flag}", str(value))
+                yield from (f"--{flag}", str(value)) if value != "" else (f"--{flag}",)
 
 
 def _renamed(args: Sequence[str], names: Mapping[str, str]) -> Iterator[str]:

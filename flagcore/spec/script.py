@@ -26,6 +26,8 @@ HOSTS_FUNCTION = "() { local i; for ((i = 0; i < ${SLURM_NNODES:-1}; i++)); do e
 """A shell function that replaces Slurm's `scontrol` outside an allocation. Scripts list their hosts with it."""
 TRACE_FUNCTIONS = tuple(f"BASH_FUNC_{name}%%" for name in ("scontrol", "tee", "xargs"))
 """Functions that the tracer defines. A script may export its own, for the shells that it starts."""
+ELSEWHERE = "TRACE_ELSEWHERE"
+"""The variable that is set if a script is read for another machine, whose folders and files are missing here."""
 IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_")
 
 

@@ -16,11 +16,13 @@ from flagcore.domain.launch import Start
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 from flagcore.spec.declared import declared_servers
-from flagcore.spec.script import SHELLS, is_script, trace_script
+from flagcore.spec.script import ELSEWHERE, SHELLS, is_script, trace_script
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 ENDS_WITH = "ends with "
 """The start of the only word of a `Start` that is the failure of a script."""
+IMAGE = "image "
+"""The start of the first word of a `Start` of an image whose entry point is not known."""
 CONTAINERS = ("docker", "podman", "nerdctl")
 _SWITCHES = {
     *("detach", "interactive", "tty", "rm", "privileged", "init", "read-only", "publish-all", "quiet", "replace"),
@@ -33,6 +35,8 @@ _MANIFEST = re.compile(r"\s*(#.*\n\s*)*(---|\{|[\w\"'./-]+:(\s|$))")
 _COMPOSE_VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::?-([^}]*))?[^}]*\}|(\w+))")
 _BROKEN_LINE = re.compile(r"\\[ \t]+(#.*)?\n")
 """A pattern of a line that should continue: pages often have blanks or comments after the backslash."""
+_PLACEHOLDER = re.compile(r"(?<![<\w)])<([A-Za-z][^<>|&;()$`'\"\n]*(?<![\s=-]))>")
+"""A pattern of `<words>` that the user should replace, which a shell would read as redirections."""
 _HERE_DOCUMENT = re.compile(
     r"kubectl .*<<-? *['\"]?(\w+)['\"]?.*\n((?:.*\n)*?)\1\b|<<-? *['\"]?(\w+)['\"]? *\| *kubectl .*\n((?:.*\n)*?)\3\b"
 )
@@ -62,24 +66,22 @@ def starts_of(
     elif re.search(r"^\[Service\]", text, re.MULTILINE):
         starts = _unit(text)
     elif _MANIFEST.match(text):
-        if re.search(r"^services:", text, re.MULTILINE):
-            text = _COMPOSE_VARIABLE.sub(lambda m: m[1] or os.environ.get(m[2] or m[4]) or m[3] or "", text)
         try:
             documents = list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-        except yaml.YAMLError as error:
-            raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
-        try:
             starts = [
                 start
                 for each in documents
-                for start in [*_declared(each, images, tables)] or (*_services(each, images), *_pods(each, images))
+                for start in [*_declared(each, images, tables)]
+                or (*_services(_interpolated(each), images), *_pods(each, images))
             ] or [start for each in _containers(documents) for start in _pods(each, images)]
+        except yaml.YAMLError as error:
+            raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
         except (AttributeError, TypeError) as error:  # nodes are read without a check of their types
             problem = _("the file has another structure than a manifest or a compose file: {reason}", reason=error)
             raise UsageError(problem) from None
     else:
-        joined = _BROKEN_LINE.sub("\\\n", text)
-        script = ("bash", "-c", joined) if joined != text or not words else tuple(words)
+        joined = _PLACEHOLDER.sub(lambda m: "[" + "_".join(m[1].split()) + "]", _BROKEN_LINE.sub("\\\n", text))
+        script = ("bash", "-c", joined, *words[1:]) if joined != text or not words else tuple(words)
         job, hosts, devices = _batch(text, directory)
         starts = [Start(words=script, job=job, hosts=hosts, devices=devices)]
     for start in starts:
@@ -101,7 +103,7 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
     elif words and depth < 3 and (shells or ((words[1:] or names[0] not in SHELLS) and is_script(words, directory))):
         script = ("bash", "-c", *_shell_text(words[shells[0] + 1 :])) if shells else start.words
         try:
-            records, failure = trace_script(script, directory, {**start.job, **envs})
+            records, failure = trace_script(script, directory, {**start.job, **envs, ELSEWHERE: "1"})
         except SpecError as error:
             raise SpecError(key="command", value=error.value, problem=error.problem, fix=error.fix) from None
         if failure:
@@ -154,6 +156,8 @@ def _container(start: Start, image: str, entry: Any, args: Any, images: Mapping[
             program = entry_point if entry is None else program
             release = release or (_RELEASE.match(tag) if "/" in known else None)  # others number images of their own
     words = _filled((*program, *_words(args)), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
+    if image and (not words or words[0].startswith("-")):
+        words = (IMAGE + image, *words)
     return replace(start, words=words, version=release[1] if release else "")
 
 
@@ -175,6 +179,15 @@ def _services(document: Any, images: Mapping[str, Sequence[str]]) -> Iterator[St
             instances=_number(deploy.get("replicas")) or _number(service.get("scale")) or 1,
         )
         yield _container(start, service.get("image") or "", service.get("entrypoint"), service.get("command"), images)
+
+
+def _interpolated(node: Any) -> Any:
+    """Return a part of a compose file with the values of its variables. Those that are not set are empty."""
+    if isinstance(node, str):
+        return _COMPOSE_VARIABLE.sub(lambda m: m[1] or os.environ.get(m[2] or m[4]) or m[3] or "", node)
+    if isinstance(node, list):
+        return [_interpolated(each) for each in node]
+    return {key: _interpolated(value) for key, value in node.items()} if isinstance(node, Mapping) else node
 
 
 def _pods(
@@ -211,7 +224,7 @@ def _pods(
 
 def _containers(node: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the parts of a document that look like a container, whatever their key, each as a pod."""
-    if isinstance(node, Mapping) and isinstance(node.get("image"), str) and {"command", "args"} & node.keys():
+    if isinstance(node, Mapping) and isinstance(node.get("image", ""), str) and {"command", "args"} & node.keys():
         yield {"containers": [node]}
     elif isinstance(node, (Mapping, list)):
         for each in node.values() if isinstance(node, Mapping) else node:
@@ -230,21 +243,21 @@ def _declared(
             instances=_number(found.get("instances")) or 1,
             role=found["role"],
         )
-        if found["script"]:
-            values = {"devices": start.devices or 1, "hosts": start.hosts, "rank": 0}
-            job = {name: str(values[quantity]) for name, quantity in found["job"].items()}
-            yield replace(start, words=("bash", "-c", found["script"]), job=job)
-        else:
-            yield _container(start, found["image"], found["command"], found["args"], images)
+        values = {"devices": start.devices or 1, "hosts": start.hosts, "rank": 0}
+        values["total"] = values["devices"] * values["hosts"]
+        start = replace(start, job={name: str(values[quantity]) for name, quantity in found["job"].items()})
+        command = ["bash", "-c", found["script"]] if found["script"] else found["command"]
+        yield _container(start, found["image"], command, found["args"], images)
 
 
 def _count(value: Any) -> int | None:
-    """Return the number of accelerators in a number, a text such as `NAME:8`, or resources of a container."""
+    """Return the number of accelerators in a number, a text such as `NAME:8` or `80GB:4..8`, or resources."""
     if isinstance(value, Mapping):
         counts = [_number(count) for key, count in value.items() if "/" in key and not _NO_DEVICE.search(key)]
         named = (_number(count) or _count(key) for key, count in value.items() if "/" not in key and key[:1].isupper())
-        return next(iter((*counts, *named)), None)
-    return _number(str(value).rpartition(":")[2])
+        return next(iter((*counts, *named, *([_count(value["count"])] if "count" in value else []))), None)
+    fields = re.findall(r"(?<![^:])(\d+)(?:\.\.\d*)?(?![^:])", str(value))
+    return _number(fields[-1]) if fields else None
 
 
 def _unit(text: str) -> Iterator[Start]:
@@ -276,9 +289,8 @@ def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
     hosts = _number(options.get("nodes", "1").rpartition("-")[2]) or 1
     tasks = _number(options.get("ntasks-per-node")) or -(-(_number(options.get("ntasks")) or hosts) // hosts)
     per_node = options.get("gpus-per-node") or re.sub(r"^(?!gpu).*|,.*", "", options.get("gres", ""))
-    gpu_counts = {name: _number(options.get(name, "").rpartition(":")[2]) for name in ("gpus", "gpus-per-task")}
-    devices = _number(per_node.rpartition(":")[2])
-    devices = devices or (gpu_counts["gpus"] or 0) // hosts or (gpu_counts["gpus-per-task"] or 0) * tasks or None
+    total, of_task = (_number(options.get(name, "").rpartition(":")[2]) or 0 for name in ("gpus", "gpus-per-task"))
+    devices = _number(per_node.rpartition(":")[2]) or total // hosts or of_task * tasks or None
     variables = {
         **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), hosts),
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks * hosts),
@@ -290,7 +302,7 @@ def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
         "SLURM_JOB_NODELIST": "localhost",
         "SLURM_SUBMIT_DIR": directory,
     }
-    return {name: str(value) for name, value in variables.items()}, hosts, devices
+    return {name: str(value) for name, value in variables.items()}, hosts, devices or (tasks if tasks > 1 else None)
 
 
 def _variables(entries: Any) -> dict[str, str]:

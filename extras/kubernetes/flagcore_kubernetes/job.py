@@ -149,8 +149,7 @@ def export(job: ExportJob) -> Mapping[str, str]:
     if not job.options.get("image"):
         raise UsageError(_("--to kubernetes needs --image, an image with the program of the candidate"))
     hosts = KINDS[kind].hosts(job.name, job.nodes)
-    environment, secrets = _environment(job, hosts)
-    of_host = {name: value for name, value in environment.items() if any(each in value for each in IN_SHELL)}
+    environment, of_host, secrets = _environment(job, hosts)
     command = "" if job.servers is not None else _command(job, hosts, of_host)
     pods = Pods(
         name=job.name,
@@ -158,7 +157,7 @@ def export(job: ExportJob) -> Mapping[str, str]:
         first=command,
         others=command,
         directory=job.launch.directory or "",
-        environment={name: value for name, value in environment.items() if name not in of_host},
+        environment=environment,
         limits=device_limits(job.platform, job.devices),
         devices=job.devices,
         secrets=secrets,
@@ -197,22 +196,28 @@ def _placeholders(hosts: Collection[str]) -> dict[str, str]:
     return {"{nnodes}": str(len(hosts)), "{master_addr}": first, "{master_port}": str(MASTER_PORT)}
 
 
-def _environment(job: ExportJob, hosts: Collection[str]) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
-    """Return the variables of all pods, and the secret of each secret variable. Each pod counts its devices from 0."""
+def _environment(job: ExportJob, hosts: Collection[str]) -> tuple[dict[str, str], str, dict[str, tuple[str, str]]]:
+    """Return the variables of all pods, shell commands that set those of each host, and the secret of each secret one.
+
+    Each pod counts its devices from 0.
+    """
     placeholders, ranks = _placeholders(hosts), dict[str, str]()
     if not job.launch.ready:
         ranks = {name.strip("{}").upper(): value for name, value in placeholders.items()}
         ranks |= {f"PET_{name}": value for name, value in ranks.items()} if len(hosts) > 1 else {}
     variables = {**ranks, **without_devices(job.platform.support, job.launch.environment)}
     secrets = {name: (f"{job.name}-secrets", name) for name in variables if is_secret(name)}
-    return {name: _fill(value, placeholders) for name, value in variables.items() if name not in secrets}, secrets
+    plain = {name: _fill(value, placeholders) for name, value in variables.items() if name not in secrets}
+    of_host = [name for name, value in plain.items() if any(each in value for each in IN_SHELL)]
+    exports = "".join(f"export {name}={shell_quoted(plain.pop(name), IN_SHELL)}; " for name in of_host)
+    return plain, exports, secrets
 
 
-def _command(job: ExportJob, hosts: Collection[str], of_host: Mapping[str, str]) -> str:
+def _command(job: ExportJob, hosts: Collection[str], of_host: str = "") -> str:
     """Return the shell command of a pod, in which `{rank}` is the number of the pod. The program is on the PATH of the
     image.
 
-    `of_host` are the variables whose values differ between pods.
+    `of_host`: shell commands before it, as in `_environment`.
     """
     launch, placeholders = job.launch, _placeholders(hosts)
     argv = [os.path.basename(launch.argv[0]) if launch.ready else launch.argv[0], *launch.argv[1:], *launch.sample]
@@ -221,8 +226,7 @@ def _command(job: ExportJob, hosts: Collection[str], of_host: Mapping[str, str])
     names = {**IN_SHELL, **IN_GROUP} if launch.ready else IN_SHELL
     words = " ".join(shell_quoted(_fill(word, placeholders), names) for word in argv)
     rank = "" if launch.ready else "export NODE_RANK={rank}; export PET_NODE_RANK=$NODE_RANK; "
-    exports = "".join(f"export {name}={shell_quoted(value, IN_SHELL)}; " for name, value in of_host.items())
-    return f"{rank}{exports}exec {words}"
+    return f"{rank}{of_host}exec {words}"
 
 
 def _server(pods: Pods, job: ExportJob) -> list[dict[str, Any]]:
@@ -266,11 +270,15 @@ def _server_groups(job: ExportJob, servers: ServerGroups, common: Pods) -> list[
     manifests: list[dict[str, Any]] = []
     for group in servers.groups:
         own = replace(job, launch=group.launch, name=f"{job.name}-{group.name}", replicas=group.replicas)
-        environment, _secrets = _environment(replace(own, name=job.name), ())
+        environment, of_host, _secrets = _environment(replace(own, name=job.name), ())
         addressed = {name: value.replace("{own_address}", "$(POD_IP)") for name, value in environment.items()}
         limits = device_limits(job.platform, group.devices)
-        pods = replace(common, name=own.name, first=_command(own, (), {}), environment=addressed, limits=limits)
-        pods = replace(pods, devices=group.devices)
+        pods = replace(common, name=own.name, first=_command(own, (), of_host), environment=addressed, limits=limits)
+        pods = replace(
+            pods,
+            devices=group.devices,
+            others=f"{of_host}exec {' '.join(shell_quoted(word, IN_GROUP) for word in group.others)}",
+        )
         if group.hosts > 1:
             manifests.append(_on_hosts(pods, own, group))
             if servers.front is None:
@@ -294,13 +302,12 @@ def _server_groups(job: ExportJob, servers: ServerGroups, common: Pods) -> list[
         "claim": "",
         "mount": "",
     }
-    return [*manifests, *_server(replace(common, first=_command(front, (), {}), **nothing), front)]
+    return [*manifests, *_server(replace(common, first=_command(front, ()), **nothing), front)]
 
 
 def _on_hosts(pods: Pods, job: ExportJob, group: ServerGroup) -> dict[str, Any]:
     """Return the LeaderWorkerSet of servers on several hosts. It creates a Service with its own name."""
-    others = " ".join(shell_quoted(word, IN_GROUP) for word in group.others)
-    leader, worker = _server_pod(pods, job), pod_spec(pods, f"exec {others}", "Always", "server")
+    leader, worker = _server_pod(pods, job), pod_spec(pods, pods.others, "Always", "server")
     for spec in (leader, worker):
         _add_address(spec)
     template = {

@@ -51,7 +51,7 @@ from flagcore.spec.plain_data import read_text
 from flagcore.spec.public import absolute_model
 from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.serving import ProfileSection, ServeSection
-from flagcore.spec.starts import ENDS_WITH, split_words, starts_of
+from flagcore.spec.starts import ENDS_WITH, IMAGE, split_words, starts_of
 from flagcore.spec.validate import Section
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.problem import candidate_columns
@@ -59,12 +59,14 @@ from flagcore.tuner.stages.predict import record
 from flagcore.tuner.store.directory import RunDirectory
 
 _OF_MACHINE = re.compile(
-    r"^(BASH_FUNC_.*|PATH|HOME|HOSTNAME|USER|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY"
+    r"^(BASH_FUNC_.*|PATH|PWD|HOME|HOSTNAME|USER|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY"
     r"|HOSTS|(NODE_|LOCAL_)?RANK|WORLD_SIZE|NNODES|MASTER_(ADDR|PORT)|\w+_HOST_IP|(FLAGCORE|PET)_\w+)$"
 )
 _OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|JOB_NODELIST)")
 """Variables whose values differ between the hosts of a job, or between jobs."""
 _DEVICES = "VISIBLE_DEVICES"
+_TOOLS = re.compile(r"(sudo )?\S*(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl) |\S*python\S* -m pip ")
+"""A pattern of commands that prepare an environment: what they name is not started."""
 
 
 def read_tree(
@@ -110,8 +112,9 @@ def read_command(
             if workload.starts(start.words, os.getcwd()):
                 role = start.role or workload.role(start.words)
                 key = name, role, re.sub(r"--[\w-]*port[= ]\S+", "", shlex.join(start.words))
-                copies = found[key].instances if key in found else 0
-                found[key] = replace(start, instances=copies + start.instances)
+                before = found.get(key, replace(start, instances=0))  # copies differ in their devices and ports
+                envs = {name: value for name, value in start.envs.items() if before.envs.get(name) == value}
+                found[key] = replace(start, instances=before.instances + start.instances, envs=envs)
     roles = {role: start for (_name, role, _words), start in found.items()}
     if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
         found = {next(iter(found)): replace(roles["decode"], prefill=roles["prefill"])}
@@ -119,6 +122,8 @@ def read_command(
         raise error
     ((name, *_words), start) = next(iter(found.items()))
     workload, notes = workloads[name], Notes()
+    for failed in [each.words[0] for each in programs if each.words[0].startswith(ENDS_WITH)]:
+        notes.note("command", f"the script {failed}: what follows is not read")
     has_script = workload.kind == "train" and bool(start.script)
     envs = _envs({**start.envs, **start.job} if has_script else start.envs, notes, start)
     path = absolute_model(model, Path()) if model is not None else None
@@ -206,7 +211,7 @@ def _not_one(
     for name, row in _engine_table("untuned").items():
         if found and not row.get("always"):
             continue
-        in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
+        in_words = "words" in row and any(re.search(row["words"], each) for each in commands if not _TOOLS.match(each))
         if in_words or ("text" in row and re.search(row["text"], text, re.MULTILINE)):
             fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
             problem = _("starts {name}, which flagcore does not tune", name=name)
@@ -225,7 +230,7 @@ def _not_one(
         fix = _("give one of them: flag import -- COMMAND")
     elif not commands and text:
         fix = _("it starts no program, and only sets variables at most: give the file or the command that starts one")
-    elif any(each.startswith("-") for each in commands):
+    elif any(each.words[0].startswith(IMAGE) and each.words[1:] for each in programs):
         fix = _("the entry point of the image is not known: write the program before its arguments")
     return SpecError(key="command", value=value, problem=problem, fix=fix)
 

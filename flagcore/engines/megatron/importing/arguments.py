@@ -154,9 +154,6 @@ def baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dic
     return ""
 
 
-_DROPOUTS = ("attention_dropout", "hidden_dropout")
-
-
 def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
     """Return the keys of `train` that a spec needs in addition to the command.
 
@@ -175,12 +172,11 @@ def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
         of_mesh = on_meshes and name.endswith("_per_stage_micro_batch")
         if why := next((why for part, why in TABLES["not_predicted"].items() if part in name and not of_mesh), ""):
             flags.note(name, f"not in the predictions: {why}", "train")
-    settings: dict[str, Any] = {name: 0.1 for name in _DROPOUTS if not flags.has(name)}  # 0.1 is Megatron's default
+    dropouts = dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.1)  # Megatron's defaults
+    settings: dict[str, Any] = {name: value for name, value in dropouts.items() if not flags.has(name)}
     if flags.get("peft_type") is not None:
         settings["trainable"] = "adapters"
-    if settings:
-        result["settings"] = settings
-    return result
+    return {**result, **({"settings": settings} if settings else {})}
 
 
 def _precision(flags: Flags) -> str:
@@ -287,18 +283,12 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
         return {}
     sizes = {key: value for key in TABLES["experts"] if (value := flags.get(key)) is not None}
     section = {"num_moe_experts": experts, "moe_router_topk": 2, **sizes}
-    dense = _dense_layers(frequency, layers)
-    if dense is None:
+    pattern = _pattern(frequency, layers)
+    dense = pattern.index(1) if 1 in pattern else len(pattern)
+    if pattern != [0] * dense + [1] * (layers - dense) or dense >= layers:
         key, problem = flags.key("moe_layer_freq"), "must be dense layers first, then MoE layers"
         flags.source.report(key, problem, value=frequency, fix="use e.g. [0]+[1]*26")
     return {**section, "moe_first_dense_layers": dense} if dense else section
-
-
-def _dense_layers(frequency: object, layers: int) -> int | None:
-    """Return the number of dense layers before the MoE layers. Returns None for any other pattern."""
-    pattern = _pattern(frequency, layers)
-    dense = pattern.index(1) if 1 in pattern else len(pattern)
-    return dense if pattern == [0] * dense + [1] * (layers - dense) and dense < layers else None
 
 
 def _pattern(frequency: object, layers: int) -> list[Any]:
@@ -315,7 +305,6 @@ def _pattern(frequency: object, layers: int) -> list[Any]:
         return []
     layer_kinds: list[Any] = []
     for factor, digits, repeats in _PATTERN_TERM.findall(text):
-        layer_kinds += [int(digit) for digit in re.findall("[01]", digits)] * min(
-            int(factor or 1) * int(repeats or 1), 9999
-        )
+        count = min(int(factor or 1) * int(repeats or 1), 9999)
+        layer_kinds += [int(digit) for digit in re.findall("[01]", digits)] * count
     return layer_kinds

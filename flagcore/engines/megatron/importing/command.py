@@ -119,8 +119,7 @@ def _compare_shapes(flags: Flags, section: dict[str, Any]) -> None:
         value = flags.get(name)
         if isinstance(value, int) and value != section.get(key):
             problem = _("differs from --model, which has {n}", n=section.get(key) or "none")
-            fix = _("give the model that the command trains")
-            flags.source.report(flags.key(name), problem, value=value, fix=fix)
+            flags.source.report(flags.key(name), problem, value=value, fix=_("give the model that the command trains"))
 
 
 def _vocabulary(flags: Flags, directory: Path) -> int | None:

@@ -140,13 +140,9 @@ def compose_files(
         for each in instances
     ]
     front = _front(router, instances) if router else ()
-    fields: dict[str, object] = {
-        "services": services,
-        "directory": directory,
-        "paths": [_escape(path) for path in paths],
-    }
-    fields |= {"router": router, "front": (Path(front[0]).name, *front[1:]) if front else (), "nginx": NGINX}
-    text = _render("compose.yaml.j2", **fields, comments=comments, image=image)
+    fields = {"directory": directory, "paths": [_escape(path) for path in paths], "comments": comments, "image": image}
+    start = (Path(front[0]).name, *front[1:]) if front else ()
+    text = _render("compose.yaml.j2", services=services, router=router, front=start, nginx=NGINX, **fields)
     return {COMPOSE: text, **({NGINX: _nginx(instances, ())} if len(instances) > 1 and not router else {})}
 
 

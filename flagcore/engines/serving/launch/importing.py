@@ -57,8 +57,9 @@ def spec_of_command(
         problem, fix = "is a placeholder", "write the name or the path of the model in its place, or give it as --model"
         raise SpecError(key="model", value=path, problem=problem, fix=fix)
     if not path:
-        fix = f"write it after {' '.join(program)}, or give its path as --model"
-        raise SpecError(key="model", problem="is not in the command", fix=fix)
+        empty = any(flag and not values and strip_dashes(flag) in engine.program.model_flags for flag, values in pairs)
+        problem, fix = "is not in the command", f"write it after {' '.join(program)}, or give its path as --model"
+        raise SpecError(key="model", problem="is empty: its variable is not set" if empty else problem, fix=fix)
     baseline, engine_args = _divide(engine, arguments, version, directory, notes)
     notes.note("serve.profile", "is not in the command: set the lengths and number of your requests", "serve.profile")
     load = {**_lengths(engine_args), "concurrency": CLIENTS_PER_DEVICE}
@@ -99,9 +100,8 @@ def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, A
     width = total if is_one_host else max(each.get("devices_per_node", 1) for each in clusters)
     data["cluster"] |= {"nodes": -(-total // width), "devices_per_node": width}
     arguments = data["serve"]["engine_args"]
-    for name in [
-        each for each in arguments if re.fullmatch(engine.program.role_flags, strip_dashes(each).replace("_", "-"))
-    ]:
+    is_of_role = re.compile(engine.program.role_flags).fullmatch
+    for name in [each for each in arguments if is_of_role(strip_dashes(each).replace("_", "-"))]:
         notes.note(f"--{name}", f"dropped ({arguments.pop(name)}): {PREFILL_DECODE} sets it", PREFILL_DECODE)
     baseline[PREFILL_DECODE] = parse_roles("+".join(words), PREFILL_DECODE)
     text = "servers that only prefill or decode: other arguments are those of the servers that decode"
@@ -145,9 +145,8 @@ def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -
         return {"nodes": devices // each, "devices_per_node": each}
     notes.note(key, "is the number of devices that the command uses", key)
     if start.devices and start.devices > devices:
-        notes.note(
-            key, f"the container or job has {start.devices} devices; set it to let the search use all of them", key
-        )
+        text = f"the container or job has {start.devices} devices; set it to let the search use all of them"
+        notes.note(key, text, key)
     return {"devices_per_node": devices}
 
 
@@ -206,6 +205,9 @@ def _arguments(
                 notes.note(flag, f"is short for --{name}", "serve")
         if model is None and knob is not None and len(values) > (knob.kind != "flag"):
             model = values.pop()  # the model follows a flag, as in `--enforce-eager MODEL`
+        if not flag and len(values) > 1:
+            fix = f"write only the model after {' '.join(engine.program.commands[0])}"
+            raise SpecError(key="model", value=" ".join(values), problem="is several words", fix=fix)
         if not flag or name in engine.program.model_flags:
             model = values[0] if values else model
         elif name == _HOSTS and len(values) == 1 and values[0].isdecimal():
