@@ -52,7 +52,6 @@ def server(
     weights.mkdir()
     config = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 3072}
     config |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}
-    config |= {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 32768}
     (weights / "config.json").write_text(json.dumps(config))
     serve = {"engine": engine, "weights": str(weights), "engine_args": args}
     cluster = {"chip": "H100-SXM", "devices_per_node": 4}

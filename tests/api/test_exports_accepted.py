@@ -55,7 +55,10 @@ class Missing(types.ModuleType):  # the compiled packages of SGLang
         return type(name, (), {"__init__": lambda *_, **__: None}) if name[0].isupper() else MagicMock()
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    names = "sgl_kernel orjson pybase64 torchvision soundfile decord torchao flashinfer pynvml av deep_gemm".split()
+    names = (
+        "sgl_kernel orjson pybase64 torchvision soundfile decord torchao flashinfer pynvml av deep_gemm IPython nvidia "
+        "smg_grpc_proto grpc_health apache_tvm_ffi kernels quack hf_transfer modelscope litellm torch_memory_saver"
+    ).split()
     def find_spec(self, name, path, target=None):
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in self.names else None
     def create_module(self, spec):
@@ -106,7 +109,11 @@ def two_chips() -> dict[str, Any]:
 
 
 def serving(folder: Path, engine: str, space: dict[str, Any], cluster: dict[str, Any], **tuner: Any) -> Path:
-    return server(folder, engine, {}, cluster=cluster, auto_tuner={"space": space, **tuner})
+    spec = server(folder, engine, {}, cluster=cluster, auto_tuner={"space": space, **tuner})
+    file = folder / "model" / "config.json"  # SGLang reads these keys, too
+    more = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 32768}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+    return spec
 
 
 def llama(folder: Path) -> Path:
@@ -328,7 +335,8 @@ def test_vllms_own_parser_accepts_the_arguments_of_every_server(exports: Exports
             for file in exports(run).get(target, Path()).glob("*.sh"):
                 commands += [line for line in file.read_text().splitlines() if " vllm serve " in line]
         if "kubernetes" in exports(run):
-            commands += [each for each in shell_commands(exports(run)["kubernetes"] / "job.yaml") if "vllm" in each]
+            pods = shell_commands(exports(run)["kubernetes"] / "job.yaml")
+            commands += [each.replace("$LWS_WORKER_INDEX", "1") for each in pods if "vllm serve" in each]
     listed = [words[words.index("serve") + 1 :] for words in (shlex.split(each.rstrip(" &")) for each in commands)]
     for run in ("vllm", "prefill and decode apart"):
         services = yaml.safe_load((exports(run)["compose"] / "compose.yaml").read_text())["services"].values()
