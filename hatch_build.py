@@ -31,7 +31,7 @@ CORE = (
     "tomli>=2; python_version < '3.11'",
 )
 VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
-EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing")
+EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing", "trainers")
 """The folders of `extras`. Each is a distribution of its own, as a plugin is."""
 ENGINES = {
     "megatron": ["torch>=2.5", "megatron-core>=0.12"],

@@ -24,12 +24,12 @@ def render(mark: str) -> str:
 
 
 def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    """Yield every command with its path, groups first. A command with several names has its first one."""
+    """Yield every command with its path, groups first. A command with several names has its last one."""
     yield path, command
     if isinstance(command, click.Group):
         context = click.Context(command)
-        found = {command.get_command(context, name): name for name in reversed(command.list_commands(context))}
-        for subcommand, name in reversed(found.items()):
+        found = {command.get_command(context, name): name for name in command.list_commands(context)}
+        for subcommand, name in found.items():
             assert subcommand is not None
             yield from commands(subcommand, (*path, name))
 

@@ -178,7 +178,7 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
     engine, knobs = _engine_name(data), {}
     if engine is not None:
         with suppress(FlagError, KeyError):
-            knobs = {knob.name: knob for knob in engines()[engine].knobs}
+            knobs = {knob.name: knob for knob in engines(data)[engine].knobs}
         if without is not None and set(used) - knobs.keys():
             knobs |= {knob.name: knob for knob in load_plugins(without).knobs_on_any_chip(engine)}
     return knobs
@@ -187,7 +187,7 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
 def labels_of_spec(data: Mapping[str, Any]) -> Labels:
     """Return the labels of the engine of a spec. They are empty if the engine is not installed."""
     with suppress(FlagError, KeyError):
-        return engines()[_engine_name(data) or ""].labels
+        return engines(data)[_engine_name(data) or ""].labels
     return Labels()
 
 
@@ -231,9 +231,9 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
     space_names = {name for section in sections if isinstance(section, Mapping) for name in section}
     engine = _engine_name(data)
     plugin_knobs: Sequence[Knob] = ()
-    installed = engines()
+    installed = engines(data)
     if space_names and engine and engine in installed:
-        engine_names = {name for knob in installed[engine].knobs for name in knob.names}
+        engine_names = {name for knob in knobs_of_spec(data).values() for name in knob.names}
         plugin_knobs = load_plugins(without).knobs_on_any_chip(engine) if space_names - engine_names - {engine} else ()
         plugin_knobs = [knob for knob in plugin_knobs if knob.name not in engine_names]
     unknown_names = list(_unknown_names(tuner, file))

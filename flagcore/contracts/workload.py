@@ -223,6 +223,15 @@ class Workload(Predictor):
     start_seconds: float = START_SECONDS
     """The time limit in seconds for the start of a trial. For a server, it includes the time of the load."""
 
+    def with_program(self, program: object) -> Workload:
+        """Return the engine for a spec whose key `train.program` has the value `program`, or None if it is missing.
+
+        The result may have other knobs. Raises SpecError for invalid data, by default for everything except None.
+        """
+        if program is not None:
+            raise self._unsupported("train.program", "remove the key")
+        return self
+
     # Completing a spec
 
     def check_release(self, spec: Spec) -> None:

@@ -99,6 +99,7 @@ class TrainSpec:
     `settings`: engine settings, the same for all candidates. Lists are comma-separated text.
     `assumed`: settings that a plan assumes for the candidates with which they are legal.
     `flags`: arguments that knobs with effects add to the command.
+    `program`: plain data that describes the user's program, for `Workload.with_program`.
     """
 
     engine: str
@@ -113,6 +114,7 @@ class TrainSpec:
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
     assumed: Mapping[str, SettingValue] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+    program: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

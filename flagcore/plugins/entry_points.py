@@ -210,42 +210,47 @@ def workload(name: str, key: str = "engine") -> Workload:
 
 def workload_of(work: TrainSpec | ServeSpec) -> Workload:
     """Return the engine of a job. Raises SpecError or NoDevice like `workload`."""
-    return workload(work.engine, "serve.engine" if isinstance(work, ServeSpec) else "train.engine")
+    if isinstance(work, ServeSpec):
+        return workload(work.engine, "serve.engine")
+    return workload(work.engine, "train.engine").with_program(work.program)
 
 
 class _Engines(UserDict[str, Any]):
-    """A mapping from names to engines. Each engine is loaded on first use."""
+    """A mapping from names to engines for `program`. Each engine is loaded on first use."""
 
-    def __getitem__(self, name: str) -> Workload:
+    program: object = None
+
+    def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
-            self.data[name] = workload(name)
-        engine: Workload = self.data[name]
-        return engine
+            self.data[name] = workload(name).with_program(self.program)
+        return self.data[name]
 
 
-def engines() -> Mapping[str, Workload]:
+def engines(spec: Mapping[str, Any] | None = None) -> Mapping[str, Workload]:
     """Return the installed engines by name, flagcore's own engines first.
+
+    `spec`: the data of the spec that the engines are for, which may be invalid.
 
     Call it once per command, because reading entry points takes milliseconds.
     """
     points = installed(WORKLOADS)
     builtin = {name for name, each in points.items() if any(point.value.startswith("flagcore.") for point in each)}
-    return _Engines(dict.fromkeys(sorted(points, key=lambda name: (name not in builtin, name))))
-
-
-def kind_of(engine: str) -> str:
-    """Return the kind of an engine, "train" or "serve", or an empty string if it cannot be loaded."""
-    try:
-        return _kind(engine)
-    except FlagError:
-        return ""
+    found = _Engines(dict.fromkeys(sorted(points, key=lambda name: (name not in builtin, name))))
+    train = (spec or {}).get("train")
+    found.program = train.get("program") if isinstance(train, Mapping) else None
+    return found
 
 
 @cache
-def _kind(engine: str) -> str:
-    """Return the kind of an engine, train or serve. Cached, because hooks need it often and entry points are slow to
-    read."""
-    return workload(engine).kind
+def kind_of(engine: str) -> str:
+    """Return the kind of an engine, "train" or "serve", or an empty string if it cannot be loaded.
+
+    Cached, because hooks need it often and entry points are slow to read.
+    """
+    try:
+        return workload(engine).kind
+    except FlagError:
+        return ""
 
 
 def launcher(name: str) -> Launcher:

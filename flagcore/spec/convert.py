@@ -97,7 +97,7 @@ def _document(
         try:
             knobs[name] = (*knobs_of(name, engines, f"{kind}.engine", file, kind), *plugin_knobs)
         except SpecError as error:
-            problems.append(error)
+            problems += [located(each, (), file) for each in error.problems]
     document_type: type[CommonSection] = Document
     rows = () if problems else tuple(knobs.items())
     if kind == "serve":

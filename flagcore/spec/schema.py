@@ -69,6 +69,8 @@ class TrainSection(TrainJob):
     """Version of the engine that `command` starts, such as 0.12.0; null: the installed one."""
     settings: Any = Field(default={})
     """Settings of the engine that are the same for all candidates."""
+    program: Any = None
+    """What the engine must know about the program that `command` starts; only for engines for any program."""
 
 
 class BudgetSection(Section):

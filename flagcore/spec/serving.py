@@ -441,8 +441,8 @@ def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
 
 
 def json_schema(engines: Engines) -> dict[str, Any]:
-    """Return the JSON Schema that specs for any of `engines` must satisfy."""
-    rows = [(name, engine.kind, engine.knobs) for name, engine in engines.items()]
+    """Return the JSON Schema that specs for any of `engines` must satisfy, except those whose knobs a spec names."""
+    rows = [(name, engine.kind, engine.knobs) for name, engine in engines.items() if engine.knobs]
     documents: list[Any] = [document_of(name, knobs) for name, kind, knobs in rows if kind == "train"]
     served = tuple((name, knobs) for name, kind, knobs in rows if kind == "serve")
     documents += [serve_document_of((each,)) for each in served]

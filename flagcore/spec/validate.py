@@ -294,7 +294,8 @@ def _hint(value: object, options: list[Schema]) -> str:
     types = {option.get("type") for option in options}
     patterns = {option.get("pattern") for option in options}
     if not isinstance(value, str):
-        if isinstance(value, float) and "integer" in types and value.is_integer():
+        least = [each.get("minimum", value) for each in options if each.get("type") == "integer"]
+        if isinstance(value, float) and least and min(least) <= value and value.is_integer():
             return _("write {value}", value=int(value))
         accepts_text = any("maxLength" in option and "examples" not in option for option in options)
         return _("quote it") if accepts_text and isinstance(value, (bool, int, float)) else ""

@@ -162,6 +162,7 @@ def test_every_problem_of_a_file_is_listed(read_error: ReadError) -> None:
 
 def test_a_size_with_an_unknown_unit_has_a_hint(read_error: ReadError) -> None:
     assert "80GiB or 80GB" in read_error("cluster: {memory_per_device: 80Gb}").fix
+    assert "29" not in read_error("cluster: {memory_per_device: 29.0}").fix  # 29 bytes are no size either
 
 
 def test_a_long_list_of_problems_is_cut(read_error: ReadError) -> None:

@@ -104,7 +104,8 @@ class Options:
     weights have no gradients and no optimizer state. `cuda_graph` is the part of a step that one graph launches: "",
     "layer" or "iteration". The flex `dispatcher` sends a token to a rank once, for all of its experts there, and over
     the network to `linked_devices` once. With `assumed_fp8_gather`, only candidates with the distributed optimizer have
-    fp8 weights.
+    fp8 weights. With `shard_gradients` (ZeRO-2), its ranks also share the gradients, which are scattered for each
+    micro-batch.
     """
 
     schedule: str | None = None
@@ -125,6 +126,7 @@ class Options:
     offload_modules: frozenset[str] = frozenset()
     offload_stages: tuple[int, ...] = ()
     fsdp: bool = False
+    shard_gradients: bool = False
     adapters: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False

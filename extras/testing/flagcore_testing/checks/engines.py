@@ -124,7 +124,10 @@ def advice_on_tasks_is_complete(plugin: Subject) -> Problems:
 
 
 def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
-    """Return whether `values` are valid for `key`: a knob, a key of the job or a setting of an engine."""
+    """Return whether `values` are valid for `key`: a knob, a key of the job or a setting of an engine.
+
+    Nothing is known of an engine without such keys, such as one whose knobs each spec names: all values are valid.
+    """
     where, _, name = key.rpartition(".")
     if key == "precision":
         return set(values) <= set(PRECISIONS)
@@ -135,8 +138,8 @@ def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
     with suppress(SpecError, KeyError):
         for value in values:
             knobs[name].parse(value, key)
-        return name in knobs
-    return False
+        return name in knobs or not knobs
+    return not knobs
 
 
 def _knobs(plugin: Subject) -> list[tuple[Chip, str, Knob]]:

@@ -264,7 +264,8 @@ def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] |
     shell_words = 4 if is_shell else 0
     for index, word in enumerate(words[shell_words:], start=shell_words):
         name = Path(word).name
-        if index > shell_words and not _is_wrapper(words[shell_words:index]):
+        wrapper = next((each for each in words[shell_words:index] if "=" not in each), "env")
+        if Path(wrapper).name not in WRAPPERS:
             return None
         command = None
         if name == "torchrun":
@@ -275,11 +276,6 @@ def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] |
             own = {name: value for name, value in (environment or {}).items() if not name.startswith("BASH_FUNC_")}
             return replace(command, prefix=tuple(words[:index]), environment=own, directory=directory)
     return None
-
-
-def _is_wrapper(prefix: Sequence[str]) -> bool:
-    program = next((word for word in prefix if "=" not in word), None)
-    return program is None or Path(program).name in WRAPPERS
 
 
 def _parse_python(words: Sequence[str]) -> UserCommand | None:
@@ -362,7 +358,7 @@ def settings_of_command(spec: Spec) -> dict[str, SettingValue]:
 @lru_cache(maxsize=64)
 def _parse_settings(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
     settings: dict[str, SettingValue] = {}
-    for flag, values in _parse_flags(command):
+    for flag, values in parse_flags(command):
         if flag in SETTINGS_BY_FLAG:
             knob, word = SETTINGS_BY_FLAG[flag]
             text = "true" if knob.kind == "flag" else word or ",".join(values)
@@ -372,10 +368,8 @@ def _parse_settings(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
 
 def implementation_of_command(spec: Spec) -> str | None:
     """Return the value of `--transformer-impl` in `train.command`, or None if it is missing or invalid."""
-    for flag, values in _parse_flags(_program_arguments(spec)):
-        if flag == "transformer-impl":
-            return values[0] if values[:1] in (["local"], ["transformer_engine"]) else None
-    return None
+    values = dict(parse_flags(_program_arguments(spec))).get("transformer-impl", [])
+    return values[0] if values[:1] in (["local"], ["transformer_engine"]) else None
 
 
 def _program_arguments(spec: Spec) -> Sequence[str]:
@@ -384,7 +378,7 @@ def _program_arguments(spec: Spec) -> Sequence[str]:
     return command.arguments if command else spec.train.command or ()
 
 
-def _parse_flags(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def parse_flags(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag of a command without its dashes, and the values that follow it."""
     for index, word in enumerate(command):
         if word.startswith("--"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import KIND, Spec, Task
-from flagcore.engines.megatron.command.user_command import readable_command
+from flagcore.engines.megatron.command.user_command import parse_flags, readable_command
 from flagcore.engines.megatron.layers.split import EXPERT_TENSOR
 from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, parse_layout
 from flagcore.engines.megatron.mixed.meshes import MESHES, RECOMPUTE_CODES, RECOMPUTE_KNOBS, SIZES, Meshes
@@ -80,7 +80,7 @@ def mixed(platform: Platform, values: Mapping[str, KnobValue], arguments: Sequen
     task = platform.task
     meshes = _meshes(task, values)
     stages = sum(mesh.sizes[4] for mesh in meshes)
-    types = _values(arguments, TYPES)
+    types = dict(parse_flags(arguments)).get(TYPES.removeprefix("--"), [])
     kinds = [group.kind for group in task.spec.cluster.groups] or types or [task.cluster.groups[0].chip.name]
     words = [ENABLE, MESH_FLAG, *(str(size) for mesh in meshes for size in mesh.sizes)]
     words += [LAYERS, *map(str, _layers(platform, values, stages)), TYPES, *(kinds[mesh.group] for mesh in meshes)]
@@ -100,7 +100,7 @@ def _meshes(task: Task, values: Mapping[str, KnobValue]) -> list[Mesh]:
     DP.
     """
     if not values.get(MESHES):
-        sizes = {name: _whole(values.get(knob)) for name, knob in SIZES.items()}
+        sizes = {name: int(values.get(knob) or 1) for name, knob in SIZES.items()}
         if len(task.cluster.groups) == 1:
             return [Mesh(group=0, sizes=tuple(sizes.values()))]
         devices = sizes["tp"] * sizes["cp"] * sizes["dp"]
@@ -149,21 +149,8 @@ def _recompute(task: Task, values: Mapping[str, KnobValue], meshes: Sequence[Mes
     yield from ("--recompute-num-layers", str(used[3]))
     if len(set(codes)) == 1:
         return
-    batch = task.spec.train.global_batch_size // (_whole(values.get("micro_batch_size")) * meshes[0].sizes[3])
+    batch = task.spec.train.global_batch_size // (int(values.get("micro_batch_size") or 1) * meshes[0].sizes[3])
     of_meshes = [(int(code != none), max(code[2] - 1, 0), max(code[3], 1)) for code in codes]
     for number, flag in enumerate(OF_STAGES):
         rows = [[mesh.sizes[4], batch, own[number]] for mesh, own in zip(meshes, of_meshes, strict=True)]
         yield from (flag, *map(str, rows))
-
-
-def _whole(value: KnobValue) -> int:
-    return value if type(value) is int else 1
-
-
-def _values(arguments: Sequence[str], flag: str) -> list[str]:
-    """Return the values that follow `flag` in `arguments`."""
-    if flag not in arguments:
-        return []
-    words = arguments[arguments.index(flag) + 1 :]
-    end = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
-    return list(words[:end])

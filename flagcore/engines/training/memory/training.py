@@ -79,11 +79,12 @@ def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, 
     replicas = layout.expert_replicas() if experts else layout.data * layout.context
     owners = replicas if options.fsdp else shards
     fsdp_shards = replicas if options.fsdp else np.ones(())
+    gradient_shards = shards if options.shard_gradients else fsdp_shards
     adam = options.exp_avg_bytes + options.exp_avg_sq_bytes
     is_trained = 0.0 if options.adapters else 1.0
     share = (1.0 - options.optimizer_offload_fraction) * is_trained
     if train.precision == "fp32":
-        gradients = 4.0 * is_trained * count / fsdp_shards
+        gradients = 4.0 * is_trained * count / gradient_shards
         return State(4.0 * count / fsdp_shards, gradients, 0.0 * count, adam * share * count / owners)
     main: float = options.main_param_bytes
     if options.precision_aware_optimizer and train.precision != "fp16":
@@ -94,7 +95,7 @@ def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, 
     weights = 2.0 * wide_count + narrow_bytes * linear
     gradients = options.grad_bytes * is_trained * count
     optimizer = adam * share * count / owners
-    return State(weights / fsdp_shards, gradients / fsdp_shards, main * share * count / owners, optimizer)
+    return State(weights / fsdp_shards, gradients / gradient_shards, main * share * count / owners, optimizer)
 
 
 def padding(layout: Layout, count: FloatArray, *, experts: bool) -> FloatArray:

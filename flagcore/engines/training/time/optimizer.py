@@ -140,7 +140,9 @@ def gradient_time(
         share = np.maximum(share, collectives.compute_share(*ring))
     if options.fsdp:
         return layout.microbatches * _exposed(2.0 * gather_s + scatter_s, stage.busy, share)
-    if options.overlap_grad_reduce:
+    if options.shard_gradients:
+        reduce_s = layout.microbatches * _exposed(scatter_s, stage.backward.total + stage.weight, share)
+    elif options.overlap_grad_reduce:
         reduce_s = _exposed(reduce_s, stage.backward.total + stage.weight, share)
     if options.overlap_param_gather:
         gather_s = _exposed(gather_s, stage.forward.total, share)

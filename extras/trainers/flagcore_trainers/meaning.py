@@ -1,0 +1,196 @@
+"""Rules and predictions of a program whose knobs have meanings.
+
+The formulas are those of `flagcore.engines.training`, with plain layers of torch. What is particular to a program is
+unknown, so the intervals are wide: trials correct the predictions.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Columns, FloatArray, IntArray, Rule
+from flagcore.domain.spec import Task
+from flagcore.engines.training.layout import Layout, Options, Training
+from flagcore.engines.training.memory.training import memory_in_use
+from flagcore.engines.training.stages import model_flops
+from flagcore.engines.training.time.step import Blocks, costs_in_run, step_time
+from flagcore_trainers.program import MEANINGS, StateSection
+
+TP, PP, CP, EP, DP, MBS, ACCUMULATION, ZERO, SP, RECOMPUTE, OFFLOAD = MEANINGS
+ONE_BY_DEFAULT = (TP, PP, CP, EP, MBS)
+INTERVAL = (0.5, 2.0)
+"""The 80% interval of the step time relative to the prediction. Chosen by hand: no runs of other programs are known."""
+BATCH_ROWS = 1 << 14
+"""Candidates per batch of formulas."""
+
+Codes: TypeAlias = Mapping[str, tuple[str, IntArray]]
+"""For each meaning of a knob: the name of the knob, and the number that each code of its column means. The array is
+empty if codes are numbers themselves."""
+
+
+def numbers(codes: Codes, fixed: Mapping[str, int], columns: Columns, devices: int, batch: int) -> dict[str, IntArray]:
+    """Return the number of each meaning for each candidate.
+
+    `fixed`: numbers that are the same for all candidates.
+    `columns`: may lack knobs, which then have the number of a program without them.
+
+    The number of replicas and of micro-batches follow from the other sizes, unless a knob sets them. They are rounded
+    down if the sizes do not fit together.
+    """
+    ones = np.ones_like(next(iter(columns.values())))
+    found = {name: ones * (name in ONE_BY_DEFAULT) for name in MEANINGS}
+    found |= {name: ones * number for name, number in fixed.items()}
+    for meaning, (knob, table) in codes.items():
+        if knob in columns:
+            found[meaning] = table[columns[knob]] if table.size else columns[knob]
+    known = {*codes, *fixed}
+    if DP not in known:
+        found[DP] = np.maximum(devices // (found[TP] * found[PP] * found[CP]), 1)
+    if ACCUMULATION not in known:
+        found[ACCUMULATION] = np.maximum(batch // (found[MBS] * found[DP]), 1)
+    return found
+
+
+def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...]:
+    """Return the rules that every program obeys: the devices and the global batch are divided without remainder."""
+    devices, batch, model = task.cluster.devices, task.spec.train.global_batch_size, task.spec.model
+    knobs = {meaning: knob for meaning, (knob, _table) in codes.items()}
+
+    def rule(name: str, meanings: Sequence[str], message: str, broken: object) -> Rule:
+        """Return a rule. `broken` maps the numbers of all meanings to a boolean array."""
+        assert callable(broken)
+        return Rule(
+            name=name,
+            knobs=tuple(knobs[each] for each in meanings if each in knobs),
+            message=message,
+            broken=lambda columns: broken(numbers(codes, fixed, columns, devices, batch)),
+        )
+
+    sizes = " x ".join(knobs[each] for each in (TP, PP, CP, DP) if each in knobs) or "the number of devices"
+    samples = " x ".join(knobs[each] for each in (MBS, ACCUMULATION, DP) if each in knobs) or MBS
+    found = [
+        rule(
+            "world_size",
+            (TP, PP, CP, DP),
+            f"{sizes} must be {'' if DP in knobs else 'a divisor of '}the number of devices, {devices}",
+            lambda n: n[TP] * n[PP] * n[CP] * n[DP] != devices,
+        ),
+        rule(
+            "global_batch_size",
+            (MBS, ACCUMULATION, DP, TP, PP, CP),
+            f"{samples} x the replicas must make up global_batch_size = {batch}",
+            lambda n: n[MBS] * n[ACCUMULATION] * n[DP] != batch,
+        ),
+        rule(
+            "attention_heads",
+            (TP,),
+            f"{knobs.get(TP, TP)} must divide num_attention_heads = {model.num_attention_heads}",
+            lambda n: model.num_attention_heads % n[TP] != 0,
+        ),
+        rule(
+            "pipeline_stages",
+            (PP,),
+            f"{knobs.get(PP, PP)} must be at most num_layers = {model.num_layers}",
+            lambda n: n[PP] > model.num_layers,
+        ),
+        rule(
+            "experts",
+            (EP,),
+            f"{knobs.get(EP, EP)} must divide num_moe_experts = {model.num_moe_experts}",
+            lambda n: (model.num_moe_experts or 1) % n[EP] != 0,
+        ),
+    ]
+    return tuple(each for each in found if each.knobs)
+
+
+def predict(
+    task: Task, given: Mapping[str, IntArray], costs: Costs, states: StateSection, *, overlap: bool = True
+) -> Predictions:
+    """Return the predictions of candidates whose meanings have the numbers `given`.
+
+    `overlap`: whether the exchange of gradients and weights overlaps with kernels.
+    """
+    size = given[DP].size
+    parts, order = [], []
+    for start in range(0, size, BATCH_ROWS):
+        batch = {name: values[start : start + BATCH_ROWS] for name, values in given.items()}
+        kinds, inverse = np.unique(np.stack([batch[ZERO], batch[OFFLOAD]]), axis=1, return_inverse=True)
+        for kind, (stage, offload) in enumerate(kinds.T.tolist()):
+            rows = np.flatnonzero(inverse.reshape(-1) == kind)
+            train = training(task, stage, offload, states, overlap=overlap)
+            parts.append(_predict(train, layout_of({name: values[rows] for name, values in batch.items()}), costs))
+            order.append(rows + start)
+    return Predictions.join(parts).take(np.argsort(np.concatenate(order)))
+
+
+def training(task: Task, stage: int, offload: int, states: StateSection, *, overlap: bool = True) -> Training:
+    """Return what the candidates with one ZeRO stage, with or without offloaded optimizer states, have in common."""
+    train = task.spec.train
+    options = Options(
+        grad_bytes=states.gradients,
+        main_param_bytes=states.main_weights,
+        exp_avg_bytes=states.moments // 2,
+        exp_avg_sq_bytes=states.moments - states.moments // 2,
+        fsdp=stage == 3,
+        shard_gradients=stage == 2,
+        optimizer_offload_fraction=float(offload),
+        overlap_grad_reduce=overlap,
+    )
+    return Training(
+        model=task.spec.model,
+        sequence=train.seq_length,
+        global_batch=train.global_batch_size,
+        precision=train.precision,
+        flash=train.attention == "flash",
+        fused_activation=train.implementation == "transformer_engine",
+        transformer_engine=train.implementation == "transformer_engine",
+        options=options,
+    )
+
+
+def layout_of(given: Mapping[str, IntArray]) -> Layout:
+    """Return the layouts of candidates. Their layers are divided evenly over pipeline stages."""
+    count = {name: values.astype(np.float64) for name, values in given.items()}
+    zeros, ones = np.zeros_like(count[DP]), np.ones_like(count[DP])
+    return Layout(
+        data=count[DP],
+        tensor=count[TP],
+        pipeline=count[PP],
+        virtual=ones,
+        context=count[CP],
+        expert=count[EP],
+        expert_tensor=np.where(count[EP] > 1, ones, count[TP]),
+        micro_batch=count[MBS],
+        microbatches=count[ACCUMULATION],
+        sharded_optimizer=np.minimum(count[ZERO], 1.0),
+        sequence_parallel=count[SP],
+        selective=(given[RECOMPUTE] == 1).astype(np.float64),
+        uniform=(given[RECOMPUTE] == 2).astype(np.float64),
+        block=zeros,
+        first_layers=zeros,
+        last_layers=zeros,
+        split=zeros,
+    )
+
+
+def _predict(train: Training, layout: Layout, costs: Costs) -> Predictions:
+    memory = memory_in_use(train, layout, costs)
+    time_s = step_time(train, layout, costs, Blocks.from_layout(train, layout, costs_in_run(costs)))
+    total: FloatArray = sum(time_s.values(), np.zeros(()))
+    return Predictions(
+        step_time_s=total,
+        low_s=total * INTERVAL[0],
+        high_s=total * INTERVAL[1],
+        time_s=time_s,
+        static_bytes=memory.memory.static,
+        activation_bytes=memory.memory.activation,
+        peak_allocated_bytes=memory.memory.peak,
+        reserved_bytes=memory.reserved,
+        device_used_bytes=memory.used,
+        worst_stage=memory.memory.worst_stage,
+        capacity_bytes=costs.memory.capacity_bytes(),
+        model_flops=model_flops(train),
+    )

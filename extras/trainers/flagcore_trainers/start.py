@@ -1,0 +1,184 @@
+"""The command and the configuration file of a candidate. Nothing of the user's is written."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.files import replace as write_file
+from flagcore.domain.space import KnobValue
+from flagcore.errors import LaunchError, SpecError
+from flagcore.spec.plain_data import dump_yaml, load_json, parse_yaml, read_text
+
+CONFIG = "{config}"
+"""A word of a command that stands for the path of the configuration file. Without it, the user's path is replaced."""
+SUFFIXES = (".json", ".yaml", ".yml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """How the value of a knob reaches the program: by a flag, by a key of the configuration file, or by both."""
+
+    flag: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A user's command, with its configuration file if it has one.
+
+    `config`: the path of the file, as the command names it. `content`: its content.
+    """
+
+    words: tuple[str, ...]
+    directory: str
+    config: str = ""
+    content: Mapping[str, Any] = field(default_factory=dict)
+
+    def value(self, target: Target) -> Any:
+        """Return the value that the command or the configuration file sets, or None if neither does."""
+        if target.flag and (found := flag_value(self.words, target.flag)) is not None:
+            return found
+        return value_at(self.content, target.key) if target.key else None
+
+
+def read_config(config: str, directory: str, key: str = "train.program.config") -> dict[str, Any]:
+    """Return the content of a configuration file. Raises SpecError. `key` is the key of the spec that names the file"""
+    path = Path(directory, config)
+    if path.suffix not in SUFFIXES:
+        fix = "convert it to JSON or YAML, or set its values by flags"
+        raise SpecError(key=key, value=config, problem="is neither JSON nor YAML", fix=fix)
+    text = read_text(path, file=str(path), key=key)
+    content = load_json(text) if path.suffix == ".json" else parse_yaml(text, file=str(path))
+    if not isinstance(content, dict):
+        raise SpecError(key=key, value=config, problem="is not a mapping", fix="write keys and values")
+    return content
+
+
+def value_at(content: Mapping[str, Any], key: str) -> Any:
+    """Return the value under a key, whose dots separate names of sections. None if it is missing."""
+    value: Any = content
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def changed(content: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration with new values of keys. Sections that are missing are added.
+
+    A value of None removes the key. Raises LaunchError if a key is inside a value that is no section.
+    """
+    result = deepcopy(dict(content))
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        section: Any = result
+        for name in sections:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise LaunchError(f"the configuration file has a value at {name}, so {key} cannot be set")
+        if value is None:
+            section.pop(last, None)
+        else:
+            section[last] = value
+    return result
+
+
+def argv_of(
+    command: Command,
+    targets: Mapping[str, Target],
+    values: Mapping[str, KnobValue],
+    placeholders: Mapping[str, object],
+    added: Sequence[str],
+    config_file: str,
+) -> tuple[str, ...]:
+    """Return the command of a candidate.
+
+    `values`: the value of each knob in `targets`.
+    `placeholders`: what each `{name}` inside a word stands for.
+    `added`: further arguments.
+    `config_file`: the path of the candidate's configuration file, empty if there is none.
+
+    The user's own flags of knobs are left out. The candidate's flags replace the word `{flags}` or are appended.
+    """
+    words, flags = list(command.words), list[str]()
+    for name, target in targets.items():
+        if target.flag:
+            words = _without_flag(words, target.flag, isinstance(values[name], bool))
+            flags += _flag_words(target.flag, values[name])
+    flags += added
+    if config_file:
+        words = [_with_config(word, command.config, config_file) for word in words]
+    argv: list[str] = []
+    for word in words if "{flags}" in words else [*words, "{flags}"]:
+        argv += flags if word == "{flags}" else [word]
+    shown = {f"{{{name}}}": str(value) for name, value in placeholders.items()}
+    return tuple(_expanded(word, shown) for word in argv)
+
+
+def write_config(content: Mapping[str, Any], name: str, folder: str) -> str:
+    """Write a configuration file into `folder`, and return its path. Raises LaunchError."""
+    path = Path(folder, f"candidate{Path(name).suffix}")
+    text = json.dumps(content, indent=2) + "\n" if path.suffix == ".json" else dump_yaml(content)
+    try:
+        write_file(path, text)
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be written: {error.strerror or error}") from None
+    return os.path.abspath(path)
+
+
+def check_config_word(words: Sequence[str], config: str) -> None:
+    """Raise SpecError if no word of the command names the configuration file."""
+    if not any(_with_config(word, config, "\0") != word for word in words):
+        fix = f"write {CONFIG} in train.command where the path belongs"
+        raise SpecError(key="train.program.config", value=config, problem="is not in train.command", fix=fix)
+
+
+def _with_config(word: str, config: str, path: str) -> str:
+    name, equals, value = word.partition("=")
+    if CONFIG in word:
+        return word.replace(CONFIG, path)
+    return path if word == config else f"{name}={path}" if equals and value == config else word
+
+
+def _expanded(word: str, placeholders: Mapping[str, str]) -> str:
+    for name, value in placeholders.items():
+        word = word.replace(name, value)
+    return word
+
+
+def _flag_words(flag: str, value: KnobValue) -> list[str]:
+    """Return the words that set a flag. A switch without `{}` is passed alone, or left out if it is off."""
+    if "{}" in flag:
+        return [flag.replace("{}", str(value).lower() if isinstance(value, bool) else str(value))]
+    if isinstance(value, bool):
+        return [flag] if value else []
+    return [flag, str(value)]
+
+
+def _without_flag(words: Sequence[str], flag: str, is_switch: bool) -> list[str]:
+    """Return the words of a command without a flag and its value."""
+    kept: list[str] = []
+    start, skip = flag.partition("{}")[0] if "{}" in flag else f"{flag}=", False
+    for word in words:
+        if skip or word.startswith(start):
+            skip = False
+        elif word == flag:
+            skip = not is_switch
+        else:
+            kept.append(word)
+    return kept
+
+
+def flag_value(words: Sequence[str], flag: str) -> Any:
+    """Return the last value of a flag in a command as text, True for a flag without a value, or None."""
+    start, found = flag.partition("{}")[0] if "{}" in flag else f"{flag}=", None
+    for place, word in enumerate(words):
+        following = "".join(words[place + 1 : place + 2])
+        if word == flag:
+            found = True if not following or following.startswith("-") else following
+        elif word.startswith(start):
+            found = word[len(start) :]
+    return found

@@ -1,0 +1,248 @@
+"""The engine `command`: any training program that prints its steps, described by `train.program` of the spec."""
+
+import copy
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Costs, Platform, Workload
+from flagcore.domain.knob import Knob
+from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Rule
+from flagcore.domain.spec import Spec, Task
+from flagcore.domain.trial import Measurement, warmup_of_fewer, warmup_steps
+from flagcore.engines.megatron.command.user_command import environment
+from flagcore.engines.megatron.reading import FAILURES, measurement
+from flagcore.engines.results import NoMetrics
+from flagcore.errors import SpecError
+from flagcore.i18n import _
+from flagcore_trainers import logs, meaning, start
+from flagcore_trainers.meaning import Codes
+from flagcore_trainers.program import (
+    ProgramSection,
+    as_value,
+    knob_of,
+    meaning_of,
+    numbers_of,
+    program_of,
+    values_of,
+)
+
+
+class Trainer(Workload):
+    """Training with a program that somebody else wrote.
+
+    `program`: the description of the program. None if the engine was not yet asked for a spec's.
+    """
+
+    kind = "train"
+    knobs: tuple[Knob, ...] = ()
+    program: ProgramSection | None = None
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def with_program(self, program: object) -> Workload:
+        if program is None:
+            return self
+        engine = copy.copy(self)
+        engine.program = program_of(program)
+        engine.knobs = tuple(knob_of(name, row) for name, row in engine.program.knobs.items())
+        return engine
+
+    @property
+    def described(self) -> ProgramSection:
+        """The description of the program. Raises SpecError if the spec has none."""
+        if self.program is None:
+            fix = "list its knobs, such as program: {knobs: {tp: {flag: --tp, values: [1, 2]}}}"
+            raise SpecError(key="train.program", problem=_("is missing"), fix=fix)
+        return self.program
+
+    @property
+    def targets(self) -> dict[str, start.Target]:
+        """How the value of each knob reaches the program."""
+        return {
+            name: start.Target(flag=row.flag or "", key=row.key or "") for name, row in self.described.knobs.items()
+        }
+
+    # The search space
+
+    def codes(self) -> Codes:
+        """Return what the codes of each knob with a meaning mean."""
+        found = {}
+        for (name, row), knob in zip(self.described.knobs.items(), self.knobs, strict=True):
+            if (role := meaning_of(name, row)) is not None:
+                by_value = numbers_of(row)
+                table = np.array([0, *(by_value[word] or 0 for word in knob.words)] if knob.words else [], np.int64)
+                found[role] = (name, table)
+        return found
+
+    def numbers(self, task: Task, columns: Columns) -> dict[str, IntArray]:
+        """Return the number of each meaning for each candidate."""
+        batch = task.spec.train.global_batch_size
+        return meaning.numbers(self.codes(), self.described.numbers, columns, task.cluster.devices, batch)
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        return meaning.rules(task, self.codes(), self.described.numbers)
+
+    def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        """Return the configuration that the user runs today: the values in the command and its configuration file."""
+        command = self.command(task.spec)
+        space: dict[str, str | tuple[KnobValue, ...]] = {}
+        for (name, row), knob in zip(self.described.knobs.items(), self.knobs, strict=True):
+            found = None if row.default is not None else command.value(self.targets[name])
+            values = {str(value).lower(): value for value in values_of(row)}
+            space[name] = (knob.neutral if found is None else values.get(str(found).lower(), knob.neutral),)
+        return space
+
+    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return whether candidates differ from `candidate` only by a larger micro-batch."""
+        others = candidate.as_dict()
+        result = np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
+        for knob in self.knobs:
+            code = knob.axis(()).encode(others[knob.name])
+            same: BoolArray = columns[knob.name] >= code if knob.memory_order else columns[knob.name] == code
+            result &= same
+        return result
+
+    # Predictions
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        return meaning.predict(task, self.numbers(task, columns), costs, self.described.state_bytes)
+
+    # Trials
+
+    def command(self, spec: Spec) -> start.Command:
+        """Return the user's command with its configuration file. Raises SpecError."""
+        train, config = spec.train, self.described.config
+        if train.command is None:
+            problem, fix = _("is missing"), "write the command that starts your program, as a list of words"
+            raise SpecError(key="train.command", problem=problem, fix=fix)
+        directory = train.directory or "."
+        if config is None:
+            return start.Command(words=train.command, directory=directory)
+        content = start.read_config(config, directory)
+        start.check_config_word(train.command, config)
+        return start.Command(words=train.command, directory=directory, config=config, content=content)
+
+    def ready(self, spec: Spec) -> None:
+        command, program = self.command(spec), self.described
+        if program.log.format == "huggingface":
+            flag = start.flag_value([*command.words, *program.trial_args], "--logging_steps")
+            keys = {**command.content, **program.trial_keys}
+            if str(flag or keys.get("logging_steps")) != "1":
+                problem, fix = _("needs a line per step"), "add --logging_steps 1 to train.program.trial_args"
+                raise SpecError(key="train.program.log.format", value="huggingface", problem=problem, fix=fix)
+
+    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        task, program, values = platform.task, self.described, candidate.as_dict()
+        spec, targets = task.spec, self.targets
+        command, written = self.command(spec), ""
+        placeholders = self._placeholders(task, candidate, folder)
+        if command.config:
+            keys = {target.key: self._value(name, values[name]) for name, target in targets.items() if target.key}
+            keys |= self.further_keys(task, candidate)
+            keys |= {} if for_real else self.trial_keys(task)
+            written = start.write_config(start.changed(command.content, keys), command.config, folder)
+        added = () if for_real else program.trial_args
+        argv = start.argv_of(command, targets, values, placeholders, (*spec.train.flags, *added), written)
+        if not for_real and self._needs_clock():
+            argv = (sys.executable, "-m", "flagcore_trainers.clock", *argv)
+        knobs = {name: values[name] for name in targets}
+        return Launch(argv=argv, folder=folder, environment=environment(knobs), directory=command.directory)
+
+    def further_keys(self, task: Task, candidate: Candidate) -> dict[str, Any]:
+        """Return further keys of a candidate's configuration file, also for the real job. By default none."""
+        return {}
+
+    def trial_keys(self, task: Task) -> dict[str, Any]:
+        """Return the keys of the configuration file that only trials set."""
+        return dict(self.described.trial_keys)
+
+    def _value(self, name: str, value: KnobValue) -> Any:
+        """Return a value of a knob with the type that it has in the spec."""
+        row = self.described.knobs[name]
+        listed = row.values if isinstance(row.values, list) else list(row.values)
+        return next(each for each in listed if as_value(row, each) == value)
+
+    def _placeholders(self, task: Task, candidate: Candidate, folder: str) -> dict[str, object]:
+        numbers = self.numbers(task, self.columns(task, candidate.as_dict()))
+        train = task.spec.train
+        return {
+            **{name: int(values[0]) for name, values in numbers.items()},
+            **candidate.as_dict(),
+            "global_batch_size": train.global_batch_size,
+            "seq_length": train.seq_length,
+            "steps": task.spec.control.train_iters,
+            "folder": folder,
+        }
+
+    def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
+        program, lines = self.described, []
+        if program.trial_args:
+            lines.append(_("trials add to {key}: {words}", key="train.command", words=" ".join(program.trial_args)))
+        if keys := self.trial_keys(platform.task):
+            lines.append(_("trials set keys of {file}: {keys}", file=program.config, keys=", ".join(keys)))
+        return lines
+
+    # Logs
+
+    def _needs_clock(self) -> bool:
+        log = self.described.log
+        if log.step:
+            return not re.compile(log.step).groupindex.keys() & {*logs.UNITS}
+        return log.format is not None and log.format not in logs.TIMED
+
+    def patterns(self) -> logs.Patterns:
+        """Return the patterns of the program's log."""
+        log = self.described.log
+        formats = (log.format,) if log.format else logs.TIMED
+        steps = (log.step,) if log.step else [logs.FORMATS[name] for name in formats]
+        printed = {name: row.printed for name, row in self.described.knobs.items() if row.printed}
+        return logs.Patterns(
+            steps=[re.compile(each) for each in steps],
+            loss=re.compile(log.loss) if log.loss else None,
+            memory_gib=re.compile(log.memory_gib or logs.MEMORY_GIB),
+            printed={name: re.compile(pattern) for name, pattern in printed.items()},
+        )
+
+    def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
+        return logs.Reading(folder, logs.Log.of(task, self.patterns()))
+
+    def step_limit(self, task: Task) -> int | None:
+        return task.spec.control.train_iters
+
+    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+        reading = logs.Reading(folder, logs.Log.of(task, self.patterns()))
+        times = reading(unfinished=True)
+        if not times:
+            fix = "give train.program.log.step, the pattern of a line per step"
+            raise NoMetrics(f"no line of the log has a step time; {fix}")
+        warmup = warmup_of_fewer(len(times), warmup_steps(times, task.spec.control.warmup_iters))
+        return measurement(
+            task,
+            times,
+            warmup,
+            losses=reading.log.losses,
+            peak_allocated_bytes=reading.log.peak_bytes,
+            effective=self.effective(reading.log),
+        )
+
+    def effective(self, log: logs.Log) -> dict[str, KnobValue]:
+        """Return the values that the program printed. A value that the knob does not list is text."""
+        found: dict[str, KnobValue] = {}
+        for name, text in log.values.items():
+            row = self.described.knobs[name]
+            by_text = {str(value).lower(): value for value in values_of(row)}
+            found[name] = by_text.get(text.strip().lower(), text)
+        return found
+
+    def failure_patterns(self) -> tuple[FailurePattern, ...]:
+        return FAILURES
+
+
+COMMAND = Trainer("command")

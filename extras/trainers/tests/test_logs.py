@@ -1,0 +1,54 @@
+"""Step times, losses and memory in log lines that real programs printed."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flagcore_trainers.logs import FORMATS, TIMED, Log, Patterns, Reading
+
+from tests.small import task
+
+LOGS = Path(__file__).parent / "logs"
+OWN = "step 1/9 loss 6.25 took 100.00 msstep 1/9 loss 6.25 took 120.00 ms\nstep 2/9 loss nan took 90 ms\npeak 1.5 GiB\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "losses", "gib"),
+    [
+        ("megatron", [86.5452, 87.8716], [2.50422, 2.493043], None),
+        ("deepspeed", [16.069, 16.053], [], 15.59),
+        ("torchtitan", [4096 / 10050 / 4, 4096 / 10007 / 4], [7.62585, 7.07623], 66.91),
+        ("huggingface", [1.5, 1.25], [2.4871, 2.3517, 2.1044], None),
+        ("own", [0.1, 0.09], [6.25, None], 1.5),
+    ],
+)
+def test_lines_of_programs_are_read(name: str, seconds: list[float], losses: list[Any], gib: float | None) -> None:
+    steps = [FORMATS[each] for each in TIMED] if name in TIMED else [FORMATS.get(name, "")]
+    patterns = Patterns(steps=[re.compile(each) for each in steps])
+    if name == "own":
+        step = r"step (?P<step>\d+)/.*? loss (?P<loss>\S+) took (?P<ms>[\d.]+) ms"
+        patterns = Patterns(steps=[re.compile(step)], memory_gib=re.compile(r"peak ([\d.]+) GiB"))
+    log = Log.of(task(seq_length=512, devices=4), patterns)
+    for line in (OWN if name == "own" else (LOGS / f"{name}.log").read_text()).splitlines():
+        log.add(line)
+    assert list(log.times.values()) == pytest.approx(seconds, abs=2e-3)
+    assert log.losses == losses
+    assert log.peak_bytes == (gib and int(gib * 2**30))
+
+
+def test_a_log_is_read_in_parts_and_an_unfinished_line_is_left(tmp_path: Path) -> None:
+    line = (LOGS / "megatron.log").read_text().splitlines()[1]
+    reading = Reading(str(tmp_path), Log.of(task(), Patterns(steps=[re.compile(FORMATS["megatron"])])))
+    file = tmp_path / "stdout.log"
+    file.write_text(line + "\n" + line.replace("122/", "123/"))
+    assert len(reading()) == 1
+    file.write_text(file.read_text() + "\n")
+    assert len(reading()) == 2
+
+
+def test_lines_of_several_steps_are_divided_by_their_number() -> None:
+    log = Log.of(task(), Patterns(steps=[re.compile(r"step (?P<step>\d+)")]))
+    for line in ("[at 1.000000] step 10", "[at 5.000000] step 20"):
+        log.add(line)
+    assert list(log.times.values()) == [pytest.approx(0.4)]
