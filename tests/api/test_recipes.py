@@ -18,7 +18,7 @@ RECIPES = {
         ("Qwen/Qwen3-30B-A3B", 8, 4096, 256, (1, 1, 1, 8, 2), {}),
         ("deepseek-ai/DeepSeek-V2-Lite", 8, 4096, 640, (1, 1, 1, 8, 4), {}),
     ],
-    # https://github.com/Ascend/MindSpeed-LLM examples/mcore @c77308a1
+    # https://github.com/Ascend/MindSpeed-LLM examples/mcore @c77308a1, which names no chip: the 910B3 is assumed
     "910B3": [
         ("meta-llama/Llama-2-13b-hf", 8, 4096, 512, (8, 1, 1, 1, 4), {}),
         ("Qwen/Qwen2.5-72B", 128, 32768, 32, (8, 4, 4, 1, 1), {}),

@@ -23,6 +23,7 @@ from flagcore.i18n import _
 from flagcore_trainers import logs, meaning, start
 from flagcore_trainers.meaning import Codes
 from flagcore_trainers.program import (
+    LARGEST,
     ProgramSection,
     as_value,
     knob_of,
@@ -78,6 +79,8 @@ class Trainer(Workload):
             if (role := meaning_of(name, row)) is not None:
                 by_value = numbers_of(row)
                 table = np.array([0, *(by_value[word] or 0 for word in knob.words)] if knob.words else [], np.int64)
+                if role == meaning.RECOMPUTE and knob.kind == "flag":
+                    table = np.array([0, LARGEST[role]])
                 found[role] = (name, table)
         return found
 
@@ -116,9 +119,13 @@ class Trainer(Workload):
 
     # Trials
 
+    def config_of(self, spec: Spec) -> str | None:
+        """Return the path of the configuration file as the command names it. None if there is no file."""
+        return self.described.config
+
     def command(self, spec: Spec) -> start.Command:
         """Return the user's command with its configuration file. Raises SpecError."""
-        train, config = spec.train, self.described.config
+        train, config = spec.train, self.config_of(spec)
         if train.command is None:
             problem, fix = _("is missing"), "write the command that starts your program, as a list of words"
             raise SpecError(key="train.command", problem=problem, fix=fix)
@@ -167,7 +174,7 @@ class Trainer(Workload):
         """Return a value of a knob with the type that it has in the spec."""
         row = self.described.knobs[name]
         listed = row.values if isinstance(row.values, list) else list(row.values)
-        return next(each for each in listed if as_value(row, each) == value)
+        return next((each for each in listed if as_value(row, each) == value), value)
 
     def _placeholders(self, task: Task, candidate: Candidate, folder: str) -> dict[str, object]:
         numbers = self.numbers(task, self.columns(task, candidate.as_dict()))
@@ -186,7 +193,9 @@ class Trainer(Workload):
         if program.trial_args:
             lines.append(_("trials add to {key}: {words}", key="train.command", words=" ".join(program.trial_args)))
         if keys := self.trial_keys(platform.task):
-            lines.append(_("trials set keys of {file}: {keys}", file=program.config, keys=", ".join(keys)))
+            lines.append(
+                _("trials set keys of {file}: {keys}", file=self.config_of(platform.task.spec), keys=", ".join(keys))
+            )
         return lines
 
     # Logs

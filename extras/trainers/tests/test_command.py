@@ -126,9 +126,9 @@ def test_zero_exchanges_more_data_with_more_micro_batches() -> None:
 
 
 def test_recompute_and_micro_batch_change_activations() -> None:
-    knobs = {"micro": MICRO, "recompute": {"flag": "--ac", "values": {"none": 0, "full": 2}}}
+    knobs = {"micro": MICRO, "recompute": {"flag": "--ac", "values": [False, True]}}
     task = task_of(devices=1)
-    columns = {"micro": np.array([1, 4, 4]), "recompute": np.array([1, 1, 2])}
+    columns = {"micro": np.array([1, 4, 4]), "recompute": np.array([0, 0, 1])}
     activations = engine_of({"knobs": knobs}).predict(task, columns, costs(task)).activation_bytes
     assert activations[0] < activations[2] < activations[1]
 

@@ -104,6 +104,7 @@ class Serving:
     - `precision`: the format in which the weights are multiplied.
     - `weight_bytes`: bytes per stored weight if the weights are stored in another format; None if they are not.
     - `link_domain`: number of consecutive devices that are connected without the network.
+    - `on_bus`: whether devices share a bus (PCIe), on which engines use their own all-reduce for two ranks only.
     - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and linear attention depend
       on them.
     """
@@ -113,6 +114,7 @@ class Serving:
     overheads: Overheads
     weight_bytes: float | None = None
     link_domain: int = 8
+    on_bus: bool = False
     tokens: float = 1.0
     prompt: float = 1.0
 

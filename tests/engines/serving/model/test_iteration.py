@@ -61,6 +61,8 @@ def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -
         ("local", {}, {"precision": "fp8"}, 0.4, 0.7),
         ("local", {"tensor": 1}, {"tensor": 2}, 0.4, 0.99),
         ("local", {"tensor": 4}, {"tensor": 8}, 0.4, 0.99),
+        ("messages", {"tensor": 2}, {"tensor": 2, "on_bus": True}, 1.0, 1.0),
+        ("messages", {"tensor": 4}, {"tensor": 4, "on_bus": True}, 1.0001, 100.0),
         ("local", {"devices": 4}, {}, 4.0, 4.0),
         # weights that are only stored narrower are read faster, but computed in the wider format
         ("local", {}, {"weight_bytes": 0.5}, 0.1, 0.5),

@@ -1,0 +1,98 @@
+"""The engine `deepspeed`: a user's script, whose candidates are changed copies of its DeepSpeed configuration.
+
+Sources: DeepSpeed 0.19 `runtime/config.py`, `runtime/zero/config.py` and `runtime/engine.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Workload
+from flagcore.domain.space import Candidate, Columns, Merge, Rule
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import SpecError
+from flagcore.i18n import _
+from flagcore_trainers import start
+from flagcore_trainers.trainer import Trainer
+
+FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
+"""The flags that name the configuration file. HF Trainer uses the last one."""
+ZERO, MICRO, OFFLOAD = "zero_stage", "micro_batch_size", "offload_optimizer"
+OVERLAP, BUCKET = "overlap_comm", "reduce_bucket_size"
+PROGRAM: Mapping[str, Any] = {
+    "config": "auto",
+    "knobs": {
+        ZERO: {"key": "zero_optimization.stage", "values": [0, 1, 2, 3], "label": "ZeRO"},
+        MICRO: {"key": "train_micro_batch_size_per_gpu", "values": [1, 2, 4, 8, 16, 32, 64], "label": "MBS"},
+        OFFLOAD: {"key": "zero_optimization.offload_optimizer.device", "values": {"none": 0, "cpu": 1}},
+        OVERLAP: {"key": "zero_optimization.overlap_comm", "values": [False, True]},
+        BUCKET: {"key": "zero_optimization.reduce_bucket_size", "values": [500_000_000, 50_000_000]},
+    },
+    "trial_keys": {
+        "steps_per_print": 1,
+        "log_level": "info",
+        "wall_clock_breakdown": False,
+        "tensorboard.enabled": False,
+        "wandb.enabled": False,
+        "comet.enabled": False,
+        "csv_monitor.enabled": False,
+    },
+    "log": {"format": "deepspeed"},
+    "state_bytes": {"gradients": 2},
+}
+"""`train.program` of every DeepSpeed job. Trials print each step, and report to no other tool."""
+
+
+class DeepSpeed(Trainer):
+    """Training with a script that calls `deepspeed.initialize`."""
+
+    distribution = "deepspeed"
+
+    def with_program(self, program: object) -> Workload:
+        """Return the engine with further knobs, keys and arguments of `program`."""
+        given = {} if program is None else program
+        if not isinstance(given, Mapping):
+            return super().with_program(given)
+        merged = {**PROGRAM, **given}
+        for name in ("knobs", "trial_keys"):
+            if isinstance(merged[name], Mapping):
+                merged[name] = {**PROGRAM[name], **merged[name]}
+        return super().with_program(merged)
+
+    def config_of(self, spec: Spec) -> str | None:
+        """Return the path of the configuration file that the command names. Raises SpecError."""
+        if (config := super().config_of(spec)) != "auto":
+            return config
+        for flag in FLAGS:
+            value = start.flag_value(spec.train.command or (), flag)
+            if isinstance(value, str) and value:
+                return value
+        fix = f"add {FLAGS[0]} ds_config.json, or set train.program.config"
+        raise SpecError(key="train.command", problem=_("names no configuration file of DeepSpeed"), fix=fix)
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        offload = Rule(
+            name="offload_needs_zero",
+            knobs=(ZERO, OFFLOAD),
+            message=f"{OFFLOAD} needs {ZERO} of at least 1",
+            broken=lambda columns: (columns[ZERO] == 0) & (columns[OFFLOAD] == 2),
+        )
+        return (*super().rules(task), offload)
+
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        """Return the merge of candidates without ZeRO, which ignores the settings of its exchange."""
+
+        def canonical(columns: Columns) -> Columns:
+            none = columns[ZERO] == 0
+            neutral = {knob.name: int(knob.neutral or 0) for knob in self.knobs if knob.name in (OVERLAP, BUCKET)}
+            return {name: np.where(none, value, columns[name]) for name, value in neutral.items()}
+
+        return (Merge(name="exchange_without_zero", knobs=(ZERO, OVERLAP, BUCKET), canonical=canonical),)
+
+    def further_keys(self, task: Task, candidate: Candidate) -> dict[str, Any]:
+        """Return the global batch size. DeepSpeed derives the number of micro-batches from it."""
+        return {"train_batch_size": task.spec.train.global_batch_size, "gradient_accumulation_steps": None}
+
+
+DEEPSPEED = DeepSpeed("deepspeed").with_program(None)

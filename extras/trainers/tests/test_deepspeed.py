@@ -1,0 +1,76 @@
+"""The engine `deepspeed`: the configuration of candidates, rules, and a search with the real package."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_trainers.deepspeed import BUCKET, DEEPSPEED, MICRO, OFFLOAD, OVERLAP, ZERO
+from flagcore_trainers.trainer import Trainer
+
+from flagcore import api
+from flagcore.contracts import Platform
+from flagcore.domain.space import Candidate
+from flagcore.errors import SpecError
+from tests.small import SHAPE, costs, task
+
+CONFIG = {"train_batch_size": 32, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}, "bf16": {}}
+
+
+@pytest.mark.parametrize("flags", [["--deepspeed", "--deepspeed_config", "ds.json"], ["--deepspeed=ds.json"]])
+def test_a_candidate_is_a_changed_copy_of_the_configuration(tmp_path: Path, flags: list[str]) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    job = task(engine="deepspeed", command=("deepspeed", "train.py", *flags), directory=str(tmp_path))
+    assert isinstance(DEEPSPEED, Trainer)
+    DEEPSPEED.ready(job.spec)
+    values = {knob.name: knob.neutral for knob in DEEPSPEED.knobs}
+    candidate = Candidate.of({**values, ZERO: 3, MICRO: 2, OFFLOAD: "cpu"})
+    platform = Platform(task=job, workload=DEEPSPEED, costs=costs(job))
+    (tmp_path / "0").mkdir()
+    for for_real in (False, True):
+        launch = DEEPSPEED.launch(platform, candidate, str(tmp_path / "0"), for_real=for_real)
+        (path,) = (word.rpartition("=")[2] for word in launch.argv if word.endswith("candidate.json"))
+        written = json.loads(Path(path).read_text())
+        zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, OVERLAP: False, BUCKET: 500_000_000}
+        assert written["zero_optimization"] == zero
+        assert written["train_micro_batch_size_per_gpu"] == 2
+        assert written["train_batch_size"] == 8
+        assert "gradient_accumulation_steps" not in written
+        assert written.get("steps_per_print") == (None if for_real else 1)
+    assert json.loads((tmp_path / "ds.json").read_text()) == CONFIG
+    assert DEEPSPEED.usual_space(job)[ZERO] == (2,)
+
+
+@pytest.mark.parametrize("command", [("deepspeed", "train.py"), ("deepspeed", "train.py", "--deepspeed")])
+def test_a_command_without_a_configuration_is_reported(command: tuple[str, ...]) -> None:
+    with pytest.raises(SpecError) as refused:
+        DEEPSPEED.ready(task(engine="deepspeed", command=command).spec)
+    assert refused.value.key == "train.command"
+
+
+def test_settings_without_effect_are_one_candidate_and_offload_needs_zero() -> None:
+    job = task(engine="deepspeed", command=("x",))
+    columns = {ZERO: np.array([0, 1]), OVERLAP: np.array([1, 1]), BUCKET: np.array([5, 5]), OFFLOAD: np.array([2, 2])}
+    (merge,) = DEEPSPEED.merges(job)
+    assert {name: values.tolist() for name, values in merge.canonical(columns).items()} == {
+        OVERLAP: [0, 1],
+        BUCKET: [500_000_000, 5],
+    }
+    broken = {rule.name: rule.broken for rule in DEEPSPEED.rules(job)}
+    assert broken["offload_needs_zero"](columns).tolist() == [True, False]
+
+
+def test_a_spec_adds_knobs_of_the_script() -> None:
+    own: dict[str, Any] = {"knobs": {"ac": {"flag": "--ac", "values": {"none": 0, "full": 2}, "meaning": "recompute"}}}
+    engine = DEEPSPEED.with_program(own)
+    assert [knob.name for knob in engine.knobs] == [ZERO, MICRO, OFFLOAD, OVERLAP, BUCKET, "ac"]
+    train = {"engine": "deepspeed", "seq_length": 64, "global_batch_size": 8, "precision": "bf16", "command": ["x"]}
+    spec = {"model": SHAPE, "cluster": {"chip": "H100-SXM", "devices_per_node": 4}, "train": {**train, "program": own}}
+    space = {ZERO: [1, 3], MICRO: [1, 2], OFFLOAD: "none", OVERLAP: False, BUCKET: 500_000_000}
+    with pytest.raises(SpecError) as refused:
+        api.estimate({**spec, "auto_tuner": {"space": {**space, "ac": "half"}}})
+    assert refused.value.key == "auto_tuner.space.ac"
+    with pytest.raises(SpecError) as refused:
+        DEEPSPEED.with_program({"knobs": 3})
+    assert refused.value.key == "train.program.knobs"
