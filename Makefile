@@ -134,6 +134,11 @@ build/megatron-lm: | setup
 	  $(MAKE) -s -C $@.new/flag_scale/third_party/Megatron-LM/megatron/core/datasets
 	mv $@.new $@
 
+# The sources of SGLang, whose parser a test runs in the environment of vLLM.
+build/sglang: | setup-vllm
+	$(PIP) --no-deps --target $@.new sglang==0.5.23 gguf
+	mv $@.new $@
+
 # All that the documentation takes from the code: tables of options, keys, knobs and rules, vendor pages, the JSON Schema.
 reference: setup
 	$(BIN)/python docs/site/generate.py

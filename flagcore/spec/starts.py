@@ -31,7 +31,7 @@ _SWITCHES = {
 """Options of `docker run` and `podman run` without a value, besides short ones."""
 _NO_DEVICE = re.compile("rdma|hca|roce|efa|nic|fuse|hugepages")
 """A pattern of extended resources of Kubernetes that are not accelerators."""
-_MANIFEST = re.compile(r"\s*(#.*\n\s*)*(---|\{|[\w\"'./-]+:(\s|$))")
+_MANIFEST = re.compile(r"\s*((#.*|\.\.\.)\n\s*)*(---|\{|[\w\"'./-]+:(\s|$))")
 _COMPOSE_VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::?-([^}]*))?[^}]*\}|(\w+))")
 _BROKEN_LINE = re.compile(r"\\[ \t]+(#.*)?\n")
 """A pattern of a line that should continue: pages often have blanks or comments after the backslash."""
@@ -67,6 +67,7 @@ def starts_of(
         starts = _unit(text)
     elif _MANIFEST.match(text):
         try:
+            text = re.sub(r"(?m)^\.\.\.$", "", text)  # parts of pages
             documents = list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
             starts = [
                 start

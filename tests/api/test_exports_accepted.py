@@ -34,9 +34,47 @@ VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 PARSE_VLLM = """\
 import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 for words in json.load(sys.stdin):
-    validate_parsed_serve_args(make_arg_parser(FlexibleArgumentParser()).parse_args(words))
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    validate_parsed_serve_args(args)
+    args.model = args.model_tag
+    AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=args.headless)
+"""
+SGLANG = ROOT / "build" / "sglang"
+PARSE_SGLANG = """\
+import argparse, importlib.abc, importlib.machinery, json, sys, types
+from unittest.mock import MagicMock
+from transformers import AutoProcessor  # it looks for optional packages before they are replaced
+
+class Missing(types.ModuleType):  # the compiled packages of SGLang
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__init__": lambda *_, **__: None}) if name[0].isupper() else MagicMock()
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    names = (
+        "sgl_kernel orjson pybase64 torchvision soundfile decord torchao flashinfer pynvml av deep_gemm IPython nvidia "
+        "smg_grpc_proto grpc_health apache_tvm_ffi kernels quack hf_transfer modelscope litellm torch_memory_saver"
+    ).split()
+    def find_spec(self, name, path, target=None):
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in self.names else None
+    def create_module(self, spec):
+        return Missing(spec.name)
+    def exec_module(self, module):
+        module.__path__ = []
+
+sys.meta_path.append(Finder())
+from sglang.srt.server_args import ServerArgs
+for words in json.load(sys.stdin):
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    args = ServerArgs.from_cli_args(parser.parse_args(words))
+    args.device = "cpu"
+    args.resolve_once()
+    args.check_server_args()
 """
 PARSE_MEGATRON = """\
 import json, os, sys
@@ -71,7 +109,11 @@ def two_chips() -> dict[str, Any]:
 
 
 def serving(folder: Path, engine: str, space: dict[str, Any], cluster: dict[str, Any], **tuner: Any) -> Path:
-    return server(folder, engine, {}, cluster=cluster, auto_tuner={"space": space, **tuner})
+    spec = server(folder, engine, {}, cluster=cluster, auto_tuner={"space": space, **tuner})
+    file = folder / "model" / "config.json"  # SGLang reads these keys, too
+    more = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 32768}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+    return spec
 
 
 def llama(folder: Path) -> Path:
@@ -284,7 +326,7 @@ def test_megatrons_own_parser_accepts_the_arguments_of_every_training(exports: E
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not VLLM.exists(), reason="needs vLLM's CPU build: make setup-vllm")
 def test_vllms_own_parser_accepts_the_arguments_of_every_server(exports: Exports) -> None:
     commands = []
@@ -293,11 +335,34 @@ def test_vllms_own_parser_accepts_the_arguments_of_every_server(exports: Exports
             for file in exports(run).get(target, Path()).glob("*.sh"):
                 commands += [line for line in file.read_text().splitlines() if " vllm serve " in line]
         if "kubernetes" in exports(run):
-            commands += [each for each in shell_commands(exports(run)["kubernetes"] / "job.yaml") if "vllm" in each]
+            pods = shell_commands(exports(run)["kubernetes"] / "job.yaml")
+            commands += [each.replace("$LWS_WORKER_INDEX", "1") for each in pods if "vllm serve" in each]
     listed = [words[words.index("serve") + 1 :] for words in (shlex.split(each.rstrip(" &")) for each in commands)]
     for run in ("vllm", "prefill and decode apart"):
         services = yaml.safe_load((exports(run)["compose"] / "compose.yaml").read_text())["services"].values()
         listed += [each["entrypoint"][2:] for each in services if each.get("entrypoint", [""])[0] == "vllm"]
     assert len(listed) >= 12
-    done = subprocess.run([VLLM, "-c", PARSE_VLLM], input=json.dumps(listed), capture_output=True, text=True)
+    parsed(PARSE_VLLM, listed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not (VLLM.exists() and SGLANG.exists()), reason="needs SGLang: make build/sglang")
+def test_sglangs_own_parser_accepts_the_arguments_of_every_server(exports: Exports) -> None:
+    listed = []
+    for run in ("sglang", "other vendor"):
+        for target in ("sglang", "slurm"):
+            lines = next(exports(run)[target].iterdir()).read_text().replace("\\\n", " ").splitlines()
+            found = [line.partition("sglang.launch_server")[2] for line in lines if "sglang.launch_server" in line]
+            listed += [shlex.split(each.rstrip(" &")) for each in found]
+    assert len(listed) == 6
+    parsed(PARSE_SGLANG, listed)
+
+
+def parsed(program: str, commands: list[list[str]]) -> None:
+    """Run a program that parses commands in the environment with vLLM's CPU build."""
+    environment = {**os.environ, "PYTHONPATH": str(SGLANG), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [VLLM, "-c", program], input=json.dumps(commands), env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -101,6 +101,33 @@ INPUTS = {
         "replicaCount: 2, vllmConfig: {tensorParallelSize: 2}}]}",
         "compose kubernetes",
     ),
+    "deployment.yaml": (
+        "kind: Deployment\nspec: {replicas: 2, template: {spec: {containers: [{image: 'vllm/vllm-openai:v0.11.0', "
+        "args: [--model, model, -tp, 2], env: [{name: A, value: b}], resources: {limits: {nvidia.com/gpu: 2}}}]}}}",
+        "vllm slurm compose kubernetes",
+    ),
+    "stateful.yaml": (
+        "kind: StatefulSet\nspec: {replicas: 2, template: {spec: {containers: [{image: 'vllm/vllm-openai:v0.11.0', "
+        "args: [--model, model, -tp, 8, --nnodes, 2], resources: {limits: {nvidia.com/gpu: 4}}}]}}}",
+        "slurm kubernetes",
+    ),
+    "group.yaml": (
+        "kind: LeaderWorkerSet\nspec: {leaderWorkerTemplate: {size: 2, leaderTemplate: {spec: {containers: "
+        "[{image: 'lmsysorg/sglang:v0.5.5', command: [python3, -m, sglang.launch_server, --model-path, model, --tp, 8, "
+        "--nnodes, $(LWS_GROUP_SIZE)], resources: {limits: {nvidia.com/gpu: 4}}}]}}}}",
+        "sglang slurm kubernetes",
+    ),
+    "torch.yaml": (
+        "kind: PyTorchJob\nspec: {pytorchReplicaSpecs: {Master: {template: &pod {spec: {containers: [{image: a, "
+        f"command: [{', '.join(['torchrun', '--nnodes=2', '--nproc-per-node=4', 'pretrain_gpt.py', *SIZED.split()])}], "
+        "resources: {limits: {nvidia.com/gpu: 4}}}]}}}, Worker: {replicas: 1, template: *pod}}}",
+        "megatron slurm kubernetes",
+    ),
+    "ray.yaml": (
+        "kind: RayService\nspec: {serveConfigV2: {applications: [{args: {llm_configs: [{model_loading_config: "
+        "{model_source: model}, engine_kwargs: {tensor_parallel_size: 2}, deployment_config: {num_replicas: 2}}]}}]}}",
+        "vllm slurm compose kubernetes",
+    ),
     "lmdeploy": (SERVERS["lmdeploy"], "lmdeploy slurm compose kubernetes"),
     "llama-server": ("llama-server -m model -np 4 -c 8192 --cache-ram 0", "llamacpp slurm compose kubernetes"),
 }
