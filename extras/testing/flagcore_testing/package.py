@@ -42,6 +42,7 @@ class Package:
     description: str = ""
     license: str = ""
     readme: str = ""
+    python: str = ""
     requires: tuple[str, ...] = ()
     points: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
@@ -81,6 +82,7 @@ def read_source(folder: Path) -> Package:
         description=str(project.get("description", "")),
         license=str(project.get("license", "")),
         readme=readme_file.read_text("utf-8", "replace") if readme_file.is_file() else "",
+        python=str(project.get("requires-python", "")),
         requires=tuple(map(str, project.get("dependencies", ()))),
         points={str(name): str(module) for name, module in points.items()},
         folder=folder,
@@ -97,6 +99,7 @@ def read_installed(distribution: Distribution) -> Package:
         description=metadata["Summary"] or "",
         license=metadata["License-Expression"] or metadata["License"] or "",
         readme=str(readme or ""),
+        python=metadata["Requires-Python"] or "",
         requires=tuple(distribution.requires or ()),
         points={point.name: point.value for point in distribution.entry_points.select(group=GROUP)},
     )

@@ -162,6 +162,8 @@ def knobs_are_complete(chip: Chip, engine: str, knob: Knob) -> Problems:
         yield Problem(text, "give low and high, the ends of an 80% interval")
     is_estimated = knob.source is not None and knob.source.kind == "estimated"
     for effect in knob.effects.values():
+        if effect.flags and not effect.flags[0].startswith("-"):
+            yield Problem(f"{name} of {engine} has the flag {effect.flags[0]!r}", "write it with its dashes")
         if kind_of(engine) == "train" and effect.part not in (WHOLE_STEP, *PART_NAMES):
             parts = ", ".join((WHOLE_STEP, *PART_NAMES))
             yield Problem(f"{name} of {engine} scales the unknown part {effect.part!r}", f"the parts are {parts}")

@@ -1,11 +1,13 @@
 """Checks of the distribution: its metadata, its quirks and maturity, and remaining placeholders."""
 
+import platform
 import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
@@ -74,6 +76,10 @@ def metadata_is_complete(plugin: Subject) -> Problems:
     for key in ("description", "license"):
         if not getattr(plugin.packaged, key).strip():
             yield f"pyproject.toml: {key} is missing"
+    python = platform.python_version()
+    if not SpecifierSet(plugin.packaged.python).contains(python):
+        fix = "write the oldest release that your code runs on: flagcore runs on 3.10 and later"
+        yield Problem(f"pyproject.toml: requires-python = {plugin.packaged.python!r} excludes Python {python}", fix)
     try:
         Version(plugin.packaged.version)
     except InvalidVersion:

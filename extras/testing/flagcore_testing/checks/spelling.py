@@ -135,6 +135,9 @@ def placeholders_are_known(plugin: Subject) -> Problems:
     for each in plugin.variables:
         for unknown in sorted({*PLACEHOLDER.findall(each.value or "")} - known):
             yield f"environment.yaml: {each.name} has the unknown placeholder {unknown}"
+        if known & {*PLACEHOLDER.findall(each.value or "")} and not each.several_nodes:
+            fix = "add several_nodes: true: a job on one node needs no interface or adapter"
+            yield Problem(f"environment.yaml: {each.name} = {each.value!r} is set for one node, too", fix)
 
 
 @check("name a setting of a training engine, as in docs/spec.md")
