@@ -254,6 +254,8 @@ def test_a_program_that_prints_no_times_is_tuned(tmp_path: Path) -> None:
     }
     assert states[1, 1] == "measured"
     assert {state for (tp, micro), state in states.items() if micro == 4} == {"out_of_memory"}
-    assert {state for (tp, micro), state in states.items() if tp == 2 and micro < 4} <= {"invalid"}
+    wrong = {state for (tp, micro), state in states.items() if tp == 2 and micro < 4}
+    assert "invalid" in wrong
+    assert wrong <= {"invalid", "stopped"}  # a slower one may be stopped before it is checked
     assert outcome.plan.best is not None
     assert outcome.plan.best.candidate.as_dict() == {"tp": 1, "micro": 2}
