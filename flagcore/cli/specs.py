@@ -89,22 +89,19 @@ HISTORY = "-history"
 
 
 class _Importers(options.Group):
-    """The commands NAME and NAME-history of each installed importer, and one per engine.
-
-    The importers are looked up on first use.
-    """
+    """The commands NAME and NAME-history of each installed importer, and one per engine that reads commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         from flagcore.contracts import HistoryReader
         from flagcore.errors import FlagError
-        from flagcore.plugins import IMPORTERS, WORKLOADS, importer, names
+        from flagcore.plugins import IMPORTERS, command_readers, importer, names
 
         commands = list[str]()
         for name in names(IMPORTERS):
             commands.append(name)
             with suppress(FlagError):
                 commands += [name + HISTORY] if isinstance(importer(name), HistoryReader) else []
-        return [*commands, *names(WORKLOADS)]
+        return [*commands, *command_readers()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Pass all arguments to the command that detects what they contain, unless the first one names a command."""

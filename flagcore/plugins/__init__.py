@@ -10,6 +10,7 @@ from flagcore.plugins.entry_points import (
     STRATEGIES,
     WATCHERS,
     WORKLOADS,
+    command_readers,
     engines,
     importer,
     kind_of,

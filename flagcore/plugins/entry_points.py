@@ -172,13 +172,7 @@ LAUNCHERS = "flagcore.launchers"
 STRATEGIES = "flagcore.strategies"
 IMPORTERS = "flagcore.importers"
 WATCHERS = "flagcore.watchers"
-KINDS = {
-    WORKLOADS: "engine",
-    LAUNCHERS: "launcher",
-    STRATEGIES: "strategy",
-    IMPORTERS: "importer",
-    WATCHERS: "watcher",
-}
+KINDS = {WORKLOADS: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
 """The noun that messages use for the objects of each entry point group."""
 
 
@@ -224,6 +218,15 @@ class _Engines(UserDict[str, Any]):
         if self.data[name] is None:
             self.data[name] = workload(name).with_program(self.program)
         return self.data[name]
+
+
+def command_readers() -> list[str]:
+    """Return the names of the engines whose commands can be imported, and of those that cannot be loaded."""
+    unable = set[str]()
+    for name in names(WORKLOADS):
+        with suppress(FlagError):
+            unable |= {name} if type(workload(name)).starts is Workload.starts else set()
+    return [name for name in names(WORKLOADS) if name not in unable]
 
 
 def engines(spec: Mapping[str, Any] | None = None) -> Mapping[str, Workload]:

@@ -214,7 +214,7 @@ def _not_one(
         in_words = "words" in row and any(re.search(row["words"], each) for each in commands if not _TOOLS.match(each))
         if in_words or ("text" in row and re.search(row["text"], text, re.MULTILINE)):
             fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
-            problem = _("starts {name}, which flagcore does not tune", name=name)
+            problem = _("starts {name}, which `flag import` does not read", name=name)
             return SpecError(key="command", value=value, problem=problem, fix=row.get("fix") or fix)
     if len(found) == 1:
         return None
@@ -225,7 +225,7 @@ def _not_one(
         return SpecError(key="command", value=value, problem=problem, fix=fix)
     shown = ", ".join(redact_text(each)[:60] for each in commands[-4:]) or _("nothing")
     problem = _("must start exactly one engine, but starts {n}; its commands are {shown}", n=len(found), shown=shown)
-    fix = _("give the command of one of {engines}", engines=", ".join(names(WORKLOADS)))
+    fix = _("give the command of one of {engines}", engines=", ".join(plugins.command_readers()))
     if found:
         fix = _("give one of them: flag import -- COMMAND")
     elif not commands and text:
