@@ -15,7 +15,7 @@ import yaml
 
 from flagcore import api
 from flagcore.cli.main import COMMANDS
-from flagcore.plugins import IMPORTERS, WORKLOADS, importer, names
+from flagcore.plugins import IMPORTERS, command_readers, importer, names
 from tests.cli.conftest import FLAG, Flag, Project, Ran
 
 pytestmark = pytest.mark.slow
@@ -118,7 +118,7 @@ def test_help_lists_each_command_once_with_its_whole_summary(flag: Callable[...,
     assert max(map(len, text.splitlines())) <= 80
     imports, plugins = (flag(name, "--help").out.partition("Commands:")[2] for name in ("import", "plugins"))
     assert "..." not in imports + plugins
-    assert all(name in imports for name in (*names(WORKLOADS), *(importer(name).title for name in names(IMPORTERS))))
+    assert all(name in imports for name in (*command_readers(), *(importer(name).title for name in names(IMPORTERS))))
     assert set(re.findall(r"\w+", flag("export", "--help").out)) >= set(api.export_targets())
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flagcore.contracts import Workload
 from flagcore.domain.knob import Knob
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
@@ -20,9 +21,17 @@ KNOBS = (
     Knob(name="parts", help="What is captured.", kind="words", words=("attn", "moe"), scope=("setting",)),
     Knob(name="dispatch", help="How tokens travel.", kind="word", words=("ring", "tree"), scope=("setting",)),
 )
+
+
+class Engine(SimpleNamespace):
+    """An engine with knobs of its own, not of the spec."""
+
+    with_program = Workload.with_program
+
+
 ENGINES: Any = {
-    "acme": SimpleNamespace(kind="train", knobs=KNOBS),
-    "acme-serve": SimpleNamespace(kind="serve", knobs=(Knob(name="slots", help="Sequences at once."),)),
+    "acme": Engine(kind="train", knobs=KNOBS),
+    "acme-serve": Engine(kind="serve", knobs=(Knob(name="slots", help="Sequences at once."),)),
 }
 TRAIN = {"engine": "acme", "seq_length": 128, "global_batch_size": 8, "precision": "bf16"}
 
