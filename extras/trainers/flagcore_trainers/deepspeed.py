@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Workload
-from flagcore.domain.space import Candidate, Columns, Merge, Rule
+from flagcore.domain.space import BoolArray, Candidate, Columns, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.i18n import _
@@ -72,20 +72,21 @@ class DeepSpeed(Trainer):
         raise SpecError(key="train.command", problem=_("names no configuration file of DeepSpeed"), fix=fix)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
-        offload = Rule(
-            name="offload_needs_zero",
-            knobs=(ZERO, OFFLOAD),
-            message=f"{OFFLOAD} needs {ZERO} of at least 1",
-            broken=lambda columns: (columns[ZERO] == 0) & (columns[OFFLOAD] == 2),
-        )
+        def broken(columns: Columns) -> BoolArray:
+            numbers = self.numbers(task, columns)
+            return np.asarray((numbers[ZERO] == 0) & (numbers[OFFLOAD] == 1))
+
+        message = f"{OFFLOAD} needs {ZERO} of at least 1"
+        offload = Rule(name="offload_needs_zero", knobs=(ZERO, OFFLOAD), message=message, broken=broken)
         return (*super().rules(task), offload)
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return the merge of candidates without ZeRO, which ignores the settings of its exchange."""
 
         def canonical(columns: Columns) -> Columns:
-            none = columns[ZERO] == 0
-            neutral = {knob.name: int(knob.neutral or 0) for knob in self.knobs if knob.name in (OVERLAP, BUCKET)}
+            none = self.numbers(task, columns)[ZERO] == 0
+            exchange = [knob for knob in self.knobs if knob.name in (OVERLAP, BUCKET)]
+            neutral = {knob.name: knob.axis(()).encode(knob.neutral) for knob in exchange}
             return {name: np.where(none, value, columns[name]) for name, value in neutral.items()}
 
         return (Merge(name="exchange_without_zero", knobs=(ZERO, OVERLAP, BUCKET), canonical=canonical),)

@@ -106,12 +106,10 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
     return tuple(each for each in found if each.knobs)
 
 
-def predict(
-    task: Task, given: Mapping[str, IntArray], costs: Costs, states: StateSection, *, overlap: bool = True
-) -> Predictions:
+def predict(task: Task, given: Mapping[str, IntArray], costs: Costs, states: StateSection) -> Predictions:
     """Return the predictions of candidates whose meanings have the numbers `given`.
 
-    `overlap`: whether the exchange of gradients and weights overlaps with kernels.
+    The exchange of gradients is assumed to overlap with kernels.
     """
     size = given[DP].size
     parts, order = [], []
@@ -120,13 +118,13 @@ def predict(
         kinds, inverse = np.unique(np.stack([batch[ZERO], batch[OFFLOAD]]), axis=1, return_inverse=True)
         for kind, (stage, offload) in enumerate(kinds.T.tolist()):
             rows = np.flatnonzero(inverse.reshape(-1) == kind)
-            train = training(task, stage, offload, states, overlap=overlap)
+            train = training(task, stage, offload, states)
             parts.append(_predict(train, layout_of({name: values[rows] for name, values in batch.items()}), costs))
             order.append(rows + start)
     return Predictions.join(parts).take(np.argsort(np.concatenate(order)))
 
 
-def training(task: Task, stage: int, offload: int, states: StateSection, *, overlap: bool = True) -> Training:
+def training(task: Task, stage: int, offload: int, states: StateSection) -> Training:
     """Return what the candidates with one ZeRO stage, with or without offloaded optimizer states, have in common."""
     train = task.spec.train
     options = Options(
@@ -137,7 +135,7 @@ def training(task: Task, stage: int, offload: int, states: StateSection, *, over
         fsdp=stage == 3,
         shard_gradients=stage == 2,
         optimizer_offload_fraction=float(offload),
-        overlap_grad_reduce=overlap,
+        overlap_grad_reduce=True,
     )
     return Training(
         model=task.spec.model,

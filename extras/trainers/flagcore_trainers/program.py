@@ -33,7 +33,6 @@ Meaning = Literal[
 MEANINGS: tuple[str, ...] = get_args(Meaning)
 LARGEST = {"zero_stage": 3, "recompute": 2, "sequence_parallel": 1, "offload_optimizer": 1}
 """The largest number of each meaning that is not a size."""
-FORMATS = ("megatron", "deepspeed", "torchtitan", "huggingface")
 Format = Literal["megatron", "deepspeed", "torchtitan", "huggingface"]
 
 Value: TypeAlias = Annotated[int, Field(ge=-(2**31), le=2**31)] | bool | float | Word

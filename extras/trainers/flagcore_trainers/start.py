@@ -30,7 +30,7 @@ class Target:
 class Command:
     """A user's command, with its configuration file if it has one.
 
-    `config`: the path of the file, as the command names it. `content`: its content.
+    `config`: the path of the file that appears in the command. `content`: its content.
     """
 
     words: tuple[str, ...]

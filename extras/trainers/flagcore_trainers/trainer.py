@@ -120,7 +120,7 @@ class Trainer(Workload):
     # Trials
 
     def config_of(self, spec: Spec) -> str | None:
-        """Return the path of the configuration file as the command names it. None if there is no file."""
+        """Return the path of the configuration file that appears in the command, or None if there is no file."""
         return self.described.config
 
     def command(self, spec: Spec) -> start.Command:

@@ -1,4 +1,4 @@
-"""The engine `deepspeed`: the configuration of candidates, rules, and a search with the real package."""
+"""The engine `deepspeed`: the configuration of candidates, and rules."""
 
 import json
 from pathlib import Path
@@ -59,6 +59,10 @@ def test_settings_without_effect_are_one_candidate_and_offload_needs_zero() -> N
     }
     broken = {rule.name: rule.broken for rule in DEEPSPEED.rules(job)}
     assert broken["offload_needs_zero"](columns).tolist() == [True, False]
+    other_order = {OFFLOAD: {"key": "zero_optimization.offload_optimizer.device", "values": {"cpu": 1, "none": 0}}}
+    rules = DEEPSPEED.with_program({"knobs": other_order}).rules(job)
+    (offload,) = (rule.broken for rule in rules if rule.name == "offload_needs_zero")
+    assert offload({ZERO: np.array([0, 0]), OFFLOAD: np.array([1, 2])}).tolist() == [True, False]
 
 
 def test_a_spec_adds_knobs_of_the_script() -> None:

@@ -114,8 +114,8 @@ def unusual(task: Task, columns: Columns, predictions: Predictions) -> IntArray:
 
 
 USUAL_TOKENS = 4096
-"""The fewest tokens per context-parallel rank of the runs that NVIDIA (Megatron-Bridge, NeMo, DGX Cloud, MoE-ModelZoo)
-and SimuMax publish. In none of these runs does a tensor-parallel group span nodes."""
+"""The fewest tokens per context-parallel rank of published runs (Megatron-Bridge, NeMo, DGX Cloud, MoE-ModelZoo,
+SimuMax). In none of these runs does a tensor-parallel group span nodes."""
 CROWDED_SHARE = 0.97
 """Chosen by hand: above it, fragmentation and other processes are likely to cause an out-of-memory error."""
 

@@ -136,7 +136,7 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
 
 EXPOSED = 0.5
 """Share of the shorter of two overlapped times that still adds to an iteration. With this value, two-batch overlap
-gains about a third, as LMSYS published. Chosen with points on H100 and H800 (benchmarks/README.md)."""
+gains about a third, as LMSYS published. Chosen with points on two accelerators (benchmarks/README.md)."""
 
 
 def _overlapped(
@@ -360,7 +360,7 @@ limit that DeepEP recommends (deepseek-ai/DeepEP docs/legacy.md @0297fc80)."""
 
 EXCHANGE_LATENCY = 20e-6
 """Seconds of a message besides the time of its bytes. With 41 GB/s, it gives the times of DeepEP's low-latency kernels
-for 128 tokens on 16 to 256 H800 within 8% (deepseek-ai/DeepEP docs/legacy.md @0297fc80)."""
+for 128 tokens on 16 to 256 devices within 8% (deepseek-ai/DeepEP docs/legacy.md @0297fc80)."""
 
 BALANCED, SKEW, SKEW_POWER = 1.18, 9.0, 1.4
 """The busiest rank's share of work relative to the mean: `BALANCED` if copies of experts balance the work, as LMSYS
