@@ -66,6 +66,7 @@ def unit_weights(job: Job) -> tuple[FloatArray, FloatArray, FloatArray]:
     model, tensor, ranks = job.model, job.tensor, job.ranks
     h, ffn, matrices = model.hidden_size, model.ffn_hidden_size / tensor, 2 + model.gated_linear_unit
     query, key = (count * model.kv_channels / tensor for count in (model.num_attention_heads, model.num_query_groups))
+    rows: list[tuple[FloatArray | float, FloatArray | float]]
     rows = [(query, h), (key, h), (key, h), (h, query), *[(ffn, h)] * (matrices - 1), (h, ffn), (h, 1), (h, 1)]
     if model.add_qkv_bias:
         rows += [(query, 1), (key, 1), (key, 1)]
