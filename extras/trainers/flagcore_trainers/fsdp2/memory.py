@@ -19,6 +19,8 @@ MAIN_BYTES, ADAM_BYTES = 4.0, 8.0
 """Bytes per sharded weight, which is fp32, and of both moments of Adam. A sharded gradient is fp32, too."""
 LOSS_BYTES = 12.0
 """Peak bytes per logit in the backward of the loss: log-probabilities, their gradient, and that of the logits."""
+SPLIT_LOSS_BYTES = 4.0
+"""Bytes per logit that a loss over split logits needs in addition. Counted in torch 2.13's `loss_parallel`."""
 LOSS_FORWARD_BYTES = 8.0
 """Bytes per logit when the loss is computed: fp32 logits and log-probabilities."""
 NORM_VALUES = {2.0: 14.0, 4.0: 5.0}
@@ -103,7 +105,7 @@ def of_rank(job: Job) -> Bytes:
     head_reduce = np.zeros_like(n) if is_tied else r * table
     moments = [
         early + at_head + LOSS_FORWARD_BYTES * logits + (u * table + ahead) * buffer,
-        early + at_head + LOSS_BYTES * logits,
+        early + at_head + (LOSS_BYTES + SPLIT_LOSS_BYTES * (job.tensor > 1)) * logits,
         early + at_head + (u + 4.0) * logits,
         early + at_head + u * logits + u * table + act.hidden * job.tensor + ahead,
     ]
