@@ -1,7 +1,7 @@
 """The engine `torchtitan`: a user's torchtitan command, whose candidates are further options of it.
 
-Source: torchtitan 0.3 `config/configs.py`, `config/manager.py` and `trainer.py`. Its configurations are functions, whose
-values options change. Activation checkpointing is a subcommand, so it is the last word.
+Source: torchtitan 0.3 `config/configs.py`, `config/manager.py` and `trainer.py`. Options change the values of a
+configuration. Activation checkpointing is a subcommand, so it is the last word.
 """
 
 from __future__ import annotations
