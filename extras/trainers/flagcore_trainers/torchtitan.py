@@ -15,7 +15,7 @@ import numpy as np
 from flagcore.contracts import Costs, Platform, Workload
 from flagcore.domain.launch import Launch
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Candidate, Columns, IntArray
+from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore_trainers.fsdp2 import predict as fsdp2
 from flagcore_trainers.fsdp2.space import AC, COMPILE, CP, MBS, OFFLOAD, REDUCE, REPLICATE, RESHARD, SHARD, TP
@@ -71,11 +71,12 @@ class TorchTitan(Trainer):
             return super().predict(task, columns, costs)
         ones = np.ones_like(pipeline)
 
-        def is_value(name: str, value: object) -> IntArray:
+        def is_value(name: str, value: KnobValue) -> IntArray:
             knob = next((each for each in self.knobs if each.name == name), None)
             if knob is None or name not in columns:
                 return 0 * ones
-            return (columns[name] == knob.axis(()).encode(value)).astype(np.int64)  # type: ignore[arg-type]
+            code = knob.axis(()).encode(value)
+            return np.where(columns[name] == code, ones, 0)
 
         given = {
             REPLICATE: ones,

@@ -129,6 +129,8 @@ def drawn(seed: int, count: int) -> list[Job]:
             "checkpointing": choose.choice(list(LEVELS)),
             "reduce_dtype": choose.choice(["fp32", "fp32", "bf16"]),
         }
+        if shape["num_query_groups"] % candidate["tensor"]:
+            continue
         jobs.append(
             job(shape, candidate, choose.choice([512, 1024, 2048, 4096]), choose.choice(["bf16", "bf16", "fp32"]))
         )

@@ -7,11 +7,12 @@ between buffers (torch 2.13 `_fsdp_collectives.py`).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
-from flagcore.contracts import Costs, communicator_bytes
+from flagcore.contracts import AttentionShape, Costs, KernelCosts, communicator_bytes
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
@@ -27,6 +28,11 @@ ROTATION = (9.0, 12.0)
 """Passes over queries and keys of rotary embeddings in separate kernels, forward and backward. Counted."""
 FUSED_ROTATION = 2.0
 """The passes that the shared formulas assume for one kernel, forward and backward each."""
+ATTENTION_SHARE = {"sm_90": 0.35}
+"""The largest share of the peak that torch's attention kernel, FlashAttention-2, reaches, by architecture. On others
+the chip's own kernel times hold. Source: arXiv 2407.08608, abstract."""
+BACKWARD_FLOPS = 2.5
+"""Flops of the backward of a fused attention core, relative to its forward: five products instead of two."""
 ADAM_TRAFFIC = 40.0
 """Bytes per sharded weight of an update: the gradients' norm and scale, and Adam in one kernel. Counted."""
 FORWARD_SHARE = 1.0 / 3.0
@@ -95,7 +101,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
 
 
 def training(task: Task, *, compiled: bool) -> Training:
-    """Return the inputs to the shared formulas. Adapters stand for: the exchange and the update are computed here."""
+    """Return the inputs to the shared formulas, of which the times of layers are used."""
     train = task.spec.train
     return Training(
         model=task.spec.model,
@@ -111,6 +117,7 @@ def training(task: Task, *, compiled: bool) -> Training:
 
 def _predict(task: Task, columns: Columns, costs: Costs, *, compiled: bool) -> Predictions:
     train, layout = training(task, compiled=compiled), layout_of(task, columns)
+    costs = _with_torch_attention(task, costs)
     job = memory_job(task, columns, fused_norm=not costs.synchronous)
     needed = memory.of_rank(job)
     workspaces = 2.0 * costs.memory.workspace_bytes()
@@ -133,6 +140,38 @@ def _predict(task: Task, columns: Columns, costs: Costs, *, compiled: bool) -> P
         capacity_bytes=costs.memory.capacity_bytes(),
         model_flops=model_flops(train),
     )
+
+
+@dataclass(frozen=True)
+class _TorchKernels:
+    """Kernel times of a chip, with attention at most at `rate` flops per second."""
+
+    kernels: Any
+    rate: float
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernels, name)
+
+    def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
+        seconds: FloatArray = np.maximum(self.kernels.attention_seconds(shape, precision), self._least(shape))
+        return seconds
+
+    def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
+        seconds = self.kernels.attention_backward_seconds(shape, precision)
+        limited: FloatArray = np.maximum(seconds, BACKWARD_FLOPS * self._least(shape))
+        return limited
+
+    def _least(self, shape: AttentionShape) -> FloatArray:
+        """Return the seconds of the causal half of both products of a forward."""
+        return 2.0 * shape.batch * shape.heads * shape.queries * shape.keys * shape.head_dim / self.rate
+
+
+def _with_torch_attention(task: Task, costs: Costs) -> Costs:
+    chip = task.cluster.groups[0].chip
+    share, peak = ATTENTION_SHARE.get(chip.architecture), chip.dense_flops_per_second.get("bf16")
+    if share is None or peak is None:
+        return costs
+    return replace(costs, kernels=cast("KernelCosts", _TorchKernels(costs.kernels, share * peak.value)))
 
 
 def _times(
