@@ -21,7 +21,7 @@ from flagcore.spec.plain_data import KeyPath, key_text, package_yaml, spec_error
 BYTES_PATTERN = r"^([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(?:([KMGT])(i?))?B$"
 MAX_PROBLEMS = 20
 """The maximum number of problems that an error lists for one file."""
-LISTED_KEYS = 4
+LISTED_KEYS = 5
 """The maximum number of keys of a section that a description of its valid values lists."""
 DID_YOU_MEAN = N_("did you mean {name}?")
 Schema = Mapping[str, Any]

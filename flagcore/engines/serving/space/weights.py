@@ -79,20 +79,23 @@ def _config(weights: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def is_quantized(weights: str) -> bool:
-    """Return whether a file, a directory or a public model has quantized weights. A file that is no JSON has them."""
-    if public := None if os.path.exists(weights) else find_public(weights):
-        return public[1] is not None
-    if os.path.isfile(weights) and not weights.endswith(".json"):
-        return True
+def _names_quantization(weights: str) -> bool:
     config = _config(weights)
     text_config = config.get("text_config")
     return any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text_config))
 
 
+def is_quantized(weights: str) -> bool:
+    """Return whether a GGUF file, a directory or a public model has quantized weights. Any GGUF file counts."""
+    if public := None if os.path.exists(weights) else find_public(weights):
+        return public[1] is not None
+    is_gguf = os.path.isfile(weights) and not weights.endswith(".json")
+    return is_gguf or _names_quantization(weights)
+
+
 def has_unknown_format(weights: str) -> bool:
     """Return whether weights are quantized to a format that flagcore does not know."""
-    return is_quantized(weights) and format_of_weights(_config(weights)) is None
+    return _names_quantization(weights) and format_of_weights(_config(weights)) is None
 
 
 MAX_WEIGHT_SHARE = 0.85
