@@ -135,6 +135,7 @@ def test_knobs_reach_the_engine_in_its_spelling(engine: str, values: dict[str, A
         ("sglang", {}, "chunk_of_pages", {"page_size": 64, "chunked_prefill_size": 96}),
         ("sglang", {}, "whole_prompts", {"chunked_prefill_size": -1, "max_prefill_tokens": 128}),
         ("sglang", {}, "experts_exist", {EP: 2}),
+        ("sglang", {}, "mixed_chunks_in_stages", {"enable_mixed_chunk": True, PP: 2}),
         ("sglang", {"model": EXPERTS}, "expert_parallel", {TP: 2, DP: 2, EP: 3}),
         ("sglang", {"engine_args": {"attention_backend": "trtllm_mla"}}, "page_size", {"page_size": 16}),
         ("sglang", {}, "speculation_needs_a_draft", DRAFT | {"speculation": "EAGLE"}),
