@@ -187,9 +187,9 @@ class Engine(EngineProfile, Workload):
         """
         kinds, figures = placement.instance_kinds(task, columns), predictions.figures
         needed = max(1, min_devices(task) // task.cluster.linked_devices)
-        is_deep = (self.settings(task, kinds.columns).pipeline > needed) & (self.split_by != PP)
+        is_deep = (self.split_by != PP) & (self.settings(task, kinds.columns).pipeline > needed)
         is_late = figures["ttft_s.mean"] > 0.5 * figures["e2e_s.mean"]
-        return (kinds.total(is_deep) > 0).astype(np.int64) + is_late
+        return (kinds.total(np.where(is_deep, 1.0, 0.0)) > 0).astype(np.int64) + is_late
 
     def installed_version(self, spec: Spec) -> str:
         return self.program.version(spec)
