@@ -77,7 +77,7 @@ def starts_of(
             ] or [start for each in _containers(documents) for start in _pods(each, images)]
         except yaml.YAMLError as error:
             raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
-        except (AttributeError, TypeError) as error:  # nodes are read without a check of their types
+        except (AttributeError, KeyError, TypeError) as error:  # nodes are read without a check of their types
             problem = _("the file has another structure than a manifest or a compose file: {reason}", reason=error)
             raise UsageError(problem) from None
     else:
@@ -229,9 +229,11 @@ def _with_runtimes(documents: Sequence[Any]) -> list[Any]:
 
     The arguments of the runtime precede those of the service (KServe, `MergeRuntimeContainers`).
     """
-    found = [each for each in documents if isinstance(each, Mapping)]
-    runtimes = {each["metadata"]["name"]: each for each in found if str(each.get("kind")).endswith("ServingRuntime")}
-    services = [each["spec"]["predictor"] for each in found if each.get("kind") == "InferenceService"]
+    found = [each for each in documents if isinstance(each, Mapping) and "kind" in each]
+    runtimes = {
+        str(each.get("metadata", {}).get("name")): each for each in found if "ServingRuntime" in str(each["kind"])
+    }
+    services = [each["spec"]["predictor"] for each in found if each["kind"] == "InferenceService"]
     for model in [each.get("model") or {} for each in services]:
         if runtime := runtimes.get(model.get("runtime")):
             container = runtime["spec"]["containers"][0]

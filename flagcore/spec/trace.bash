@@ -128,6 +128,11 @@ __fc_harmless() {
   [[ $__fc_tools == *" ${name##*/} "* ]]
 }
 
+# Whether `command -v $1` runs as written. Programs that are not tools are on the other machine: it succeeds.
+__fc_is_here() {
+  [[ -z ${TRACE_ELSEWHERE-} || -p /dev/fd/1 || $__fc_tools == *" ${1##*/} "* ]]
+}
+
 # Write the record of a command: its kind, and its words.
 __fc_record() {
   [[ -z $__fc_exports ]] || eval "export$__fc_exports"
@@ -147,6 +152,7 @@ __fc_check_blocks() {
 # Functions that write a file run here, without that, and their commands are traced.
 __fc_decide() {
   trap - DEBUG
+  if [[ ${__fc_call[0]-} == command && ${__fc_call[1]-} == -[vV] ]] && ! __fc_is_here "${__fc_call[2]-}"; then return 0; fi
   local IFS=$' \t\n' first=${__fc_call[0]-}
   ((${#__fc_call[@]})) || return 1
   if [[ $first == source || $first == . ]]; then

@@ -190,9 +190,11 @@ def test_an_export_comes_back_as_the_same_spec(name: str, tmp_path: Path) -> Non
         assert shown(again) == shown(data), target
 
 
-def test_several_values_are_noted_and_comments_stand_above_their_keys() -> None:
-    imported = api.read_command("vllm", ["vllm serve model --lora-modules a=b c=d --max-num-seqs 8"])
-    assert "--lora-modules" in keys(imported)
+def test_several_values_are_a_list_and_comments_stand_above_their_keys() -> None:
+    imported = api.read_command("vllm", ["vllm serve model --lora-modules a=b c=d --max-num-seqs 8 9"])
+    assert imported.data["serve"]["engine_args"] == {"lora-modules": ["a=b", "c=d"]}
+    assert "--max-num-seqs" in keys(imported)
+    imported = api.read_command("vllm", ["vllm serve model --max-num-seqs 8"])
     lines = commented_yaml(imported).splitlines()
     at = next(number for number, line in enumerate(lines) if "max_num_seqs: 8" in line)
     assert lines[at - 1].lstrip().startswith("# --max-num-seqs")
