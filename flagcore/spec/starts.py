@@ -235,7 +235,7 @@ def _with_runtimes(documents: Sequence[Any]) -> list[Any]:
     }
     services = [each["spec"]["predictor"] for each in found if each["kind"] == "InferenceService"]
     for model in [each.get("model") or {} for each in services]:
-        if runtime := runtimes.get(model.get("runtime")):
+        if runtime := runtimes.get(str(model.get("runtime"))):
             container = runtime["spec"]["containers"][0]
             model |= {**container, **model, "args": [*(container.get("args") or ()), *(model.get("args") or ())]}
             documents = [each for each in documents if each is not runtime]
