@@ -389,5 +389,5 @@ def order_for_host(launch: Launch, host: str, values: Mapping[str, str], files: 
         "files": files,
         "warm": launch.warm,
         "limits": [launch.timeout_seconds, launch.memory_limit_bytes, launch.disk_limit_bytes],
-        "master_addr": values["master_addr"],
+        "peer": next((each for each in launch.hosts if each != host), host),
     }

@@ -160,9 +160,7 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
         return reference_launch(replace(task, spec=spec), values, folder, meshes)
     planned = replace(_program(job(platform, candidate, folder), folder), warm=True)
     if platform.task.spec.on_each_host:
-        planned = replace(planned, hosts=hosts_of(platform.task, candidate))
-        if platform.support.distributed_backend == "gloo":
-            return replace(planned, environment={"GLOO_SOCKET_IFNAME": "{interface}"})
+        return replace(planned, hosts=hosts_of(platform.task, candidate))
     return planned
 
 
