@@ -220,9 +220,7 @@ def _truncate(text: str, maximum: int = MAX_ARGUMENT_LENGTH) -> str:
 
 
 def check_release(spec: Spec) -> None:
-    """Raise an error for each value of a knob or setting that the release in `train.engine_version` does not
-    support.
-    """
+    """Raise an error for each value of a knob or setting that the release `train.engine_version` does not support."""
     if problems := release_problems(spec, spec.train.engine_version):
         raise SpecErrors(problems)
 

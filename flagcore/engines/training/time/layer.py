@@ -156,9 +156,7 @@ def _ffn_products(train: Training, costs: Costs, tokens: FloatArray, width: Floa
 
 
 def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
-    """Return the linear layers of attention: input projections, up-projections of latent attention, output
-    projection.
-    """
+    """Return the linear layers of attention: input, up-projections of latent attention, output."""
     model, tokens, kernels = train.model, layout.tokens(train.sequence), costs.kernels
     h, (query, key, value), tensor = model.hidden_size, widths(model), layout.tensor
     if not model.multi_latent_attention:
@@ -289,9 +287,7 @@ def _shared_expert_block(train: Training, layout: Layout, costs: Costs, tp: Tens
 
 
 def _overlap_dispatch(block: Block, overlap: BoolArray) -> Block:
-    """Return a block whose token dispatch overlaps another micro-batch's kernels, which take the same time as its
-    own.
-    """
+    """Return a block whose token dispatch overlaps another micro-batch's kernels, which take as long as its own."""
 
     def expose(seconds: Seconds, kernels: FloatArray) -> Seconds:
         return replace(seconds, expert=np.maximum(seconds.expert - overlap * kernels, 0.0))
