@@ -237,9 +237,7 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
 
 
 def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | None:
-    """Compare a mixed cluster with each of its kinds of chips alone. Returns None if no mixed plan has a predicted
-    time.
-    """
+    """Compare a mixed cluster with each of its kinds of chips alone, or return None without a predicted mixed time."""
     order, titles = rows_by_time(problem), problem.task.cluster.names
     ways = problem.workload.splits(problem.task, problem.space.columns(order))
     rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}

@@ -44,9 +44,7 @@ class EngineProfile:
     of_kind: Callable[[Task, Mapping[str, KnobValue], str, Instance], Instance] | None = None
     """Returns an instance changed so that it only prefills or only decodes. None: the engine has no such servers."""
     protocol: Callable[[Task, Mapping[str, KnobValue]], str] = lambda task, values: ""
-    """Returns the protocol by which servers that only prefill or only decode exchange caches, as named in
-    `load.routing`.
-    """
+    """Returns the protocol by which prefill and decode servers exchange caches, as named in `load.routing`."""
     router: Callable[[Task, Mapping[str, KnobValue]], Router] = lambda task, values: Router.of_replicas(
         ("vllm-router",), prefix_aware=task.spec.serve.prefix_aware
     )

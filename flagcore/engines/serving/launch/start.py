@@ -136,9 +136,7 @@ def instances_of(
 
 
 def router_of(platform: Platform, engine: EngineProfile, candidate: Candidate, count: int) -> Router | None:
-    """Return the router in front of `count` instances; None if they need no router or nginx suffices. Raises
-    UsageError.
-    """
+    """Return the router in front of `count` instances, or None if nginx or no router suffices. Raises UsageError."""
     values, is_aware = candidate.as_dict(), platform.task.spec.serve.prefix_aware
     return engine.router(platform.task, values) if values.get(PREFILL_DECODE) or (count > 1 and is_aware) else None
 
