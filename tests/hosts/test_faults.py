@@ -76,6 +76,11 @@ def kill_flagcore(tune: Tune, host: str) -> Undo:
     return lambda: None
 
 
+def stop_flagcore(tune: Tune, host: str) -> Undo:
+    undo = signals(tune.bed, "h0", b"\0".join(map(os.fsencode, FLAG)), signal.SIGSTOP, signal.SIGCONT)
+    return lambda: (undo(), tune.process.send_signal(signal.SIGCONT))  # nsenter stops itself with its program
+
+
 FAULTS = {
     "cut link": of_bed(Bed.cut, Bed.restore),
     "slow link": of_bed(lambda bed, host: bed.set_rate(host, "40kbit"), lambda bed, host: bed.set_rate(host, "10gbit")),
@@ -91,7 +96,7 @@ FAULTS = {
     "killed guard": kill(b"guard.py"),
     "stopped rank": stop(b"train.py"),
     "killed flagcore": kill_flagcore,
-    "stopped flagcore": lambda tune, host: stop(b"\0".join(map(os.fsencode, FLAG)))(tune, "h0"),
+    "stopped flagcore": stop_flagcore,
 }
 
 
