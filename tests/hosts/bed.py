@@ -96,7 +96,8 @@ SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
 SlurmctldLogFile=/run/slurmctld.log
 SlurmdLogFile=/run/slurmd.log
-NodeName=h[1-{count}] CPUs=4 CoresPerSocket=4 RealMemory=1000 State=UNKNOWN
+GresTypes=gpu
+NodeName=h[1-{count}] CPUs=4 CoresPerSocket=4 RealMemory=1000 Gres=gpu:8 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
@@ -268,6 +269,8 @@ class Bed:
     def _with_slurm_conf(self, name: str, daemon: str) -> None:
         folder = "mkdir -p /run/slurm /run/slurmctld /run/slurmd; mount -t tmpfs tmpfs /etc/slurm"
         files = f"cp {self.folder}/slurm.conf /etc/slurm; echo CgroupPlugin=cgroup/v1 > /etc/slurm/cgroup.conf"
+        files += "; for n in 0 1 2 3 4 5 6 7; do mknod -m 666 /run/gpu$n c 1 3; done"  # Slurm wants character devices
+        files += "; echo 'Name=gpu File=/run/gpu[0-7]' > /etc/slurm/gres.conf"
         self.run(name, "sh", "-c", f"{folder}; {files}; {daemon}")
 
     def processes(self, name: str) -> list[int]:
