@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 CLEAN_SECONDS = 15.0
 """From the return of a host to the end of the last orphaned process."""
-TUNES = int(os.environ.get("FLAGCORE_FAULTS", "6"))
+TUNES = int(os.environ.get("FLAGCORE_FAULTS", "12"))
 """The number of tunes. Each has a fault, and every third has two at once."""
 HOSTS_LOST = 6
 """The exit code of a search that ends because of its hosts."""
