@@ -69,9 +69,7 @@ class Outcome(Notebook):
 
 
 def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
-    """Write the result of a search to `run_dir`, and the spec, the launch and a script of the best configuration, if
-    any.
-    """
+    """Write the result of a search to `run_dir`, and the spec, launch and script of the best configuration, if any."""
     plan, problem = ending.plan, ending.problem
     cannot, precision_reason = "", problem.platform.precision_reason
     data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))

@@ -354,9 +354,7 @@ def _chooses_layers(platform: Platform) -> bool:
 
 @functools.cache
 def _imports(modules: tuple[str, ...]) -> bool:
-    """Return whether modules can be imported after torch. A separate process imports them, because a driver may crash
-    it.
-    """
+    """Return whether modules can be imported after torch, in a separate process, which a driver may crash."""
     try:
         code = f"import torch, {', '.join(modules)}"
         process = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, check=False)

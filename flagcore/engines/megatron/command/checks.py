@@ -226,9 +226,7 @@ def check_release(spec: Spec) -> None:
 
 
 def release_problems(spec: Spec, release: str | None) -> list[SpecError]:
-    """Return an error for each value of a knob or setting that `release` does not support. If `release` is None, return
-    none.
-    """
+    """Return an error for each value of a knob or setting that `release` does not support; none if it is None."""
     if release is None:
         return []
     return [
