@@ -23,6 +23,8 @@ TUNES = int(os.environ.get("FLAGCORE_FAULTS", "12"))
 HOSTS_LOST = 6
 """The exit code of a search that ends because of its hosts."""
 Undo = Callable[[], object]
+Fault = Callable[[Tune, str], Undo]
+"""Lets something fail on a host, and returns what undoes it."""
 
 
 def signals(bed: Bed, host: str, word: bytes, begin: int, end: int = 0) -> Undo:
@@ -41,15 +43,15 @@ def command(pid: int) -> bytes:
     return guard.read_proc(pid, "cmdline")
 
 
-def kill(word: bytes) -> Callable[[Tune, str], Undo]:
+def kill(word: bytes) -> Fault:
     return lambda tune, host: signals(tune.bed, host, word, signal.SIGKILL)
 
 
-def stop(word: bytes) -> Callable[[Tune, str], Undo]:
+def stop(word: bytes) -> Fault:
     return lambda tune, host: signals(tune.bed, host, word, signal.SIGSTOP, signal.SIGCONT)
 
 
-def of_bed(begin: Callable[[Bed, str], object], end: Callable[[Bed, str], object]) -> Callable[[Tune, str], Undo]:
+def of_bed(begin: Callable[[Bed, str], object], end: Callable[[Bed, str], object]) -> Fault:
     def fault(tune: Tune, host: str) -> Undo:
         begin(tune.bed, host)
         return lambda: end(tune.bed, host)
@@ -81,7 +83,7 @@ def stop_flagcore(tune: Tune, host: str) -> Undo:
     return lambda: (undo(), tune.process.send_signal(signal.SIGCONT))  # nsenter stops itself with its program
 
 
-FAULTS = {
+FAULTS: dict[str, Fault] = {
     "cut link": of_bed(Bed.cut, Bed.restore),
     "slow link": of_bed(lambda bed, host: bed.set_rate(host, "40kbit"), lambda bed, host: bed.set_rate(host, "10gbit")),
     "power off": of_bed(Bed.poweroff, Bed.boot),
