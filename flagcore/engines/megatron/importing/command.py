@@ -123,9 +123,7 @@ def _compare_shapes(flags: Flags, section: dict[str, Any]) -> None:
 
 
 def _vocabulary(flags: Flags, directory: Path) -> int | None:
-    """Return the vocabulary size from the command or the tokenizer's files. If it is unknown, report an error and
-    return None.
-    """
+    """Return the vocabulary size from the command or the tokenizer's files. If it is unknown, report an error."""
     for name in ("vocab_size", "padded_vocab_size"):
         if isinstance(size := flags.get(name), int):
             return size
