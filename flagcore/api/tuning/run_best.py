@@ -17,12 +17,13 @@ from flagcore import plugins
 from flagcore.api.inputs import warn
 from flagcore.api.runs import no_best_error, read_run
 from flagcore.api.tuning.export import SECRETS
+from flagcore.domain.files import write
 from flagcore.domain.launch import Launch
 from flagcore.errors import HostLost, LaunchError, RunError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.local import start_for_users
-from flagcore.tuner.store.directory import IDENTITY, write
+from flagcore.tuner.store.directory import IDENTITY
 
 PERIOD_SECONDS = 0.5
 ANSWER_SECONDS = 2.0
