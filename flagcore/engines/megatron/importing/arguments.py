@@ -106,10 +106,9 @@ def _layers_of_virtual_stages(flags: Flags, stages: object) -> int:
 
 
 def _recompute(flags: Flags) -> dict[str, Any]:
-    """Return the recompute knobs from Megatron's arguments.
+    """Return the recompute knobs. Block recompute of 0 layers is off.
 
-    Block recompute of 0 layers is off. `recompute_activations` means selective, as in Megatron-LM core_v0.15
-    `validate_args` (training/arguments.py).
+    `recompute_activations` means selective, as in Megatron-LM core_v0.15 `validate_args` (training/arguments.py).
     """
     knobs = {name: value for name in RECOMPUTE if (value := flags.get(name)) is not None}
     if flags.get("recompute_activations"):
