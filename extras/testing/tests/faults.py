@@ -276,7 +276,7 @@ PACKAGING = (
     Fault("readme_names_all_chips", "README.md", "", "", "README.md is missing"),
     Fault("wheel_contains_data_files", PYPROJECT, "packages = [\"flagcore_acme\"]", "packages = [\"flagcore_acme\"]\nexclude = [\"*.yaml\"]", "leaves out flagcore_acme/"),
 )
-SHEET = "{kind: published, where: \"the sheet, %s\"}"
+SHEET = "{kind: published, where: \"acme.example/sheet, %s\"}"
 LINK = "    value: 2.0e+11\n    source: {kind: estimated, method: \"TODO: made up, one way\"}"
 NIC = "nic_bytes_per_second: {value: 2.5e+10, source: *made_up}"
 MEMORY = "value: 68719476736"

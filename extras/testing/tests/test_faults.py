@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 from flagcore_testing.checks import CHECKS, module
+from flagcore_testing.checks.measured import corrections_are_of_measured_kernels
 from flagcore_testing.kit import run
 
-from extras.testing.tests.faults import FAULTS
+from extras.testing.tests import faults, faults_of_data
 from extras.testing.tests.faulty import Fault, broken, healthy, imported
 
+FAULTS = (*faults.FAULTS, *faults_of_data.FAULTS)
+
 WITHOUT_FAULT = {
+    "corrections_are_of_measured_kernels",
     "larger_micro_batches_need_more_memory",
     "log_examples_match",
     "no_placeholders_are_left",
@@ -90,6 +94,17 @@ def test_a_fault_fails_only_its_check(
     assert fault.check in failed_checks
     if "*" not in fault.also:
         assert failed_checks == {fault.check, *fault.also}
+
+
+def test_corrections_are_of_kernels_that_were_measured(tmp_path: Path, acme: Path) -> None:
+    fault = Fault("", "flagcore_acme/costs/a1/kernels.jsonl", "", '{"kernel": "launch", "us": 7}\n', "")
+    folder = broken(tmp_path, acme, fault)
+    provenance = "how: by hand\nsoftware: {driver: '1'}\ndate: 2026-11-02\nhost_us: {gem: 20}\n"
+    (folder / "flagcore_acme/costs/a1/provenance.yaml").write_text(provenance)
+    with imported(folder) as plugin:
+        result = run(corrections_are_of_measured_kernels, plugin)
+    assert result.state == "failed"
+    assert "host_us has gem" in result.message
 
 
 def test_every_check_has_a_fault() -> None:

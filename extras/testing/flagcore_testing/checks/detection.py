@@ -265,6 +265,30 @@ def garbled_transcripts_add_no_devices(plugin: Subject) -> Problems:
                 break
 
 
+@check("leave out a device without its fields, and raise nothing")
+def incomplete_transcripts_add_no_devices(plugin: Subject) -> Problems:
+    for each, whole, pieces in _whole_transcripts(plugin):
+        expected_devices = {(device.index, device.chip, device.memory_bytes) for device in whole}
+        for how, found in _devices_per_text(plugin, each, _incomplete_texts(each.text, pieces)):
+            wrong = [one for one in found if (one.index, one.chip, one.memory_bytes) not in expected_devices]
+            if wrong and "line" not in how and wrong[0].memory_bytes is not None:
+                yield f"{how}: {_device_text(wrong)}"
+                break
+
+
+def _incomplete_texts(text: str, pieces: int) -> Iterator[tuple[str, str]]:
+    """Yield a text without the fields of one name each, if it is JSON, else without the first lines of devices."""
+    names = list(dict.fromkeys(re.findall(r'"([^"\n]+)" *: *(?=["\d])', text)))
+    if len(names) > 2 and text.lstrip()[:1] in "[{":
+        for name in names[:pieces]:
+            yield f"without {name!r}", re.sub(rf'"{re.escape(name)}" *:', '"other":', text)
+        return
+    lines = text.splitlines(keepends=True)
+    rows = [at for at, line in enumerate(lines) if re.search(r"\d", line)]
+    for at in rows[: max(pieces // 2, 3)]:
+        yield f"without line {at + 1}", "".join(lines[:at] + lines[at + 1 :])
+
+
 @check("add it to the aliases of its chip, or mark it other: true in sources.yaml")
 def transcript_names_match_one_chip(plugin: Subject) -> Problems:
     plugin.own_chips()
