@@ -1,21 +1,25 @@
-"""Compares the published runs that the installed plugins ship with their predictions, one line per run.
+"""Compares published runs, those that the installed plugins ship and those of job files, with their predictions.
 
-python benchmarks/published.py [VENDOR ...]
+python benchmarks/published.py [VENDOR|FILE.jsonl ...]
 """
 
+import json
 import sys
+from pathlib import Path
 
 from flagcore import api
 from flagcore.api.inputs import loaded_plugins
 
 
 def main() -> None:
-    """Print each run of the vendors: measured and predicted seconds per step, and predicted / measured."""
+    """Print each run of the vendors and files: measured and predicted seconds per step, and predicted / measured."""
     with loaded_plugins(()) as loaded:
         records = loaded.published_runs()
         vendors = {chip.name: chip.vendor for chip in loaded.chips()}
     chosen = sys.argv[1:] or sorted(set(vendors.values()))
     records = [each for each in records if vendors.get(each["cluster"]["chip"]) in chosen]
+    for file in (Path(each) for each in chosen if each.endswith(".jsonl")):
+        records += [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     for record, answer in zip(records, api.estimate_jobs(records), strict=True):
         measured, step = record["measured"]["step_time_s"], answer.get("step_time_s")
         if step is None:

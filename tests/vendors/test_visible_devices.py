@@ -149,6 +149,13 @@ def test_no_device_is_left_where_the_runtime_leaves_none(vendor: Vendor, name: s
         assert found == runtime(vendor, {name: value}, range(8))
 
 
+@pytest.mark.parametrize("vendor", [each for each in VENDORS if not each.has_uuids], ids=lambda each: each.name)
+def test_a_uuid_that_the_tool_does_not_print_selects_no_device(vendor: Vendor) -> None:
+    for name in vendor.variables:
+        assert detected(vendor, {name: "GPU-40c0ffee"}) == ()
+        assert [each.index for each in detected(vendor, {name: "3,GPU-40c0ffee,1"})] == [3]
+
+
 @pytest.mark.parametrize("vendor", [each for each in VENDORS if len(each.variables) > 1], ids=lambda each: each.name)
 def test_the_vendors_variable_goes_before_that_of_its_other_layers(vendor: Vendor) -> None:
     first, second = vendor.variables
