@@ -1,7 +1,7 @@
 """Faults of single figures, names and entries of the data files, and of the package and its tests."""
 
 # fmt: off
-from extras.testing.tests.faults import NIC, SHEET, reading
+from extras.testing.tests.faults import NIC, SHEET, hook, reading
 from extras.testing.tests.faulty import (
     CHIP,
     COLLECTIVES,
@@ -71,6 +71,10 @@ OF_AGREEMENT = (
     Fault("processes_are_read", "tests/smi/acme-smi-1.txt", "", "| Process id  | Name    | MB    |\n| 0 | 4711 | python3 | 54870 |\n", "4711", ("*",)),
 )
 OF_TESTS = (
+    hook("vendor_is_not_guessed", "vendor", "return 'acme'", "flagcore_vendor"),
+    Fault("files_are_read", "flagcore_acme/quirk.yaml", "", "notes: []\n", "quirk.yaml"),
+    Fault("limits_leave_something", QUIRKS, "    values: [block]", "    above: 0", "above = 0", ("*",)),
+    Fault("dates_of_sources_are_valid", COLLECTIVES, "2026-11-02", "2026-20-11", "'2026-20-11'"),
     Fault("tests_run_the_checks", "tests/test_conformance.py", "from flagcore_acme", "from flagcore_amd", "flagcore_amd"),
     Fault("tests_run_the_checks", "tests/test_conformance.py", "class Test", "@pytest.mark.skip\nclass Test", "mark.skip"),
     Fault("project_is_built_and_named", PYPROJECT, "Apache-2.0", "Apache 2", "'Apache 2'"),

@@ -34,11 +34,26 @@ def unknown_engines_get_no_answer(plugin: Subject) -> Problems:
             yield f"flagcore_engine_support answers for an unknown engine on {chip.name}"
 
 
+@check("return the vendor of the chips only if a variable selects it, else None")
+def vendor_is_not_guessed(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_vendor")
+    vendors = {chip.vendor for chip in plugin.own_chips()}
+    for variables in ({}, {"PATH": "/bin", "HOME": "/root"}, {"CUDA_VISIBLE_DEVICES": "0"}):
+        if (answer := plugin.ask("flagcore_vendor", {"environment": variables})) in vendors:
+            shown = ", ".join(f"{name}={value}" for name, value in variables.items()) or "no variables"
+            yield f"flagcore_vendor returns {answer!r} with {shown}"
+
+
+ENGINES = ("megatron", "vllm")
+"""A training and a serving engine: memory and collectives are asked for both."""
 BY_GROUP = ("memory_model_is_valid", "collective_costs_are_valid")
 BY_ENGINE = ("kernel_costs_are_valid", "engine_support_is_valid", "knobs_are_valid", "environment_is_valid")
 ARGUMENTS: Mapping[str, Callable[[Subject], Iterable[tuple[Any, ...]]]] = {
     "topology_is_valid": lambda plugin: [(group,) for group in plugin.groups()],
-    **dict.fromkeys(BY_GROUP, lambda plugin: [(group, "megatron") for group in plugin.groups()]),
+    **dict.fromkeys(
+        BY_GROUP,
+        lambda plugin: [(group, each) for group in plugin.groups() for each in ENGINES if each in plugin.engines],
+    ),
     **dict.fromkeys(BY_ENGINE, Subject.pairs),
     "telemetry_is_valid": lambda plugin: [(Device(index=0, chip=chip.name),) for chip in plugin.own_chips()],
     "check_task_is_valid": lambda plugin: [(task,) for task in plugin.tasks()],

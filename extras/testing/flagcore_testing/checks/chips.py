@@ -29,16 +29,30 @@ def chips_and_devices_are_valid(plugin: Subject) -> Problems:
             yield problem
 
 
+OPENED = {"checked", "quoted"}
+
+
+def _is_date(text: str) -> bool:
+    """Return whether a text is a day, a month or a year."""
+    try:
+        date.fromisoformat(f"{text}-01-01"[:10])
+    except ValueError:
+        return False
+    return DATE.fullmatch(text) is not None
+
+
 @check()
 def dates_of_sources_are_valid(plugin: Subject) -> Problems:
     for name, content in plugin.yaml_files("**/*.yaml"):
         for path, entry in mappings(content):
             for key in DATES & entry.keys():
                 value, fix = entry[key], "write the day on which you did it, as 2026-11-02, or 2026-11"
-                if not (isinstance(value, date | datetime) or DATE.fullmatch(str(value))):
+                if not (isinstance(value, date | datetime) or _is_date(str(value))):
                     yield Problem(f"{name}: {path}{key} = {value!r} is not a date", fix)
                 elif str(value)[:10] > str(date.today() + timedelta(days=1)):
                     yield Problem(f"{name}: {path}{key} = {value} is in the future", fix)
+                elif key in OPENED and str(value)[:4] < str(date.today().year - 3):
+                    yield Problem(f"{name}: {path}{key} = {value} is long ago", fix)
             if entry.get("kind") == "measured" and not entry.get("date"):
                 fix = "add date: 2026-11-02, and preferably software and repeats; measurements of others are published"
                 yield Problem(f"{name}: {path.rstrip('.')} is measured, but has no date", fix)

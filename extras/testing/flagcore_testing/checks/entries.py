@@ -64,6 +64,13 @@ def _near_versions(text: str) -> Iterator[str]:
         yield f"{release[0]}.{release[1]}.{max(release[2] - 1, 0)}"
 
 
+@check("give the largest value that works, at least 1")
+def limits_leave_something(plugin: Subject) -> Problems:
+    for place, each in enumerate(plugin.quirks.refused):
+        if each.above is not None and each.above < 1:
+            yield f"quirks.yaml: refused[{place}].above = {each.above}: every value is refused"
+
+
 @check("keep one of them, or restrict each by engines, chips or versions")
 def rules_do_not_contradict(plugin: Subject) -> Problems:
     plugin.implements("flagcore_check_task")

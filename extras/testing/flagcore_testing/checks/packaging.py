@@ -102,6 +102,27 @@ def readme_names_all_chips(plugin: Subject) -> Problems:
             yield f"README.md does not name {chip.name}"
 
 
+READ = {"engines", "environment", "knobs", "quirks", "maturity"}
+"""The names of the files of a package, without .yaml. published.jsonl, chips/ and costs/ are read, too."""
+
+
+@check()
+def files_are_read(plugin: Subject) -> Problems:
+    package = plugin.package_folder
+    code = "\n".join(path.read_text("utf-8", "replace") for path in package.rglob("*.py"))
+    known = [*(f"{name}.yaml" for name in sorted(READ)), "published.jsonl", "chips", "costs"]
+    for path in sorted(package.iterdir()):
+        is_data = path.is_dir() or path.suffix in (".yaml", ".yml", ".json", ".jsonl", ".toml")
+        is_code = path.is_dir() and ((path / "__init__.py").is_file() or path.name == "__pycache__")
+        if is_data and not is_code and path.name not in known and path.name not in code:
+            near = next(iter(get_close_matches(path.name, known, n=1)), "")
+            fix = f"rename it to {near}" if near else f"the files are {', '.join(known)}"
+            yield Problem(f"{package.name}/{path.name} is not read", fix)
+    for path in sorted((package / "chips").glob("*")):
+        if path.suffix != ".yaml":
+            yield Problem(f"{package.name}/chips/{path.name} is not read", f"rename it to {path.stem}.yaml")
+
+
 @check("name the package in `packages` of [tool.hatch.build.targets.wheel], and remove `exclude`")
 def wheel_contains_data_files(plugin: Subject) -> Problems:
     source = plugin.source
@@ -161,6 +182,11 @@ def project_is_built_and_named(plugin: Subject) -> Problems:
     if named and canonicalize_name(name).removeprefix("flagcore-") not in named:
         text = f"README.md names flagcore-{', flagcore-'.join(sorted(named))}, but not {name}"
         yield Problem(text, "name the distribution of pyproject.toml, which users install")
+    words = {*re.findall(r"\w+", plugin.packaged.description.casefold())}
+    vendors = {chip.vendor for chip in plugin.chips}
+    if (foreign := sorted(words & {chip.vendor for chip in plugin.others.chips()})) and not words & vendors:
+        text = f"pyproject.toml: description is of {', '.join(foreign)}: {plugin.packaged.description!r}"
+        yield Problem(text, "describe this plugin")
     for entry in plugin.packaged.points:
         for vendor in {chip.vendor for chip in plugin.chips}:
             if entry != vendor and get_close_matches(entry, [vendor], cutoff=0.8):

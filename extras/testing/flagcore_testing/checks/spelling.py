@@ -279,6 +279,10 @@ def resources_are_the_vendors(plugin: Subject) -> Problems:
             if name not in libraries and (meant := next((one for one in libraries if _is_near(name, one)), "")):
                 fix = "write the name as other plugins do: chips are connected by a library that both name"
                 yield Problem(f"engines.yaml: {kind}.cross_vendor_libraries has {name!r}, others have {meant!r}", fix)
+        counts = each.kubernetes.counts if each.kubernetes else ""
+        if counts == "cards" and all(chip.devices_per_card == 1 for chip in plugin.own_chips()):
+            fix = "remove counts, or give the chips devices_per_card"
+            yield Problem(f"engines.yaml: {kind}.kubernetes.counts = 'cards', but each card has one device", fix)
         if each.kubernetes and not RESOURCE.fullmatch(each.kubernetes.name):
             fix = "write the domain of the vendor and the resource, such as acme.com/gpu"
             yield Problem(f"engines.yaml: {kind}.kubernetes.name = {each.kubernetes.name!r}", fix)
