@@ -6,6 +6,7 @@ from unittest import mock
 
 from flagcore.domain.chip import Chip, Device
 from flagcore.errors import SpecError
+from flagcore.plugins import kind_of
 from flagcore.plugins.entry_points import one_line
 from flagcore.vendorkit import machine
 from flagcore_testing.examples import FOREIGN_CHIP, example_calls
@@ -44,16 +45,16 @@ def vendor_is_not_guessed(plugin: Subject) -> Problems:
             yield f"flagcore_vendor returns {answer!r} with {shown}"
 
 
-ENGINES = ("megatron", "vllm")
-"""A training and a serving engine: memory and collectives are asked for both."""
+def _engines(plugin: Subject) -> list[str]:
+    """Return one engine of each kind."""
+    return list({kind_of(each): each for each in reversed(plugin.engines)}.values())
+
+
 BY_GROUP = ("memory_model_is_valid", "collective_costs_are_valid")
 BY_ENGINE = ("kernel_costs_are_valid", "engine_support_is_valid", "knobs_are_valid", "environment_is_valid")
 ARGUMENTS: Mapping[str, Callable[[Subject], Iterable[tuple[Any, ...]]]] = {
     "topology_is_valid": lambda plugin: [(group,) for group in plugin.groups()],
-    **dict.fromkeys(
-        BY_GROUP,
-        lambda plugin: [(group, each) for group in plugin.groups() for each in ENGINES if each in plugin.engines],
-    ),
+    **dict.fromkeys(BY_GROUP, lambda plugin: [(group, each) for group in plugin.groups() for each in _engines(plugin)]),
     **dict.fromkeys(BY_ENGINE, Subject.pairs),
     "telemetry_is_valid": lambda plugin: [(Device(index=0, chip=chip.name),) for chip in plugin.own_chips()],
     "check_task_is_valid": lambda plugin: [(task,) for task in plugin.tasks()],
