@@ -14,6 +14,7 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.engine import RefusedValues
 from flagcore.errors import SpecError
 from flagcore.vendorkit.engines import Variable, read_quirks, read_variables
+from flagcore_testing import fakes
 from flagcore_testing.checks.spelling import detector_of, others_detectors, others_hooks
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, chips
@@ -59,7 +60,9 @@ def values_agree_with_other_plugins(plugin: Subject) -> Problems:
             theirs.setdefault(each.name, []).append(each)
     for each in plugin.variables:
         same = [one for one in theirs.get(each.name, ()) if one.value and not one.chips]
-        for key in ("value", "unless", "several_nodes", "overridden_by") if len(same) >= AGREE else ():
+        for key in (
+            ("value", "unless", "several_nodes", "overridden_by", "engines", "kinds") if len(same) >= AGREE else ()
+        ):
             (usual, times), *_ = Counter(getattr(one, key) for one in same).most_common(1)
             if each.value and times == len(same) and getattr(each, key) != usual:
                 where = f"environment.yaml: {each.name}"
@@ -111,9 +114,29 @@ def links_can_be_what_they_claim(chip: Chip) -> Problems:
     if not link.peer_access and link.topology not in ("pcie", "shared-memory"):
         fix = "remove it: devices on a link of their own can access each other's memory"
         yield Problem(f"{chip.name}: link.peer_access = False {where}", fix)
+    said = re.search(r"\bof (\d+)\b", link.name)
+    if said and int(said[1]) != (size or chip.devices_per_node):
+        text = f"{chip.name}: link.domain_size = {size}, but link.name = {link.name!r}"
+        yield Problem(text, "write the same number of devices in both")
     if size and (size < 2 or (size > chip.devices_per_node and link.topology != "switch")):
         fix = "give the number of devices on the link; only a switch joins several nodes"
         yield Problem(f"{chip.name}: link.domain_size = {size} {where}", fix)
+
+
+UUIDS = re.compile(r"\bUUID\b[: ]+\S*-\S", re.I)
+
+
+@check("give the detector `uuids`: the variables that select devices may contain UUIDs")
+def uuids_are_read(plugin: Subject) -> Problems:
+    detector, printed = detector_of(plugin), [each for each in plugin.transcripts if UUIDS.search(each.text)]
+    own = [each for each in printed if each.tool or each.name.startswith(detector.tool)]
+    if not own:
+        raise Skip("no transcript has UUIDs")
+    if detector.uuids is None:
+        with fakes.machine(fakes.printing(plugin.listings[0])):
+            devices = fakes.ask(plugin)
+        if devices and not any(each.uuid for each in devices):
+            yield f"discover.py: uuids = None, although {own[0].name} prints them"
 
 
 @check("write the same name in both")

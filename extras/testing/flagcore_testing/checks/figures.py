@@ -98,9 +98,19 @@ def architectures_are_alike(plugin: Subject) -> Problems:
         start = re.match(r"\D*", chip.architecture)[0]  # type: ignore[index]
         if not re.fullmatch(r"[a-z]+_?\d+[a-z]?", chip.architecture) or (start != usual and times > 1):
             yield f"{chip.name}: architecture = {chip.architecture!r}"
+        kin = [one for one in named if _family(one) == _family(chip)]
+        (most, times_of_most), *_ = Counter(one.architecture for one in kin).most_common(1)
+        if chip.architecture != most and times_of_most > 1:
+            yield f"{chip.name}: architecture = {chip.architecture!r}, but {most!r} for others of its family"
         said = re.search(r"\b(gfx|sm_)\d\w+", chip.notes)
         if said and said[0] != chip.architecture:
             yield f"{chip.name}: architecture = {chip.architecture!r}, but notes say {said[0]}"
+
+
+def _family(chip: Chip) -> str:
+    """Return the first letters and digits of a chip's name, such as A100."""
+    found = re.match(r"\D*\d+", chip.name)
+    return found[0] if found else chip.name
 
 
 NUMBER = r"(?<![\w.,])(\d+(?:,\d{3})*(?:\.\d+)?)"

@@ -1,6 +1,7 @@
 """Checks of files of measurements, row by row: kernels, curves, collectives and their provenance."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -122,11 +123,17 @@ def curves_are_plausible(plugin: Subject, chip: Chip, folder: str) -> Problems:
         file = plugin.package_folder / folder / name
         if not file.is_file():
             continue
-        curve = read_curve(file.read_text("utf-8"), f"{folder}/{name}")
-        yield from (f"{folder}/{name}: {problem}" for problem in _curve_problems(curve, chip))
+        text = file.read_text("utf-8")
+        problems = _curve_problems(read_curve(text, f"{folder}/{name}"), text, chip)
+        yield from (f"{folder}/{name}: {problem}" for problem in problems)
 
 
-def _curve_problems(curve: Curve, chip: Chip) -> Iterator[str]:
+OF_PEAK = re.compile(r"\b(\d+)(?: to (\d+))? of (\d+)( TFLOP/s)")
+OF_MEMORY = re.compile(r"\b(\d+)(?: to (\d+))? GB/s of ([\d.]+) (TB/s)")
+"""Rates that kernels reached, of a peak, in the words of a source."""
+
+
+def _curve_problems(curve: Curve, source: str, chip: Chip) -> Iterator[str]:
     shares = {name: getattr(curve, name) for name in SHARES}
     for key, value in {**shares, **{f"gemm_shares.{key}": value for key, value in curve.gemm_shares.items()}}.items():
         if not TINY_SHARE <= value <= ABOVE_PEAK:
@@ -139,6 +146,11 @@ def _curve_problems(curve: Curve, chip: Chip) -> Iterator[str]:
     for key, (low, high) in PLAUSIBLE.items():
         if not low <= getattr(curve, key) <= high:
             yield f"{key} = {getattr(curve, key):g} is not in {low:g} to {high:g}"
+    for key, pattern in (("gemm_share", OF_PEAK), ("memory_share", OF_MEMORY)):
+        for low, high, whole, unit in pattern.findall(source):
+            shares = [float(part) / float(whole) / (1000.0 if unit == "TB/s" else 1.0) for part in (low, high or low)]
+            if not 0.9 * min(shares) <= getattr(curve, key) <= 1.1 * max(shares):
+                yield f"{key} = {getattr(curve, key):g}, but its source has {low} of {whole}"
     rate, host = curve.host_bytes_per_second, chip.host_bytes_per_second
     if rate != Curve().host_bytes_per_second and host and rate > ABOVE_PEAK * host.value:
         yield f"host_bytes_per_second = {rate:g} is above that of {chip.name}, {host.value:g}"
