@@ -16,6 +16,7 @@ from extras.testing.tests.faulty import (
     RUN,
     RUN_FILE,
     SMI,
+    SOURCES,
     Fault,
 )
 
@@ -71,6 +72,10 @@ OF_AGREEMENT = (
     Fault("processes_are_read", "tests/smi/acme-smi-1.txt", "", "| Process id  | Name    | MB    |\n| 0 | 4711 | python3 | 54870 |\n", "4711", ("*",)),
 )
 OF_TESTS = (
+    hook("health_is_of_problems", "health", "return ['ok']", "'ok'"),
+    Fault("tests_run_the_checks", "tests/test_conformance.py", "def plugin(", "def plugins(", "fixture named plugin"),
+    Fault("transcripts_have_sources", SOURCES, "  tool: acme-smi\n", "", "no tool", ("*",)),
+    Fault("variables_are_listed_once", ENVIRONMENT, "", "  - {name: ACME_QUEUES, used: '2', meaning: more, source: *made_up}\n", "value and used"),
     Fault("uuids_are_read", "tests/smi/acme-smi-1.txt", "", "UUID: GPU-0a1b-1\n", "acme-smi-1.txt"),
     Fault("curves_are_plausible", CURVE, "TODO: made up, measure", "300 of 480 TFLOP/s (TODO), measure", "300 of 480"),
     hook("vendor_is_not_guessed", "vendor", "return 'acme'", "flagcore_vendor"),

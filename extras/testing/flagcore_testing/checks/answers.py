@@ -9,6 +9,7 @@ from flagcore.errors import SpecError
 from flagcore.plugins import kind_of
 from flagcore.plugins.entry_points import one_line
 from flagcore.vendorkit import machine
+from flagcore.vendorkit.detection import DeviceDetector
 from flagcore_testing.examples import FOREIGN_CHIP, example_calls
 from flagcore_testing.kit import Check, Problems, Subject, check
 
@@ -43,6 +44,24 @@ def vendor_is_not_guessed(plugin: Subject) -> Problems:
         if (answer := plugin.ask("flagcore_vendor", {"environment": variables})) in vendors:
             shown = ", ".join(f"{name}={value}" for name, value in variables.items()) or "no variables"
             yield f"flagcore_vendor returns {answer!r} with {shown}"
+    if isinstance(detector := getattr(plugin.hooks, "detector", None), DeviceDetector):
+        selecting = {name: detector.vendor.upper() for name in detector.vendor_variables[:1]}
+        for variables in (selecting, *({f"{prefix}X": "1"} for prefix in detector.own_variables)):
+            answer = plugin.ask("flagcore_vendor", {"environment": variables}) if variables else detector.vendor
+            if answer != detector.vendor:
+                yield f"flagcore_vendor returns {answer!r} with {variables}, expected {detector.vendor!r}"
+
+
+@check("return a sentence for each problem, and None or an empty list if there is none")
+def health_is_of_problems(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_health")
+    if plugin.failed("flagcore_health"):
+        return  # another check reports it
+    with mock.patch.object(machine, "query_torch", return_value=None):
+        sentences = [each for chip in plugin.own_chips()[:1] for each in plugin.loaded.health(chip)]
+    for each in sentences:
+        if len(each.split()) < 3:
+            yield f"flagcore_health returns {each!r}, which is no problem"
 
 
 def _engines(plugin: Subject) -> list[str]:

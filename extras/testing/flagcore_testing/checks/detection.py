@@ -169,8 +169,14 @@ def transcripts_have_sources(plugin: Subject) -> Problems:
     for name in sorted(listed_files - present_files):
         yield Problem(f"{FOLDER / name} is missing, but {SOURCES} lists it", "add the file, or remove the entry")
     for each in plugin.transcripts:
+        where = f"{FOLDER / SOURCES}: {each.name}"
         if not each.source.strip():
-            yield Problem(f"{FOLDER / SOURCES}: {each.name} has no source", "add where it was printed")
+            yield Problem(f"{where} has no source", "add where it was printed")
+        if each.lists and not each.tool:
+            yield Problem(f"{where} has lists, but no tool: nothing reads it", "add the tool that printed it")
+        for listed in each.lists:
+            if listed.other and any(chip.has_name(listed.chip) for chip in plugin.chips):
+                yield Problem(f"{where} has other: true, but {listed.chip!r} is a chip of the plugin", "remove other")
 
 
 @check(f"correct the parser, or `lists` in {SOURCES}")

@@ -29,6 +29,9 @@ def variables_are_listed_once(plugin: Subject) -> Problems:
         for name, times in Counter(each.name for each in _variables_on_chip(plugin, chip, engine)).items():
             if times > 1:
                 yield f"environment.yaml: {name} has {times} values for {engine}"
+        listed = applicable(plugin.variables, chip, engine, None, kind_of(engine))
+        for name in sorted({each.name for each in listed if each.value} & {each.name for each in listed if each.used}):
+            yield f"environment.yaml: {name} has value and used for {engine} on {chip.name}"
 
 
 @check("use `used` instead of `value`: it documents the value without setting it", each=_environments)

@@ -160,7 +160,7 @@ SHORTEST = 1e-6
 """Seconds that a collective takes at least."""
 
 
-@check("give the devices that take part, one curve for each kind and number, and seconds", each=_folders)
+@check("give the number of devices that take part, and seconds", each=_folders)
 def measured_groups_exist(plugin: Subject, chip: Chip, folder: str) -> Problems:
     table: CollectiveTable | None = None
     with suppress(SpecError):  # another check reports it
@@ -170,11 +170,8 @@ def measured_groups_exist(plugin: Subject, chip: Chip, folder: str) -> Problems:
         return
     where, size = f"{folder}/collectives.yaml", chip.link.domain_size if chip.link else None
     most = max(chip.devices_per_node, size or 0)
-    for (kind, ranks), times in Counter((curve.kind, curve.ranks) for curve in table.curves).items():
-        if times > 1:
-            yield f"{where}: {times} curves of {kind} with ranks = {ranks}"
-        if ranks > most and not table.level:
-            yield f"{where}: {kind} with ranks = {ranks}, but {chip.name} has devices_per_node = {most}"
     for curve in table.curves:
+        if curve.ranks > most and not table.level:
+            yield f"{where}: {curve.kind} with ranks = {curve.ranks}, but {chip.name} has devices_per_node = {most}"
         if min(curve.seconds) < SHORTEST:
             yield f"{where}: {curve.kind} with ranks = {curve.ranks} has seconds = {min(curve.seconds):g}"

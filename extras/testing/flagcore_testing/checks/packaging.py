@@ -158,6 +158,9 @@ def tests_run_the_checks(plugin: Subject) -> Problems:
     for name, text in running.items():
         if skipped := SKIPPED.search(text):
             yield Problem(f"tests/{name} has {skipped[0]}: the checks do not run", "remove it")
+        if not re.search(r"def plugin\(self", text):
+            fix = "add the fixture `plugin`, which returns the object of the entry point"
+            yield Problem(f"tests/{name} has no fixture named plugin: each check fails there", fix)
         if plugin.package not in IMPORTS.findall(text):
             others = ", ".join(each for each in IMPORTS.findall(text) if each != "flagcore_testing") or "no plugin"
             yield Problem(f"tests/{name} imports {others}, not {plugin.package}", f"import {plugin.package}.hooks")

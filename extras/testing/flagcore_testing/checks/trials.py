@@ -177,6 +177,7 @@ def telemetry_accepts_chip_aliases(plugin: Subject) -> Problems:
                 yield f"flagcore_telemetry accepts {chip.name}, but not its other name {name!r}"
 
 
+FAILED = (TrialState.OUT_OF_MEMORY, TrialState.FAILED, TrialState.TIMED_OUT, TrialState.INVALID)
 NO_MEMORY = re.compile(r"out of (device )?memory|OutOfMemory", re.I)
 HEALTHY = files(__package__).joinpath("healthy.log").read_text("utf-8").splitlines()
 """Log lines of successful runs, which no failure pattern may match."""
@@ -207,6 +208,8 @@ def failure_examples_match(plugin: Subject) -> Problems:
 @check("write state: out_of_memory, from which the search learns; other states end a candidate only")
 def memory_failures_have_their_state(plugin: Subject) -> Problems:
     for place, each in enumerate(plugin.quirks.failures):
+        if each.state not in FAILED:
+            yield f"quirks.yaml: failures[{place}].state = {each.state.value}, which is no failure"
         if NO_MEMORY.search(each.example) and each.state is not TrialState.OUT_OF_MEMORY:
             yield f"quirks.yaml: failures[{place}].state = {each.state.value}, but its example is {each.example[:80]!r}"
 
