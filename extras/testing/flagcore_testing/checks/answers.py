@@ -40,7 +40,8 @@ def unknown_engines_get_no_answer(plugin: Subject) -> Problems:
 def vendor_is_not_guessed(plugin: Subject) -> Problems:
     plugin.implements("flagcore_vendor")
     vendors = {chip.vendor for chip in plugin.own_chips()}
-    for variables in ({}, {"PATH": "/bin", "HOME": "/root"}, {"CUDA_VISIBLE_DEVICES": "0"}):
+    of_any_vendor: tuple[dict[str, str], ...] = ({}, {"PATH": "/bin"}, {"CUDA_VISIBLE_DEVICES": "0"})
+    for variables in of_any_vendor:
         if (answer := plugin.ask("flagcore_vendor", {"environment": variables})) in vendors:
             shown = ", ".join(f"{name}={value}" for name, value in variables.items()) or "no variables"
             yield f"flagcore_vendor returns {answer!r} with {shown}"

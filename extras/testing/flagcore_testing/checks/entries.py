@@ -100,7 +100,7 @@ def preferred_flags_are_known(plugin: Subject) -> Problems:
     for engine in plugin.engines:
         program: Any = getattr(workload(engine), "program", None)
         advice = [plugin.loaded.check_task(task_on(chip, engine)) for chip in plugin.own_chips()]
-        rules = [(each.setting, each.value) for one in advice for each in one.preferred]
+        rules: list[tuple[str, object]] = [(each.setting, each.value) for one in advice for each in one.preferred]
         rules += [(rule.setting, rule.value) for one in advice for rule in one.rules if isinstance(rule, ForcedSetting)]
         for setting, value in dict.fromkeys(rules):
             if setting.startswith(PREFIX) and hasattr(program, "knob_of"):
@@ -209,7 +209,8 @@ def _chips_of_transcripts(plugin: Subject, files: tuple[str, ...]) -> set[str] |
 def maturity_is_that_of_the_files(plugin: Subject) -> Problems:
     maturity = plugin.maturity
     for claim in maturity.checked_on_transcripts:
-        where, found = f"maturity.yaml: {claim.what!r}", None
+        where = f"maturity.yaml: {claim.what!r}"
+        found: set[str] | None = None
         with suppress(Skip):
             found = _chips_of_transcripts(plugin, claim.files)
             for each in plugin.transcripts:

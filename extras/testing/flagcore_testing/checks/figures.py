@@ -72,10 +72,11 @@ NAMED = (0.86, 1.08)
 
 @check("correct the name or the figure", each=chips)
 def names_agree_with_the_memory(chip: Chip) -> Problems:
-    for name in (chip.name, *chip.aliases) if chip.memory_bytes else ():
+    memory = chip.memory_bytes.value if chip.memory_bytes else 0.0
+    for name in (chip.name, *chip.aliases) if memory else ():
         for size in GIBIBYTES.findall(name.replace("-", " ")):
-            if not NAMED[0] <= chip.memory_bytes.value / (int(size) * 2**30) <= NAMED[1]:
-                shown = f"{chip.memory_bytes.value / 2**30:.3g} GiB"
+            if not NAMED[0] <= memory / (int(size) * 2**30) <= NAMED[1]:
+                shown = f"{memory / 2**30:.3g} GiB"
                 yield f"{chip.name}: the name {name!r} has {size} GB, but memory_bytes are {shown}"
 
 

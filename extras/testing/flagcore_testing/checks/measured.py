@@ -36,7 +36,8 @@ def _folders(plugin: Subject) -> list[Folder]:
 
 def _rows(plugin: Subject, folder: str) -> list[Mapping[str, Any]]:
     """Return the valid lines of `kernels.jsonl`; another check reports the others."""
-    file, rows = plugin.package_folder / folder / "kernels.jsonl", []
+    file = plugin.package_folder / folder / "kernels.jsonl"
+    rows = list[Mapping[str, Any]]()
     for line in file.read_text("utf-8").splitlines() if file.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):
             row = json.loads(line)

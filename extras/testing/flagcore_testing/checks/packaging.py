@@ -20,7 +20,7 @@ from flagcore.vendorkit.engines import read_maturity
 from flagcore.vendorkit.fields import applicable
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
-from flagcore_testing.package import tomllib
+from flagcore_testing.package import read_toml
 
 FRAMEWORKS = {
     *("torch", "torchvision", "torchaudio", "tensorflow", "jax", "jaxlib"),
@@ -168,8 +168,7 @@ def tests_run_the_checks(plugin: Subject) -> Problems:
 
 @check()
 def project_is_built_and_named(plugin: Subject) -> Problems:
-    text, name = (plugin.source / "pyproject.toml").read_text("utf-8"), plugin.packaged.name
-    content = tomllib.loads(text)
+    content, name = read_toml(plugin.source / "pyproject.toml"), plugin.packaged.name
     build = content.get("build-system", {})
     backend, requires = str(build.get("build-backend", "")), " ".join(map(str, build.get("requires", ())))
     if not backend or backend.partition(".")[0].casefold() not in re.sub("-", "_", requires).casefold():

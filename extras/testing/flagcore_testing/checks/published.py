@@ -96,7 +96,7 @@ def published_runs_can_be_found(plugin: Subject) -> Problems:
             each.get(key) if isinstance(each.get(key), dict) else {} for key in ("cluster", "candidate")
         )
         devices, node = cluster.get("devices"), cluster.get("devices_per_node")
-        degrees = prod(each for name in DEGREES if isinstance(each := candidate.get(name, 1), int))
+        degrees = prod(degree for name in DEGREES if isinstance(degree := candidate.get(name, 1), int))
         if isinstance(devices, int) and degrees and devices % degrees:
             text = f"{where}: cluster.devices = {devices} is no multiple of the parallel sizes, {degrees}"
             yield Problem(text, "correct one of them: the rest is data parallel")

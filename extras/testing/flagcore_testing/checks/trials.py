@@ -153,7 +153,7 @@ def processes_are_read(plugin: Subject) -> Problems:
             continue
         with fakes.machine(fakes.printing(each)), _uncached():
             readers = [plugin.loaded.telemetry(device) for device in fakes.ask(plugin)]
-            used = [reader.use().processes for reader in readers if reader is not None and hasattr(reader, "use")]
+            used = [use().processes for reader in readers if (use := getattr(reader, "use", None))]
         if used and not any(used):
             yield f"flagcore_telemetry: {each.name} has the process {' '.join(row[0].split())!r}, and no device a user"
 
