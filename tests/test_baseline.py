@@ -8,7 +8,8 @@ import pytest
 from flagcore.contracts import Problem
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.feasibility import crowded_baseline_text
-from flagcore.tuner.problem import PLANNED_SHARE, UNUSUAL_SHARE, build_problem, rows_by_time
+from flagcore.tuner.problem import UNUSUAL_SHARE, build_problem, rows_by_time
+from flagcore.tuner.stages.build import PLANNED_SHARE
 from tests import small
 from tests.tuner.stages.test_discover import loaded, plugin, spec
 

@@ -45,10 +45,10 @@ class Predictor(ABC):
         return ()
 
     bound_knobs: tuple[str, ...] = ()
-    """The knobs on which `least_seconds` and `least_share` depend. Empty if the engine has no such bounds."""
+    """The knobs that `least_seconds` and `least_share` need at least. Empty if the engine has no such bounds."""
 
     def least_seconds(self, task: Task, columns: Columns, costs: Costs, /) -> FloatArray:
-        """Return a lower bound of the step time for any values of the knobs that are not in `bound_knobs`."""
+        """Return a lower bound of the step time for any values of the knobs that are not in `columns`."""
         return np.zeros(_rows(columns))
 
     def least_share(self, task: Task, columns: Columns, costs: Costs, /) -> FloatArray:

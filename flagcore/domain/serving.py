@@ -9,7 +9,8 @@ from typing import Any, Literal, TypeAlias
 
 EngineArg: TypeAlias = bool | int | float | str | None
 
-STATISTICS = ("mean", "p50", "p90", "p99")
+PERCENTILES = (50, 90, 95, 99)
+STATISTICS = ("mean", *(f"p{each}" for each in PERCENTILES))
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 """Latencies in seconds: the time to the first token, the time per further token, the time between two chunks of a
 response, and the time of the whole request."""
@@ -18,7 +19,7 @@ RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput
 """Rates of the whole cluster, except for the last one, which is per device. Goodput includes only the requests that
 meet the SLO."""
 
-MIN_REQUESTS = {"p99": 400, "p90": 40}
+MIN_REQUESTS = {"p99": 400, "p95": 80, "p90": 40}
 """The minimum number of requests for measuring a percentile. Chosen so that four requests are above the percentile."""
 DEFAULT_CONCURRENCY = 64
 """The default number of requests in flight."""

@@ -83,14 +83,12 @@ class Rule:
     `knobs`: the names of the knobs that the rule depends on.
     `message`: the rule in one line, with the names of its knobs.
     `broken`: a function that takes columns and returns a boolean array: True for each candidate that breaks the rule.
-    `together`: for a rule in `Legality.bounds`: candidates with equal values of these knobs are removed only together.
     """
 
     name: str
     knobs: tuple[str, ...]
     message: str
     broken: Callable[[Columns], BoolArray]
-    together: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,7 +102,7 @@ def served_text(data: Mapping[str, Any]) -> str:
         if name in data and not (name.startswith("goodput") and data[name] == data.get("requests_per_s"))
     ]
     latencies = {_(words): data[name] for name, words in NAMES["latencies"].items() if name in data}
-    rows = [[words, *(shown(each[of]) for of in STATISTICS)] for words, each in latencies.items()]
+    rows = [[words, *(shown(each.get(of)) for of in STATISTICS)] for words, each in latencies.items()]
     parts = ["\n".join(rates), table([_("~seconds"), *STATISTICS], rows) if rows else ""]
     if total_s > 0.0:
         about = {name: _(NAMES["part_descriptions"].get(name, "")) for name in time}

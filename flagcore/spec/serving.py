@@ -130,6 +130,8 @@ class BoundSection(Section):
     """Upper bound of the median."""
     p90: Seconds | None = None
     """Upper bound of the 90th percentile."""
+    p95: Seconds | None = None
+    """Upper bound of the 95th percentile."""
     p99: Seconds | None = None
     """Upper bound of the 99th percentile."""
 

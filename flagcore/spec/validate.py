@@ -21,7 +21,7 @@ from flagcore.spec.plain_data import KeyPath, key_text, package_yaml, spec_error
 BYTES_PATTERN = r"^([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(?:([KMGT])(i?))?B$"
 MAX_PROBLEMS = 20
 """The maximum number of problems that an error lists for one file."""
-LISTED_KEYS = 4
+LISTED_KEYS = 5
 """The maximum number of keys of a section that a description of its valid values lists."""
 DID_YOU_MEAN = N_("did you mean {name}?")
 Schema = Mapping[str, Any]
@@ -265,7 +265,8 @@ def _suggest_key(root: Schema, path: KeyPath) -> tuple[str, str]:
         sections = _join_with_or([key_text(key[:-1]) for key in same_name[:2]])
         return _("it belongs under {section}", section=sections), ""
     aliased = [key for key in section_keys if name.lower() in (*ALIASES.get(key, ()), *_initials(key))]
-    if close := aliased or difflib.get_close_matches(name, section_keys, n=1):
+    cutoff = 0.6 if max(map(len, section_keys), default=0) > 4 else 1.0  # short keys such as p50 are all similar
+    if close := aliased or difflib.get_close_matches(name, section_keys, n=1, cutoff=cutoff):
         return _(DID_YOU_MEAN, name=close[0]), close[0]
     if close := difflib.get_close_matches(name, [str(key[-1]) for key in known], n=1, cutoff=0.8):
         suggestion = next(key for key in known if key[-1] == close[0])

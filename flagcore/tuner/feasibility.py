@@ -210,13 +210,7 @@ def dry_run(problem: Problem) -> Plan:
         gains = (base.step_time_s / best.step_time_s - 1.0,)
     stopped_because = N_("fidelity = estimate runs no trials")
     plan = summarize(task, problem.space, problem.pruned, SearchState(), stopped_because, problem.knobs)
-    return replace(
-        plan,
-        trials=tuple(trials),
-        baseline=trials[0],
-        best=trials[list(rows).index(order[0])],
-        gains=gains,
-    )
+    return replace(plan, trials=tuple(trials), baseline=trials[0], best=trials[list(rows).index(order[0])], gains=gains)
 
 
 CALIBRATE = "`flag calibrate` measures it on such a device"

@@ -29,13 +29,7 @@ from flagcore.tuner.stages.limit import cap_limit, seconds_used, share_of_time, 
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import learn, rank, search_context, untried
 from flagcore.tuner.stages.shorten import SmallerTask
-from flagcore.tuner.trial_runner import (
-    TrialPool,
-    TrialRunner,
-    plan_shortened_steps,
-    plan_time_limit,
-    predicted_trial,
-)
+from flagcore.tuner.trial_runner import TrialPool, TrialRunner, plan_shortened_steps, plan_time_limit, predicted_trial
 
 if TYPE_CHECKING:
     from flagcore.tuner.store.trials import OptunaStore  # importing optuna is slow

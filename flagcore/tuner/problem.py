@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -10,15 +11,15 @@ from flagcore.contracts import Platform, Problem, Workload
 from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Legality, Space, as_candidate
+from flagcore.domain.space import BoolArray, Candidate, IntArray, KnobValue, Legality, Space, as_candidate
 from flagcore.domain.spec import Spec, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
-from flagcore.tuner.stages.build import bounds, build, check, legality
+from flagcore.tuner.stages.build import NOT_LIKELY, PLANNED_SHARE, bounds, build, check, legality
 from flagcore.tuner.stages.complete import complete
-from flagcore.tuner.stages.predict import predict, predict_columns
+from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune
 from flagcore.tuner.stages.shorten import smaller_task
 
@@ -34,14 +35,19 @@ def build_problem(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, pla
     legal = legality(platform)
     smaller = smaller_task(platform)
     legal = replace(legal, rules=(*legal.rules, smaller.rule())) if smaller else legal
-    baseline, known_s = _baseline(platform, legal)
+    baseline = _baseline(platform, legal)
     values = baseline.as_dict()
     axes = tuple(replace(axis, extra_values=(values[axis.knob],)) for axis in legal.axes)
-    legal = replace(legal, bounds=bounds(platform, known_s))
-    space = build(axes, legal.rules, legal.merges, legal.bounds, [knob.name for knob in platform.task.knobs])
+    built = partial(build, axes, legal.rules, legal.merges, first=[knob.name for knob in platform.task.knobs])
+    space, known_s = built(bounds(platform, axes, None)), np.inf
+    if is_bounded := NOT_LIKELY in space.illegal:
+        known_s = _known_seconds(predict(platform, space))
+    legal = replace(legal, bounds=bounds(platform, axes, known_s, plan=plan))
+    space = built(legal.bounds) if is_bounded else space
     if not len(space):
         raise NothingFits(_nothing_legal(space, legal))
-    adds_baseline = space.find(baseline) is None
+    is_hopeless = is_bounded and any(rule.broken(candidate_columns(platform, values)).any() for rule in legal.bounds)
+    adds_baseline = space.find(baseline) is None and not is_hopeless
     space = space.with_candidate(baseline)
     predictions = predict(platform, space)
     rules = (*workload.pruning_rules(platform.task), *([smaller] if smaller else []))
@@ -139,18 +145,11 @@ def lacks_margin(problem: Problem) -> BoolArray:
     return problem.predictions.share_in_use > PLANNED_SHARE
 
 
-PLANNED_SHARE = 1.0 - 6.0 / 80.0
-"""The share of the memory that plans use. The rest is left to fragmentation and other processes. The share is that of
-SimuMax's search, which keeps 6 GB of a device of 80 GB free (MooreThreads/SimuMax, `examples/search/llm_search.py`,
-`gmi_error`). Trials measure candidates above it, too."""
-
-
-def _baseline(platform: Platform, legal: Legality) -> tuple[Candidate, float]:
+def _baseline(platform: Platform, legal: Legality) -> Candidate:
     """Return the baseline of the spec, or else the candidate that an expert would choose without measuring.
 
     This candidate comes from the engine's usual space, or from the whole space if no candidate of the usual space is
-    legal. Candidates that do not fit are avoided. The second value is the shortest predicted time of the candidates
-    of the space among which it was chosen and that fit, inf if there are none.
+    legal. Candidates that do not fit are avoided.
     """
     task, workload, baseline = platform.task, platform.workload, platform.task.spec.baseline
     if baseline is None:
@@ -165,19 +164,21 @@ def _baseline(platform: Platform, legal: Legality) -> tuple[Candidate, float]:
         fitting = np.flatnonzero(predictions.fits)
         rows = fitting if fitting.size else np.arange(len(space))
         row = rows[workload.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]
-        return space.candidate(int(row)), _known_seconds(legal, space.columns(), predictions)
+        return space.candidate(int(row))
     columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)
     if broken:
         problem = f"is not legal: {'; '.join(rule.message for rule in broken)}"
         raise SpecError(key="auto_tuner.baseline", value=dict(baseline), problem=problem)
-    return as_candidate(legal.axes, columns), _known_seconds(legal, columns, predict_columns(platform, columns))
+    return as_candidate(legal.axes, columns)
 
 
-def _known_seconds(legal: Legality, columns: Columns, predictions: Predictions) -> float:
-    """Return the shortest step time in seconds of candidates of the space that fit with a margin, inf if none does."""
-    listed = [np.isin(columns[axis.knob], [axis.encode(value) for value in axis.values]) for axis in legal.axes]
-    known = np.logical_and.reduce(listed) & (predictions.share_in_use <= PLANNED_SHARE)
-    return float(np.fmin.reduce(predictions.step_time_s[known], initial=np.inf))
+def _known_seconds(predictions: Predictions) -> float:
+    """Return the step time in seconds of the tenth fastest candidate that fits with a margin, inf if none does.
+
+    With fewer than ten, it is that of the slowest one. Slower candidates cannot be among the first ten of a plan.
+    """
+    seconds = predictions.step_time_s[predictions.share_in_use <= PLANNED_SHARE]
+    return float(np.sort(seconds)[:10][-1]) if seconds.size else np.inf
 
 
 def _nothing_legal(space: Space, legal: Legality) -> str:

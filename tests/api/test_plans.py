@@ -146,13 +146,15 @@ def test_bounds_hold_and_keep_the_first_layouts(
             assert np.median(ratio) > 0.6
     monkeypatch.setattr(build_module, "BOUND_ROWS", 0)
     bounded = api.estimate(data, distinct=True)
-    assert bounded.candidates == whole.candidates
+    for one, other in zip(bounded.candidates, whole.candidates, strict=True):
+        assert {**one, "variants": 0} == {**other, "variants": 0}
     assert bounded.counts.illegal["far_too_large"] > 0
     assert bounded.counts.candidates < whole.counts.candidates
-    removed = problem.space.candidate(int(problem.legality.bounds[0].broken(problem.space.columns()).argmax()))
+    (large,) = [rule for rule in problem.legality.bounds if rule.name == "far_too_large"]
+    removed = problem.space.candidate(int(large.broken(problem.space.columns()).argmax()))
     report = api.explain_candidate(data, ",".join(f"{knob}={value}" for knob, value in removed.items))
     assert report.state == REMOVED
-    assert [each.rule for each in report.rules] == ["far_too_large"]
+    assert "far_too_large" in {each.rule for each in report.rules}
 
 
 @pytest.mark.parametrize("chip", ["C550", "MLU370-X8"])

@@ -273,7 +273,7 @@ def test_each_engine_of_a_list_has_its_own_knobs() -> None:
         ({}, {"tpot_s": {"mean": 0.05}, "ttft_s": {"mean": 0.1}}, 3200),
         ({}, {"e2e_s": {"mean": 2.0}}, 2000),
         ({}, {"ttft_s": {"p99": 0.001}}, 400),
-        ({"num_prompts": 50}, {"ttft_s": {"p90": 0.5}}, 50),
+        ({"num_prompts": 50}, {"ttft_s": {"p95": 0.5}}, 50),
     ],
 )
 def test_a_search_for_the_highest_rate_sends_requests_for_long_enough(

@@ -45,7 +45,8 @@ from flagcore.report.result import stop_reason
 from flagcore.report.result import trial as trial_record
 from flagcore.report.text import candidate_text, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
-from flagcore.tuner.problem import PLANNED_SHARE, lacks_margin, rows_by_time
+from flagcore.tuner.problem import lacks_margin, rows_by_time
+from flagcore.tuner.stages.build import PLANNED_SHARE
 from flagcore.tuner.stages.predict import record
 from flagcore.tuner.stages.prune import needed_share
 from flagcore.tuner.store.directory import differences
@@ -68,8 +69,9 @@ def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]
     if predicted is None:
         return ILLEGAL, [*map(_broken_rule, subject.broken), *_values_outside_space(subject)], subject.broken
     if subject.row is None:
-        bounds = [each for each in snapshot.problem.legality.bounds if each.broken(subject.columns).any()]
-        rules = [PruningRule(rule=each.name, message=each.message, trial=None) for each in bounds]
+        bounds = (each for each in snapshot.problem.legality.bounds if each.broken(subject.columns).any())
+        messages = {each.name: each.message for each in bounds}
+        rules = [PruningRule(rule=name, message=message, trial=None) for name, message in messages.items()]
         if rules and not list(_values_outside_space(subject)):
             return REMOVED, [*map(str, rules), needs_text(predicted["memory"])], rules
         not_listed = [_("not in the space: the values in auto_tuner.space cannot be combined to this candidate")]

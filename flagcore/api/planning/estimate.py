@@ -216,10 +216,7 @@ def plugin_notes(platform: Platform) -> tuple[str, ...]:
 
 
 def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
-    """Return a plugin's knob as plain data.
-
-    `not_launched` contains the reason for each value that trials cannot use.
-    """
+    """Return a plugin's knob as plain data, with the reason for each value that trials cannot use."""
     not_launched = {value: no_launch_reason(task, knob, value) for value in knob.effects}
     source = knob.source
     return {
@@ -237,9 +234,7 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
 
 
 def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | None:
-    """Compare a mixed cluster with each of its kinds of chips alone. Returns None if no mixed plan has a predicted
-    time.
-    """
+    """Compare a mixed cluster with each of its chips alone. Returns None if no mixed plan has a predicted time."""
     order, titles = rows_by_time(problem), problem.task.cluster.names
     ways = problem.workload.splits(problem.task, problem.space.columns(order))
     rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}

@@ -84,15 +84,17 @@ WITHOUT_BOUNDS = {"pipeline_schedule", "offload_stages"}
 
 
 def least_seconds(task: Task, columns: Columns, costs: Costs) -> FloatArray:
-    """Return a lower bound of the step time of each candidate, for any split of layers and any recompute.
+    """Return a lower bound of the step time of each candidate, for any split of layers.
 
-    On average, a stage takes the mean time without recompute. Gradient exchange and optimizer are left out. Few
-    candidates are faster, by up to 2%. The bound is 0 for other schedules than Megatron's own, and on several kinds of
-    chips.
+    On average, a stage takes the mean time, without recompute if `columns` do not have its knobs. Gradient exchange and
+    optimizer are left out. Few candidates are faster, by up to 2%. The bound is 0 for other schedules than Megatron's
+    own, and on several kinds of chips.
     """
     if costs.further or settings_in_force(task.spec).keys() & WITHOUT_BOUNDS:
         return np.zeros(columns[PP].shape)
-    (train, layout), run_costs = base_inputs(task, _with_recompute(columns, (0, 0, 0, 0))), costs_in_run(costs)
+    columns, run_costs = {**_with_recompute(columns, (0, 0, 0, 0)), **columns}, costs_in_run(costs)
+    train, layout = base_inputs(task, columns)
+    layout = replace(layout, block=layout.block * layout.pipeline)  # of all stages together
     pace = Pace.from_blocks(train, layout, run_costs, Blocks.from_layout(train, layout, run_costs))
     layers = np.full_like(layout.data, float(train.model.num_layers))
     busy = pace.seconds(layers, leading_layers(train), first=True, mtp=True, last=True) / layout.pipeline
@@ -100,16 +102,16 @@ def least_seconds(task: Task, columns: Columns, costs: Costs) -> FloatArray:
 
 
 def least_share(task: Task, columns: Columns, costs: Costs) -> FloatArray:
-    """Return a lower bound of the share of the memory in use of each candidate, for any split and any recompute.
+    """Return a lower bound of the share of the memory in use of each candidate, for any split.
 
-    All layers are recomputed one by one; chunks of several layers may need up to 10% less. Some stage has at least the
-    mean number of layers; leading dense layers are not counted, and the memory is that of the last stage or the one
-    before it, which store the fewest micro-batches. The bound is 0 where that of `least_seconds` is, and NaN if the
-    capacity is unknown.
+    If `columns` have no knobs of recompute, all layers are recomputed one by one; chunks of several layers may need up
+    to 10% less. Some stage has at least the mean number of layers; leading dense layers are not counted, and the memory
+    is that of the last stage or the one before it, which store the fewest micro-batches. The bound is 0 where that of
+    `least_seconds` is, and NaN if the capacity is unknown.
     """
     if costs.further or settings_in_force(task.spec).keys() & WITHOUT_BOUNDS:
         return np.zeros(columns[PP].shape)
-    train, layout = base_inputs(task, _with_recompute(columns, (1, FULL, UNIFORM, 1)))
+    train, layout = base_inputs(task, {**_with_recompute(columns, (1, FULL, UNIFORM, 1)), **columns})
     last, layout = layout.pipeline - 1.0, replace(layout, split=np.ones_like(layout.pipeline))
     layers = np.ceil((train.model.num_layers - leading_layers(train)) / layout.pipeline)
     places, nowhere = (np.maximum(last - 1.0, 0.0), last), np.full_like(last, -1.0)

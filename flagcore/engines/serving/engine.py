@@ -37,11 +37,19 @@ from flagcore.engines.serving.space.hardware import DP, INSTANCES, PP, PREFILL_D
 from flagcore.engines.serving.space.installed import release
 from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.settings import PublishedRuns
-from flagcore.engines.serving.space.weights import WIDE_PRECISIONS, has_unknown_format, min_devices, weight_bytes
+from flagcore.engines.serving.space.weights import (
+    WIDE_PRECISIONS,
+    has_unknown_format,
+    is_quantized,
+    min_devices,
+    quantizes,
+    weight_bytes,
+)
 from flagcore.engines.serving.trial import reading
 from flagcore.engines.serving.trial.failures import PATTERNS
 from flagcore.engines.serving.trial.reading import with_measured_acceptance
 from flagcore.errors import SpecError, UsageError
+from flagcore.spec.public import find_public
 
 
 @dataclass(kw_only=True, eq=False)
@@ -304,7 +312,7 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     """Yield a one-line warning for each doubtful setting of a spec.
 
     Doubtful settings are an unknown release, limits that look like milliseconds, too few requests, an objective that
-    the load determines, speculation with unknown acceptance, and quantized weights in an unknown format.
+    the load determines, speculation with unknown acceptance, and weights that are missing or of another format.
     """
     serve = spec.serve
     yield from unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)
@@ -328,6 +336,15 @@ def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     speculates = common_knobs.SPECULATION in spec.space or common_knobs.SPECULATION in program.parse(spec).fixed
     if speculates and any(load.acceptance is None for load in serve.loads):
         yield "speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"
-    if serve.weights is not None and serve.precision in WIDE_PRECISIONS and has_unknown_format(serve.weights):
-        text = f"the format of the quantized weights is unknown, so predictions assume {serve.precision}; set it"
+    weights, precision = serve.weights, serve.precision
+    if weights is None:
+        return
+    if not serve.elsewhere and not find_public(weights) and not Path(weights).exists():
+        size = f"predictions compute their size from the model and serve.precision = {precision}"
+        yield f"serve.weights: {weights} does not exist here; {size}"
+    elif precision in WIDE_PRECISIONS and has_unknown_format(weights):
+        text = f"the format of the quantized weights is unknown, so predictions assume {precision}; set it"
         yield f"serve.precision: {text}"
+    elif not (precision in WIDE_PRECISIONS or is_quantized(weights) or quantizes(spec)):
+        fix = f"set the weights to a checkpoint in {precision}, or serve.engine_args: {{quantization: ...}}"
+        yield f"serve.precision: predictions assume {precision}, but {weights} is not quantized; {fix}"

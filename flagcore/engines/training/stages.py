@@ -250,9 +250,7 @@ def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:
 
 
 def _leading_dense(model: Model, layout: Layout, index: FloatArray, head: FloatArray, chunk: FloatArray) -> FloatArray:
-    """Return how many of the model's leading dense layers are on stage `index`. Virtual stages alternate over the
-    devices.
-    """
+    """Return the number of leading dense layers on stage `index`. Virtual stages alternate over the devices."""
     first_chunk = np.maximum(
         np.where(layout.first_layers > 0, head / layout.virtual, head - (layout.virtual - 1.0) * chunk), 0.0
     )

@@ -1,7 +1,7 @@
 """build: the axes, rules and merges of a task, and the space of all legal candidates."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -41,47 +41,69 @@ def legality(platform: Platform) -> Legality:
     return Legality(axes=axes, rules=(*rules, *required, *release, *rejected), merges=merges)
 
 
-def bounds(platform: Platform, known_s: float) -> tuple[Rule, ...]:
-    """Return rules that remove candidates that are predicted to need far more memory or time than the best one.
+def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, plan: bool = False) -> tuple[Rule, ...]:
+    """Return rules that remove candidates that are predicted to need far more memory or time than the best ones.
 
-    `known_s`: the predicted step time of a candidate of the space that fits, inf if there is none. There are no rules
-    if a plugin's knob changes time or memory.
+    `known_s`: the predicted step time of candidates of the space, inf if none fits. If it is None, the only rule keeps
+    candidates that are likely to be fast and to fit: from their predictions follows `known_s`. With `plan`, no trial
+    corrects predictions, so more candidates are removed. There are no rules if a plugin's knob changes time or memory.
     """
     task, workload = platform.task, platform.workload
     effects = [effect for knob in task.knobs for effect in knob.effects.values()]
     if not workload.bound_knobs or any((effect.time, effect.memory) != (Factor(), Factor()) for effect in effects):
         return ()
 
-    def rule(name: str, message: str, limit: float, bound: _Bound, together: tuple[str, ...] = ()) -> Rule:
-        def broken(columns: Columns) -> BoolArray:
-            result = np.zeros(columns[workload.bound_knobs[0]].shape, dtype=np.bool_)
-            for values, group_columns, rows in rows_by_effects(task, columns):
-                result[rows] = bound(engine_task(task, values), group_columns, platform.costs) > limit
-            return result
+    def values(bound: Callable[[Task, Columns, Costs], FloatArray], columns: Columns) -> FloatArray:
+        result = np.zeros(columns[workload.bound_knobs[0]].shape)
+        for effect, group_columns, rows in rows_by_effects(task, columns):
+            result[rows] = bound(engine_task(task, effect), group_columns, platform.costs)
+        return result
 
-        knobs = (*workload.bound_knobs, *(knob.name for knob in task.knobs))
-        return Rule(name=name, knobs=knobs, message=message, broken=broken, together=together)
+    def is_not_likely(columns: Columns) -> BoolArray:
+        order = np.argsort(values(workload.least_seconds, columns), kind="stable")
+        sample, kept = order[:: 1 + order.size // SAMPLE_ROWS], np.zeros(order.size, dtype=np.bool_)
+        sampled = {name: column[sample] for name, column in columns.items()}
+        neutral = {axis.knob: np.full(sample.shape, axis.encode(axis.neutral)) for axis in axes}
+        for each in (sampled, neutral | sampled):
+            fitting = sample[values(workload.least_share, each) <= PLANNED_SHARE]
+            kept[fitting[: 1 + fitting.size // 16]] = True
+        return ~kept
 
-    layout = tuple(knob.name for knob in workload.knobs if knob.layout)
-    large = f"needs more than {TOO_LARGE} times the memory of a device, whatever the other knobs are"
-    slow = f"the layout takes more than {TOO_SLOW} times as long as a known candidate, whatever the other knobs are"
-    return (
-        rule("far_too_large", large, TOO_LARGE, workload.least_share),
-        rule("far_too_slow", slow, TOO_SLOW * known_s, workload.least_seconds, layout),
+    knobs = (*workload.bound_knobs, *(knob.name for knob in task.knobs))
+    if known_s is None:
+        return (Rule(name=NOT_LIKELY, knobs=knobs, message="", broken=is_not_likely),)
+    large, slow = PLAN_FACTORS if plan else TRIAL_FACTORS
+    limit_s = slow * known_s
+    too_slow = Rule(
+        name="far_too_slow",
+        knobs=knobs,
+        message=f"takes more than {slow} times as long as a known candidate, by a lower bound",
+        broken=lambda columns: values(workload.least_seconds, columns) > limit_s,
     )
+    too_large = Rule(
+        name="far_too_large",
+        knobs=knobs,
+        message=f"needs more than {large} times the memory of a device, whatever the other knobs are",
+        broken=lambda columns: values(workload.least_share, columns) > large,
+    )
+    return too_slow, too_large, replace(too_slow, knobs=tuple(axis.knob for axis in axes))
 
 
-_Bound: TypeAlias = Callable[[Task, Columns, Costs], FloatArray]
-TOO_LARGE, TOO_SLOW = 1.5, 1.5
-"""Candidates beyond these multiples of the memory, and of the time of a known candidate, are not predicted in full.
-Chosen by hand: trials correct predictions by less."""
+NOT_LIKELY, SAMPLE_ROWS = "not_likely", 4096
+"""The rule that keeps the fastest of a sample of each CHUNK of rows, and the sample's size: of the rows that may fit at
+all, and of those that may fit with the neutral values of the knobs that are not crossed yet."""
+TRIAL_FACTORS, PLAN_FACTORS = (1.5, 1.5), (1.15, 1.25)
+"""Candidates beyond these multiples of the memory, and of the time of known candidates, are not predicted in full.
+Chosen by hand: trials correct predictions by less than the first ones. In plans, the factors cover the errors of the
+bounds and the differences of the first ten candidates."""
+PLANNED_SHARE = 1.0 - 6.0 / 80.0
+"""The share of the memory that plans use. The rest is left to fragmentation and other processes. The share is that of
+SimuMax's search, which keeps 6 GB of a device of 80 GB free (MooreThreads/SimuMax, `examples/search/llm_search.py`,
+`gmi_error`). Trials measure candidates above it, too."""
 
 
 def _release_rules(task: Task, workload: Workload, engine_axes: Sequence[Axis]) -> Iterator[Rule]:
-    """Yield a rule for each knob that the engine release does not support.
-
-    The rule requires the knob's neutral value.
-    """
+    """Yield a rule for each knob that the engine release does not support: it requires the knob's neutral value."""
     knobs = {knob.name: knob for knob in workload.knobs if not knob.is_available(task.spec.work.engine_version)}
     for axis in engine_axes:
         if knob := knobs.get(axis.knob):
@@ -207,8 +229,7 @@ _RowFunction: TypeAlias = Callable[[IntArray], NDArray[Any]]
 
 
 BOUND_ROWS = 1 << 14
-"""Spaces with more partial candidates than this are built with bounds. In smaller ones, `flag explain` shows the
-prediction of every candidate."""
+"""Spaces with more partial candidates are built with bounds. In others, `flag explain` predicts every candidate."""
 
 
 def build(
@@ -224,22 +245,22 @@ def build(
     depend, are crossed before the others. Raises SpecError if the space is too large.
     """
     crossing = _Crossing(tuple(sorted(axes, key=lambda axis: axis.knob not in first)))
+    is_large = False
     for index, axis in enumerate(crossing.axes):
         crossed = {axis.knob for axis in crossing.axes[: index + 1]}
         new_rules = [rule for rule in rules if axis.knob in rule.knobs and crossed.issuperset(rule.knobs)]
         new_merges = [merge for merge in merges if axis.knob in merge.knobs and crossed.issuperset(merge.knobs)]
         crossing.cross(new_rules, new_merges)
         for rule in bounds:
-            if axis.knob in rule.knobs and crossed.issuperset(rule.knobs) and crossing.rows.size > BOUND_ROWS:
-                crossing.remove(rule)
+            if axis.knob in rule.knobs and crossed.issuperset(rule.knobs):
+                is_large = is_large or crossing.rows.size > BOUND_ROWS
+                if is_large:
+                    crossing.remove(rule)
     return crossing.space(axes)
 
 
 def check(columns: Columns, rules: Sequence[Rule], merges: Sequence[Merge]) -> tuple[dict[str, IntArray], list[Rule]]:
-    """Return the canonical form of one candidate, and the rules that it breaks before it is made canonical.
-
-    `columns` has one row.
-    """
+    """Return a candidate (one row) in canonical form, and the rules that it breaks before it is made canonical."""
     broken = [rule for rule in rules if bool(rule.broken(columns).any())]
     return canonical(columns, merges), broken
 
@@ -304,12 +325,9 @@ class _Crossing:
         """Remove the rows that break the rule `bound`, unless no row is left."""
         pieces = (self.rows[start : start + CHUNK] for start in range(0, self.rows.size, CHUNK))
         is_broken = np.concatenate([self._broken(bound, piece) for piece in pieces])
-        if bound.together:
-            layout = np.stack([*self._columns(self.rows, bound.together).values()])
-            group = np.unique(layout, axis=1, return_inverse=True)[1]
-            is_broken &= ~np.isin(group, group[~is_broken])
         if not is_broken.all():
-            self.illegal[bound.name] = int(np.count_nonzero(is_broken)) * self._remaining
+            count = int(np.count_nonzero(is_broken)) * self._remaining
+            self.illegal[bound.name] = self.illegal.get(bound.name, 0) + count
             self.rows = self.rows[~is_broken]
 
     def space(self, axes: tuple[Axis, ...]) -> Space:

@@ -381,13 +381,7 @@ def with_readings(measured: Measurement, readings: Readings, platform: Platform)
     used_bytes = None if platform.support.shared_devices else readings.memory_used()
     if measured.device_used_bytes is not None:
         used_bytes = measured.device_used_bytes
-    return replace(
-        measured,
-        telemetry=readings.summary(),
-        device_used_bytes=used_bytes,
-        devices=devices,
-        slow=slow,
-    )
+    return replace(measured, telemetry=readings.summary(), device_used_bytes=used_bytes, devices=devices, slow=slow)
 
 
 def _of_groups(

@@ -111,11 +111,7 @@ def _places(platform: Platform, devices: int) -> list[tuple[tuple[str, ...], int
 
 
 def _planned(
-    platform: Platform,
-    candidate: Candidate,
-    rank: int,
-    place: tuple[tuple[str, ...], int],
-    folder: str,
+    platform: Platform, candidate: Candidate, rank: int, place: tuple[tuple[str, ...], int], folder: str
 ) -> Launch:
     """Return the launch that probes one global rank at `place`, which is a host and the index of its device."""
     rank_folder = os.path.join(folder, f"rank-{rank}")

@@ -40,10 +40,7 @@ def prune_by_trials(problem: Problem, trials: Sequence[Trial], probes: Sequence[
 
 
 def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> float:
-    """Return the lower bound of a candidate's memory, as a share of its predicted memory.
-
-    It is learned from `trials`.
-    """
+    """Return the lower bound of a candidate's memory that `trials` teach, as a share of its predicted memory."""
     from flagcore.tuner.learning.trials import min_memory_share  # importing scipy is slow, and plans have no trials
 
     ratios = []
@@ -94,10 +91,7 @@ def _by_trial(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool) -
 
 
 def _predicted_at_least(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArray:
-    """Return a mask of the rows whose predicted value is at least the value of `row`.
-
-    It is True where either is unknown.
-    """
+    """Return a mask of the rows whose predicted value is at least that of `row`, or where either is unknown."""
     if row is None or not np.isfinite(predicted[row]):
         return np.ones(rows.shape, dtype=np.bool_)
     less: BoolArray = predicted[rows] < predicted[row]

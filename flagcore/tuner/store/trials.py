@@ -165,8 +165,7 @@ def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, 
         if url is None:
             return ()
         message = _(
-            "{url} has no trials of this run; a relative path in it starts at the working folder of the tuning",
-            url=url,
+            "{url} has no trials of this run; a relative path in it starts at the working folder of the tuning", url=url
         )
         raise RunError(message) from None
     except Exception as error:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pkgutil import resolve_name
 
+import numpy as np
+
 from flagcore.domain.knob import Knob
 from flagcore.domain.space import Axis, Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
@@ -12,8 +14,10 @@ from flagcore.engines.serving.launch.reports import ServerReports
 from flagcore.engines.serving.launch.server import Instance, Router
 from flagcore.engines.serving.space import knobs as common_knobs
 from flagcore.engines.serving.space.hardware import TP
+from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.settings import PublishedRuns, Settings
+from flagcore.errors import SpecError
 
 
 @dataclass(kw_only=True, eq=False)
@@ -77,5 +81,20 @@ class EngineProfile:
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the axes of a task's knobs in the order of enumeration. Raises SpecError."""
-        program = self.program
-        return common_knobs.axes(task, self.knobs, program.parse(task.spec).fixed, program.version(task.spec))
+        fixed = self.program.parse(task.spec).fixed
+        if fixed:
+            self._check_fixed(task, fixed)
+        return common_knobs.axes(task, self.knobs, fixed, self.program.version(task.spec))
+
+    def _check_fixed(self, task: Task, fixed: Mapping[str, KnobValue]) -> None:
+        """Raise SpecError if `engine_args` alone break a rule. The message names the keys as the user wrote them."""
+        program, args = self.program, task.spec.serve.engine_args
+        codes = {name: np.array([program.code(name, value)]) for name, value in fixed.items()}
+        for rule in self.rules(task):
+            if codes.keys() >= {*rule.knobs} and bool(rule.broken(codes).any()):
+                knobs = {key: program.knob_of(program.full_name(strip_dashes(key)))[0] for key in args}
+                problem, given = rule.message, {knob.name: key for key, knob in knobs.items() if knob}
+                for name in rule.knobs:
+                    problem = problem.replace(name, given.get(name, name))
+                key = given.get(rule.knobs[0], rule.knobs[0])
+                raise SpecError(key=f"serve.engine_args.{key}", value=args.get(key), problem=f"is invalid: {problem}")

@@ -266,13 +266,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
         ),
         *((_slot_context(task, total),) if total else ()),
-        *speculation_rules(
-            task,
-            PROGRAM,
-            NEED_DRAFT_MODEL,
-            "spec-draft-model",
-            "draft-mtp",
-        ),
+        *speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "spec-draft-model", "draft-mtp"),
     )
 
 

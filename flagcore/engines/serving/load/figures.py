@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flagcore.domain.serving import LATENCIES, MIN_REQUESTS, OPEN_LOOP_FLIGHT, Load
+from flagcore.domain.serving import LATENCIES, MIN_REQUESTS, OPEN_LOOP_FLIGHT, PERCENTILES, STATISTICS, Load
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.load.result import Answer, LoadResult
 
@@ -235,8 +235,8 @@ def widest_limits(slo: Mapping[str, float]) -> dict[str, float]:
 
 def statistics_of(values: FloatArray) -> dict[str, float]:
     """Return the mean and the percentiles of a latency by name."""
-    p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
-    return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
+    percentiles = np.percentile(values, PERCENTILES)
+    return dict(zip(STATISTICS, map(float, (values.mean(), *percentiles)), strict=True))
 
 
 def _values(answers: Sequence[Answer], latency: str) -> FloatArray:

@@ -22,8 +22,7 @@ DELIMITERS = 2
 BLOCK = 8
 """Pixels per side of the one-colored squares in random images. A choice: a PNG is then about as large as a photo."""
 WORDS = re.findall(
-    r"\w+",
-    "the of and to in is that for it was on with as be by this are or from at which not have an but they one",
+    r"\w+", "the of and to in is that for it was on with as be by this are or from at which not have an but they one"
 )
 
 

@@ -59,11 +59,7 @@ def _conversations(requests: Traffic, turns: int) -> Traffic:
     new = requests.input_len + np.where(is_first, 0, np.roll(requests.output_len, 1))
     sums = np.cumsum(new)
     starts = np.maximum.accumulate(np.where(is_first, indices, 0))
-    return replace(
-        requests,
-        input_len=sums - sums[starts] + new[starts],
-        follows=np.where(is_first, -1, indices - 1),
-    )
+    return replace(requests, input_len=sums - sums[starts] + new[starts], follows=np.where(is_first, -1, indices - 1))
 
 
 def in_flight(load: Load) -> Load:

@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from flagcore.domain.model import Vision
-from flagcore.domain.serving import OPEN_LOOP_FLIGHT, Load
+from flagcore.domain.serving import OPEN_LOOP_FLIGHT, PERCENTILES, STATISTICS, Load
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.serving.load.figures import statistics_of, widest_limits
 from flagcore.engines.serving.load.images import image_tokens
@@ -460,14 +460,15 @@ def figures_of(times: RequestTimes, lanes: float, slo: Mapping[str, float]) -> d
 def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, float]:
     """Return mean and percentiles. All are 0 if there are no values, such as for the ITL of one-token answers."""
     if not values.size:
-        return dict.fromkeys(("mean", "p50", "p90", "p99"), 0.0)
+        return dict.fromkeys(STATISTICS, 0.0)
     if weights is None:
         return statistics_of(values)
     order = np.argsort(values)
     cumulative = np.cumsum(weights[order])
-    indices = np.minimum(np.searchsorted(cumulative, np.array([0.5, 0.9, 0.99]) * cumulative[-1]), values.size - 1)
-    p50, p90, p99 = (float(each) for each in values[order][indices])
-    return {"mean": float((values * weights).sum() / weights.sum()), "p50": p50, "p90": p90, "p99": p99}
+    shares = np.array(PERCENTILES) / 100.0
+    indices = np.minimum(np.searchsorted(cumulative, shares * cumulative[-1]), values.size - 1)
+    mean = (values * weights).sum() / weights.sum()
+    return dict(zip(STATISTICS, map(float, (mean, *values[order][indices])), strict=True))
 
 
 def _meets_limits(times: RequestTimes, has_tpot: BoolArray, slo: Mapping[str, float]) -> BoolArray:

@@ -133,12 +133,7 @@ class Program:
             names = {knob.name.replace("_", "-") for knob in table}
             flags |= {*of_knobs, *names, *reserved, *data.get("digit_flags", ""), *data.get("model_flags", ())} - {""}
         return cls(
-            knobs=table,
-            word_releases=releases,
-            defaults=defaults,
-            reserved=reserved,
-            flags=frozenset(flags),
-            **data,
+            knobs=table, word_releases=releases, defaults=defaults, reserved=reserved, flags=frozenset(flags), **data
         )
 
     def code(self, name: str, value: KnobValue) -> int:

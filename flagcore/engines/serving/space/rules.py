@@ -224,10 +224,7 @@ def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
         fix = "shorten the requests, or extend the context with the engine's flags for rope scaling"
         raise SpecError(key=f"serve.profile.{key}", value=getattr(loads[0], key), problem=problem, fix=fix)
     exceeds = Rule(
-        name="model_context",
-        knobs=(knob,),
-        message=f"{knob} must not exceed {text}",
-        broken=lambda c: c[knob] > limit,
+        name="model_context", knobs=(knob,), message=f"{knob} must not exceed {text}", broken=lambda c: c[knob] > limit
     )
     return fits, exceeds
 

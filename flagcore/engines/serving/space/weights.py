@@ -14,6 +14,7 @@ from flagcore.errors import FlagError, SpecError
 from flagcore.physics.roofline import BYTES
 from flagcore.spec.huggingface import context_of, format_of_weights
 from flagcore.spec.models import context_length
+from flagcore.spec.public import find_public
 
 WIDE_PRECISIONS = ("bf16", "fp16", "fp32")
 _CONFIG = "config.json"
@@ -33,11 +34,15 @@ def check_directory(spec: Spec) -> None:
         problem = "is missing" if weights is None else f"is not a directory with a {_CONFIG}"
         fix = "set the path of a Hugging Face directory; nothing is downloaded"
         raise SpecError(key="serve.weights", value=weights, problem=problem, fix=fix)
-    names = {strip_dashes(key) for key in spec.serve.engine_args}
-    if precision not in WIDE_PRECISIONS and not names & set(_QUANTIZERS) and not _is_quantized(weights):
+    if not (precision in WIDE_PRECISIONS or quantizes(spec) or is_quantized(weights)):
         problem = f"is not the precision of {weights}, and serve.engine_args do not quantize it"
         fix = "set engine_args: {quantization: ...}, or the precision of the weights"
         raise SpecError(key="serve.precision", value=precision, problem=problem, fix=fix)
+
+
+def quantizes(spec: Spec) -> bool:
+    """Return whether flags make the engine quantize the weights."""
+    return bool({strip_dashes(key) for key in spec.serve.engine_args} & set(_QUANTIZERS))
 
 
 _LONGER = ("hf-overrides", "rope-scaling", "rope-scale", "override-kv", "json-model-override-args")
@@ -74,15 +79,23 @@ def _config(weights: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _is_quantized(weights: str) -> bool:
+def _names_quantization(weights: str) -> bool:
     config = _config(weights)
     text_config = config.get("text_config")
     return any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text_config))
 
 
+def is_quantized(weights: str) -> bool:
+    """Return whether a GGUF file, a directory or a public model has quantized weights. Any GGUF file counts."""
+    if public := None if os.path.exists(weights) else find_public(weights):
+        return public[1] is not None
+    is_gguf = os.path.isfile(weights) and not weights.endswith(".json")
+    return is_gguf or _names_quantization(weights)
+
+
 def has_unknown_format(weights: str) -> bool:
     """Return whether weights are quantized to a format that flagcore does not know."""
-    return _is_quantized(weights) and format_of_weights(_config(weights)) is None
+    return _names_quantization(weights) and format_of_weights(_config(weights)) is None
 
 
 MAX_WEIGHT_SHARE = 0.85

@@ -34,10 +34,7 @@ from flagcore.engines.serving.trial.servers import (
 )
 from flagcore.engines.serving.trial.time_left import Limit, fewest_answers
 
-STATES_BY_PROBLEM = {
-    ProblemKind.STATUS.value: TrialState.INVALID,
-    ProblemKind.WRONG_LENGTH.value: TrialState.INVALID,
-}
+STATES_BY_PROBLEM = {ProblemKind.STATUS.value: TrialState.INVALID, ProblemKind.WRONG_LENGTH.value: TrialState.INVALID}
 """The state of a trial by the kind of its first problem. The default is FAILED."""
 TIME_SHARE_OF_LOADS = 0.8
 """Share of the time left that loads without a fixed number of requests may take together."""
@@ -70,12 +67,7 @@ class LoadRunner:
     """Whether the load may end with few requests, because it was not measured before: few are better than none."""
 
     def __init__(
-        self,
-        job: Job,
-        reports: ServerReports,
-        servers: Sequence[Served],
-        folder: Path,
-        deadline: float,
+        self, job: Job, reports: ServerReports, servers: Sequence[Served], folder: Path, deadline: float
     ) -> None:
         self.job, self.reports, self.servers, self.deadline = job, reports, servers, deadline
         self.model = _model(servers[0])
@@ -251,13 +243,7 @@ class LoadRunner:
         }
 
     def _send(
-        self,
-        load: Load,
-        name: str,
-        seed: int,
-        limits: Mapping[str, float] | None = None,
-        *,
-        fewest: int | None = None,
+        self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None, *, fewest: int | None = None
     ) -> LoadResult:
         """Send a load and return its result.
 

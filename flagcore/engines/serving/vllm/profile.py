@@ -17,15 +17,7 @@ from flagcore.domain.knob import in_versions
 from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.launch.server import (
-    HEAD,
-    HEAD_PORT,
-    PORT,
-    TRANSFER_PORT,
-    Instance,
-    Router,
-    address,
-)
+from flagcore.engines.serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, Instance, Router, address
 from flagcore.engines.serving.load import routing
 from flagcore.engines.serving.space import knobs, placement, rules
 from flagcore.engines.serving.space.hardware import (

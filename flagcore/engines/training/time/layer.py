@@ -156,9 +156,7 @@ def _ffn_products(train: Training, costs: Costs, tokens: FloatArray, width: Floa
 
 
 def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
-    """Return the linear layers of attention: input projections, up-projections of latent attention, output
-    projection.
-    """
+    """Return the linear layers of attention: input projections, latent up-projections, output projection."""
     model, tokens, kernels = train.model, layout.tokens(train.sequence), costs.kernels
     h, (query, key, value), tensor = model.hidden_size, widths(model), layout.tensor
     if not model.multi_latent_attention:
@@ -220,10 +218,7 @@ def _fused_core(
 
 
 def _unquantised(precision: str) -> str:
-    """Return the precision of attention, router and head, which never run in 8 or 4 bits.
-
-    `precision` is the precision of the job.
-    """
+    """Return the precision of attention, router and head in a job: they never run in 8 or 4 bits."""
     return precision if precision in ("fp32", "fp16", "bf16") else "bf16"
 
 
@@ -289,9 +284,7 @@ def _shared_expert_block(train: Training, layout: Layout, costs: Costs, tp: Tens
 
 
 def _overlap_dispatch(block: Block, overlap: BoolArray) -> Block:
-    """Return a block whose token dispatch overlaps another micro-batch's kernels, which take the same time as its
-    own.
-    """
+    """Return a block whose token dispatch overlaps the kernels of another micro-batch, as long as its own."""
 
     def expose(seconds: Seconds, kernels: FloatArray) -> Seconds:
         return replace(seconds, expert=np.maximum(seconds.expert - overlap * kernels, 0.0))

@@ -75,6 +75,13 @@ def test_context_above_that_of_the_model_breaks_a_rule_unless_flags_extend_it(tm
     assert not broken(ENGINE, extended, context_len=8192)
 
 
+def test_flags_that_break_a_rule_alone_are_named_as_they_were_written(tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        ENGINE.axes(task(tmp_path, engine_args={"max-model-len": 100}))
+    assert (caught.value.key, caught.value.value) == ("serve.engine_args.max-model-len", 100)
+    assert "context_len" not in caught.value.problem
+
+
 def test_context_is_set_by_default_only_if_the_memory_is_too_small_for_that_of_the_model(tmp_path: Path) -> None:
     def contexts(context: int) -> Any:
         job = task(tmp_path, context=context, default_space=True, devices=1)
@@ -109,6 +116,10 @@ def load(objective: str = "output_tokens_per_s", **fields: Any) -> dict[str, Any
         (slo(ttft_s__mean=200.0), "limits are in seconds"),
         (slo(tpot_s__mean=50.0), "limits are in seconds"),
         (slo(ttft_s__mean=30.0, tpot_s__mean=1.0, e2e_s__mean=600.0), ""),
+        ({"weights": "/nowhere/model.gguf"}, "serve.weights"),
+        ({"weights": "Qwen/Qwen3-32B", "precision": "fp8"}, "not quantized"),
+        ({"weights": "Qwen/Qwen3-32B", "precision": "fp8", "engine_args": {"quantization": "fp8"}}, ""),
+        ({"weights": "Qwen/Qwen3-32B-FP8", "precision": "fp8"}, ""),
     ],
 )
 def test_a_spec_that_may_mislead_has_a_warning(arguments: dict[str, Any], warned: str) -> None:
