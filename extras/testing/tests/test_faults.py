@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from flagcore_testing.checks import CHECKS, module
+from flagcore_testing.checks.agreement import links_of_one_name_agree
 from flagcore_testing.checks.measured import corrections_are_of_measured_kernels
 from flagcore_testing.kit import run
 
@@ -16,6 +17,7 @@ FAULTS = (*faults.FAULTS, *faults_of_data.FAULTS)
 
 WITHOUT_FAULT = {
     "corrections_are_of_measured_kernels",
+    "links_of_one_name_agree",
     "larger_micro_batches_need_more_memory",
     "log_examples_match",
     "no_placeholders_are_left",
@@ -105,6 +107,17 @@ def test_corrections_are_of_kernels_that_were_measured(tmp_path: Path, acme: Pat
         result = run(corrections_are_of_measured_kernels, plugin)
     assert result.state == "failed"
     assert "host_us has gem" in result.message
+
+
+def test_links_of_one_name_agree(tmp_path: Path, acme: Path) -> None:
+    folder = broken(tmp_path, acme, Fault("", "flagcore_acme/chips/b1.yaml", "", " ", ""))
+    chip = (folder / "flagcore_acme/chips/a1.yaml").read_text().replace('"A1"', "%s").replace('["ACME A1"]', "[]")
+    (folder / "flagcore_acme/chips/b1.yaml").write_text(chip.replace("%s", "B1"))
+    (folder / "flagcore_acme/chips/b2.yaml").write_text(chip.replace("%s", "B2").replace("2.0e+11", "4.0e+11"))
+    with imported(folder) as plugin:
+        result = run(links_of_one_name_agree, plugin)
+    assert result.state == "failed"
+    assert "B2: link.bytes_per_second = 4e+11" in result.message
 
 
 def test_every_check_has_a_fault() -> None:

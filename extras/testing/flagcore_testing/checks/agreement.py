@@ -123,6 +123,24 @@ def links_can_be_what_they_claim(chip: Chip) -> Problems:
         yield Problem(f"{chip.name}: link.domain_size = {size} {where}", fix)
 
 
+SLIPS = (0.125, 0.5, 2.0, 8.0)
+"""Ratios of bits and bytes, and of one direction and both."""
+
+
+@check("give what one device sends in one direction, in bytes; links of the same name usually have the same rate")
+def links_of_one_name_agree(plugin: Subject) -> Problems:
+    rates: dict[str, list[float]] = {}
+    links = [(chip, chip.link) for chip in plugin.own_chips() if chip.link]
+    for _, link in links:
+        rates.setdefault(link.name, []).append(link.bytes_per_second.value)
+    for chip, link in links:
+        rate = link.bytes_per_second.value
+        usual, times = Counter(rates[link.name]).most_common(1)[0]
+        if times > 1 and any(abs(rate / usual / slip - 1) < 0.02 for slip in SLIPS):
+            text = f"{chip.name}: link.bytes_per_second = {rate:g} of {link.name}"
+            yield f"{text}, {rate / usual:g} times that of {times} other chips"
+
+
 UUIDS = re.compile(r"\bUUID\b[: ]+\S*-\S", re.I)
 
 
