@@ -152,19 +152,15 @@ def write_spec(folder: Path, data: Mapping[str, Any], base: Path) -> None:
 
 def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
     """Return what must not change when a run is resumed: the spec, model, hardware, and how trials start."""
-    cluster = problem.platform.task.cluster
-    group = cluster.groups[0]
-    hardware = {"chip": cluster.chips, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
-    if others := cluster.groups[1:]:
-        hardware["others"] = [[each.chip.name, each.nodes, each.devices_per_node] for each in others]
-    platform = problem.platform
+    platform, cluster = problem.platform, problem.platform.task.cluster
+    sizes = [[each.chip.name, each.nodes, each.devices_per_node] for each in cluster.groups]
+    hardware = {"chip": cluster.chips, "nodes": sizes[0][1], "devices_per_node": sizes[0][2]}
     engine = {"device": platform.support.device_type, "backend": platform.support.distributed_backend}
-    environment_and_engine = {"environment": dict(platform.environment), "engine": engine}
     return {
         "spec": with_fidelity(data),
         "model": asdict(platform.task.spec.model),
-        "hardware": hardware,
-        "plugins say": environment_and_engine,
+        "hardware": hardware | ({"others": sizes[1:]} if sizes[1:] else {}),
+        "plugins say": {"environment": dict(platform.environment), "engine": engine},
         **({"precision": platform.task.spec.work.precision} if platform.precision_reason else {}),
     }
 
@@ -276,8 +272,7 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
     needs_launcher = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
     if not needs_launcher or (isinstance(work, TrainSpec) and work.command is not None):
         return spec
-    launchers = ((name, launcher(name)) for name in names(LAUNCHERS))
-    allocated = (name for name, each in launchers if each.has_allocation())
+    allocated = (name for name in names(LAUNCHERS) if launcher(name).has_allocation())
     return replace(spec, launcher=next(allocated, spec.launcher))
 
 
@@ -368,7 +363,7 @@ def warn_about_problem(problem: Problem) -> None:
 
 
 def _chip_notes(task: Task) -> Iterator[str]:
-    """Yield notes on chips: names of families, assumed networks, and precisions that are slow.
+    """Yield notes on chips: names of families, assumed networks, estimated links, and precisions that are slow.
 
     A precision is slow if matrix products of a training job are much slower in it than in fp32.
     """
@@ -377,22 +372,24 @@ def _chip_notes(task: Task) -> Iterator[str]:
         if section.chip != AUTO and not group.chip.has_name(section.chip):
             text = N_("chip {name} means {chip}; name another variant by its own name")
             yield _(text, name=section.chip, chip=group.chip.name)
-    for name, known in {group.chip.name: group.chip for group in task.cluster.groups}.items():
-        if known.nic_bytes_per_second == ASSUMED_NETWORK:
+    precision = task.spec.work.precision if isinstance(task.spec.work, TrainSpec) else ""
+    for name, group in {group.chip.name: group for group in task.cluster.groups}.items():
+        if group.chip.nic_bytes_per_second == ASSUMED_NETWORK:
             text = N_(
                 "the network bandwidth between hosts of {chip} is unknown: {rate:.0f} GB/s per device is assumed; "
                 "set {key} to its value"
             )
             key = f"cluster.{'groups.' if task.spec.cluster.groups else ''}nic_bytes_per_second"
             yield _(text, chip=name, rate=ASSUMED_NETWORK.value / 1e9, key=key)
-    if isinstance(task.spec.work, TrainSpec):
-        precision = task.spec.work.precision
-        for chip, ratio in {group.chip.name: slowness(group.chip, precision) for group in task.cluster.groups}.items():
+        link = group.chip.figures.get("link.bytes_per_second") if group.devices_per_node > 1 else None
+        if link and link.source.kind == "estimated":
+            text = N_("the bandwidth between devices of {chip} is estimated: {rate:.3g} GB/s ({source})")
+            yield _(text, chip=name, rate=link.value / 1e9, source=link.source.detail)
+        if (ratio := slowness(group.chip, precision)) >= MUCH_SLOWER:
             text = N_(
                 "products in {precision} are {ratio} times slower than in fp32 on {chip}: set train.precision: auto"
             )
-            if ratio >= MUCH_SLOWER:
-                yield _(text, precision=precision, ratio=f"{ratio:.2g}", chip=chip)
+            yield _(text, precision=precision, ratio=f"{ratio:.2g}", chip=name)
 
 
 def _idle_devices(problem: Problem) -> list[str]:

@@ -240,8 +240,7 @@ def history_command(context: click.Context, /, csv: Path, same_machine: bool, fo
     records = [trial_record(trial) for trial in imported.trials]
     columns = {"trial": "number", **candidate_columns(records, imported.knobs), **table_columns("imported")}
     options.show_records(records, form, columns)
-    count, folder = len(imported.trials), imported.run_dir
+    text = N_("Saved {count} trials of another machine to {folder}.")
     if same_machine:
-        options.say(_("Saved {count} trials of this machine to {folder}.", count=count, folder=folder))
-    else:
-        options.say(_("Saved {count} trials of another machine to {folder}.", count=count, folder=folder))
+        text = N_("Saved {count} trials of this machine to {folder}.")
+    options.say(_(text, count=len(imported.trials), folder=imported.run_dir))

@@ -323,6 +323,9 @@ probably wrong."""
 SHORTEST = 0.4
 """The time reserved for the next trial, relative to a trial that ran out of time before its last step. It is below 1
 because that trial started while modules were imported, and because a faster candidate needs less time. Chosen."""
+AFTER_TIMEOUT = 0.1
+"""The time reserved for the next trial, relative to a trial that timed out, if nothing is measured yet. Chosen: a
+candidate that is more than ten times faster is rare."""
 FAILED_STATES = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
 
 
@@ -342,7 +345,8 @@ def stop_reason(control: Control, search_state: SearchState, elapsed: float, pen
         return None
     measured = [(trial.duration_s, trial.measurement) for trial in trials if trial.state is TrialState.MEASURED]
     trial_seconds = [seconds * (SHORTEST if each and each.few_steps else 1.0) for seconds, each in measured]
-    reserved = max(trial_seconds, default=0.0) + repeats_seconds(control, search_state)
+    late = [trial.duration_s * AFTER_TIMEOUT for trial in trials if trial.state is TrialState.TIMED_OUT]
+    reserved = max(trial_seconds or late, default=0.0) + repeats_seconds(control, search_state)
     remaining_s = control.max_time - elapsed
     return Message("max_time = {seconds:g} s reached", seconds=control.max_time) if remaining_s <= reserved else None
 

@@ -180,6 +180,16 @@ def test_plans_for_several_hosts_have_times_and_keep_tensor_parallelism_within_a
     assert any(each["candidate"]["tensor_model_parallel_size"] == 2 * per_host for each in crossing)
 
 
+@pytest.mark.parametrize(("chip", "is_named"), [("MLU590-M9", True), ("MLU370-X8", False)])
+def test_an_estimated_link_is_named(chip: str, is_named: bool, caplog: pytest.LogCaptureFixture) -> None:
+    data = {**spec(chip), "cluster": {"chip": chip, "devices_per_node": 8}}
+    data["train"] |= {"precision": "auto", "global_batch_size": 64}
+    api.estimate(data, top=1)
+    (known,) = (each for each in load_plugins(()).chips() if each.name == chip)
+    detail = known.figures["link.bytes_per_second"].source.detail
+    assert any(detail in record.getMessage() for record in caplog.records) == is_named
+
+
 @pytest.mark.parametrize(
     ("name", "chip"), [("MLU590", "MLU590-M9"), ("910B", "910B3"), ("A100", "A100-80GB"), ("MTT-S4000", "MTT-S4000")]
 )

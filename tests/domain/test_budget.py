@@ -72,6 +72,12 @@ def test_a_hang_leaves_time_for_the_others() -> None:
     assert stop_reason(CONTROL, known, 80.0) is None
 
 
+def test_no_trial_starts_in_the_last_seconds_after_a_timeout() -> None:
+    known = search_state(replace(trial(0, None, role=Role.BASELINE, seconds=80.0), state=TrialState.TIMED_OUT))
+    assert stop_reason(CONTROL, known, 80.0) is None
+    assert stop_reason(CONTROL, known, 99.0) == "max_time = 100 s reached"
+
+
 def test_it_ends_early_if_all_trials_fail() -> None:
     assert stop_reason(replace(CONTROL, max_trials=99), search_state(*(trial(n, None) for n in range(5))), 0.0) == (
         "the first 5 trials all failed"
