@@ -60,13 +60,13 @@ def values_agree_with_other_plugins(plugin: Subject) -> Problems:
             theirs.setdefault(each.name, []).append(each)
     for each in plugin.variables:
         same = [one for one in theirs.get(each.name, ()) if one.value and not one.chips]
-        for key in (
-            ("value", "unless", "several_nodes", "overridden_by", "engines", "kinds") if len(same) >= AGREE else ()
-        ):
-            (usual, times), *_ = Counter(getattr(one, key) for one in same).most_common(1)
-            if each.value and times == len(same) and getattr(each, key) != usual:
-                where = f"environment.yaml: {each.name}"
-                yield f"{where} has {key} = {getattr(each, key)!r}, and {times} other plugins have {usual!r}"
+        if not each.value or len(same) < AGREE or len({one.value for one in same}) > 1:
+            continue
+        for key in ("value", "unless", "several_nodes", "overridden_by", "engines", "kinds"):
+            values = [getattr(one, key) for one in same]
+            if len(set(values)) == 1 and getattr(each, key) != values[0]:
+                where = f"environment.yaml: {each.name} has {key} = {getattr(each, key)!r}"
+                yield f"{where}, and {len(values)} other plugins have {values[0]!r}"
 
 
 @check("write the same, or a pattern of this vendor's own text")
