@@ -207,7 +207,7 @@ def _chips_of_transcripts(plugin: Subject, files: tuple[str, ...]) -> set[str] |
 
 @check()
 def maturity_is_that_of_the_files(plugin: Subject) -> Problems:
-    maturity = plugin.maturity
+    maturity, _ = plugin.maturity, plugin.own_chips()
     for claim in maturity.checked_on_transcripts:
         where = f"maturity.yaml: {claim.what!r}"
         found: set[str] | None = None

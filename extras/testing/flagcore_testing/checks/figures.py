@@ -20,8 +20,8 @@ CLASS = (
     (HOST, BANDWIDTH, 0.004, 0.25),
     ("nic_bytes_per_second", HOST, 0.03, inf),
     (PEAK + "fp16", MEMORY, 500, 2.5e4),
-    (PEAK + "fp16", PEAK + "fp32", 0.999, 40),
-    (PEAK + "bf16", PEAK + "fp32", 0.999, 40),
+    (PEAK + "fp16", PEAK + "fp32", 0.999, inf),
+    (PEAK + "bf16", PEAK + "fp32", 0.999, inf),
     (PEAK + "tf32", PEAK + "fp32", 0.999, 20),
 )
 """Bounds of a figure relative to another one for accelerators. Known chips are inside by a factor of about 1.5."""
