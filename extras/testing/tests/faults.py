@@ -98,10 +98,10 @@ def collectives(check: str, seconds: str, taken: str, names: str) -> Fault:
     return hook(check, "collective_costs", f"return own and type('Costs', (), {type_expression})()", names)
 
 
-def reading(check: str, figures: str, names: str) -> Fault:
+def reading(check: str, figures: str, names: str, also: tuple[str, ...] = ()) -> Fault:
     """Let telemetry answer `figures`, an expression of the tool's own `figures`."""
     type_expression = f"type('Reading', (), {{'sample': lambda self: (lambda figures: {figures})(own.sample())}})()"
-    return hook(check, "telemetry", f"return own and {type_expression}", names)
+    return hook(check, "telemetry", f"return own and {type_expression}", names, also=also)
 
 
 def support(check: str, change: str, names: str, also: tuple[str, ...] = ()) -> Fault:
