@@ -183,7 +183,7 @@ COSTS = (
     collectives("collective_costs_are_plausible", "1e-9 * p * (r > 1)", "1.0 * (r > 1)", "compute_share"),
     collectives("collective_costs_are_plausible", "1e-15 * p * (r > 1)", "0.1 * (r > 1)", "A1"),
     Fault("outer_levels_are_not_faster", CHIP, "value: 2.5e+10", "value: 2.5e+11", "level", also=("figures_are_consistent",)),
-    Fault("kernels_do_not_exceed_peaks", CURVE, "gemm_share: 0.75", "gemm_share: 7.5", "a product in", also=("copies_are_not_too_slow",)),
+    Fault("kernels_do_not_exceed_peaks", CURVE, "gemm_share: 0.75", "gemm_share: 7.5", "a product in", also=("curves_are_plausible",)),
     Fault("shipped_costs_belong_to_chips", "flagcore_acme/costs/b7/serving.yaml", "", "curve: {}\nsource: {kind: estimated, method: none}\n", "costs/b7"),
     Fault("measured_kernels_have_provenance", "flagcore_acme/costs/a1/kernels.jsonl", "", "{\"kernel\": \"launch\", \"us\": 7}\n", "provenance.yaml is missing", also=("kernel_costs_are_valid",)),
     Fault("measured_bandwidth_does_not_fall", COLLECTIVES, "9.8e-03]", "9.8e-02]", "all_reduce of 4 falls"),
@@ -235,7 +235,7 @@ FAILURES = (
 RUNS = (
     reading("telemetry_names_are_known", "{**figures, 'acme_mood': 1.0}", "acme_mood"),
     reading("telemetry_is_plausible", "{**figures, 'power_watts': 61000.0}", "power_watts"),
-    reading("telemetry_names_are_known", "{'power_watts': figures['power_watts']}", "memory_used_bytes"),
+    reading("telemetry_names_are_known", "{'power_watts': figures['power_watts']}", "memory_used_bytes", also=("telemetry_is_what_the_tool_prints",)),
     hook("telemetry_is_valid", "telemetry", "return own and 'fine'", "flagcore_telemetry"),
     hook("telemetry_accepts_chip_aliases", "telemetry", "return own if device.chip in ('A1', 'ACME A1') else None", "acme A1"),
 )
@@ -260,7 +260,7 @@ SHIPPED = (
     Fault("maturity_is_given", MATURITY, "", "", "has no maturity.yaml"),
     Fault("engine_support_is_valid", QUIRKS, "the first step compiles for a minute, source: *made_up", "the first step compiles, source: {kind: estimated, method: ' '}", "notes[0]"),
     Fault("entries_name_known_engines_and_chips", QUIRKS, "{note: the first", "{chips: [Z9], note: the first", "'Z9'"),
-    Fault("maturity_matches_the_files", MATURITY, 'chips: ["A1"]\n    files', "chips: [A1, Z9]\n    files", "'Z9'"),
+    Fault("maturity_matches_the_files", MATURITY, 'chips: ["A1"]\n    files', "chips: [A1, Z9]\n    files", "'Z9'", also=("maturity_is_that_of_the_files",)),
     Fault("maturity_matches_the_files", MATURITY, "facts of the chips", "facts", "A1 is missing"),
     Fault("maturity_names_existing_transcripts", MATURITY, "[acme-smi-1.txt]", "[acme-smi-1.txt, acme-smi-9.txt]", "acme-smi-9.txt"),
     Fault("maturity_matches_the_files", "flagcore_acme/costs/a1/provenance.yaml", "", "how: by hand\nsoftware: {driver: '1'}\ndate: 2026-11-02\n", "a1"),

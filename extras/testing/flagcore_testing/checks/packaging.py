@@ -175,7 +175,7 @@ def project_is_built_and_named(plugin: Subject) -> Problems:
         text = f"pyproject.toml: build-system.build-backend = {backend!r}, and requires has {requires or 'nothing'}"
         yield Problem(text, 'write requires = ["hatchling"] and build-backend = "hatchling.build"')
     try:
-        canonicalize_license_expression(plugin.packaged.license)
+        canonicalize_license_expression(plugin.packaged.license.strip() or "Apache-2.0")  # another check reports none
     except InvalidLicenseExpression:
         fix = "write an SPDX expression, such as Apache-2.0"
         yield Problem(f"pyproject.toml: license = {plugin.packaged.license!r}", fix)
