@@ -72,6 +72,8 @@ OF_AGREEMENT = (
     Fault("processes_are_read", "tests/smi/acme-smi-1.txt", "", "| Process id  | Name    | MB    |\n| 0 | 4711 | python3 | 54870 |\n", "4711", ("*",)),
 )
 OF_TESTS = (
+    Fault("sources_can_be_found", CHIP, BF16, "bf16: {value: 3.0e+14, source: {kind: estimated, method: a guess, confidance: low}}", "confidance"),
+    variable("system_variables_are_not_set", 'name: MASTER_PORT, value: "29500"', "MASTER_PORT"),
     hook("health_is_of_problems", "health", "return ['ok']", "'ok'"),
     Fault("tests_run_the_checks", "tests/test_conformance.py", "def plugin(", "def plugins(", "fixture named plugin"),
     Fault("transcripts_have_sources", SOURCES, "  tool: acme-smi\n", "", "no tool", ("*",)),

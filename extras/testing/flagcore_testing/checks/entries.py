@@ -74,14 +74,15 @@ def limits_leave_something(plugin: Subject) -> Problems:
 @check("keep one of them, or restrict each by engines, chips or versions")
 def rules_do_not_contradict(plugin: Subject) -> Problems:
     plugin.implements("flagcore_check_task")
+    for name, times in Counter(rule.name for rule in (*plugin.quirks.refused, *plugin.quirks.forced)).items():
+        if times > 1:
+            text = f"quirks.yaml: {times} rules have the name {name}"
+            yield Problem(text, "give each rule its own name: reports name the rule")
     for chip, engine in plugin.pairs():
         advice = plugin.loaded.check_task(task_on(chip, engine))
         refused = {rule.knob: {*map(str, rule.values)} for rule in advice.rules if isinstance(rule, RefusedValues)}
         forced = {rule.setting: rule.value for rule in advice.rules if isinstance(rule, ForcedSetting)}
         where = f"quirks.yaml: {engine} on {chip.name}"
-        for name, times in Counter(rule.name for rule in advice.rules).items():
-            if times > 1:
-                yield f"{where} has {times} rules with the name {name}"
         for each in advice.preferred:
             if str(each.value) in refused.get(each.setting, ()):
                 yield f"{where}: preferred has {each.setting} = {each.value!r}, which refused has too"

@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 
 from flagcore.domain.chip import Chip, Fact
-from flagcore_testing.checks.chips import BANDWIDTH, HOST, LINK, NIC, PEAK, mappings
+from flagcore.vendorkit.fields import SOURCE_KEYS
+from flagcore_testing.checks.chips import BANDWIDTH, DATES, HOST, LINK, NIC, PEAK, mappings
 from flagcore_testing.kit import Problem, Problems, Subject, check, chips
 
 ONE_WAY = re.compile(r"one way|one direction|each direction|unidirectional|halved|half of|\u5355\u5411", re.I)
@@ -146,6 +148,8 @@ ADDRESS = re.compile(
     re.I,
 )
 """An address, a repository with a path, or a document of one's own with a number."""
+SOURCE_WORDS = {"kind", *SOURCE_KEYS.values(), *DATES, "page", "software", "repeats", "confidence", "note", "driver"}
+"""The keys of sources. Others are allowed, and added to the text of the source."""
 WAIVED = re.compile("not checked|without an address")
 """Words of a source that say that nothing can be opened."""
 DOCUMENT = re.compile(r"page|\d")
@@ -159,6 +163,9 @@ DOCUMENT = re.compile(r"page|\d")
 def sources_can_be_found(plugin: Subject) -> Problems:
     for name, content in plugin.yaml_files("**/*.yaml"):
         for path, entry in mappings(content):
+            for key in sorted(map(str, entry.keys() - SOURCE_WORDS)) if "kind" in entry else ():
+                if near := get_close_matches(key, SOURCE_WORDS, n=1, cutoff=0.75):
+                    yield Problem(f"{name}: {path}{key} is unknown", f"write {near[0]}")
             kind, words = entry.get("kind"), " ".join(str(value) for value in entry.values())
             if kind == "published" and not ADDRESS.search(str(entry.get("where"))) and not WAIVED.search(words):
                 yield f"{name}: {path}where = {str(entry.get('where'))[:80]!r} has no address"
