@@ -48,12 +48,7 @@ def run_tool(*argv: str, timeout_seconds: float = 10.0, environment: Mapping[str
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                start_new_session=True,
-                env=environment,
+                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True, env=environment
             )
         except OSError:
             return None

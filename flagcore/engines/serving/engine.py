@@ -179,6 +179,18 @@ class Engine(EngineProfile, Workload):
     def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
         return rules.rule_of_thumb(columns, predictions, self.split_by)
 
+    def unusual(self, task: Task, columns: Columns, predictions: Predictions) -> IntArray:
+        """Return the number of unusual properties of each candidate.
+
+        These are more pipeline stages than nodes that the weights need, unless the engine splits by stages, and a mean
+        TTFT of more than half of the time of a request.
+        """
+        kinds, figures = placement.instance_kinds(task, columns), predictions.figures
+        needed = max(1, min_devices(task) // task.cluster.linked_devices)
+        is_deep = (self.split_by != PP) & (self.settings(task, kinds.columns).pipeline > needed)
+        is_late = figures["ttft_s.mean"] > 0.5 * figures["e2e_s.mean"]
+        return (kinds.total(np.where(is_deep, 1.0, 0.0)) > 0).astype(np.int64) + is_late
+
     def installed_version(self, spec: Spec) -> str:
         return self.program.version(spec)
 

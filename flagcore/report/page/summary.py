@@ -369,10 +369,7 @@ def configurations(run: RunData) -> Chart | None:
     title = _("The fastest configurations")
     headings = [_("trial"), _("configuration"), run.unit, _("lowest"), _("highest"), _("vs best")]
     return Chart(
-        title=title,
-        summary=" ".join(summary),
-        drawing=Bars(run.unit, bars),
-        table=table(title, headings, rows),
+        title=title, summary=" ".join(summary), drawing=Bars(run.unit, bars), table=table(title, headings, rows)
     )
 
 

@@ -70,16 +70,17 @@ MAX_INTERVALS = 1000
 
 
 def time_scales(predictions: Predictions) -> Scales:
-    """Return `TIME`, with a larger deviation for the chip if the 80% intervals of `predictions` are wider.
+    """Return `TIME`, with larger deviations for the chip and for knobs if the 80% intervals of `predictions` are wider.
 
-    Such intervals belong to chips without measured costs. Most of the error is then common to all candidates.
+    Such intervals belong to chips without measured costs. Most of the error is then common to all candidates. Knobs may
+    change it more, in the same ratio: on 36 made-up servers, the best of 8 trials is then 0.8 times as far away.
     """
     low, high = predictions.low_s[:MAX_INTERVALS], predictions.high_s[:MAX_INTERVALS]
     is_known = np.isfinite(high) & (low > 0)
     if not is_known.any():
         return TIME
     deviation = float(np.median(np.log(high[is_known] / low[is_known]))) / (2.0 * QUANTILE_90)
-    return replace(TIME, chip=max(TIME.chip, deviation))
+    return replace(TIME, chip=max(TIME.chip, deviation), knob=TIME.knob * max(1.0, deviation / TIME.chip))
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,13 @@ def test_pipelines_with_one_layer_or_none_on_a_stage_have_a_time(
     assert np.isfinite(total(deep, **counts))
 
 
+def test_only_the_alltoall_dispatcher_sorts_tokens_if_a_rank_has_several_experts() -> None:
+    flex = replace(MOE, options=replace(MOE.options, dispatcher="flex"))
+    for expert, sorts in ((1.0, True), (float(MOE.model.num_moe_experts or 0), False)):
+        busy = [parts(train, data=64.0, expert=expert)["compute_s"] for train in (MOE, flex)]
+        assert (busy[0] > busy[1]) == sorts
+
+
 @pytest.mark.parametrize("module", ["core_attn", "layernorm", "mlp"])
 def test_selective_recompute_costs_something_and_less_than_full(module: str) -> None:
     chosen = with_options(recompute_modules=frozenset({module}))

@@ -45,9 +45,8 @@ def report(error: BaseException) -> int:
 def classify(error: BaseException) -> int:
     """Return the exit code for a failure: out of memory, an invalid configuration, or anything else.
 
-    A configuration is invalid if a check of this program, Megatron or transformer-engine refuses it. Some checks only
-    run in the first step (schedules, token dispatch), so the failure is classified by the module that raised it, not by
-    time.
+    A configuration is invalid if a check of this program, Megatron or transformer-engine refuses it. Some checks run in
+    the first step, so the module that raised the error decides, not the time.
     """
     if ran_out_of_memory(error):
         return OUT_OF_MEMORY
@@ -98,8 +97,7 @@ def main(arguments: list[str]) -> int:
 def ready(arguments: list[str]) -> None:
     """Import the modules that the job in the file `arguments[0]` needs, without running it.
 
-    Raises RuntimeError if a module initializes the device, because then a fork of this process could not use the
-    device.
+    Raises RuntimeError if a module initializes the device, which a fork of this process could not use then.
     """
     job = read_job(arguments)
     prepare(job)

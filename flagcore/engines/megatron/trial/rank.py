@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import megatron.core
@@ -29,7 +25,7 @@ from megatron.core import parallel_state
 
 from flagcore.domain.chip import SPEED_TEST
 from flagcore.engines.megatron.trial.config import check_layers
-from flagcore.engines.megatron.trial.device import RankDevice, init_fake_world, map_cuda_to_cpu, open_device, speed_test
+from flagcore.engines.megatron.trial.device import init_fake_world, map_cuda_to_cpu
 from flagcore.engines.megatron.trial.job import Job, Probe
 from flagcore.engines.megatron.trial.model import BuiltModel, build
 from flagcore.engines.megatron.trial.training import (
@@ -41,28 +37,27 @@ from flagcore.engines.megatron.trial.training import (
     microbatches,
     train,
 )
+from flagcore.engines.rank_device import TIMEOUT, RankDevice, append_step, join, open_device, speed_test, write_metrics
 
-_TIMEOUT = timedelta(minutes=10)  # if a collective takes longer, it has failed
 _SCHEMA_VERSION = 1
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: float) -> None:
-    """Run the job as the rank with the index `number`.
+    """Run the job as the rank with the index `number`. `listener` is the socket of the rendezvous on the first host.
 
-    `listener` is the socket of the rendezvous, which the parent process opened on the first host. `import_s`, the
-    seconds of the imports, is written to the metrics.
+    `import_s`, the seconds of the imports, is written to the metrics.
     """
-    rank_device, built, startup = start_rank(job, number, lambda: _join(job, number, listener))
+    rank_device, built, startup = start_rank(job, number, lambda: join(job, number, listener))
     job = job.on_replica(parallel_state.get_data_parallel_rank())
     steps: list[Step] = []
     for step in train(job, built, rank_device):
         steps.append(step)
         if number == 0:
-            _append_step(job.output, dataclasses.asdict(step))
+            append_step(job.output, dataclasses.asdict(step))
     report = _report(job, built, steps, rank_device)
     if number == 0:
-        _write_metrics(job.output, {**report, "startup_s": {"import": import_s, **startup}})
+        write_metrics(job.output, {**report, "startup_s": {"import": import_s, **startup}})
     dist.barrier()  # rank 0 may serve the rendezvous, so all ranks wait here until it has written the metrics
     dist.destroy_process_group()
 
@@ -87,25 +82,6 @@ def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDev
     return rank_device, built, {"groups": groups_end - start, "build": time.perf_counter() - groups_end}
 
 
-def _join(job: Job, number: int, listener: socket.socket | None) -> None:
-    if job.nodes > 1:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    else:
-        assert listener
-        host, port = listener.getsockname()
-    if job.device.backend == "gloo":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by default gloo resolves the host name
-    store = dist.TCPStore(
-        host,
-        port,
-        job.world_size,
-        is_master=number == 0,
-        timeout=_TIMEOUT,
-        master_listen_fd=os.dup(listener.fileno()) if number == 0 and listener else None,
-    )
-    dist.init_process_group(job.device.backend, store=store, rank=number, world_size=job.world_size, timeout=_TIMEOUT)
-
-
 def _make_groups(job: Job) -> None:
     """Create Megatron's process groups. Megatron checks the sizes."""
     candidate = job.candidate
@@ -116,7 +92,7 @@ def _make_groups(job: Job) -> None:
         context_parallel_size=candidate.context_parallel_size,
         expert_model_parallel_size=candidate.expert_model_parallel_size,
         expert_tensor_parallel_size=candidate.expert_tensor_parallel_size,
-        distributed_timeout_minutes=int(_TIMEOUT.total_seconds() // 60),
+        distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
         order="tp-cp-ep-pp-dp" if job.shares else "tp-cp-ep-dp-pp",
         get_embedding_ranks=functools.partial(_embedding_ranks, job) if job.model.mtp_num_layers else None,
@@ -142,7 +118,7 @@ def _report(job: Job, built: BuiltModel, steps: list[Step], rank_device: RankDev
         "own_steps": [
             {"forward_backward_s": step.own_forward_backward_s, "optimizer_s": step.own_optimizer_s} for step in steps
         ],
-        SPEED_TEST: speed_test(job, rank_device),
+        SPEED_TEST: speed_test(rank_device, job.train.precision),
     }
     stage = parallel_state.get_pipeline_model_parallel_rank()
     all_reports: list[Any] = [None] * dist.get_world_size()
@@ -174,7 +150,7 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
     for number in range(job.train.train_iters):
         batches = microbatches(job, number, rank_device.device, count)
         steps.append(_timed_step(job, built, rank_device, batches, finish))
-        _append_step(job.output, {"step": number, **steps[-1]})
+        append_step(job.output, {"step": number, **steps[-1]})
         if number == 0:
             peaks = memory_step(job, built, rank_device, microbatches(job, 1, rank_device.device, count))
             static_bytes = rank_device.allocated_bytes()
@@ -194,7 +170,7 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
         "versions": _versions(job),
         "startup_s": {"import": import_s, "build": sum(startup.values())},
     }
-    _write_metrics(job.output, report)
+    write_metrics(job.output, report)
 
 
 def _timed_step(
@@ -236,22 +212,6 @@ class _TimedFunction:
         result = self._function(*args, **kwargs)
         self.seconds += self._device.clock() - start
         return result
-
-
-def _append_step(folder: Path, step: Mapping[str, object]) -> None:
-    """Append a step to `steps.jsonl` as one line of JSON."""
-    with (folder / "steps.jsonl").open("a", encoding="utf-8") as file:
-        print(json.dumps(step), file=file)
-
-
-def _write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
-    """Write `metrics.json` atomically."""
-    temporary = folder / ".metrics.json.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(metrics, file, indent=1, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / "metrics.json")
 
 
 def _local_parameters(built: BuiltModel) -> int:

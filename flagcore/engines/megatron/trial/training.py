@@ -18,9 +18,9 @@ from megatron.core import parallel_state as groups
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from flagcore.domain.trial import MIN_STEPS, steps_in_time
-from flagcore.engines.megatron.trial.device import RankDevice
 from flagcore.engines.megatron.trial.job import Job
 from flagcore.engines.megatron.trial.model import BuiltModel
+from flagcore.engines.rank_device import RankDevice
 
 LEARNING_RATE = 1e-3
 """The learning rate from the second step on.
@@ -33,9 +33,8 @@ would send most tokens to a few experts."""
 class Step:
     """One training step on this rank. Times are wall times in seconds.
 
-    `step_time_s` is the time between two barriers of all ranks, so it is the time of the slowest rank. The `own` times
-    are measured with `RankDevice.clock`; on a CPU, they exclude waits for other ranks. `loss` is the mean over the
-    global batch, or None if it is not finite. `grad_norm` is None if fp16 overflowed.
+    `step_time_s` is the time between two barriers of all ranks. The `own` times are measured with `RankDevice.clock`.
+    `loss` is the mean over the global batch, or None if it is not finite. `grad_norm` is None if fp16 overflowed.
     """
 
     step: int

@@ -184,11 +184,12 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
     if precision not in STORED_BYTES and file_bytes is None and computes(precision):
         return serving
     supported = [name for name in COMPUTE_FORMATS if computes(name)]
-    weight_bytes = file_bytes or STORED_BYTES.get(
-        precision, {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625}.get(precision)
-    )
-    compute_precision = precision if file_bytes and precision in supported else supported[0] if supported else "bf16"
-    return replace(serving, precision=compute_precision, weight_bytes=weight_bytes)
+    stored = {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625, **STORED_BYTES}
+    computed = precision if file_bytes and precision in supported else supported[0] if supported else "bf16"
+    if precision in STORED_BYTES and precision in overheads.experts:
+        overheads = replace(overheads, experts={computed: overheads.experts[precision]})
+    weight_bytes = file_bytes or stored.get(precision)
+    return replace(serving, precision=computed, overheads=overheads, weight_bytes=weight_bytes)
 
 
 def _file_weight_bytes(task: Task) -> float | None:

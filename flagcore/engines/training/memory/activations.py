@@ -246,9 +246,7 @@ def _dispatch_bytes(
 
 
 def embedding(train: Training, layout: Layout, sizes: Sizes) -> Module:
-    """Return the embedding. It stores only token ids; the gradient of its table has the same data type as the
-    weights.
-    """
+    """Return the embedding. It stores only token ids; the gradient of its table has the data type of the weights."""
     table = sizes.unit * padded_vocab(train.model, layout.tensor) / layout.tensor * train.model.hidden_size
     return Module("embedding", {"tokens": 8.0 * sizes.tokens}, sizes.hidden + sizes.gathered + table)
 

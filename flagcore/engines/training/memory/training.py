@@ -147,9 +147,7 @@ def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> Floa
 
 
 def _gather_buffer(train: Training, layout: Layout, stage: Stage, sizes: Sizes, gathered: FloatArray) -> FloatArray:
-    """Return the bytes of the buffer for gathered tokens, which the linear layers share with the allgather
-    dispatcher.
-    """
+    """Return the bytes of the buffer for gathered tokens, which linear layers share with the allgather dispatcher."""
     if train.model.num_moe_experts is None or train.options.dispatcher != "allgather":
         return gathered
     return np.maximum(gathered, gathered_tokens(layout, sizes) * (stage.moe + stage.mtp > 0))

@@ -234,7 +234,8 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
     """Return the time of an MoE block: norm, router, dispatch, experts, combine, shared experts and residual sum.
 
     The busiest expert rank processes `expert_imbalance` times the mean number of token copies, and the other ranks wait
-    for it. With `overlap_expert_comm`, the dispatch of one micro-batch overlaps the layer of another one.
+    for it. With several local experts, the alltoall dispatcher also sorts the copies by expert, and back (Megatron-LM
+    @0014f137 `token_dispatcher.py`). With `overlap_expert_comm`, the dispatch overlaps another micro-batch's layer.
     """
     model, kernels, options, unit = train.model, costs.kernels, train.options, float(train.value_bytes)
     h, rows, experts_total = model.hidden_size, layout.token_rows(train.sequence), model.num_moe_experts or 1
@@ -246,14 +247,16 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
     router = linear(kernels, rows, h, float(experts_total), _unquantised(train.precision))
     norm, norm_back, residual = _norm_and_residual(train, layout, costs)
     permute = kernels.memory_seconds(unit * 2.0 * h * copies)
+    sorts = 2.0 * permute * (local_experts > 1.0) * (options.dispatcher == "alltoall")
     is_grouped = options.grouped_gemm and train.transformer_engine
     router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]
     launches = np.full_like(rows, router_launches) + expert_launches * (1.0 if is_grouped else local_experts)
     dispatches = 2.0 * expert_dispatch(train, layout, costs) * options.expert_imbalance
 
-    element = norm + 2.0 * permute + residual + activation
+    element = norm + 2.0 * permute + sorts + residual + activation
     forward = Seconds.from_compute(experts.forward + router.forward + element, expert=dispatches, launches=launches)
-    gradients = experts.input_gradient + router.input_gradient + norm_back + 3.0 * permute + activation_back + residual
+    element_back = norm_back + 3.0 * permute + sorts + activation_back + residual
+    gradients = experts.input_gradient + router.input_gradient + element_back
     backward = Seconds.from_compute(gradients, expert=dispatches, launches=2.0 * launches)
     repeated = Seconds.from_compute(np.zeros_like(norm))
     if "layernorm" in options.recompute_modules:

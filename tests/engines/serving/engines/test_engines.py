@@ -13,10 +13,23 @@ from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.launch import reports
 from flagcore.engines.serving.launch.server import PORT, Fetch
 from flagcore.errors import NoDevice, SpecError
-from tests.engines.serving.engines.tasks import GIB, MLA, broken, engine_of, failure, merged, planned, server, settings
+from tests import served
+from tests.engines.serving.engines.tasks import (
+    GIB,
+    MLA,
+    broken,
+    engine_of,
+    failure,
+    merged,
+    planned,
+    row,
+    server,
+    settings,
+)
 from tests.small import DENSE, EXPERTS
 
 TP, PP, DP, EP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "data", "expert_model"))
+FEW, MANY = (Load(input_len=16, output_len=1024, concurrency=clients) for clients in (4, 256))
 DRAFT = {"speculation": "ngram", "speculative_tokens": 3}
 SPREAD = Load(input_len=100, output_len=10, prefix_len=20, range_spread=0.5)  # at most 20 + 150 + 15 tokens
 INVALID, FAILED, MEMORY = TrialState.INVALID, TrialState.FAILED, TrialState.OUT_OF_MEMORY
@@ -122,6 +135,7 @@ def test_knobs_reach_the_engine_in_its_spelling(engine: str, values: dict[str, A
         ("sglang", {}, "chunk_of_pages", {"page_size": 64, "chunked_prefill_size": 96}),
         ("sglang", {}, "whole_prompts", {"chunked_prefill_size": -1, "max_prefill_tokens": 128}),
         ("sglang", {}, "experts_exist", {EP: 2}),
+        ("sglang", {}, "mixed_chunks_in_stages", {"enable_mixed_chunk": True, PP: 2}),
         ("sglang", {"model": EXPERTS}, "expert_parallel", {TP: 2, DP: 2, EP: 3}),
         ("sglang", {"engine_args": {"attention_backend": "trtllm_mla"}}, "page_size", {"page_size": 16}),
         ("sglang", {}, "speculation_needs_a_draft", DRAFT | {"speculation": "EAGLE"}),
@@ -637,3 +651,20 @@ def test_empty_columns_are_the_engines_defaults(name: str) -> None:
     with pytest.raises(SpecError) as caught:
         engine.ready_to_probe(task.spec)
     assert (caught.value.key, caught.value.value) == ("serve.engine", name)
+
+
+@pytest.mark.parametrize(
+    ("engine", "load", "values", "count"),
+    [
+        ("vllm", FEW, {TP: 2}, 0),
+        ("vllm", FEW, {PP: 2}, 1),
+        ("llamacpp", FEW, {PP: 2}, 0),
+        ("vllm", MANY, {"max_num_seqs": 8}, 1),
+    ],
+)
+def test_plans_avoid_pipelines_without_need_and_long_queues(
+    engine: str, load: Load, values: dict[str, Any], count: int
+) -> None:
+    task, workload = planned(engine, loads=(load,)), engine_of(engine)
+    columns = row(workload, task, **values)
+    assert workload.unusual(task, columns, workload.predict(task, columns, served.costs())) == [count]

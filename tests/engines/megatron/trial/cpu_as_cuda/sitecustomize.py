@@ -212,7 +212,7 @@ PATCHES = {
     "megatron.core.transformer.moe.moe_utils": experts,
     "megatron.core.pipeline_parallel.schedules": schedules,
     "megatron.training.initialize": start,
-    "flagcore.engines.megatron.trial.device": device,
+    "flagcore.engines.rank_device": device,
 }
 
 

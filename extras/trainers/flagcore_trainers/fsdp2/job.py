@@ -1,0 +1,99 @@
+"""The job file of a trial. This module does not import torch. Sizes are numbers of elements."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.model import Model
+from flagcore.engines.megatron.trial.job import Device, JobError
+
+
+@dataclass(frozen=True)
+class Train:
+    """The work of one step, and the number of steps."""
+
+    seq_length: int
+    global_batch_size: int
+    precision: str
+    train_iters: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The values of the knobs of a candidate."""
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    context: int = 1
+    micro_batch: int = 1
+    reshard_after_forward: bool = True
+    checkpointing: str = "none"
+    reduce_dtype: str = "fp32"
+    offload: bool = False
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One trial. It ends `end_after_s` seconds after its start, at `ends_at` on the clock `time.monotonic`."""
+
+    model: Model
+    train: Train
+    candidate: Candidate
+    device: Device
+    output: Path
+    nodes: int = 1
+    end_after_s: float | None = None
+    ends_at: float | None = None
+
+    def started(self) -> Job:
+        """Return the job with its end time, for a program that starts now."""
+        return dataclasses.replace(self, ends_at=self.end_after_s and time.monotonic() + self.end_after_s)
+
+    @property
+    def world_size(self) -> int:
+        return self.replicas * self.candidate.context * self.candidate.tensor
+
+    @property
+    def processes(self) -> int:
+        """The number of ranks on this host."""
+        return self.world_size // self.nodes
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that process different samples."""
+        return self.candidate.replicate * self.candidate.shard
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.train.global_batch_size // (self.candidate.micro_batch * self.replicas)
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The device meshes of the ranks, with named dimensions from the outermost to the innermost.
+
+    `weights`: how weights are distributed, `replicate`, `fsdp` and `tp`. `samples`: how samples are, `replica`, `cp`
+    and `tp`. The ranks of `fsdp` are those of several replicas, each with its context-parallel ranks.
+    """
+
+    weights: Any
+    samples: Any
+
+
+def read_job(path: Path) -> Job:
+    """Return the job in a file. Raises JobError if it cannot be read."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        kinds = {"model": Model, "train": Train, "candidate": Candidate, "device": Device}
+        parts: dict[str, Any] = {name: kind(**data.pop(name)) for name, kind in kinds.items()}
+        return Job(**parts, **{**data, "output": Path(data["output"])})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise JobError(f"{path}: {error}") from None

@@ -1,0 +1,178 @@
+"""Memory of one rank of the trial program: sharded states, gathered units, gradients and activations.
+
+The peak is the maximum over the moments of a step at which the most is allocated. Sources: torch 2.13's
+`distributed/fsdp/_fully_shard` (`_fsdp_param_group.py`, `_fsdp_collectives.py`), and the tensors that autograd stores
+for the operators of `model.py`. ZeRO: arXiv 1910.02054; checkpoints: arXiv 2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flagcore.domain.model import Model
+from flagcore.domain.space import BoolArray, FloatArray
+
+MAIN_BYTES, ADAM_BYTES = 4.0, 8.0
+"""Bytes per sharded weight, which is fp32, and of both moments of Adam. A sharded gradient is fp32, too."""
+LOSS_BYTES = 12.0
+"""Peak bytes per logit in the backward of the loss: log-probabilities, their gradient, and that of the logits."""
+SPLIT_LOSS_BYTES = 4.0
+"""Bytes per logit that a loss over split logits needs in addition. Counted in torch 2.13's `loss_parallel`."""
+LOSS_FORWARD_BYTES = 8.0
+"""Bytes per logit when the loss is computed: fp32 logits and log-probabilities."""
+NORM_VALUES = {2.0: 14.0, 4.0: 5.0}
+"""Values per element that the backward of a norm without a fused kernel allocates, in values of 2 or 4 bytes. Counted
+in torch 2.13."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the memory of candidates depends on. Arrays have one element per candidate.
+
+    `ranks`: ranks that share each weight. `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a
+    gradient while it is reduced. `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
+    """
+
+    model: Model
+    value_bytes: float
+    ranks: FloatArray
+    tensor: FloatArray
+    context: FloatArray
+    tokens: FloatArray
+    microbatches: FloatArray
+    reshard: BoolArray
+    checkpointing: FloatArray
+    reduce_bytes: FloatArray
+    offload: BoolArray
+    fused_norm: bool = True
+    sequence: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """Bytes of one rank: between steps, above it at the peak of forward and backward, and the peak of the step."""
+
+    static: FloatArray
+    activation: FloatArray
+    peak: FloatArray
+
+
+def unit_weights(job: Job) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the numbers of weights of a layer, of the embedding or head, and of the rest, padded over the ranks.
+
+    They are those of a tensor-parallel rank. Each weight is sharded by rows, so its rows are padded to a multiple.
+    """
+    model, tensor, ranks = job.model, job.tensor, job.ranks
+    h, ffn, matrices = model.hidden_size, model.ffn_hidden_size / tensor, 2 + model.gated_linear_unit
+    query, key = (count * model.kv_channels / tensor for count in (model.num_attention_heads, model.num_query_groups))
+    rows: list[tuple[FloatArray | float, FloatArray | float]]
+    rows = [(query, h), (key, h), (key, h), (h, query), *[(ffn, h)] * (matrices - 1), (h, ffn), (h, 1), (h, 1)]
+    if model.add_qkv_bias:
+        rows += [(query, 1), (key, 1), (key, 1)]
+    if model.qk_layernorm:
+        rows += [(model.kv_channels, 1)] * 2
+    return _padded(rows, ranks), _padded([(model.vocab_size / tensor, h)], ranks), _padded([(h, 1)], ranks)
+
+
+def _padded(weights: Sequence[tuple[FloatArray | float, FloatArray | float]], ranks: FloatArray) -> FloatArray:
+    return sum((np.ceil(rows / ranks) * ranks * columns for rows, columns in weights), np.zeros_like(ranks))
+
+
+def of_rank(job: Job) -> Bytes:
+    """Return the memory of a rank. All ranks need about the same."""
+    model, u, r, n = job.model, job.value_bytes, job.reduce_bytes, job.ranks
+    layer, table, rest = unit_weights(job)
+    is_tied, layers = not model.untie_embeddings_and_output_weights, float(model.num_layers)
+    shard = (layer * layers + table * (1.0 if is_tied else 2.0) + rest) / n
+    states = np.where(job.offload, 0.0, (MAIN_BYTES + ADAM_BYTES) * shard)
+    gradients = np.where(job.offload, 0.0, MAIN_BYTES * shard)
+    # Gradients of earlier micro-batches are there from the start. Those of a single one fill up during backward.
+    early = np.where(job.microbatches > 1, gradients, 0.0)
+    held = early + np.where(job.microbatches > 1, 0.0, np.where(job.offload, 0.0, MAIN_BYTES * table / n))
+    act = _activations(job)
+    is_shared = n > 1
+    buffer = 1.0 * is_shared  # a gather has a buffer, and the weights are copied out of it
+    gathered = np.where(job.reshard, 0.0, u * layer * layers)  # weights that stay from forward to backward
+    own = np.where(job.reshard, u * layer, 0.0)
+    ahead = np.where(job.reshard, u * layer * buffer, 0.0)  # the next layer, gathered during this one
+    edge = u * (table + rest) if is_tied else u * (table + rest / n)
+    late = u * table if is_tied else 0.0  # a tied head's gradient waits for the embedding's
+    logits = job.tokens * model.vocab_size / job.tensor
+    at_head = act.stored + act.head_input + edge + gathered
+    head_reduce = np.zeros_like(n) if is_tied else r * table
+    moments = [
+        early + at_head + LOSS_FORWARD_BYTES * logits + (u * table + ahead) * buffer,
+        early + at_head + (LOSS_BYTES + SPLIT_LOSS_BYTES * (job.tensor > 1)) * logits,
+        early + at_head + (u + 4.0) * logits,
+        early + at_head + u * logits + u * table + act.hidden * job.tensor + ahead,
+    ]
+    if not is_tied:  # the head's gradients are copied into the buffer of their reduction
+        moments.append(early + act.stored + gathered + u * table + r * table * (1.0 + 1.0 / n) + act.hidden + ahead)
+    for previous, number in ((head_reduce, 1.0), (r * layer, min(2.0, layers))):
+        left = act.stored - (number - 1.0) * act.layer
+        kept = held + late + gathered - np.where(job.reshard, 0.0, (number - 1.0) * u * layer)
+        kept = kept + edge * is_tied + ahead
+        for extra in act.backward:
+            moments.append(kept + own + previous + left + extra)
+        moments.append(kept + own + previous + left - act.layer + act.input + u * layer + act.norm)
+        copies = u * layer + r * layer * (1.0 + 1.0 / n)
+        moments.append(kept - np.where(job.reshard, 0.0, u * layer) + left - act.layer + copies + act.hidden)
+    end = gradients + act.hidden
+    moments.append(end + u * table + np.maximum(u * table + r * layer, r * table * (1.0 + 1.0 / n)) + late)
+    moments.append(gradients)
+    above: FloatArray = np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)
+    return Bytes(static=states + gradients, activation=above - gradients, peak=states + above)
+
+
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """Bytes of activations of one micro-batch.
+
+    `stored`: of all layers before backward. `layer`: of one layer. `input`: the input of a layer. `hidden`: the tensor
+    between layers. `head_input`: what the head and the norm before it store. `backward`: at the moments of a layer's
+    backward, above what all layers store. `norm`: of the backward of a norm.
+    """
+
+    stored: FloatArray
+    layer: FloatArray
+    input: FloatArray
+    hidden: FloatArray
+    head_input: FloatArray
+    backward: tuple[FloatArray, ...]
+    norm: FloatArray
+
+
+def _activations(job: Job) -> _Activations:
+    model, u, tensor = job.model, job.value_bytes, job.tensor
+    rows = job.tokens / tensor
+    hidden, whole = u * model.hidden_size * rows, u * model.hidden_size * job.tokens
+    query, key = (u * count * model.kv_channels * rows for count in (model.num_attention_heads, model.num_query_groups))
+    width = u * model.ffn_hidden_size * rows
+    gate = 4.0 if model.gated_linear_unit else 2.0  # gate, its silu, the other half and the product
+    keys = 2.0 * key * job.context  # all context-parallel ranks' keys and values
+    core = 2.0 * query + keys + 4.0 * model.num_attention_heads * rows
+    core = core + (query + key) * model.qk_layernorm
+    full = 2.0 * (hidden + whole) + core + gate * width
+    weights = u * model.hidden_size * model.ffn_hidden_size / tensor
+    matrices = 3.0 if model.gated_linear_unit else 2.0
+    # Selective checkpoints store every second product: queries, values, gate and the output of the block.
+    products = query + key + query + width + (hidden if tensor.max(initial=1.0) == 1 else whole)
+    selective = hidden + products + 4.0 * model.num_attention_heads * rows
+    per_layer = np.select([job.checkpointing == 0, job.checkpointing == 1], [full, selective], hidden)
+    again = np.where(job.checkpointing > 0, full, 0.0) - np.where(job.checkpointing == 2, hidden, 0.0)
+    again = np.where(job.checkpointing == 1, full - hidden - query - width, again)
+    norm = hidden * (NORM_VALUES[u] if not job.fused_norm else 2.0)
+    at_gate = again + (gate - 2.0) * width + hidden + weights + (whole - 0.0) * (tensor > 1)
+    after_ffn = again - gate * width - whole + matrices * weights + norm + hidden
+    return _Activations(
+        stored=per_layer * model.num_layers,
+        layer=per_layer,
+        input=hidden,
+        hidden=hidden,
+        head_input=hidden + whole,
+        backward=(at_gate, after_ffn),
+        norm=norm,
+    )

@@ -1,0 +1,274 @@
+"""Predicts memory and step times of FSDP2 candidates.
+
+Layers are timed by the shared formulas of `flagcore.engines.training`. What FSDP2 adds: weights are gathered for each
+pass and gradients are scattered after each micro-batch, beside the kernels of other layers, and weights are copied
+between buffers (torch 2.13 `_fsdp_collectives.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+
+from flagcore.contracts import AttentionShape, Costs, KernelCosts, communicator_bytes
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Columns, FloatArray, IntArray
+from flagcore.domain.spec import Task
+from flagcore.engines.training.layout import Layout, Options, Training
+from flagcore.engines.training.stages import model_flops
+from flagcore.engines.training.time.optimizer import HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND
+from flagcore.engines.training.time.step import ACCUMULATION_BYTES, Blocks, costs_in_run, step_time
+from flagcore_trainers.fsdp2 import memory
+from flagcore_trainers.fsdp2.space import AC, COMPILE, CP, MBS, OFFLOAD, REDUCE, REPLICATE, RESHARD, SHARD, TP
+from flagcore_trainers.meaning import BATCH_ROWS, INTERVAL
+
+ROTATION = (9.0, 12.0)
+"""Passes over queries and keys of rotary embeddings in separate kernels, forward and backward. Counted."""
+FUSED_ROTATION = 2.0
+"""The passes that the shared formulas assume for one kernel, forward and backward each."""
+ATTENTION_SHARE = {"sm_90": 0.35}
+"""The largest share of the peak that torch's attention kernel, FlashAttention-2, reaches, by architecture. On others
+the chip's own kernel times hold. Source: arXiv 2407.08608, abstract."""
+BACKWARD_FLOPS = 2.5
+"""Flops of the backward of a fused attention core, relative to its forward: five products instead of two."""
+ADAM_TRAFFIC = 40.0
+"""Bytes per sharded weight of an update: the gradients' norm and scale, and Adam in one kernel. Counted."""
+FORWARD_SHARE = 1.0 / 3.0
+"""The share of the forward pass in forward and backward without checkpoints."""
+
+
+def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
+    """Return the predicted memory in bytes and step time in seconds of each candidate in `columns`."""
+    parts, order = [], []
+    for start in range(0, columns[TP].size, BATCH_ROWS):
+        batch = {name: values[start : start + BATCH_ROWS] for name, values in columns.items()}
+        for compiled in (0, 1):
+            rows = np.flatnonzero(batch[COMPILE] == compiled)
+            if rows.size:
+                part = {name: values[rows] for name, values in batch.items()}
+                parts.append(_predict(task, part, costs, compiled=bool(compiled)))
+                order.append(rows + start)
+    return Predictions.join(parts).take(np.argsort(np.concatenate(order)))
+
+
+def memory_job(task: Task, columns: Columns, *, fused_norm: bool) -> memory.Job:
+    """Return what the memory of candidates depends on."""
+    layout = layout_of(task, columns)
+    value_bytes = 4.0 if task.spec.train.precision == "fp32" else 2.0
+    reduced = np.where((columns[REDUCE] == 2) & (value_bytes == 2.0), 2.0, 4.0)
+    return memory.Job(
+        model=task.spec.model,
+        value_bytes=value_bytes,
+        ranks=layout.data * layout.context,
+        tensor=layout.tensor,
+        context=layout.context,
+        tokens=layout.tokens(task.spec.train.seq_length),
+        microbatches=layout.microbatches,
+        reshard=columns[RESHARD] > 0,
+        checkpointing=(columns[AC] - 1).astype(np.float64),
+        reduce_bytes=reduced,
+        offload=columns[OFFLOAD] > 0,
+        fused_norm=fused_norm,
+    )
+
+
+def layout_of(task: Task, columns: Columns) -> Layout:
+    """Return the layouts of candidates. `data` are the replicas that share weights."""
+    count = {name: values.astype(np.float64) for name, values in columns.items()}
+    zeros, ones = np.zeros_like(count[TP]), np.ones_like(count[TP])
+    samples = count[MBS] * count[SHARD] * count[REPLICATE]
+    return Layout(
+        data=count[SHARD],
+        tensor=count[TP],
+        pipeline=ones,
+        virtual=ones,
+        context=count[CP],
+        expert=ones,
+        expert_tensor=count[TP],
+        micro_batch=count[MBS],
+        microbatches=np.maximum(task.spec.train.global_batch_size // samples, 1.0),
+        sharded_optimizer=ones,
+        sequence_parallel=ones * (count[TP] > 1),
+        selective=zeros,
+        uniform=zeros,
+        block=zeros,
+        first_layers=zeros,
+        last_layers=zeros,
+        split=zeros,
+    )
+
+
+def training(task: Task, *, compiled: bool) -> Training:
+    """Return the inputs to the shared formulas, of which the times of layers are used."""
+    train = task.spec.train
+    return Training(
+        model=task.spec.model,
+        sequence=train.seq_length,
+        global_batch=train.global_batch_size,
+        precision=train.precision,
+        fused_activation=compiled,
+        transformer_engine=True,
+        gathered_keys=True,
+        options=Options(cp_comm="all_gather", cross_entropy_fusion=compiled),
+    )
+
+
+def _predict(task: Task, columns: Columns, costs: Costs, *, compiled: bool) -> Predictions:
+    train, layout = training(task, compiled=compiled), layout_of(task, columns)
+    costs = _with_torch_attention(task, costs)
+    job = memory_job(task, columns, fused_norm=not costs.synchronous)
+    needed = memory.of_rank(job)
+    workspaces = 2.0 * costs.memory.workspace_bytes()
+    peak = needed.peak + workspaces
+    reserved = costs.memory.reserved_bytes(peak)
+    used = costs.memory.device_used_bytes(reserved) + communicator_bytes(costs.memory) * layout.communicators()
+    time_s = _times(train, layout, costs, job, columns, compiled=compiled)
+    total: FloatArray = sum(time_s.values(), np.zeros(()))
+    return Predictions(
+        step_time_s=total,
+        low_s=total * INTERVAL[0],
+        high_s=total * INTERVAL[1],
+        time_s=time_s,
+        static_bytes=needed.static,
+        activation_bytes=needed.activation,
+        peak_allocated_bytes=peak,
+        reserved_bytes=reserved,
+        device_used_bytes=used,
+        worst_stage=np.zeros(total.shape, dtype=np.int64),
+        capacity_bytes=costs.memory.capacity_bytes(),
+        model_flops=model_flops(train),
+    )
+
+
+@dataclass(frozen=True)
+class _TorchKernels:
+    """Kernel times of a chip, with attention at most at `rate` flops per second."""
+
+    kernels: Any
+    rate: float
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernels, name)
+
+    def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
+        seconds: FloatArray = np.maximum(self.kernels.attention_seconds(shape, precision), self._least(shape))
+        return seconds
+
+    def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
+        seconds = self.kernels.attention_backward_seconds(shape, precision)
+        limited: FloatArray = np.maximum(seconds, BACKWARD_FLOPS * self._least(shape))
+        return limited
+
+    def _least(self, shape: AttentionShape) -> FloatArray:
+        """Return the seconds of the causal half of both products of a forward."""
+        return 2.0 * shape.batch * shape.heads * shape.queries * shape.keys * shape.head_dim / self.rate
+
+
+def _with_torch_attention(task: Task, costs: Costs) -> Costs:
+    chip = task.cluster.groups[0].chip
+    share, peak = ATTENTION_SHARE.get(chip.architecture), chip.dense_flops_per_second.get("bf16")
+    if share is None or peak is None:
+        return costs
+    return replace(costs, kernels=cast("KernelCosts", _TorchKernels(costs.kernels, share * peak.value)))
+
+
+def _times(
+    train: Training, layout: Layout, costs: Costs, job: memory.Job, columns: Columns, *, compiled: bool
+) -> dict[str, FloatArray]:
+    """Return the parts of the step time in seconds."""
+    run, kernels = costs_in_run(costs), costs.kernels
+    plain, full = (
+        step_time(train, each, costs, Blocks.from_layout(train, each, run))
+        for each in (layout, replace(layout, uniform=np.ones_like(layout.tensor)))
+    )
+    again = np.select([columns[AC] == 1, columns[AC] == 2], [0.0, selective_share(train)], 1.0)
+    time_s = {name: plain[name] + again * (full[name] - plain[name]) for name in plain}
+    layer, table, rest = memory.unit_weights(job)
+    layers, u = float(train.model.num_layers), float(train.value_bytes)
+    tables = 1.0 + train.model.untie_embeddings_and_output_weights
+    weights = layer * layers + table * tables + rest
+    gathers = 1.0 + job.reshard
+    # The shared formulas assume an fp32 buffer of gradients per weight. FSDP2 copies out weights, and gradients in.
+    copied = gathers * 2.0 * u + u + job.reduce_bytes - ACCUMULATION_BYTES[True]
+    extra = kernels.memory_seconds(np.abs(copied) * weights) * np.sign(copied)
+    if not compiled:
+        heads = train.model.num_attention_heads + train.model.num_query_groups
+        rotated = u * heads * train.model.kv_channels * job.tokens / layout.tensor * layers
+        passes = sum(ROTATION) - 2.0 * FUSED_ROTATION + again * (ROTATION[0] - FUSED_ROTATION)
+        extra = extra + kernels.memory_seconds(passes * rotated)
+    time_s["compute_s"] = time_s["compute_s"] + layout.microbatches * extra * costs.run_slowdown
+    time_s["dp_comm_exposed_s"] = _exchange(train, layout, costs, job, columns, again, time_s)
+    time_s["optimizer_s"] = _update(costs, job, weights / job.ranks)
+    return time_s
+
+
+def selective_share(train: Training) -> float:
+    """Return the share of a layer's forward that selective checkpoints compute again.
+
+    Of the matrix products, these are keys, the output projection and the second half of a gated block. The attention
+    core is stored.
+    """
+    model, h = train.model, train.model.hidden_size
+    query, key = (count * model.kv_channels for count in (model.num_attention_heads, model.num_query_groups))
+    ffn = h * model.ffn_hidden_size
+    again = h * key + h * query + ffn * model.gated_linear_unit
+    products = 2.0 * h * (query + key) + ffn * (2.0 + model.gated_linear_unit)
+    return again / (products + train.sequence * query)
+
+
+def _exchange(
+    train: Training,
+    layout: Layout,
+    costs: Costs,
+    job: memory.Job,
+    columns: Columns,
+    again: FloatArray,
+    time_s: dict[str, FloatArray],
+) -> FloatArray:
+    """Return the exposed seconds per step in which weights are gathered and gradients are reduced.
+
+    The next layer's weights are gathered, and the last layer's gradients reduced, beside a layer's kernels. The first
+    gather and the last reduction of a pass are beside nothing.
+    """
+    layer, table, _rest = memory.unit_weights(job)
+    u, layers = float(train.value_bytes), float(train.model.num_layers)
+    ring = (_integers(job.ranks), _integers(layout.tensor))
+    replicas = (_integers(columns[REPLICATE]), _integers(layout.tensor * job.ranks))
+    seconds = costs.collectives.seconds
+
+    def gather(weights: FloatArray) -> FloatArray:
+        return seconds("all_gather", u * weights, *ring)
+
+    def reduce(weights: FloatArray) -> FloatArray:
+        across = seconds("all_reduce", job.reduce_bytes * weights / job.ranks, *replicas)
+        return seconds("reduce_scatter", job.reduce_bytes * weights, *ring) + across
+
+    ends = 1.0 + train.model.untie_embeddings_and_output_weights
+    forward = gather(layer) * layers + gather(table) * ends
+    backward = job.reshard * gather(layer) * layers + reduce(layer) * layers + reduce(table) * ends
+    if costs.synchronous:  # the host computes and sends
+        return layout.microbatches * (forward + backward)
+    work = sum((time_s[name] for name in ("compute_s", "tp_comm_s", "cp_comm_s")), np.zeros(()))
+    work = work / layout.microbatches
+    window = work * FORWARD_SHARE / (1.0 + FORWARD_SHARE * again)
+    share = costs.collectives.compute_share(*ring)
+    exposed = np.zeros_like(work)
+    for total, alone, beside in ((forward, gather(table), window), (backward, reduce(table), work - window)):
+        hidden = np.minimum(total - alone, beside)
+        exposed = exposed + total - hidden + share * hidden
+    return layout.microbatches * exposed
+
+
+def _update(costs: Costs, job: memory.Job, shard: FloatArray) -> FloatArray:
+    """Return the seconds of the optimizer step on `shard` weights of a rank."""
+    on_device = costs.kernels.memory_seconds(ADAM_TRAFFIC * shard)
+    if not job.offload.any():
+        return on_device
+    copies = costs.kernels.host_copy_seconds(2.0 * memory.MAIN_BYTES * shard)
+    return np.where(job.offload, copies + HOST_ADAM_BYTES * shard / HOST_BYTES_PER_SECOND, on_device)
+
+
+def _integers(values: FloatArray | IntArray) -> IntArray:
+    return np.rint(values).astype(np.int64)

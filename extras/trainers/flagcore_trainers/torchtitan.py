@@ -1,0 +1,122 @@
+"""The engine `torchtitan`: a user's torchtitan command, whose candidates are further options of it.
+
+Source: torchtitan 0.3 `config/configs.py`, `config/manager.py` and `trainer.py`. Options change the values of a
+configuration. Activation checkpointing is a subcommand, so it is the last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Costs, Platform, Workload
+from flagcore.domain.launch import Launch
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
+from flagcore.domain.spec import Task
+from flagcore_trainers.fsdp2 import predict as fsdp2
+from flagcore_trainers.fsdp2.space import AC, COMPILE, CP, MBS, OFFLOAD, REDUCE, REPLICATE, RESHARD, SHARD, TP
+from flagcore_trainers.trainer import Trainer
+
+CHECKPOINTING = "activation-checkpoint:"
+"""The start of the subcommand of activation checkpointing."""
+SIZES = [1, 2, 4, 8]
+PROGRAM: Mapping[str, Any] = {
+    "knobs": {
+        TP: {"flag": "--parallelism.tensor_parallel_degree", "values": SIZES, "label": "TP"},
+        CP: {"flag": "--parallelism.context_parallel_degree", "values": SIZES, "label": "CP"},
+        MBS: {"flag": "--training.local_batch_size", "values": [1, 2, 4, 8, 16], "label": "MBS"},
+        AC: {
+            "flag": f"{CHECKPOINTING}{{}}",
+            "values": {"none": 0, "selective": 1, "full": 2},
+            "meaning": "recompute",
+            "label": "AC",
+            "default": "selective",
+        },
+        RESHARD: {
+            "flag": "--parallelism.fsdp_reshard_after_forward",
+            "values": ["default", "never"],
+            "label": "reshard",
+        },
+        COMPILE: {"flag": "--compile.enable", "values": [False, True]},
+    },
+    "fixed": {"zero_stage": 3},
+    "trial_args": [
+        *("--training.steps", "{steps}", "--metrics.log_freq", "1", "--dump_folder", "{folder}"),
+        *("--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb", "--metrics.disable_color_printing"),
+        *("--checkpoint.no-enable", "--profiler.no-enable_profiling", "--validator.no-enable"),
+    ],
+    "log": {"format": "torchtitan"},
+}
+"""`train.program` of every torchtitan job. Trials print each step, and write no checkpoints, traces or metrics."""
+
+
+class TorchTitan(Trainer):
+    """Training with torchtitan, whose replicas share weights with FSDP2."""
+
+    distribution = "torchtitan"
+
+    def with_program(self, program: object) -> Workload:
+        """Return the engine with further knobs and arguments of `program`."""
+        return super().with_program(_merged(program))
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        """Return the predictions of the engine `fsdp2`, or those of ZeRO 3 for models that it does not have."""
+        model, numbers = task.spec.model, self.numbers(task, columns)
+        pipeline = numbers["pipeline_model_parallel_size"]
+        if model.num_moe_experts or model.multi_latent_attention or (pipeline > 1).any():
+            return super().predict(task, columns, costs)
+        ones = np.ones_like(pipeline)
+
+        def is_value(name: str, value: KnobValue) -> IntArray:
+            knob = next((each for each in self.knobs if each.name == name), None)
+            if knob is None or name not in columns:
+                return 0 * ones
+            code = knob.axis(()).encode(value)
+            return np.where(columns[name] == code, ones, 0)
+
+        given = {
+            REPLICATE: ones,
+            SHARD: numbers["data_parallel_size"],
+            TP: numbers[TP],
+            CP: numbers[CP],
+            MBS: numbers[MBS],
+            AC: 1 + numbers["recompute"],
+            RESHARD: 1 - is_value(RESHARD, "never"),
+            REDUCE: ones,
+            OFFLOAD: 0 * ones,
+            COMPILE: is_value(COMPILE, True),
+        }
+        return fsdp2.predict(task, given, costs)
+
+    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        train = platform.task.spec.train
+        work = (
+            "--training.global_batch_size",
+            str(train.global_batch_size),
+            "--training.seq_len",
+            str(train.seq_length),
+        )
+        spec = replace(platform.task.spec, work=replace(train, flags=(*work, *train.flags)))
+        platform = replace(platform, task=replace(platform.task, spec=spec))
+        launch = super().launch(platform, candidate, folder, for_real=for_real)
+        last = [word for word in launch.argv if word.startswith(CHECKPOINTING)]
+        return replace(launch, argv=(*(word for word in launch.argv if word not in last), *last))
+
+
+def _merged(program: object) -> object:
+    """Return `PROGRAM` with a user's changes."""
+    if program is None:
+        return PROGRAM
+    if not isinstance(program, Mapping):
+        return program
+    merged = {**PROGRAM, **program}
+    if isinstance(merged["knobs"], Mapping):
+        merged["knobs"] = {**PROGRAM["knobs"], **merged["knobs"]}
+    return merged
+
+
+TORCHTITAN = TorchTitan("torchtitan").with_program(None)

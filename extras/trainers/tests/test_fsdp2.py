@@ -1,0 +1,139 @@
+"""The engine `fsdp2`: rules, memory as torch counts it, and trials on a CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_trainers.fsdp2.engine import FIELDS, FSDP2
+from flagcore_trainers.fsdp2.space import AC, CP, MBS, REDUCE, REPLICATE, RESHARD, SHARD, TP
+
+from flagcore import api
+from flagcore.contracts import Platform
+from flagcore.domain.chip import Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.space import Candidate
+from flagcore.errors import LaunchError, SpecError
+from tests.small import DENSE, EXPERTS, SHAPE, costs, task
+
+NEUTRAL = {knob.name: knob.neutral for knob in FSDP2.knobs}
+CPU = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
+
+
+def columns(**values: Any) -> dict[str, Any]:
+    given = {**NEUTRAL, **values}
+    return {knob.name: np.array([knob.axis(()).encode(given[knob.name])]) for knob in FSDP2.knobs}
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        ({SHARD: 4}, None),
+        ({SHARD: 2, TP: 2}, None),
+        ({SHARD: 2}, "world_size"),
+        ({SHARD: 4, MBS: 4}, "global_batch_size"),
+        ({TP: 4}, "tensor_parallel"),
+        ({REPLICATE: 4}, "sharded_replicas"),
+        ({SHARD: 4, REDUCE: "bf16"}, "reduce_in_fp32"),
+    ],
+)
+def test_rules(values: dict[str, Any], rule: str | None) -> None:
+    job = task(engine="fsdp2", precision="fp32")
+    broken = [each.name for each in FSDP2.rules(job) if each.broken(columns(**values))[0]]
+    assert broken == ([] if rule is None else [rule])
+
+
+def test_what_trials_cannot_run_is_reported_by_key() -> None:
+    with pytest.raises(SpecError) as refused:
+        FSDP2.rules(task(EXPERTS, engine="fsdp2"))
+    assert refused.value.key == "model.num_moe_experts"
+    for train in ({"precision": "fp8"}, {"command": ("train",)}):
+        with pytest.raises(SpecError) as refused:
+            FSDP2.ready(task(engine="fsdp2", **train).spec)
+        assert refused.value.key == f"train.{next(iter(train))}"
+
+
+def test_predictions_follow_the_knobs() -> None:
+    job = task(engine="fsdp2", devices=8, global_batch_size=16)
+
+    def predicted(**values: Any) -> Any:
+        return FSDP2.predict(job, columns(**{SHARD: 8, **values}), costs(job))
+
+    plain = predicted()
+    assert predicted(**{AC: "full"}).step_time_s > predicted(**{AC: "selective"}).step_time_s > plain.step_time_s
+    assert predicted(**{RESHARD: False}).time_s["dp_comm_exposed_s"] < plain.time_s["dp_comm_exposed_s"]
+    assert predicted(**{SHARD: 4, REPLICATE: 2}).static_bytes > plain.static_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "candidate"),
+    [
+        ({}, {"shard": 8, "checkpointing": "selective"}),
+        ({"untie_embeddings_and_output_weights": False}, {"shard": 4, "tensor": 2, "micro_batch": 2}),
+    ],
+)
+def test_memory_is_what_torch_counts(shape: dict[str, Any], candidate: dict[str, Any]) -> None:
+    pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
+    from extras.trainers.tests import counted
+
+    job = counted.job({"num_layers": 2, **shape}, candidate)
+    static, peak = counted.counted(job)
+    assert counted.predicted(job) == (pytest.approx(static, rel=0.01), pytest.approx(peak, rel=0.05))
+
+
+def trial(folder: Path, **values: Any) -> Any:
+    """Run a trial of two ranks, and return its measurement."""
+    job = task(DENSE, devices=2, engine="fsdp2", seq_length=32, precision="fp32")
+    folder.mkdir()
+    candidate = Candidate.of({**NEUTRAL, **values})
+    launch = FSDP2.launch(Platform(task=job, workload=FSDP2, costs=costs(job), support=CPU), candidate, str(folder))
+    subprocess.run(launch.argv, check=True, cwd=folder)
+    measured = FSDP2.read(job, candidate, str(folder))
+    effective = dict(measured.effective)
+    assert effective.pop("precision") == "fp32"
+    assert effective.items() <= candidate.as_dict().items()
+    return measured
+
+
+@pytest.mark.slow
+def test_layouts_have_the_same_losses(tmp_path: Path) -> None:
+    layouts: list[dict[str, Any]] = [
+        {SHARD: 2, MBS: 2, AC: "selective"},
+        {TP: 2, MBS: 4, AC: "full"},
+        {CP: 2, MBS: 8, RESHARD: False},
+    ]
+    first, *others = (trial(tmp_path / str(number), **values) for number, values in enumerate(layouts))
+    assert first.losses[-1] < first.losses[0]
+    for other in others:
+        assert other.losses == pytest.approx(first.losses, rel=1e-4)
+    assert first.peak_allocated_bytes > 0
+
+
+def test_there_is_no_real_job(tmp_path: Path) -> None:
+    job = task(engine="fsdp2")
+    platform = Platform(task=job, workload=FSDP2, costs=costs(job))
+    with pytest.raises(LaunchError):
+        FSDP2.launch(platform, Candidate.of(NEUTRAL), str(tmp_path), for_real=True)
+    FSDP2.launch(platform, Candidate.of(NEUTRAL), str(tmp_path))
+    assert json.loads((tmp_path / "job.json").read_text())["candidate"].keys() == set(FIELDS.values())
+
+
+def test_a_broken_job_file_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{}")
+    words = [sys.executable, "-m", "flagcore_trainers.fsdp2", str(tmp_path / "job.json")]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("invalid configuration:")
+
+
+def test_a_spec_names_the_engine() -> None:
+    train = {"engine": "fsdp2", "seq_length": 64, "global_batch_size": 8, "precision": "bf16"}
+    spec = {"model": SHAPE, "cluster": {"chip": "H100-SXM", "devices_per_node": 4}, "train": train}
+    with pytest.raises(SpecError) as refused:
+        api.estimate({**spec, "auto_tuner": {"space": {SHARD: 0}}})
+    assert refused.value.key == f"auto_tuner.space.{SHARD}"
+    api.estimate({**spec, "auto_tuner": {"space": {SHARD: 4}}})

@@ -1,0 +1,65 @@
+"""The engine `torchtitan`: the commands of candidates, their predictions, and torchtitan's own parser."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_trainers.fsdp2.engine import FSDP2
+from flagcore_trainers.fsdp2.space import AC, CP, MBS, RESHARD, SHARD, TP
+from flagcore_trainers.torchtitan import TORCHTITAN
+
+from flagcore.contracts import Platform
+from flagcore.domain.space import Candidate
+from tests.small import costs, task
+
+COMMAND = ("torchrun", "-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_8b")
+NEUTRAL = {knob.name: knob.neutral for knob in TORCHTITAN.knobs}
+
+
+def argv(folder: Path, *own: str, for_real: bool = False, **values: Any) -> tuple[str, ...]:
+    job = task(engine="torchtitan", command=(*COMMAND, *own))
+    platform = Platform(task=job, workload=TORCHTITAN, costs=costs(job))
+    launch = TORCHTITAN.launch(platform, Candidate.of({**NEUTRAL, **values}), str(folder), for_real=for_real)
+    return launch.argv
+
+
+def test_options_of_a_candidate_replace_the_users(tmp_path: Path) -> None:
+    own = ("--training.local_batch_size", "2", "activation-checkpoint:none")
+    words = argv(tmp_path, *own, **{MBS: 4, AC: "full", TP: 2, "compile": True})
+    assert words[: len(COMMAND)] == COMMAND
+    assert words[-1] == "activation-checkpoint:full"
+    assert [words[place + 1] for place, word in enumerate(words) if word == "--training.local_batch_size"] == ["4"]
+    assert {"--compile.enable", "--checkpoint.no-enable", "--training.steps"} <= {*words}
+    real = argv(tmp_path, *own, for_real=True)
+    assert not {"--checkpoint.no-enable", "--training.steps"} & {*real}
+    assert words[words.index("--training.global_batch_size") + 1] == "8"
+
+
+def test_predictions_are_those_of_fsdp2() -> None:
+    job = task(engine="torchtitan", command=COMMAND)
+    given = {**NEUTRAL, TP: 2, CP: 1, MBS: 2, AC: "selective", RESHARD: "never"}
+    row = {knob.name: np.array([knob.axis(()).encode(given[knob.name])]) for knob in TORCHTITAN.knobs}
+    values = {knob.name: knob.neutral for knob in FSDP2.knobs}
+    values |= {SHARD: 2, TP: 2, MBS: 2, AC: "selective", RESHARD: False}
+    other = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in FSDP2.knobs}
+    found, expected = TORCHTITAN.predict(job, row, costs(job)), FSDP2.predict(job, other, costs(job))
+    assert found.step_time_s == expected.step_time_s
+    assert found.peak_allocated_bytes == expected.peak_allocated_bytes
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
+def test_torchtitan_parses_the_options(tmp_path: Path) -> None:
+    words = argv(tmp_path, **{MBS: 4, AC: "full", CP: 2, RESHARD: "never", "compile": True})
+    code = (
+        "import sys; from torchtitan.config import ConfigManager as C; c = C().parse_args(sys.argv[1:]);"
+        "print(c.training.local_batch_size, c.parallelism.context_parallel_degree, c.compile.enable,"
+        "c.parallelism.fsdp_reshard_after_forward, type(c.activation_checkpoint).__qualname__, c.checkpoint.enable)"
+    )
+    program = [sys.executable, "-c", code, *words[3:]]
+    ended = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "4 2 True never FullAC.Config False"
