@@ -97,7 +97,7 @@ def family_names_are_of_no_chip(plugin: Subject) -> Problems:
 
 @check("write the same lower-case word in each chips/*.yaml")
 def chips_have_one_lowercase_vendor(plugin: Subject) -> Problems:
-    (usual, _), *_ = Counter(chip.vendor.casefold() for chip in plugin.own_chips()).most_common()
+    usual = Counter(chip.vendor.casefold() for chip in plugin.own_chips()).most_common(1)[0][0]
     for chip in plugin.own_chips():
         if chip.vendor != usual:
             yield f"{chip.name}: vendor is {chip.vendor}, not {usual}"

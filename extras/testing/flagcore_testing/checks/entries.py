@@ -74,7 +74,8 @@ def limits_leave_something(plugin: Subject) -> Problems:
 @check("keep one of them, or restrict each by engines, chips or versions")
 def rules_do_not_contradict(plugin: Subject) -> Problems:
     plugin.implements("flagcore_check_task")
-    for name, times in Counter(rule.name for rule in (*plugin.quirks.refused, *plugin.quirks.forced)).items():
+    names = [*(rule.name for rule in plugin.quirks.refused), *(rule.name for rule in plugin.quirks.forced)]
+    for name, times in Counter(names).items():
         if times > 1:
             text = f"quirks.yaml: {times} rules have the name {name}"
             yield Problem(text, "give each rule its own name: reports name the rule")

@@ -135,8 +135,9 @@ OF_MEMORY = re.compile(r"\b(\d+)(?: to (\d+))? GB/s of ([\d.]+) (TB/s)")
 
 
 def _curve_problems(curve: Curve, source: str, chip: Chip) -> Iterator[str]:
-    shares = {name: getattr(curve, name) for name in SHARES}
-    for key, value in {**shares, **{f"gemm_shares.{key}": value for key, value in curve.gemm_shares.items()}}.items():
+    shares: dict[str, float] = {name: getattr(curve, name) for name in SHARES}
+    shares.update({f"gemm_shares.{name}": share for name, share in curve.gemm_shares.items()})
+    for key, value in shares.items():
         if not TINY_SHARE <= value <= ABOVE_PEAK:
             yield f"{key} = {value:g}"
     for key in curve.gemm_shares:
@@ -144,13 +145,14 @@ def _curve_problems(curve: Curve, source: str, chip: Chip) -> Iterator[str]:
             yield f"gemm_shares has {key!r}, and the names are {', '.join(KNOWN)}"
         elif PEAKS.get(key, key) not in chip.dense_flops_per_second:
             yield f"gemm_shares has {key}, of which {chip.name} has no peak"
-    for key, (low, high) in PLAUSIBLE.items():
-        if not low <= getattr(curve, key) <= high:
-            yield f"{key} = {getattr(curve, key):g} is not in {low:g} to {high:g}"
+    for key, (lowest, highest) in PLAUSIBLE.items():
+        if not lowest <= getattr(curve, key) <= highest:
+            yield f"{key} = {getattr(curve, key):g} is not in {lowest:g} to {highest:g}"
     for key, pattern in (("gemm_share", OF_PEAK), ("memory_share", OF_MEMORY)):
         for low, high, whole, unit in pattern.findall(source):
-            shares = [float(part) / float(whole) / (1000.0 if unit == "TB/s" else 1.0) for part in (low, high or low)]
-            if not 0.9 * min(shares) <= getattr(curve, key) <= 1.1 * max(shares):
+            peak = float(whole) * (1000.0 if unit == "TB/s" else 1.0)
+            least, most = float(low) / peak, float(high or low) / peak
+            if not 0.9 * least <= getattr(curve, key) <= 1.1 * most:
                 yield f"{key} = {getattr(curve, key):g}, but its source has {low} of {whole}"
     rate, host = curve.host_bytes_per_second, chip.host_bytes_per_second
     if rate != Curve().host_bytes_per_second and host and rate > ABOVE_PEAK * host.value:

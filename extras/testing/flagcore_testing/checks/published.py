@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from math import prod
+from typing import Any
 
 from flagcore import plugins
 from flagcore.domain.serving import ServeSpec
@@ -92,9 +93,8 @@ def published_runs_can_be_found(plugin: Subject) -> Problems:
         if not ADDRESS.match(str(each.get("source", ""))):
             fix = "let it begin with the address of the publication: https://..."
             yield Problem(f"{where}: source = {each.get('source')!r}", fix)
-        cluster, candidate = (
-            each.get(key) if isinstance(each.get(key), dict) else {} for key in ("cluster", "candidate")
-        )
+        parts: list[Any] = [each.get("cluster"), each.get("candidate")]
+        cluster, candidate = (dict(part) if isinstance(part, dict) else {} for part in parts)
         devices, node = cluster.get("devices"), cluster.get("devices_per_node")
         degrees = prod(degree for name in DEGREES if isinstance(degree := candidate.get(name, 1), int))
         if isinstance(devices, int) and degrees and devices % degrees:
