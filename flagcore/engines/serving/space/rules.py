@@ -156,26 +156,26 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
     )
 
 
-_TEXT_ONLY = ("language-model-only", "is-embedding", "embedding", "embeddings")
-"""Flags with which a server does not accept images."""
+_NO_TEXT = ("is-embedding", "embedding", "embeddings", "rerank", "reranking")
+"""Flags with which a server generates no text."""
 
 
 def check_images(task: Task, needed_flag: str = "") -> None:
-    """Raise SpecError if requests contain images that the model or the server cannot process.
+    """Raise SpecError if the server generates no text, or if it or the model cannot process the images of requests.
 
     `needed_flag` is the flag for the file with the vision tower, if the engine needs one.
     """
     serve, vision = task.spec.serve, task.spec.model.vision
+    flags = {strip_dashes(key): value for key, value in serve.engine_args.items() if value not in (False, None)}
+    pools = [name for name in ("runner", "task") if flags.get(name) in ("pooling", "embed")]
+    if name := next((name for name in (*_NO_TEXT, *pools) if name in flags), ""):
+        problem, fix = "starts a server that generates no text", "remove it: load tests need answers"
+        raise SpecError(key=f"serve.engine_args.{name}", value=flags[name], problem=problem, fix=fix)
     if not has_images(serve.loads):
         return
-    flags = {strip_dashes(key): value for key, value in serve.engine_args.items() if value not in (False, None)}
-    blocked = next((name for name in _TEXT_ONLY if name in flags), "")
-    blocked = blocked or next((name for name in ("runner", "task") if flags.get(name) in ("pooling", "embed")), "")
-    if blocked:
-        problem, fix = (
-            f"cannot be sent to a server with {blocked}",
-            f"remove serve.engine_args.{blocked}, or the images",
-        )
+    if "language-model-only" in flags:
+        problem = "cannot be sent to a server with language-model-only"
+        fix = "remove serve.engine_args.language-model-only, or the images"
     elif needed_flag and needed_flag not in flags:
         problem = f"need the file of a vision tower: {serve.engine} without {needed_flag} takes text only"
         fix = f"set serve.engine_args: {{{needed_flag}: FILE}}, or remove the images"

@@ -108,9 +108,7 @@ def test_the_context_holds_the_largest_images() -> None:
         ("vllm", {"model": DENSE}, "qwen2_5_vl"),
         ("sglang", {"model": DENSE}, "qwen2_5_vl"),
         ("lmdeploy", {"model": DENSE}, "qwen2_5_vl"),
-        ("vllm", {"engine_args": {"runner": "pooling"}}, "runner"),
         ("vllm", {"engine_args": {"--language-model-only": True}}, "language-model-only"),
-        ("sglang", {"engine_args": {"is_embedding": True}}, "is-embedding"),
     ],
 )
 def test_servers_that_cannot_take_images_are_refused(engine: str, arguments: dict[str, Any], word: str) -> None:
@@ -122,6 +120,16 @@ def test_servers_that_cannot_take_images_are_refused(engine: str, arguments: dic
     assert raised.value.fix
     workload.rules(task(None, engine, **arguments))
     LLAMACPP.rules(task(images(), "llamacpp", engine_args={"mmproj": "x.gguf"}))
+
+
+@pytest.mark.parametrize(
+    ("engine", "flag", "value"),
+    [("vllm", "runner", "pooling"), ("sglang", "is-embedding", True), ("llamacpp", "embedding", True)],
+)
+def test_servers_that_generate_no_text_are_refused(engine: str, flag: str, value: object) -> None:
+    with pytest.raises(SpecError) as raised:
+        ENGINES[engine].rules(task(None, engine, engine_args={flag: value}))
+    assert raised.value.key == f"serve.engine_args.{flag}"
 
 
 def test_images_of_a_trace_need_a_tower(tmp_path: Any) -> None:
