@@ -61,7 +61,8 @@ def source_of(package_folder: Path, module: str) -> Package | None:
 
 def read_toml(file: Path) -> dict[str, Any]:
     """Return the content of a TOML file. Raises OSError, TOMLDecodeError or UnicodeDecodeError."""
-    return tomllib.loads(file.read_text("utf-8"))
+    content: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
+    return content
 
 
 def read_source(folder: Path) -> Package:
