@@ -79,6 +79,9 @@ def measured_kernels_are_possible(plugin: Subject, chip: Chip, folder: str) -> P
             yield f"{where}, and the peaks of {chip.name} allow {least * 1e6:.3g}"
         elif large and least and seconds > SLOWER * least:
             yield f"{where}, {seconds / least:.0f} times what {chip.name} needs"
+        if row["kernel"].startswith("attention") and (row["heads"] % row["groups"] or row["keys"] < row["queries"]):
+            fix = "groups are those of keys and values and divide heads; keys are at least as many as queries"
+            yield Problem(f"{where}: heads, groups, keys and queries do not fit", fix)
         if row["kernel"] in BY_PRECISION and row.get("precision") not in KNOWN:
             yield Problem(f"{where}: precision = {row.get('precision')!r}", f"name one of {', '.join(KNOWN)}")
     same = Counter(tuple(value for key, value in row.items() if key != "us") for row in rows)
