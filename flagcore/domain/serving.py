@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-EngineArg: TypeAlias = bool | int | float | str | None
+EngineArg: TypeAlias = bool | int | float | str | Sequence[bool | int | float | str | None] | None
 
 PERCENTILES = (50, 90, 95, 99)
 STATISTICS = ("mean", *(f"p{each}" for each in PERCENTILES))

@@ -233,7 +233,6 @@ def _interpolate(curve: Curve, base: FloatArray) -> FloatArray:
     """Return the times of a measured curve at all payloads in SIZES, made non-decreasing.
 
     `base`: the modelled or extrapolated times, for payloads below the first point.
-
     Between points, the square root of the time is linear in the square root of the size. This was tested with six of
     the 20 points of a published curve: at the other points, the mean error is 5% and the largest 20%. Linear
     interpolation has errors of 9% and 31%, and logarithmic axes of 18% and 61%.

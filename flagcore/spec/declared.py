@@ -95,7 +95,8 @@ class _Section:
             args = [model, *args]
         words = table.get("command") or ()
         script = self.value(table["script"]) if "script" in table else ""
-        command = self.value(words) if isinstance(words, str) else [word for each in words if (word := self.text(each))]
+        given = self.value(words) or () if isinstance(words, str) else map(self.text, words)
+        command = [word for word in given if word]
         known = {key: self.value(table[key]) for key in ("devices", "hosts", "instances", "envs") if key in table}
         for place, path in table.get("mounts", {}).items():
             command, args = ([word.replace(place, self.text(path)) for word in each] for each in (command, args))

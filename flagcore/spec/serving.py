@@ -156,8 +156,8 @@ class ServeSection(Section):
     """Name of the engine; the engines of a list are tuned one after the other."""
     precision: ServePrecision | None = None
     """Number format of the weights; null: the format of the weights file, or bf16."""
-    engine_args: dict[str, Scalar] = Field(default={})
-    """Flags of the engine for all candidates, without leading dashes; true is a bare flag."""
+    engine_args: dict[str, Scalar | list[Scalar]] = Field(default={})
+    """Flags of the engine for all candidates, without leading dashes; true is a bare flag, a list several values."""
     profile: ProfileSection = ProfileSection()
     """The load: the requests that each trial sends to its servers."""
     slo: SloSection = SloSection()

@@ -61,14 +61,14 @@ def starts_of(
     starts: Iterable[Start]
     if text is None:
         starts = [Start(words=tuple(words))]
-    elif manifests := [each[1] or each[3] for each in _HERE_DOCUMENT.findall(text)]:
+    elif manifests := [re.sub(r"\\(?=\$)", "", each[1] or each[3]) for each in _HERE_DOCUMENT.findall(text)]:
         starts = [start for each in manifests for start in starts_of(words, each, images, directory, tables)]
     elif re.search(r"^\[Service\]", text, re.MULTILINE):
         starts = _unit(text)
     elif _MANIFEST.match(text):
         try:
             text = re.sub(r"(?m)^\.\.\.$", "", text)  # parts of pages
-            documents = list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+            documents = _with_runtimes(list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))))
             starts = [
                 start
                 for each in documents
@@ -77,7 +77,7 @@ def starts_of(
             ] or [start for each in _containers(documents) for start in _pods(each, images)]
         except yaml.YAMLError as error:
             raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
-        except (AttributeError, TypeError) as error:  # nodes are read without a check of their types
+        except (AttributeError, KeyError, TypeError) as error:  # nodes are read without a check of their types
             problem = _("the file has another structure than a manifest or a compose file: {reason}", reason=error)
             raise UsageError(problem) from None
     else:
@@ -211,8 +211,9 @@ def _pods(
             yield _container(start, each.get("image") or "", each.get("command"), each.get("args"), images)
     elif isinstance(group := node.get("leaderWorkerTemplate"), Mapping):
         template = group.get("leaderTemplate") or group.get("workerTemplate")
-        copies = _number(node.get("replicas")) or 1
-        yield from _pods(template, images, hosts=_number(group.get("size")) or 1, instances=copies, role=role)
+        copies, size = _number(node.get("replicas")) or 1, _number(group.get("size")) or 1
+        pods = _pods(template, images, hosts=size, instances=copies, role=role)
+        yield from (replace(each, job={"LWS_GROUP_SIZE": str(size)}) for each in pods)
     elif isinstance(replica_specs, Mapping):
         total = sum(_number(each.get("replicas")) or 1 for each in replica_specs.values())
         yield from _pods(next(iter(replica_specs.values())).get("template"), images, hosts=total)
@@ -221,6 +222,24 @@ def _pods(
         instances *= _number(node.get("replicas")) or 1
         for each in node.values():
             yield from _pods(each, images, hosts=hosts, instances=instances, role=role)
+
+
+def _with_runtimes(documents: Sequence[Any]) -> list[Any]:
+    """Return documents without the serving runtimes of KServe that services among them name, but with their container.
+
+    The arguments of the runtime precede those of the service (KServe, `MergeRuntimeContainers`).
+    """
+    found = [each for each in documents if isinstance(each, Mapping) and "kind" in each]
+    runtimes = {
+        str(each.get("metadata", {}).get("name")): each for each in found if "ServingRuntime" in str(each["kind"])
+    }
+    services = [each["spec"]["predictor"] for each in found if each["kind"] == "InferenceService"]
+    for model in [each.get("model") or {} for each in services]:
+        if runtime := runtimes.get(str(model.get("runtime"))):
+            container = runtime["spec"]["containers"][0]
+            model |= {**container, **model, "args": [*(container.get("args") or ()), *(model.get("args") or ())]}
+            documents = [each for each in documents if each is not runtime]
+    return list(documents)
 
 
 def _containers(node: Any) -> Iterator[Mapping[str, Any]]:

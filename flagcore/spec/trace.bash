@@ -74,6 +74,7 @@ __fc_writes() {
 __fc_look() {
   local IFS=$' \t\n' text=$1 status
   shopt -s extdebug
+  [[ -z ${TRACE_ELSEWHERE-} ]] || set +e  # commands fail for lack of the files of the other machine
   if ((__fc_busy)) || [[ $text == __fc_* || ($text == 'trap - DEBUG' && ${FUNCNAME[1]-} == __fc_decide) ]]; then
     return 0
   fi
@@ -127,6 +128,11 @@ __fc_harmless() {
   [[ $__fc_tools == *" ${name##*/} "* ]]
 }
 
+# Whether `command -v $1` runs as written. Programs that are not tools are on the other machine: it succeeds.
+__fc_is_here() {
+  [[ -z ${TRACE_ELSEWHERE-} || -p /dev/fd/1 || $__fc_tools == *" ${1##*/} "* ]]
+}
+
 # Write the record of a command: its kind, and its words.
 __fc_record() {
   [[ -z $__fc_exports ]] || eval "export$__fc_exports"
@@ -146,6 +152,7 @@ __fc_check_blocks() {
 # Functions that write a file run here, without that, and their commands are traced.
 __fc_decide() {
   trap - DEBUG
+  if [[ ${__fc_call[0]-} == command && ${__fc_call[1]-} == -[vV] ]] && ! __fc_is_here "${__fc_call[2]-}"; then return 0; fi
   local IFS=$' \t\n' first=${__fc_call[0]-}
   ((${#__fc_call[@]})) || return 1
   if [[ $first == source || $first == . ]]; then
@@ -172,10 +179,22 @@ __fc_leave() {
   case ${__fc_call[0]##*/} in
     bash) __fc_child "${__fc_call[@]:1}" ;;
     sh | dash) __fc_no_functions; __fc_child "${__fc_call[@]:1}" ;;
+    ssh) __fc_remote "${__fc_call[@]:1}" ;;
     *) if ! __fc_is_script "${__fc_call[0]}"; then __fc_record skipped "${__fc_call[@]}"; return; fi
        [[ $__fc_first == *bash* ]] || __fc_no_functions
        __fc_child "${__fc_call[@]}" ;;
   esac
+}
+
+# Trace the command that ssh with these words runs on another host, or record ssh if there is none.
+__fc_remote() {
+  local words=("$@")
+  while [[ ${1-} == -* ]]; do
+    if [[ $1 == -*[BbcDEeFIiJLlmOoPpRSWw] ]]; then shift; fi
+    (($#)) && shift
+  done
+  if [[ -z ${TRACE_ELSEWHERE-} ]] || (($# < 2)); then __fc_record skipped ssh "${words[@]}"; return; fi
+  __fc_child -c "${*:2}"
 }
 
 # Remove from __fc_call what only passes a command on; what `env` sets goes to __fc_exports.
@@ -222,6 +241,7 @@ __fc_act() {
 exec {BASH_XTRACEFD}> /dev/null  # the output of `set -x` would contain the commands of the trap
 export -n BASH_ENV FLAGCORE_TRACE
 [[ -n ${BASH_EXECUTION_STRING-} ]] || __fc_check_blocks "$0" || exit 0
+: &  # scripts read $! after a command that is skipped
 set -T
 trap '' PIPE  # what reads the output may be skipped
 # The words are expanded in the script's own context, and in a subshell: there, too, the trap sees their commands.

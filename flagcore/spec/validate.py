@@ -183,10 +183,8 @@ def _words_of(part: Schema) -> list[str]:
 def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: str) -> list[SpecError]:
     """Return an error for each problem that pydantic found, unknown keys first.
 
-    `kinds`: pydantic's type of error for each key path.
-
-    The error of a section is skipped if one of its keys has an error. The error of a missing key is skipped if an
-    unknown key is similar to it.
+    `kinds`: pydantic's type of error for each key path. A section's error is skipped if one of its keys has an error,
+    and that of a missing key if an unknown key is similar to it.
     """
     sections = {path[:size] for path in kinds for size in range(len(path))}
     paths = [path for path in kinds if path not in sections and kinds[path] != "rule"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ import yaml
 from extras.kubernetes.tests.test_manifest import CRDS, problems, require_restricted
 from flagcore import api
 from flagcore.api.tuning import targets
+from flagcore.engines.serving.llamacpp import profile as llamacpp
+from flagcore.engines.serving.space.knobs import arguments
 from flagcore.errors import FlagError
 from tests.api.test_export import DYNAMO, SCHEMAS, server, started, written
 from tests.cli.conftest import Project
@@ -76,6 +79,7 @@ for words in json.load(sys.stdin):
     args.resolve_once()
     args.check_server_args()
 """
+LLAMA_SERVER = shutil.which("llama-server")
 PARSE_MEGATRON = """\
 import json, os, sys
 from megatron.training.arguments import parse_args, validate_args
@@ -357,6 +361,25 @@ def test_sglangs_own_parser_accepts_the_arguments_of_every_server(exports: Expor
             listed += [shlex.split(each.rstrip(" &")) for each in found]
     assert len(listed) == 6
     parsed(PARSE_SGLANG, listed)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(LLAMA_SERVER is None, reason="needs llama-server on the PATH")
+def test_llama_servers_own_parser_accepts_the_arguments_of_every_server(exports: Exports) -> None:
+    made = exports("llamacpp")
+    files = [file for target in ("llamacpp", "slurm") for file in made[target].iterdir()]
+    lines = [line for file in files for line in file.read_text().replace("\\\n", " ").splitlines()]
+    lines += shell_commands(made["kubernetes"] / "job.yaml")
+    words = [shlex.split(each.partition("llama-server")[2].rstrip(" &")) for each in lines if "llama-server --" in each]
+    services = yaml.safe_load((made["compose"] / "compose.yaml").read_text())["services"].values()
+    words += [each["entrypoint"][1:] for each in services if each.get("entrypoint", [""])[0] == "llama-server"]
+    assert len(words) >= 7
+    settings = [(knob, each) for knob in llamacpp.KNOBS if knob.name != llamacpp.CONTEXT for each in knob.words or (1,)]
+    words += [[*arguments([knob], {knob.name: each})] for knob, each in settings]
+    for each in words:
+        command = [str(LLAMA_SERVER), "--model", "/missing.gguf", *each]  # it ends once its arguments are read
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert not re.search("invalid argument|error while handling", done.stderr), (each, done.stderr)
 
 
 def parsed(program: str, commands: list[list[str]]) -> None:

@@ -128,6 +128,34 @@ INPUTS = {
         "{model_source: model}, engine_kwargs: {tensor_parallel_size: 2}, deployment_config: {num_replicas: 2}}]}}]}}",
         "vllm slurm compose kubernetes",
     ),
+    "job.yaml": (
+        "kind: Job\nspec: {parallelism: 2, template: {spec: {containers: [{image: 'lmsysorg/sglang:v0.5.5', command: "
+        "[python3, -m, sglang.launch_server, --model-path, model, --tp, 8, --nnodes, 2], "
+        "resources: {limits: {nvidia.com/gpu: 4}}}]}}}",
+        "sglang slurm kubernetes",
+    ),
+    "dstack.yaml": (
+        "type: service\nimage: vllm/vllm-openai:v0.11.0\nenv: [A=1]\nresources: {gpu: 'H100:2'}\n"
+        "commands: [vllm serve model -tp $DSTACK_GPUS_NUM --max-model-len 4096]",
+        "vllm slurm compose kubernetes",
+    ),
+    "kthena.yaml": (
+        "kind: ModelBooster\nspec: {backend: {modelURI: 'hf://Qwen/Qwen3-8B', env: [{name: A, value: b}], workers: "
+        "[{type: server, image: 'vllm/vllm-openai:v0.11.0', pods: 2, resources: {limits: {nvidia.com/gpu: 4}}, "
+        "config: {tensor-parallel-size: 8, max-model-len: 4096}}]}}",
+        "slurm kubernetes",
+    ),
+    "kserve.yaml": (
+        "kind: InferenceService\nspec: {predictor: {minReplicas: 2, model: {modelFormat: {name: huggingface}, args: "
+        "[--tensor-parallel-size=2, --cudagraph-capture-sizes, 1, 2], storageUri: 'hf://Qwen/Qwen3-8B', "
+        "resources: {limits: {nvidia.com/gpu: 2}}}}}",
+        "vllm slurm compose kubernetes",
+    ),
+    "llm-service.yaml": (
+        "kind: LLMInferenceService\nspec: {replicas: 2, model: {uri: 'hf://Qwen/Qwen3-8B'}, parallelism: {tensor: 2}, "
+        "template: {containers: [{image: 'vllm/vllm-openai:v0.11.0', resources: {limits: {nvidia.com/gpu: 2}}}]}}",
+        "vllm slurm compose kubernetes",
+    ),
     "lmdeploy": (SERVERS["lmdeploy"], "lmdeploy slurm compose kubernetes"),
     "llama-server": ("llama-server -m model -np 4 -c 8192 --cache-ram 0", "llamacpp slurm compose kubernetes"),
 }
@@ -162,9 +190,11 @@ def test_an_export_comes_back_as_the_same_spec(name: str, tmp_path: Path) -> Non
         assert shown(again) == shown(data), target
 
 
-def test_several_values_are_noted_and_comments_stand_above_their_keys() -> None:
-    imported = api.read_command("vllm", ["vllm serve model --lora-modules a=b c=d --max-num-seqs 8"])
-    assert "--lora-modules" in keys(imported)
+def test_several_values_are_a_list_and_comments_stand_above_their_keys() -> None:
+    imported = api.read_command("vllm", ["vllm serve model --lora-modules a=b c=d --max-num-seqs 8 9"])
+    assert imported.data["serve"]["engine_args"] == {"lora-modules": ["a=b", "c=d"]}
+    assert "--max-num-seqs" in keys(imported)
+    imported = api.read_command("vllm", ["vllm serve model --max-num-seqs 8"])
     lines = commented_yaml(imported).splitlines()
     at = next(number for number, line in enumerate(lines) if "max_num_seqs: 8" in line)
     assert lines[at - 1].lstrip().startswith("# --max-num-seqs")

@@ -190,7 +190,7 @@ class Subject:
         for path in sorted(self.package_folder.glob(pattern)):
             try:
                 yield path.relative_to(self.package_folder).as_posix(), yaml.safe_load(path.read_text("utf-8"))
-            except yaml.YAMLError:
+            except (yaml.YAMLError, ValueError):
                 continue  # another check reports it
 
     def once(self, key: str, make: Callable[[], T]) -> T:

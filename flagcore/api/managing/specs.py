@@ -60,7 +60,7 @@ from flagcore.tuner.store.directory import RunDirectory
 
 _OF_MACHINE = re.compile(
     r"^(BASH_FUNC_.*|PATH|PWD|HOME|HOSTNAME|USER|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY"
-    r"|HOSTS|(NODE_|LOCAL_)?RANK|WORLD_SIZE|NNODES|MASTER_(ADDR|PORT)|\w+_HOST_IP|(FLAGCORE|PET)_\w+)$"
+    r"|HOSTS|(NODE_|LOCAL_)?RANK|WORLD_SIZE|NNODES|MASTER_(ADDR|PORT)|\w+_HOST_IP|(FLAGCORE|LWS|PET)_\w+)$"
 )
 _OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|JOB_NODELIST)")
 """Variables whose values differ between the hosts of a job, or between jobs."""
@@ -203,13 +203,11 @@ def _envs(variables: Mapping[str, str], notes: Notes, start: Start) -> dict[str,
 def _not_one(
     words: Sequence[str], text: str, programs: Sequence[Start], found: Collection[tuple[str, str, str]]
 ) -> SpecError | None:
-    """Return the error for an input that starts no engine, or several, or None.
-
-    It names a program that flagcore knows but does not tune.
-    """
+    """Return the error for an input that starts no engine (with what flagcore does not tune) or several, or None."""
     commands, value = [shlex.join(each.words) for each in programs], " ".join(words[1:] if text else words) or None
+    is_unknown = any(each.words[0].startswith(IMAGE) and each.words[1:] for each in programs)
     for name, row in _engine_table("untuned").items():
-        if found and not row.get("always"):
+        if (found or (is_unknown and len(programs) > 1)) and not row.get("always"):
             continue
         in_words = "words" in row and any(re.search(row["words"], each) for each in commands if not _TOOLS.match(each))
         if in_words or ("text" in row and re.search(row["text"], text, re.MULTILINE)):
@@ -230,7 +228,7 @@ def _not_one(
         fix = _("give one of them: flag import -- COMMAND")
     elif not commands and text:
         fix = _("it starts no program, and only sets variables at most: give the file or the command that starts one")
-    elif any(each.words[0].startswith(IMAGE) and each.words[1:] for each in programs):
+    elif is_unknown:
         fix = _("the entry point of the image is not known: write the program before its arguments")
     return SpecError(key="command", value=value, problem=problem, fix=fix)
 

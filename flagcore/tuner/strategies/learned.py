@@ -171,7 +171,6 @@ def _finished_because(
     """Return why the search ends, or None if it continues.
 
     `gain`: the expected gain of each evaluated candidate. `best`: the logarithm of the step time of `best_trial`.
-
     The search ends if the largest expected gain is below GAIN_SHARE of the indifference, now and before the last trial.
     The latter is not needed if the measurements confirm earlier runs. If the spec gives a number of planned steps, the
     search ends when no trial saves more time than it takes.

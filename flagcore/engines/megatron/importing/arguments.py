@@ -98,9 +98,7 @@ def baseline_of(flags: Flags, has_experts: bool, *, on_meshes: bool = False) -> 
 
 
 def _layers_of_virtual_stages(flags: Flags, stages: object) -> int:
-    """Return the number of layers per virtual stage if Megatron's arguments give the number of virtual stages; else
-    0.
-    """
+    """Return the number of layers per virtual stage if the arguments give the number of virtual stages; else 0."""
     virtual, layers = flags.get("num_virtual_stages_per_pipeline_rank"), flags.get("num_layers")
     if type(virtual) is not int or type(layers) is not int or type(stages) is not int or virtual < 1 or stages < 1:
         return 0
@@ -108,10 +106,9 @@ def _layers_of_virtual_stages(flags: Flags, stages: object) -> int:
 
 
 def _recompute(flags: Flags) -> dict[str, Any]:
-    """Return the recompute knobs from Megatron's arguments.
+    """Return the recompute knobs. Block recompute of 0 layers is off.
 
-    Block recompute of 0 layers is off. `recompute_activations` means selective, as in Megatron-LM core_v0.15
-    `validate_args` (training/arguments.py).
+    `recompute_activations` means selective, as in Megatron-LM core_v0.15 `validate_args` (training/arguments.py).
     """
     knobs = {name: value for name in RECOMPUTE if (value := flags.get(name)) is not None}
     if flags.get("recompute_activations"):

@@ -28,10 +28,7 @@ from flagcore.spec.public import find_public
 
 
 def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Return the data of a spec for a command, and the import notes, as `Workload.read_command` requires.
-
-    Raises SpecError.
-    """
+    """Return the data of a spec for a command, with notes (see `Workload.read_command`). Raises SpecError."""
     command = start.words
     user_command = read_command(command, str(directory), start.envs)
     if user_command is None:
@@ -40,7 +37,7 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
     notes = Notes()
     flags = _flags(user_command, notes)
     if not flags.names():
-        problem, fix = "has no argument of Megatron-LM: it is another program, or a part of a command", "give all of it"
+        problem, fix = "has no argument of Megatron-LM: variables are not set, or it is a part", "give all of it"
         raise SpecError(key="command", value=" ".join(user_command.words), problem=problem, fix=fix)
     cluster = _cluster(user_command, notes, start)
     devices = cluster["nodes"] * (cluster["devices_per_node"] if cluster["devices_per_node"] != "auto" else 1)
@@ -68,7 +65,8 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
 def _flags(command: UserCommand, notes: Notes) -> Flags:
     """Return the arguments of a command by name. If an argument is repeated, its last value is used, as in argparse."""
     table = release_table(detected_release(command, {}))
-    arguments, problems = table.parse(command.arguments)
+    words = [new for each in command.arguments for new in TABLES["renamed"].get(each, [each])]
+    arguments, problems = table.parse(words)
     for problem in problems:
         spec = table.find(problem.flag) if problem.problem.startswith("takes one value") and not problem.value else None
         if spec and spec.type in ("int", "float") and "rank" not in problem.flag:
@@ -111,10 +109,7 @@ def _global_batch(flags: Flags, baseline: dict[str, Any], devices: int) -> Any:
 
 
 def _compare_shapes(flags: Flags, section: dict[str, Any]) -> None:
-    """Report an error for each model size in the command that differs from the model `section` of the spec.
-
-    Predictions would otherwise be for another job than the command's.
-    """
+    """Report an error for each model size in the command that differs from the model `section` of the spec."""
     for name, key in TABLES["shape"].items():
         value = flags.get(name)
         if isinstance(value, int) and value != section.get(key):
@@ -123,9 +118,7 @@ def _compare_shapes(flags: Flags, section: dict[str, Any]) -> None:
 
 
 def _vocabulary(flags: Flags, directory: Path) -> int | None:
-    """Return the vocabulary size from the command or the tokenizer's files. If it is unknown, report an error and
-    return None.
-    """
+    """Return the vocabulary size from the command or the tokenizer's files, or None and report an error."""
     for name in ("vocab_size", "padded_vocab_size"):
         if isinstance(size := flags.get(name), int):
             return size
@@ -135,11 +128,9 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
         ("vocab_file", "", ()),
     ):
         path = Path(directory, str(flags.get(name)), file)
-        if flags.has(name) and path.is_file() and path.suffix == ".json":
-            size = _size_in(path, keys)
-            if size:
-                flags.note("vocab_size", f"{size}, from {path}", "model.vocab_size")
-                return size
+        if flags.has(name) and path.is_file() and path.suffix == ".json" and (size := _size_in(path, keys)):
+            flags.note("vocab_size", f"{size}, from {path}", "model.vocab_size")
+            return size
     if (found := find_public(str(flags.get("tokenizer_model")))) and (size := found[0].get("vocab_size")):
         flags.note("vocab_size", f"{size}, that of the public model with this tokenizer", "model.vocab_size")
         return int(size)

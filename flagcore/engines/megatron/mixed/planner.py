@@ -305,8 +305,7 @@ def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -
 def _kinds(
     parts: Sequence[MeshOptions], number: int, microbatches: float
 ) -> Iterator[tuple[MeshOptions, FloatArray, FloatArray, FloatArray]]:
-    """Yield the kinds of stages on mesh `number`: the first stage of the pipeline, the last one, and the stages
-    between.
+    """Yield the kinds of stages on mesh `number`: the pipeline's first stage, its last one, and those between.
 
     A mesh may not contain all of them. Each item consists of the mesh, the number of such stages, the maximum number of
     layers of each stage, and the seconds of embedding and head. For the stages between, the maximum is the mean of the

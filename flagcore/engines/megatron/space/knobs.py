@@ -43,7 +43,6 @@ def _knob(name: str, row: dict[str, Any]) -> Knob:
     - `compare`: a space may list values of this setting. Then a switch is off by default.
     - `auto`: a key of AUTOS, or the values besides the engine's default. By default these are all words, or both values
       of a switch, if a space may contain the knob.
-
     The default kind is a switch, the default scope a setting.
     """
     kind, words = row.pop("kind", "flag"), tuple(row.pop("words", ()))

@@ -33,6 +33,7 @@ Pair: TypeAlias = tuple[str, list[str]]
 """A flag, with its dashes, and its values."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 _PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|\{\w+\}|\$[({].*[)}]|\$\w+")
+_HAS_PATH = re.compile("file|path|dir|template|preset")
 _NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
 
 
@@ -57,7 +58,8 @@ def spec_of_command(
         problem, fix = "is a placeholder", "write the name or the path of the model in its place, or give it as --model"
         raise SpecError(key="model", value=path, problem=problem, fix=fix)
     if not path:
-        empty = any(flag and not values and strip_dashes(flag) in engine.program.model_flags for flag, values in pairs)
+        names = ("", *engine.program.model_flags)
+        empty = any(strip_dashes(flag) in names and not any(values) for flag, values in pairs)
         problem, fix = "is not in the command", f"write it after {' '.join(program)}, or give its path as --model"
         raise SpecError(key="model", problem="is empty: its variable is not set" if empty else problem, fix=fix)
     baseline, engine_args = _divide(engine, arguments, version, directory, notes)
@@ -187,11 +189,9 @@ def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, note
 def _arguments(
     engine: EngineProfile, pairs: Sequence[Pair], installed_flags: Collection[str], version: str, notes: Notes
 ) -> tuple[str | None, dict[str, Any], int, int]:
-    """Return the parts of a server's command line.
+    """Return a command line's model, flags with values (True if none), hosts, and data-parallel ranks per host (or 0).
 
-    The result contains the model, the flags with their values (True for a flag without a value), the number of hosts,
-    and the data-parallel ranks per host (0 if unknown). `installed_flags`: as in `Program.check`. Raises SpecError for
-    misspelt flags.
+    `installed_flags`: as in `Program.check`. Raises SpecError for misspelt flags.
     """
     model, arguments, hosts, local = None, dict[str, Any](), 1, 0
     for flag, values in pairs:
@@ -220,10 +220,11 @@ def _arguments(
             notes.note(flag, f"dropped: {reason}", "serve.engine_args")
         elif is_secret(name):
             notes.note(flag, "dropped: secrets are not copied", "serve.engine_args")
-        elif len(values) > 1:
-            notes.note(flag, f"dropped ({' '.join(values)}): a spec supports only single values", "serve.engine_args")
+        elif len(values) > 1 and knob is not None:
+            notes.note(flag, f"dropped ({' '.join(values)}): a knob has a single value", "serve.engine_args")
         else:
-            arguments[name] = _value(name, values[0]) if values else True
+            given = [_value(name, each) for each in values] or [True]
+            arguments[name] = given if len(given) > 1 else given[0]
     known_arguments = engine.program.known_args(arguments)
     problems = list[SpecError]()
     for name in [name for name in known_arguments if engine.program.knob_of(name)[0] is None]:
@@ -258,7 +259,7 @@ def _with_model(engine: EngineProfile, pairs: list[Pair], notes: Notes) -> list[
         if not flag or name in engine.program.model_flags or (knob and len(values) > (knob.kind != "flag")):
             return pairs
     long = [pair for pair in pairs if len(pair[1]) > 1 and "/" in pair[1][-1] and "=" not in pair[1][-1]]
-    last = [pair for pair in pairs[-1:] if any("/" in each for each in pair[1])]
+    last = [pair for pair in pairs[-1:] if any("/" in each for each in pair[1]) and not _HAS_PATH.search(pair[0])]
     if not (long or last):
         return pairs
     flag, values = pair = (long or last)[-1]

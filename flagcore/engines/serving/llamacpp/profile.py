@@ -216,7 +216,7 @@ def _flag(name: str, value: EngineArg) -> Sequence[str]:
     if value is None:
         return ()
     if not isinstance(value, bool):
-        return (spelling, str(value))
+        return (spelling, *map(str, value if isinstance(value, list) else [value]))
     if flag and (flag.kind == "on/off" or "on" in flag.words):
         return (spelling, "on" if value else "off")
     if value:

@@ -162,7 +162,6 @@ def _highest(
 
     A search for the highest rate starts where the last one suggests, and tries powers of RESOLUTION, so that candidates
     share requests. A candidate that is FAR below the best and has the layout of an earlier one is not simulated.
-
     `kinds`: as in `_load_figures`. `expected`: the candidate's rate in closed form. `found`: by layout, and by None for
     all of them, this rate and the metrics of the last candidate; this function updates it.
     """

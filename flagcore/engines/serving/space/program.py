@@ -375,5 +375,5 @@ def as_words(args: Mapping[str, EngineArg], *, has_negation: bool) -> list[str]:
         if isinstance(value, bool):
             words += [dashes + name] if value else [f"--no-{name}"] if has_negation else []
         else:
-            words += [dashes + name, str(value)]
+            words += [dashes + name, *map(str, value if isinstance(value, list) else [value])]
     return words
