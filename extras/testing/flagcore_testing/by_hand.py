@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from flagcore.domain.chip import Chip
 from flagcore.vendorkit.detection import DeviceDetector
+from flagcore_testing.checks.agreement import missing_variables
 from flagcore_testing.kit import Subject
 
 CHIPS = 3
@@ -24,6 +25,7 @@ def facts_by_hand(plugin: Subject) -> Iterator[str]:
         variables = ", ".join(name for name in (detector.outer, *detector.visible) if name)
         yield f"PCI vendor {detector.pci_vendor:#06x} (lspci -nn), device files /{detector.device_file}"
         yield f"devices are selected by {variables}, and are torch.{detector.torch_device}"
+        yield from missing_variables(plugin)
     for chip in plugin.chips[:CHIPS]:
         if facts := ", ".join(_facts(chip)):
             yield f"{chip.name}: {facts}"

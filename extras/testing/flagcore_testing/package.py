@@ -59,11 +59,17 @@ def source_of(package_folder: Path, module: str) -> Package | None:
     return None
 
 
+def read_toml(file: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises OSError, TOMLDecodeError or UnicodeDecodeError."""
+    content: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
+    return content
+
+
 def read_source(folder: Path) -> Package:
     """Return the distribution in `folder`. Raises UsageError if it contains no plugin."""
     file = folder / "pyproject.toml"
     try:
-        content: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
+        content = read_toml(file)
     except OSError as error:
         raise UsageError(
             f"{file} cannot be read ({error.strerror}); give the folder of a plugin's pyproject"

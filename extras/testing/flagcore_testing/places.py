@@ -21,8 +21,9 @@ def place_of(message: str, folders: Sequence[Path]) -> str:
         return ""
     package = folders[0]
     named = [path for name in _FILE.findall(message) for path in _found(name, folders)]
-    chip = re.match(r"[\w.+-]+", message)
-    chips = [path for path in package.glob("chips/*.yaml") if chip and path.stem == chip[0].casefold()]
+    named_chips = [word.casefold().rstrip(".:") for word in re.findall(r"[\w.+-]+", message)]
+    chips = [path for path in package.glob("chips/*.yaml") if path.stem in named_chips]
+    chips.sort(key=lambda path: named_chips.index(path.stem))
     files = named or [*chips, *sorted(package.glob("*.py")), *sorted(package.rglob("*.yaml"))]
     words = [quoted or plain for quoted, plain in _WORD.findall(message)]
     words += [part for word in words for part in reversed(re.split(r"[.\[\]]+", word)) if len(part) > 1]

@@ -32,6 +32,7 @@ ARGUMENTS = {
     "telemetry": "device",
     "check_task": "task, engine_version",
     "health": "chip",
+    "vendor": "environment",
 }
 """The arguments of each hook of the healthy plugin."""
 
@@ -97,10 +98,10 @@ def collectives(check: str, seconds: str, taken: str, names: str) -> Fault:
     return hook(check, "collective_costs", f"return own and type('Costs', (), {type_expression})()", names)
 
 
-def reading(check: str, figures: str, names: str) -> Fault:
+def reading(check: str, figures: str, names: str, also: tuple[str, ...] = ()) -> Fault:
     """Let telemetry answer `figures`, an expression of the tool's own `figures`."""
     type_expression = f"type('Reading', (), {{'sample': lambda self: (lambda figures: {figures})(own.sample())}})()"
-    return hook(check, "telemetry", f"return own and {type_expression}", names)
+    return hook(check, "telemetry", f"return own and {type_expression}", names, also=also)
 
 
 def support(check: str, change: str, names: str, also: tuple[str, ...] = ()) -> Fault:
@@ -182,7 +183,7 @@ COSTS = (
     collectives("collective_costs_are_plausible", "1e-9 * p * (r > 1)", "1.0 * (r > 1)", "compute_share"),
     collectives("collective_costs_are_plausible", "1e-15 * p * (r > 1)", "0.1 * (r > 1)", "A1"),
     Fault("outer_levels_are_not_faster", CHIP, "value: 2.5e+10", "value: 2.5e+11", "level", also=("figures_are_consistent",)),
-    Fault("kernels_do_not_exceed_peaks", CURVE, "gemm_share: 0.75", "gemm_share: 7.5", "a product in", also=("copies_are_not_too_slow",)),
+    Fault("kernels_do_not_exceed_peaks", CURVE, "gemm_share: 0.75", "gemm_share: 7.5", "a product in", also=("curves_are_plausible",)),
     Fault("shipped_costs_belong_to_chips", "flagcore_acme/costs/b7/serving.yaml", "", "curve: {}\nsource: {kind: estimated, method: none}\n", "costs/b7"),
     Fault("measured_kernels_have_provenance", "flagcore_acme/costs/a1/kernels.jsonl", "", "{\"kernel\": \"launch\", \"us\": 7}\n", "provenance.yaml is missing", also=("kernel_costs_are_valid",)),
     Fault("measured_bandwidth_does_not_fall", COLLECTIVES, "9.8e-03]", "9.8e-02]", "all_reduce of 4 falls"),
@@ -234,7 +235,7 @@ FAILURES = (
 RUNS = (
     reading("telemetry_names_are_known", "{**figures, 'acme_mood': 1.0}", "acme_mood"),
     reading("telemetry_is_plausible", "{**figures, 'power_watts': 61000.0}", "power_watts"),
-    reading("telemetry_names_are_known", "{'power_watts': figures['power_watts']}", "memory_used_bytes"),
+    reading("telemetry_names_are_known", "{'power_watts': figures['power_watts']}", "memory_used_bytes", also=("telemetry_is_what_the_tool_prints",)),
     hook("telemetry_is_valid", "telemetry", "return own and 'fine'", "flagcore_telemetry"),
     hook("telemetry_accepts_chip_aliases", "telemetry", "return own if device.chip in ('A1', 'ACME A1') else None", "acme A1"),
 )
@@ -259,7 +260,7 @@ SHIPPED = (
     Fault("maturity_is_given", MATURITY, "", "", "has no maturity.yaml"),
     Fault("engine_support_is_valid", QUIRKS, "the first step compiles for a minute, source: *made_up", "the first step compiles, source: {kind: estimated, method: ' '}", "notes[0]"),
     Fault("entries_name_known_engines_and_chips", QUIRKS, "{note: the first", "{chips: [Z9], note: the first", "'Z9'"),
-    Fault("maturity_matches_the_files", MATURITY, 'chips: ["A1"]\n    files', "chips: [A1, Z9]\n    files", "'Z9'"),
+    Fault("maturity_matches_the_files", MATURITY, 'chips: ["A1"]\n    files', "chips: [A1, Z9]\n    files", "'Z9'", also=("maturity_is_that_of_the_files",)),
     Fault("maturity_matches_the_files", MATURITY, "facts of the chips", "facts", "A1 is missing"),
     Fault("maturity_names_existing_transcripts", MATURITY, "[acme-smi-1.txt]", "[acme-smi-1.txt, acme-smi-9.txt]", "acme-smi-9.txt"),
     Fault("maturity_matches_the_files", "flagcore_acme/costs/a1/provenance.yaml", "", "how: by hand\nsoftware: {driver: '1'}\ndate: 2026-11-02\n", "a1"),
@@ -276,7 +277,7 @@ PACKAGING = (
     Fault("readme_names_all_chips", "README.md", "", "", "README.md is missing"),
     Fault("wheel_contains_data_files", PYPROJECT, "packages = [\"flagcore_acme\"]", "packages = [\"flagcore_acme\"]\nexclude = [\"*.yaml\"]", "leaves out flagcore_acme/"),
 )
-SHEET = "{kind: published, where: \"the sheet, %s\"}"
+SHEET = "{kind: published, where: \"acme.example/sheet, %s\"}"
 LINK = "    value: 2.0e+11\n    source: {kind: estimated, method: \"TODO: made up, one way\"}"
 NIC = "nic_bytes_per_second: {value: 2.5e+10, source: *made_up}"
 MEMORY = "value: 68719476736"
@@ -312,8 +313,8 @@ MEASURED = (
     adapter("5.0e+10", "400 Gb/s per node"),
     Fault("memory_is_in_binary_units", CHIP, MEMORY, "value: 64000000000", "64 GB", also=("memory_matches_transcripts",)),
     Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 65536000000", "65536 MiB"),
-    Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 899678208", "acme-smi-1.txt", also=("memory_bandwidth_is_plausible", "memory_model_is_in_bytes")),
-    Fault("figures_are_plausible", CHIP, NIC, f"{NIC}\ntdp_watts: {{value: 350000, source: *made_up}}", "A1: tdp_watts"),
+    Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 899678208", "acme-smi-1.txt", also=("memory_bandwidth_is_plausible", "memory_model_is_in_bytes", "figures_are_of_their_class")),
+    Fault("figures_are_plausible", CHIP, NIC, f"{NIC}\ntdp_watts: {{value: 350000, source: *made_up}}", "A1: tdp_watts", also=("figures_are_of_their_class",)),
     printing("memory_model", "reserved_bytes"),
     printing("telemetry", "sample"),
     hook("hooks_return_quickly", "memory_model", "import time\n        return own and type('Slow', (), {'__getattr__': lambda self, name: getattr(own, name), 'capacity_bytes': lambda self: time.sleep(3.5) or own.capacity_bytes()})()", "flagcore_memory_model"),
@@ -341,12 +342,12 @@ SPELLING = (
     Fault("pci_vendor_is_the_vendors", DISCOVER, "0xFFFF", "0xFFFFF", "four hexadecimal"),
     Fault("pci_vendor_is_the_vendors", DISCOVER, "DETECTOR =", "# lspci: 1abc:0001\nDETECTOR =", "1abc"),
     Fault("resources_are_the_vendors", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: nccl, kubernetes: {name: metax-tech.com/gpu, source: {kind: estimated, method: a guess}}", "plugin metax"),
-    Fault("distribution_has_its_own_name", PYPROJECT, "flagcore-acme", "flagcore-cpu", "plugin cpu"),
+    Fault("distribution_has_its_own_name", PYPROJECT, "flagcore-acme", "flagcore-cpu", "plugin cpu", also=("project_is_built_and_named",)),
     Fault("dependencies_have_no_framework", PYPROJECT, "dependencies = [", "dependencies = [\"torch-acme>=2.0\", ", "torch-acme>=2.0"),
 )
 PLAUSIBLE = (
     Fault("memory_bandwidth_is_plausible", CHIP, "value: 1.6e+12", "value: 1.28e+13", "operations per byte"),
-    Fault("nodes_have_the_devices_of_transcripts", CHIP, "devices_per_node: 8", "devices_per_node: 1", "lists 2"),
+    Fault("nodes_have_the_devices_of_transcripts", CHIP, "devices_per_node: 8", "devices_per_node: 1", "lists 2", also=("measured_groups_exist",)),
     Fault("pcie_rates_are_one_way", CHIP, NIC, f"{NIC}\nhost_bytes_per_second: {{value: 6.4e+10, source: {SHEET % 'PCIe 4.0 x16'}}}", "carries 3.2e+10"),
     Fault("pcie_rates_are_one_way", CHIP, NIC, f"{NIC}\nhost_bytes_per_second: {{value: 1.28e+11, source: *made_up}}", "above PCIe 5.0", also=("copies_are_not_too_slow",)),
     Fault("figures_match_their_sources", CHIP, LINK, f"    value: 4.0e+11\n    source: {SHEET % '400 GB/s in both directions, halved'}", "400 GB/s, halved: 2e+11"),
@@ -372,20 +373,20 @@ SLIPS = (
     peak("int8: {value: 3.0e+13", "int8"),
     Fault("figures_match_their_sources", CHIP, "bf16: {value: 3.0e+14, source: *made_up}", f"bf16: {{value: 3.0e+14, source: {SHEET % '30 dense TFLOP/s in bf16'}}}", "power of ten"),
     Fault("nodes_have_the_devices_of_transcripts", CHIP, "devices_per_node: 8", "devices_per_node: 64", "64, more than"),
-    Fault("pcie_rates_are_one_way", CHIP, NIC, f"{NIC}\nhost_bytes_per_second: {{value: 3.0e+9, source: {SHEET % 'PCIe 4.0 x16'}}}", "carries 3.2e+10", also=("figures_are_consistent",)),
+    Fault("pcie_rates_are_one_way", CHIP, NIC, f"{NIC}\nhost_bytes_per_second: {{value: 3.0e+9, source: {SHEET % 'PCIe 4.0 x16'}}}", "carries 3.2e+10", also=("figures_are_consistent", "figures_are_of_their_class")),
     hook("memory_models_are_given", "memory_model", "return None", "A1"),
     Fault("measured_curves_are_in_base_units", COLLECTIVES, "[1.2e-05, 3.1e-05, 6.9e-04, 9.8e-03]", "[0.012, 0.031, 0.69, 9.8]", "bytes per second"),
     Fault("measured_curves_are_in_base_units", COLLECTIVES, "[1024, 1048576, 67108864, 1073741824]", "[1, 2, 64, 1024]", "payload_bytes = 1024"),
     Fault("measured_levels_exist", COLLECTIVES, "curves:", "level: nodes\ncurves:", "'nodes'"),
-    Fault("copies_are_not_too_slow", CURVE, "memory_share: 0.85", "memory_share: 0.085", "memory_share"),
-    reading("temperature_is_not_the_power", "{**figures, 'temperature_celsius': figures['power_watts']}", "temperature_celsius"),
+    Fault("copies_are_not_too_slow", CURVE, "memory_share: 0.85", "memory_share: 0.085", "memory_share", also=("curves_are_plausible",)),
+    reading("temperature_is_not_the_power", "{**figures, 'temperature_celsius': figures['power_watts']}", "temperature_celsius", also=("telemetry_is_what_the_tool_prints",)),
     Fault("memory_failures_have_their_state", QUIRKS, "state: out_of_memory", "state: failed", "failures[0].state"),
     Fault("placeholders_are_known", ENVIRONMENT, "value: '1'", "value: '${interface}'", "${interface}"),
     Fault("pci_vendor_is_the_vendors", DISCOVER, "0xFFFF", "0x19E", "four hexadecimal"),
     Fault("detector_has_tuples", DISCOVER, "vendor_variables", 'topology="acme-smi topo -m",\n    vendor_variables', "topology = 'acme-smi topo -m'"),
     Fault("variables_are_spelled_correctly", ENVIRONMENT, "", "  - {name: ACME_AFFINTY_CONF, used: '1', meaning: cores, source: *made_up}\n", "the word AFFINTY"),
     Fault("detector_has_tuples", DISCOVER, 'device_file="dev', 'device_file="/dev', "device_file", also=("*",)),
-    Fault("detector_has_tuples", DISCOVER, 'tool="acme-smi"', 'tool="acme-smii"', "acme-smii"),
+    Fault("detector_has_tuples", DISCOVER, 'tool="acme-smi"', 'tool="acme-smii"', "acme-smii", also=("readme_names_the_tool",)),
     Fault("family_names_are_of_no_chip", "flagcore_acme/chips/a2.yaml", "", "chip: A2\nvendor: acme\nfamily_names: [ACME A1]\n", "family_names", also=("*",)),
     Fault("notes_agree_with_peaks", CHIP, 'notes: "TODO:', 'notes: "No BF16. TODO:', "bf16"),
     hook("levels_are_plausible", "topology", "return own and replace(own, levels=tuple(replace(each, efficiency=10.0) for each in own.levels))", "efficiency = 10"),

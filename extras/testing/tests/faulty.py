@@ -80,7 +80,7 @@ knobs:
     default: false
     effect: {kind: estimated, method: a guess}
     choices: [{value: true, time: {value: 0.97, low: 0.9, high: 1.02}, environment: {ACME_OVERLAP: "1"}}]
-    source: {kind: published, where: the vendor's guide}
+    source: {kind: published, where: acme.example/guide}
 """
 MORE_COLLECTIVES = """\
 source: {kind: measured, how: tests of one node, software: accl 1.2, date: 2026-11-02}
@@ -93,7 +93,7 @@ curves:
 
 
 RUN = """\
-{"id": "8 x A1", "source": "https://example.com", "kind": "train", "model": {"num_layers": 32, "hidden_size": 4096, \
+{"id": "8 x A1, 2", "source": "https://example.com", "kind": "train", "model": {"num_layers": 32, "hidden_size": 4096, \
 "ffn_hidden_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}, "cluster": {"chip": "%s", "devices": 8, \
 "devices_per_node": 8}, "train": {"seq_length": 4096, "global_batch_size": 128, "precision": "bf16"}, \
 "candidate": {"%s": 2}, "measured": {"step_time_s": %s}}
@@ -123,7 +123,7 @@ def healthy(folder: Path) -> Path:
     append(plugin_folder / QUIRKS, MORE_QUIRKS)
     (plugin_folder / KNOBS).write_text(MORE_KNOBS)
     (plugin_folder / COLLECTIVES).write_text(MORE_COLLECTIVES)
-    (plugin_folder / RUN_FILE).write_text(RUN % ("A1", "tensor_model_parallel_size", 30))
+    (plugin_folder / RUN_FILE).write_text((RUN % ("A1", "tensor_model_parallel_size", 30)).replace(", 2", "", 1))
     append(
         plugin_folder / ENVIRONMENT,
         "  - {name: ACME_QUEUES, value: '1', meaning: queues of a device, source: *made_up}\n",

@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 from flagcore_testing.checks import CHECKS, module
+from flagcore_testing.checks.agreement import links_of_one_name_agree
+from flagcore_testing.checks.measured import corrections_are_of_measured_kernels
 from flagcore_testing.kit import run
 
-from extras.testing.tests.faults import FAULTS
+from extras.testing.tests import faults, faults_of_data
 from extras.testing.tests.faulty import Fault, broken, healthy, imported
 
+FAULTS = (*faults.FAULTS, *faults_of_data.FAULTS)
+
 WITHOUT_FAULT = {
+    "corrections_are_of_measured_kernels",
+    "links_of_one_name_agree",
     "larger_micro_batches_need_more_memory",
     "log_examples_match",
     "no_placeholders_are_left",
@@ -90,6 +96,28 @@ def test_a_fault_fails_only_its_check(
     assert fault.check in failed_checks
     if "*" not in fault.also:
         assert failed_checks == {fault.check, *fault.also}
+
+
+def test_corrections_are_of_kernels_that_were_measured(tmp_path: Path, acme: Path) -> None:
+    fault = Fault("", "flagcore_acme/costs/a1/kernels.jsonl", "", '{"kernel": "launch", "us": 7}\n', "")
+    folder = broken(tmp_path, acme, fault)
+    provenance = "how: by hand\nsoftware: {driver: '1'}\ndate: 2026-11-02\nhost_us: {gem: 20}\n"
+    (folder / "flagcore_acme/costs/a1/provenance.yaml").write_text(provenance)
+    with imported(folder) as plugin:
+        result = run(corrections_are_of_measured_kernels, plugin)
+    assert result.state == "failed"
+    assert "host_us has gem" in result.message
+
+
+def test_links_of_one_name_agree(tmp_path: Path, acme: Path) -> None:
+    folder = broken(tmp_path, acme, Fault("", "flagcore_acme/chips/b1.yaml", "", " ", ""))
+    chip = (folder / "flagcore_acme/chips/a1.yaml").read_text().replace('"A1"', "%s").replace('["ACME A1"]', "[]")
+    (folder / "flagcore_acme/chips/b1.yaml").write_text(chip.replace("%s", "B1"))
+    (folder / "flagcore_acme/chips/b2.yaml").write_text(chip.replace("%s", "B2").replace("2.0e+11", "4.0e+11"))
+    with imported(folder) as plugin:
+        result = run(links_of_one_name_agree, plugin)
+    assert result.state == "failed"
+    assert "B2: link.bytes_per_second = 4e+11" in result.message
 
 
 def test_every_check_has_a_fault() -> None:

@@ -3,12 +3,16 @@
 from types import ModuleType
 
 from flagcore_testing.checks import (
+    agreement,
     answers,
     chips,
     costs,
     detection,
     engines,
+    entries,
     environment,
+    figures,
+    measured,
     module,
     packaging,
     published,
@@ -22,18 +26,23 @@ from flagcore_testing.kit import LOADS, SLOW, Check
 def _checks(module: ModuleType) -> tuple[Check, ...]:
     """Return the checks of a module: the public functions that it defines, and those in its CHECKS."""
     own_functions = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
-    return (*(each for each in own_functions if hasattr(each, "__wrapped__")), *getattr(module, "CHECKS", ()))
+    public = (each for each in own_functions if not each.__name__.startswith("_"))
+    return (*(each for each in public if hasattr(each, "__wrapped__")), *getattr(module, "CHECKS", ()))
 
 
 MODULES = (
     module,
     chips,
+    figures,
     sources,
     answers,
     costs,
+    measured,
     engines,
+    entries,
     environment,
     spelling,
+    agreement,
     trials,
     detection,
     published,

@@ -6,8 +6,10 @@ from unittest import mock
 
 from flagcore.domain.chip import Chip, Device
 from flagcore.errors import SpecError
+from flagcore.plugins import kind_of
 from flagcore.plugins.entry_points import one_line
 from flagcore.vendorkit import machine
+from flagcore.vendorkit.detection import DeviceDetector
 from flagcore_testing.examples import FOREIGN_CHIP, example_calls
 from flagcore_testing.kit import Check, Problems, Subject, check
 
@@ -34,11 +36,45 @@ def unknown_engines_get_no_answer(plugin: Subject) -> Problems:
             yield f"flagcore_engine_support answers for an unknown engine on {chip.name}"
 
 
+@check("return the vendor of the chips only if a variable selects it, else None")
+def vendor_is_not_guessed(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_vendor")
+    vendors = {chip.vendor for chip in plugin.own_chips()}
+    of_any_vendor: tuple[dict[str, str], ...] = ({}, {"PATH": "/bin"}, {"CUDA_VISIBLE_DEVICES": "0"})
+    for variables in of_any_vendor:
+        if (answer := plugin.ask("flagcore_vendor", {"environment": variables})) in vendors:
+            shown = ", ".join(f"{name}={value}" for name, value in variables.items()) or "no variables"
+            yield f"flagcore_vendor returns {answer!r} with {shown}"
+    if isinstance(detector := getattr(plugin.hooks, "detector", None), DeviceDetector):
+        selecting = {name: detector.vendor.upper() for name in detector.vendor_variables[:1]}
+        for variables in (selecting, *({f"{prefix}X": "1"} for prefix in detector.own_variables)):
+            answer = plugin.ask("flagcore_vendor", {"environment": variables}) if variables else detector.vendor
+            if answer != detector.vendor:
+                yield f"flagcore_vendor returns {answer!r} with {variables}, expected {detector.vendor!r}"
+
+
+@check("return a sentence for each problem, and None or an empty list if there is none")
+def health_is_of_problems(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_health")
+    if plugin.failed("flagcore_health"):
+        return  # another check reports it
+    with mock.patch.object(machine, "query_torch", return_value=None):
+        sentences = [each for chip in plugin.own_chips()[:1] for each in plugin.loaded.health(chip)]
+    for each in sentences:
+        if len(each.split()) < 3:
+            yield f"flagcore_health returns {each!r}, which is no problem"
+
+
+def _engines(plugin: Subject) -> list[str]:
+    """Return one engine of each kind."""
+    return list({kind_of(each): each for each in reversed(plugin.engines)}.values())
+
+
 BY_GROUP = ("memory_model_is_valid", "collective_costs_are_valid")
 BY_ENGINE = ("kernel_costs_are_valid", "engine_support_is_valid", "knobs_are_valid", "environment_is_valid")
 ARGUMENTS: Mapping[str, Callable[[Subject], Iterable[tuple[Any, ...]]]] = {
     "topology_is_valid": lambda plugin: [(group,) for group in plugin.groups()],
-    **dict.fromkeys(BY_GROUP, lambda plugin: [(group, "megatron") for group in plugin.groups()]),
+    **dict.fromkeys(BY_GROUP, lambda plugin: [(group, each) for group in plugin.groups() for each in _engines(plugin)]),
     **dict.fromkeys(BY_ENGINE, Subject.pairs),
     "telemetry_is_valid": lambda plugin: [(Device(index=0, chip=chip.name),) for chip in plugin.own_chips()],
     "check_task_is_valid": lambda plugin: [(task,) for task in plugin.tasks()],

@@ -29,16 +29,30 @@ def chips_and_devices_are_valid(plugin: Subject) -> Problems:
             yield problem
 
 
+OPENED = {"checked", "quoted"}
+
+
+def _is_date(text: str) -> bool:
+    """Return whether a text is a day, a month or a year."""
+    try:
+        date.fromisoformat(f"{text}-01-01"[:10])
+    except ValueError:
+        return False
+    return DATE.fullmatch(text) is not None
+
+
 @check()
 def dates_of_sources_are_valid(plugin: Subject) -> Problems:
     for name, content in plugin.yaml_files("**/*.yaml"):
-        for path, entry in _mappings(content):
-            for key in DATES & entry.keys() if "kind" in entry else ():
+        for path, entry in mappings(content):
+            for key in DATES & entry.keys():
                 value, fix = entry[key], "write the day on which you did it, as 2026-11-02, or 2026-11"
-                if not (isinstance(value, date | datetime) or DATE.fullmatch(str(value))):
+                if not (isinstance(value, date | datetime) or _is_date(str(value))):
                     yield Problem(f"{name}: {path}{key} = {value!r} is not a date", fix)
                 elif str(value)[:10] > str(date.today() + timedelta(days=1)):
                     yield Problem(f"{name}: {path}{key} = {value} is in the future", fix)
+                elif key in OPENED and str(value)[:4] < str(date.today().year - 3):
+                    yield Problem(f"{name}: {path}{key} = {value} is long ago", fix)
             if entry.get("kind") == "measured" and not entry.get("date"):
                 fix = "add date: 2026-11-02, and preferably software and repeats; measurements of others are published"
                 yield Problem(f"{name}: {path.rstrip('.')} is measured, but has no date", fix)
@@ -83,9 +97,10 @@ def family_names_are_of_no_chip(plugin: Subject) -> Problems:
 
 @check("write the same lower-case word in each chips/*.yaml")
 def chips_have_one_lowercase_vendor(plugin: Subject) -> Problems:
-    vendors = sorted({chip.vendor for chip in plugin.own_chips()})
-    if len(vendors) > 1 or vendors[0] != vendors[0].casefold():
-        yield f"vendor is {', '.join(vendors)}"
+    usual = Counter(chip.vendor.casefold() for chip in plugin.own_chips()).most_common(1)[0][0]
+    for chip in plugin.own_chips():
+        if chip.vendor != usual:
+            yield f"{chip.name}: vendor is {chip.vendor}, not {usual}"
 
 
 @check()
@@ -104,13 +119,13 @@ def chip_files_match_chip_names(plugin: Subject) -> Problems:
             yield Problem(f"{name}: flagcore_chips does not return {chip}", fix)
 
 
-def _mappings(content: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def mappings(content: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every mapping of a file with its path. A path ends in a dot; the path of the whole file is empty."""
     if isinstance(content, dict):
         yield path, content
     pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     for key, value in pairs:
-        yield from _mappings(value, f"{path}{key}.")
+        yield from mappings(value, f"{path}{key}.")
 
 
 RANGES = {

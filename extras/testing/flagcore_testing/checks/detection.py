@@ -169,8 +169,14 @@ def transcripts_have_sources(plugin: Subject) -> Problems:
     for name in sorted(listed_files - present_files):
         yield Problem(f"{FOLDER / name} is missing, but {SOURCES} lists it", "add the file, or remove the entry")
     for each in plugin.transcripts:
+        where = f"{FOLDER / SOURCES}: {each.name}"
         if not each.source.strip():
-            yield Problem(f"{FOLDER / SOURCES}: {each.name} has no source", "add where it was printed")
+            yield Problem(f"{where} has no source", "add where it was printed")
+        if each.lists and not each.tool:
+            yield Problem(f"{where} has lists, but no tool: nothing reads it", "add the tool that printed it")
+        for listed in each.lists:
+            if listed.other and any(chip.has_name(listed.chip) for chip in plugin.chips):
+                yield Problem(f"{where} has other: true, but {listed.chip!r} is a chip of the plugin", "remove other")
 
 
 @check(f"correct the parser, or `lists` in {SOURCES}")
@@ -228,6 +234,10 @@ def torch_of_others_is_not_trusted(plugin: Subject) -> Problems:
     has_own_module = detector.torch_device in detector.torch_attributes
     if has_own_module and not any(trusts(chip, frozenset(detector.torch_attributes)) for chip in own):
         yield f"discover.py: trusts rejects a torch that has {detector.torch_device} and devices of {own[0].vendor}"
+    for name in detector.torch_attributes:
+        if all(trusts(chip, frozenset({name})) == trusts(chip, frozenset()) for chip in (*own, *foreign.values())):
+            text = f"discover.py: torch_attributes has {name!r}, which changes no answer of trusts"
+            yield Problem(text, "write the attribute of torch that trusts looks for, or remove it")
 
 
 @check(f"read these lines, or state in {SOURCES} how many devices are `left_out`")
@@ -263,6 +273,30 @@ def garbled_transcripts_add_no_devices(plugin: Subject) -> Problems:
             if len(found) > len(whole) or len({device.index for device in found}) != len(found):
                 yield f"{how}: flagcore_devices returns {_device_text(found)}"
                 break
+
+
+@check("leave out a device without its fields, and raise nothing")
+def incomplete_transcripts_add_no_devices(plugin: Subject) -> Problems:
+    for each, whole, pieces in _whole_transcripts(plugin):
+        expected_devices = {(device.index, device.chip, device.memory_bytes) for device in whole}
+        for how, found in _devices_per_text(plugin, each, _incomplete_texts(each.text, pieces)):
+            wrong = [one for one in found if (one.index, one.chip, one.memory_bytes) not in expected_devices]
+            if wrong and "line" not in how and wrong[0].memory_bytes is not None:
+                yield f"{how}: {_device_text(wrong)}"
+                break
+
+
+def _incomplete_texts(text: str, pieces: int) -> Iterator[tuple[str, str]]:
+    """Yield a text without the fields of one name each, if it is JSON, else without the first lines of devices."""
+    names = list(dict.fromkeys(re.findall(r'"([^"\n]+)" *: *(?=["\d])', text)))
+    if len(names) > 2 and text.lstrip()[:1] in "[{":
+        for name in names[:pieces]:
+            yield f"without {name!r}", re.sub(rf'"{re.escape(name)}" *:', '"other":', text)
+        return
+    lines = text.splitlines(keepends=True)
+    rows = [at for at, line in enumerate(lines) if re.search(r"\d", line)]
+    for at in rows[: max(pieces // 2, 3)]:
+        yield f"without line {at + 1}", "".join(lines[:at] + lines[at + 1 :])
 
 
 @check("add it to the aliases of its chip, or mark it other: true in sources.yaml")

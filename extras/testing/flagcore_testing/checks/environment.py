@@ -1,6 +1,7 @@
 """Checks of the environment of trials, and of `environment.yaml`."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -15,6 +16,11 @@ from flagcore_testing.kit import Problems, Skip, Subject, check
 
 USERS = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
 """Variables that belong to the user's shell."""
+OF_LAUNCHERS = {
+    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"),
+    *("NNODES", "NPROC_PER_NODE", "GROUP_WORLD_SIZE"),
+}
+"""Variables that a launcher sets in each process."""
 Set = tuple[Chip, str, Mapping[str, str]]
 
 
@@ -29,12 +35,28 @@ def variables_are_listed_once(plugin: Subject) -> Problems:
         for name, times in Counter(each.name for each in _variables_on_chip(plugin, chip, engine)).items():
             if times > 1:
                 yield f"environment.yaml: {name} has {times} values for {engine}"
+        listed = applicable(plugin.variables, chip, engine, None, kind_of(engine))
+        for name in sorted({each.name for each in listed if each.value} & {each.name for each in listed if each.used}):
+            yield f"environment.yaml: {name} has value and used for {engine} on {chip.name}"
 
 
 @check("use `used` instead of `value`: it documents the value without setting it", each=_environments)
 def system_variables_are_not_set(chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
+    for name in sorted(OF_LAUNCHERS & {*variables}):
+        yield f"flagcore_environment: {name} of {engine} on {chip.name} is set by the launcher of each job"
     for name in sorted(USERS & {*variables}):
         yield f"flagcore_environment: {name} of {engine} on {chip.name} replaces the user's value"
+
+
+DEBUGGING = re.compile(r"LAUNCH_BLOCKING|_DEBUG(_|$)|_TRACE|PROFIL|NO_\w*MEMORY_CACHING|LOG_LEVEL|VERBOS")
+QUIET = {"0", "false", "off", "warn", "warning", "error", "none"}
+
+
+@check("use `used` instead of `value`: it is for debugging, and slows runs", each=_environments)
+def variables_do_not_debug(chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
+    for name, value in variables.items():
+        if DEBUGGING.search(name) and value.casefold() not in QUIET:
+            yield f"flagcore_environment: {name} = {value!r} of {engine} on {chip.name}"
 
 
 @check("write the name that the software has for this vendor, and handle it in discover.py")

@@ -3,9 +3,10 @@
 import platform
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 
+from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -15,10 +16,11 @@ from flagcore import __version__
 from flagcore.domain.engine import ValueRule
 from flagcore.plugins import GROUP, kind_of
 from flagcore.plugins.entry_points import installed
-from flagcore.vendorkit.engines import all_knobs, read_maturity, read_quirks, read_variables
-from flagcore.vendorkit.fields import Scope, applicable
+from flagcore.vendorkit.engines import read_maturity
+from flagcore.vendorkit.fields import applicable
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.package import read_toml
 
 FRAMEWORKS = {
     *("torch", "torchvision", "torchaudio", "tensorflow", "jax", "jaxlib"),
@@ -100,6 +102,27 @@ def readme_names_all_chips(plugin: Subject) -> Problems:
             yield f"README.md does not name {chip.name}"
 
 
+READ = {"engines", "environment", "knobs", "quirks", "maturity"}
+"""The names of the files of a package, without .yaml. published.jsonl, chips/ and costs/ are read, too."""
+
+
+@check()
+def files_are_read(plugin: Subject) -> Problems:
+    package = plugin.package_folder
+    code = "\n".join(path.read_text("utf-8", "replace") for path in package.rglob("*.py"))
+    known = [*(f"{name}.yaml" for name in sorted(READ)), "published.jsonl", "chips", "costs"]
+    for path in sorted(package.iterdir()):
+        is_data = path.is_dir() or path.suffix in (".yaml", ".yml", ".json", ".jsonl", ".toml")
+        is_code = path.is_dir() and ((path / "__init__.py").is_file() or path.name == "__pycache__")
+        if is_data and not is_code and path.name not in known and path.name not in code:
+            near = next(iter(get_close_matches(path.name, known, n=1)), "")
+            fix = f"rename it to {near}" if near else f"the files are {', '.join(known)}"
+            yield Problem(f"{package.name}/{path.name} is not read", fix)
+    for path in sorted((package / "chips").glob("*")):
+        if path.suffix != ".yaml":
+            yield Problem(f"{package.name}/chips/{path.name} is not read", f"rename it to {path.stem}.yaml")
+
+
 @check("name the package in `packages` of [tool.hatch.build.targets.wheel], and remove `exclude`")
 def wheel_contains_data_files(plugin: Subject) -> Problems:
     source = plugin.source
@@ -119,6 +142,8 @@ def wheel_contains_data_files(plugin: Subject) -> Problems:
 
 
 CONFORMANCE = re.compile(r"^class Test\w*\(.*\bPluginConformance\b", re.M)
+SKIPPED = re.compile(r"\bmark\.(skip|skipif|xfail)\b|\bcollect_ignore|__test__ = False|pytest\.skip\(")
+IMPORTS = re.compile(r"^\s*(?:from|import) (flagcore_\w+)", re.M)
 
 
 @check("write tests/test_conformance.py as in `flag plugins new`: pytest collects classes whose names begin with Test")
@@ -126,8 +151,49 @@ def tests_run_the_checks(plugin: Subject) -> Problems:
     tests = plugin.source / "tests"
     if not tests.is_dir():
         raise Skip("the plugin has no folder tests")
-    if not any(CONFORMANCE.search(path.read_text("utf-8", "replace")) for path in tests.rglob("test_*.py")):
+    texts = {path: path.read_text("utf-8", "replace") for path in sorted(tests.rglob("test_*.py"))}
+    running = {path.name: text for path, text in texts.items() if CONFORMANCE.search(text)}
+    if not running:
         yield "tests/test_conformance.py runs no PluginConformance"
+    for name, text in running.items():
+        if skipped := SKIPPED.search(text):
+            yield Problem(f"tests/{name} has {skipped[0]}: the checks do not run", "remove it")
+        if not re.search(r"def plugin\(self", text):
+            fix = "add the fixture `plugin`, which returns the object of the entry point"
+            yield Problem(f"tests/{name} has no fixture named plugin: each check fails there", fix)
+        if plugin.package not in IMPORTS.findall(text):
+            others = ", ".join(each for each in IMPORTS.findall(text) if each != "flagcore_testing") or "no plugin"
+            yield Problem(f"tests/{name} imports {others}, not {plugin.package}", f"import {plugin.package}.hooks")
+
+
+@check()
+def project_is_built_and_named(plugin: Subject) -> Problems:
+    content, name = read_toml(plugin.source / "pyproject.toml"), plugin.packaged.name
+    build = content.get("build-system", {})
+    backend, requires = str(build.get("build-backend", "")), " ".join(map(str, build.get("requires", ())))
+    if not backend or backend.partition(".")[0].casefold() not in re.sub("-", "_", requires).casefold():
+        text = f"pyproject.toml: build-system.build-backend = {backend!r}, and requires has {requires or 'nothing'}"
+        yield Problem(text, 'write requires = ["hatchling"] and build-backend = "hatchling.build"')
+    try:
+        canonicalize_license_expression(plugin.packaged.license.strip() or "Apache-2.0")  # another check reports none
+    except InvalidLicenseExpression:
+        fix = "write an SPDX expression, such as Apache-2.0"
+        yield Problem(f"pyproject.toml: license = {plugin.packaged.license!r}", fix)
+    named = {*re.findall(r"\bflagcore-([a-z]\w*)", plugin.packaged.readme.casefold())}
+    named |= {*re.findall(r"\bflagcore\[([a-z]\w*)\]", plugin.packaged.readme.casefold())}
+    if named and canonicalize_name(name).removeprefix("flagcore-") not in named:
+        text = f"README.md names flagcore-{', flagcore-'.join(sorted(named))}, but not {name}"
+        yield Problem(text, "name the distribution of pyproject.toml, which users install")
+    words = {*re.findall(r"\w+", plugin.packaged.description.casefold())}
+    vendors = {chip.vendor for chip in plugin.chips}
+    if (foreign := sorted(words & {chip.vendor for chip in plugin.others.chips()})) and not words & vendors:
+        text = f"pyproject.toml: description is of {', '.join(foreign)}: {plugin.packaged.description!r}"
+        yield Problem(text, "describe this plugin")
+    for entry in plugin.packaged.points:
+        for vendor in {chip.vendor for chip in plugin.chips}:
+            if entry != vendor and get_close_matches(entry, [vendor], cutoff=0.8):
+                text = f"pyproject.toml: the entry point is named {entry!r}, but the vendor is {vendor!r}"
+                yield Problem(text, "write the same name")
 
 
 def _requirements(plugin: Subject) -> Iterator[Requirement]:
@@ -137,24 +203,6 @@ def _requirements(plugin: Subject) -> Iterator[Requirement]:
 
 MARK = "TODO"
 """Mark of a placeholder in files of `flag plugins new`."""
-
-
-def _entries(plugin: Subject) -> Iterator[tuple[Subject, str, Scope]]:
-    """Yield the location and the content of each entry of a file that may be restricted to chips or engines."""
-    quirks = read_quirks(plugin.package)
-    for section in fields(quirks):
-        for place, each in enumerate(getattr(quirks, section.name)):
-            yield plugin, f"quirks.yaml: {section.name}[{place}]", each
-    yield from ((plugin, f"environment.yaml: {each.name}", each) for each in read_variables(plugin.package))
-    yield from ((plugin, f"knobs.yaml: {each.knob.name}", each.scope) for each in all_knobs(plugin.package))
-
-
-@check(each=_entries)
-def entries_name_known_engines_and_chips(plugin: Subject, where: str, scope: Scope) -> Problems:
-    fix = f"engines are {', '.join(plugin.engines)}; chips are those of chips/*.yaml"
-    unknown = {*scope.engines} - {*plugin.engines} | {*scope.chips} - {chip.name for chip in plugin.chips}
-    for word in unknown:
-        yield Problem(f"{where} is for the unknown {word!r}", fix)
 
 
 @check("return the entries of quirks.yaml there, as VendorPlugin does")

@@ -1,6 +1,10 @@
 """Checks of the published runs that a plugin ships."""
 
+import re
+from collections import Counter
 from collections.abc import Iterator
+from math import prod
+from typing import Any
 
 from flagcore import plugins
 from flagcore.domain.serving import ServeSpec
@@ -11,8 +15,11 @@ from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
 PEAKS = {"mxfp8": "fp8", "nvfp4": "fp4"}
 """The peaks of formats with another name."""
-UTILIZATION = (0.01, 0.95)
-"""Range of the share of the peak that a published run reaches, from the flops of its matrix products."""
+UTILIZATION, OF_EXPERTS = (0.08, 0.95), (0.02, 0.95)
+"""Range of the share of the peak that a published run reaches, from the flops of its matrix products, and of one of a
+mixture of experts. 0.06 to 0.74 are known."""
+ADDRESS = re.compile(r"^https?://[\w.-]+\.\w+")
+DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
 Run = tuple[Subject, str, Job | FlagError, dict[str, object]]
@@ -60,11 +67,39 @@ def published_times_are_plausible(
         return
     chip = plugin.loaded.find_chip(job.chip)
     peak = chip.dense_flops_per_second.get(PEAKS.get(job.work.precision, job.work.precision)) if chip else None
-    if peak and not job.model.num_moe_experts:
+    if peak:
         model, tokens = job.model, job.work.global_batch_size * job.work.seq_length
+        low, high = OF_EXPERTS if model.num_moe_experts else UTILIZATION
+        width = model.ffn_hidden_size
+        if model.num_moe_experts:
+            width = (model.moe_ffn_hidden_size or width) * (model.moe_router_topk or 1)
         layer = 2 * model.hidden_size * (model.hidden_size + model.num_query_groups * model.kv_channels)
-        layer += 3 * model.hidden_size * model.ffn_hidden_size
+        layer += 3 * model.hidden_size * width
         flops = 6.0 * tokens * (model.num_layers * layer + model.hidden_size * model.vocab_size)
         share = flops / (seconds * job.devices * peak.value)
-        if not UTILIZATION[0] <= share <= UTILIZATION[1]:
+        if not low <= share <= high:
             yield f"{where}: measured.step_time_s = {seconds:g} is {share:.2g} of the peak of {job.devices} devices"
+
+
+@check()
+def published_runs_can_be_found(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_published_runs")
+    records = plugin.loaded.published_runs()
+    for name, times in Counter(str(each.get("id")) for each in records).items():
+        if times > 1:
+            yield Problem(f"published.jsonl: {times} lines have the id {name!r}", "give each run its own id")
+    for each in records:
+        where = f"published.jsonl: {each.get('id')!r}"
+        if not ADDRESS.match(str(each.get("source", ""))):
+            fix = "let it begin with the address of the publication: https://..."
+            yield Problem(f"{where}: source = {each.get('source')!r}", fix)
+        parts: list[Any] = [each.get("cluster"), each.get("candidate")]
+        cluster, candidate = (dict(part) if isinstance(part, dict) else {} for part in parts)
+        devices, node = cluster.get("devices"), cluster.get("devices_per_node")
+        degrees = prod(degree for name in DEGREES if isinstance(degree := candidate.get(name, 1), int))
+        if isinstance(devices, int) and degrees and devices % degrees:
+            text = f"{where}: cluster.devices = {devices} is no multiple of the parallel sizes, {degrees}"
+            yield Problem(text, "correct one of them: the rest is data parallel")
+        if isinstance(devices, int) and isinstance(node, int) and devices > node > 0 and devices % node:
+            text = f"{where}: cluster.devices = {devices} is no multiple of devices_per_node = {node}"
+            yield Problem(text, "count all devices of the job")

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 
 from flagcore.domain.chip import Chip, Fact
-from flagcore_testing.checks.chips import BANDWIDTH, HOST, LINK, NIC, PEAK
-from flagcore_testing.kit import Problems, Subject, check, chips
+from flagcore.vendorkit.fields import SOURCE_KEYS
+from flagcore_testing.checks.chips import BANDWIDTH, DATES, HOST, LINK, NIC, PEAK, mappings
+from flagcore_testing.kit import Problem, Problems, Subject, check, chips
 
 ONE_WAY = re.compile(r"one way|one direction|each direction|unidirectional|halved|half of|\u5355\u5411", re.I)
 """Words that confirm the rate of one device in one direction."""
@@ -138,3 +140,37 @@ def _sharing(detail: str, chip: Chip) -> int:
         word = shared[1].casefold()
         return int(word) if word.isdecimal() else COUNTS.get(word, 1)
     return chip.devices_per_node if PER_NODE.search(detail) and "share of" not in detail else 1
+
+
+ADDRESS = re.compile(
+    r"\b[\w-]+(\.[\w-]+)*\.[a-z]{2,}\b|\b[\w.-]+/[\w.-]+|\bissues? \d+|\bpull requests? \d+|@[0-9a-f]{6}|"
+    r"\bpytorch\b|PyPI|arXiv|\bISBN|[\w-]+\.(py|cpp|md|pdf)\b",
+    re.I,
+)
+"""An address, a repository with a path, or a document of one's own with a number."""
+SOURCE_WORDS = {"kind", *SOURCE_KEYS.values(), *DATES, "page", "software", "repeats", "confidence", "note", "driver"}
+"""The keys of sources. Others are allowed, and added to the text of the source."""
+WAIVED = re.compile("not checked|without an address")
+"""Words of a source that say that nothing can be opened."""
+DOCUMENT = re.compile(r"page|\d")
+"""What finds a place in a document of the vendor: a page, a revision, or a date."""
+
+
+@check(
+    "give an address that others can open: a page with its section, or a repository, path and commit; without one, let "
+    "confidence begin with 'not checked'"
+)
+def sources_can_be_found(plugin: Subject) -> Problems:
+    for name, content in plugin.yaml_files("**/*.yaml"):
+        for path, entry in mappings(content):
+            for key in sorted(map(str, entry.keys() - SOURCE_WORDS)) if "kind" in entry else ():
+                if near := get_close_matches(key, SOURCE_WORDS, n=1, cutoff=0.75):
+                    yield Problem(f"{name}: {path}{key} is unknown", f"write {near[0]}")
+            kind, words = entry.get("kind"), " ".join(str(value) for value in entry.values())
+            if kind == "published" and not ADDRESS.search(str(entry.get("where"))) and not WAIVED.search(words):
+                yield f"{name}: {path}where = {str(entry.get('where'))[:80]!r} has no address"
+            if kind == "datasheet" and not (DOCUMENT.search(words) or ADDRESS.search(words)):
+                yield f"{name}: {path}document = {str(entry.get('document'))[:80]!r} has no page, revision or address"
+            if kind == "measured" and re.search(r"https?://|github\.com|@[0-9a-f]{7,}\b", str(entry.get("how"))):
+                fix = "write kind: published with where: measured means by the authors of this plugin"
+                yield Problem(f"{name}: {path}how = {str(entry.get('how'))[:80]!r} is of others", fix)

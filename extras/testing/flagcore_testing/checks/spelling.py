@@ -20,10 +20,13 @@ BUILT_IN = {"gloo", "mpi", "nccl", "ucc", "xccl"}
 COLLECTIVES = re.compile(r"^[A-Z]{1,3}CL_")
 """The beginning of variables of collective libraries, most of which have the same names after it."""
 PLACEHOLDER = re.compile(r"\$\{?\w+\}?|\{\w*\}")
+SHARED = ("CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "TORCH_LOGS", "OMP_NUM_THREADS", "PYTORCH_DEBUG")
+"""Variables that software of several vendors reads."""
 OF_MACHINE = re.compile(r"_SOCKET_IFNAME$|_IB_HCA$|_IF_IP$")
 """Variables whose value differs between machines."""
 TUPLES = ("visible", "vendor_variables", "own_variables", "pci_classes", "torch_attributes", "topology")
 """Fields of a detector. A text instead would be read as its letters."""
+RESOURCE = re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)+/[\w.-]+")
 PCI_ID = re.compile(r"\b([0-9a-f]{4}):[0-9a-f]{4}\b(?!:)", re.I)
 
 
@@ -54,7 +57,7 @@ def _others_variables(plugin: Subject) -> list[str]:
 
     def read() -> list[str]:
         names: list[str] = []
-        for name, hooks in _others_hooks(plugin):
+        for name, hooks in others_hooks(plugin):
             with suppress(Skip, SpecError):  # the checks of the other plugin report it
                 names += sorted({each.name for each in Subject(name=name, hooks=hooks).variables})
         return names
@@ -62,7 +65,7 @@ def _others_variables(plugin: Subject) -> list[str]:
     return plugin.once("variables of others", read)
 
 
-def _detector(plugin: Subject) -> DeviceDetector:
+def detector_of(plugin: Subject) -> DeviceDetector:
     """Return the plugin's detector. Raises Skip if it has none."""
     detector = getattr(plugin.hooks, "detector", None)
     if not isinstance(detector, DeviceDetector):
@@ -129,7 +132,7 @@ def backends_and_modules_are_spelled_correctly(plugin: Subject) -> Problems:
             yield f"{text}, but preload is empty, and torch's own backends are {names}"
 
 
-@check("write {interface}, {adapters}, or the value itself")
+@check("write {address}, {interface}, {adapters}, or the value itself")
 def placeholders_are_known(plugin: Subject) -> Problems:
     known = set(placeholders())
     for each in plugin.variables:
@@ -144,7 +147,11 @@ def placeholders_are_known(plugin: Subject) -> Problems:
 def conditions_are_known(plugin: Subject) -> Problems:
     trains = [each for each in plugin.engines if kind_of(each) == "train"]
     known = {name for engine in trains for knob in workload(engine).knobs for name in knob.names}
+    names = {*_others_variables(plugin), *(each.name for each in plugin.variables)}
     for each in plugin.variables:
+        meant = next((name for name in names if each.overridden_by and _is_near(each.overridden_by, name)), "")
+        if meant and each.overridden_by not in names:
+            yield f"environment.yaml: {each.name}.overridden_by = {each.overridden_by!r}, but {meant} is known"
         if each.unless and each.unless not in known:
             yield f"environment.yaml: {each.name}.unless = {each.unless!r} is unknown"
 
@@ -158,7 +165,7 @@ def variables_hold_for_all_machines(plugin: Subject) -> Problems:
 
 @check("use `used` instead of `value`: flagcore sets them to the devices of each trial")
 def variables_do_not_select_devices(plugin: Subject) -> Problems:
-    detector = _detector(plugin)
+    detector = detector_of(plugin)
     for each in plugin.variables:
         if each.value and each.name in (*detector.visible, detector.outer):
             yield f"environment.yaml: {each.name} = {each.value!r} selects devices"
@@ -166,7 +173,7 @@ def variables_do_not_select_devices(plugin: Subject) -> Problems:
 
 @check("name the same variables in `visible` of the detector and in environment.yaml")
 def device_variables_are_those_of_the_detector(plugin: Subject) -> Problems:
-    detector, listed = _detector(plugin), plugin.variables
+    detector, listed = detector_of(plugin), plugin.variables
     known = {*detector.visible, detector.outer}
     for each in listed:
         if each.name.endswith("VISIBLE_DEVICES") and not each.used.startswith("as ") and each.name not in known:
@@ -178,7 +185,7 @@ def device_variables_are_those_of_the_detector(plugin: Subject) -> Problems:
 
 @check("add the variable that names the vendor to environment.yaml, with a value, or remove it from discover.py")
 def vendor_is_selected(plugin: Subject) -> Problems:
-    detector = _detector(plugin)
+    detector = detector_of(plugin)
     if not detector.vendor_variables:
         raise Skip("no variable selects the vendor")
     if not {each.name for each in plugin.variables if each.value} & {*detector.vendor_variables}:
@@ -187,7 +194,7 @@ def vendor_is_selected(plugin: Subject) -> Problems:
 
 @check('write a tuple of names, with a comma after a single one: ("ACME_VISIBLE_DEVICES",)')
 def detector_has_tuples(plugin: Subject) -> Problems:
-    detector = _detector(plugin)
+    detector = detector_of(plugin)
     for name in TUPLES:
         words = getattr(detector, name)
         if not isinstance(words, tuple) or not all(isinstance(word, str) and word.strip() for word in words):
@@ -196,14 +203,22 @@ def detector_has_tuples(plugin: Subject) -> Problems:
     if pattern.startswith("/") or pattern.count("[") != pattern.count("]"):
         fix = "write a glob pattern below the root, such as dev/acme[0-9]*"
         yield Problem(f"discover.py: device_file = {pattern!r}", fix)
-    if (tools := fakes.tools_of(plugin)) and detector.tool not in tools:
+    for name in detector.pci_classes if isinstance(detector.pci_classes, tuple) else ():
+        if not re.fullmatch(r"0x(03|12|0b)([0-9a-f]{2}){0,2}", name.casefold()):
+            fix = "write the beginning of a class as in sysfs: 0x12 (accelerators), 0x0302 or 0x0380 (displays)"
+            yield Problem(f"discover.py: pci_classes has {name!r}", fix)
+    tools = fakes.tools_of(plugin)
+    if tools and detector.topology and not isinstance(detector.topology, str) and detector.topology[0] not in tools:
+        fix = "name a tool that `listing` runs"
+        yield Problem(f"discover.py: topology runs {detector.topology[0]!r}, not {', '.join(tools)}", fix)
+    if tools and detector.tool not in tools:
         fix = "name the tool that `listing` runs: messages name it"
         yield Problem(f"discover.py: tool = {detector.tool!r}, but the detector runs {', '.join(tools)}", fix)
 
 
 @check("write the same name in discover.py, engines.yaml and chips/*.yaml")
 def detector_agrees_with_the_files(plugin: Subject) -> Problems:
-    detector, vendors = _detector(plugin), sorted({chip.vendor for chip in plugin.own_chips()})
+    detector, vendors = detector_of(plugin), sorted({chip.vendor for chip in plugin.own_chips()})
     in_hooks = getattr(plugin.hooks, "vendor", detector.vendor)
     for where, vendor in (("hooks.py", in_hooks), ("discover.py", detector.vendor)):
         if vendor not in vendors:
@@ -213,7 +228,11 @@ def detector_agrees_with_the_files(plugin: Subject) -> Problems:
         if device_type != detector.torch_device:
             text = f"engines.yaml: {kind}.device_type = {device_type!r}"
             yield f"{text}, but torch_device of discover.py is {detector.torch_device!r}"
+    shared = {*_others_variables(plugin), *SHARED}
     for prefix in detector.own_variables:
+        if taken := sorted(name for name in shared if name.startswith(prefix) and "_" in prefix):
+            fix = "name only prefixes of variables that no other vendor's software reads"
+            yield Problem(f"discover.py: own_variables has {prefix!r}, with which {taken[0]} begins, too", fix)
         if len(prefix) < 3 or not prefix.endswith("_"):
             fix = "write the prefix of the vendor's variables, such as ACME_"
             yield Problem(f"discover.py: own_variables has {prefix!r}", fix)
@@ -223,6 +242,10 @@ def detector_agrees_with_the_files(plugin: Subject) -> Problems:
 def sections_preload_the_same_module(plugin: Subject) -> Problems:
     sections = [(kind, each) for kind, each in _sections(plugin) if each.device_type]
     for (kind, one), (other_kind, other) in pairwise(sections):
+        if one.device_type == other.device_type and one.distributed_backend != other.distributed_backend:
+            text = f"{one.distributed_backend} and {other.distributed_backend}"
+            fix = "write the same distributed_backend: torch has one of each device"
+            yield Problem(f"engines.yaml: distributed_backend of {kind} and {other_kind} is {text}", fix)
         first, second = (each.preload[:1] for each in (one, other))
         if one.device_type == other.device_type and first != second:
             text = ", ".join((*first, *second))
@@ -231,11 +254,11 @@ def sections_preload_the_same_module(plugin: Subject) -> Problems:
 
 @check("write the ID that `lspci -nn` prints for the device, such as 0x1E3E")
 def pci_vendor_is_the_vendors(plugin: Subject) -> Problems:
-    vendor_id = _detector(plugin).pci_vendor
+    vendor_id = detector_of(plugin).pci_vendor
     where = f"discover.py: pci_vendor = {vendor_id:#06x}"
     if not 0x1000 <= vendor_id <= 0xFFFF:
         yield f"{where} has not four hexadecimal digits, and IDs below 0x1000 belong to no vendor of accelerators"
-    for name, other in _others_detectors(plugin):
+    for name, other in others_detectors(plugin):
         if other.pci_vendor == vendor_id:
             yield f"{where} is that of the plugin {name}"
     text = (plugin.package_folder / "discover.py").read_text("utf-8") if _has(plugin, "discover.py") else ""
@@ -245,9 +268,27 @@ def pci_vendor_is_the_vendors(plugin: Subject) -> Problems:
 
 @check("write the name of this vendor's resource, or leave out `kubernetes`")
 def resources_are_the_vendors(plugin: Subject) -> Problems:
+    libraries = {
+        name
+        for _, other in others_hooks(plugin)
+        for each in read_engines(str(getattr(other, "package", "flagcore"))).values()
+        for name in each.cross_vendor_libraries
+    }
+    for kind, each in _sections(plugin):
+        for name in each.cross_vendor_libraries:
+            if name not in libraries and (meant := next((one for one in libraries if _is_near(name, one)), "")):
+                fix = "write the name as other plugins do: chips are connected by a library that both name"
+                yield Problem(f"engines.yaml: {kind}.cross_vendor_libraries has {name!r}, others have {meant!r}", fix)
+        counts = each.kubernetes.counts if each.kubernetes else ""
+        if counts == "cards" and all(chip.devices_per_card == 1 for chip in plugin.own_chips()):
+            fix = "remove counts, or give the chips devices_per_card"
+            yield Problem(f"engines.yaml: {kind}.kubernetes.counts = 'cards', but each card has one device", fix)
+        if each.kubernetes and not RESOURCE.fullmatch(each.kubernetes.name):
+            fix = "write the domain of the vendor and the resource, such as acme.com/gpu"
+            yield Problem(f"engines.yaml: {kind}.kubernetes.name = {each.kubernetes.name!r}", fix)
     others = {
         each.kubernetes.name: name
-        for name, other in _others_hooks(plugin)
+        for name, other in others_hooks(plugin)
         for each in read_engines(str(getattr(other, "package", name))).values()
         if each.kubernetes
     }
@@ -256,12 +297,12 @@ def resources_are_the_vendors(plugin: Subject) -> Problems:
             yield f"engines.yaml: {kind}.kubernetes.name is that of the plugin {others[each.kubernetes.name]}"
 
 
-def _others_hooks(plugin: Subject) -> Iterable[tuple[str, object]]:
+def others_hooks(plugin: Subject) -> Iterable[tuple[str, object]]:
     return ((each.name, hooks) for each in plugin.others.plugins for hooks in each.manager.get_plugins())
 
 
-def _others_detectors(plugin: Subject) -> Iterator[tuple[str, DeviceDetector]]:
-    for name, hooks in _others_hooks(plugin):
+def others_detectors(plugin: Subject) -> Iterator[tuple[str, DeviceDetector]]:
+    for name, hooks in others_hooks(plugin):
         if isinstance(detector := getattr(hooks, "detector", None), DeviceDetector):
             yield name, detector
 

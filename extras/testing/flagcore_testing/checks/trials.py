@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
 from types import SimpleNamespace
@@ -31,6 +32,10 @@ RANGES: Mapping[str, tuple[float, float]] = {
 }
 """Range of each figure other than 0, by the end of its name, which is the unit. A longer name precedes its prefixes."""
 USED = "memory_used_bytes"
+UNITS = {"power_watts": "W", "power_limit_watts": "W", "temperature_celsius": "C", "utilization_share": "%"}
+"""The unit of a figure in the outputs of tools."""
+UNIT = r"(?:\.\d+)?\"? *\"?°?(W|C|%|MiB|MHz|Mhz|GiB|V|RPM)?(?![\w/])"
+"""What may follow a number: decimals, and a unit, of a field of its own in JSON."""
 Sample = tuple[Device, Mapping[str, float]]
 
 
@@ -41,6 +46,14 @@ def _samples(plugin: Subject) -> list[Sample]:
     if not samples:
         raise Skip("there is no device of a known chip, neither here nor in a transcript with its memory")
     return samples
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Let each reading run the tool, and so do later ones: transcripts are of different machines."""
+    late = mock.patch.object(detection, "time", SimpleNamespace(monotonic=partial(float, 1e18)))
+    with late, mock.patch.object(detection, "FRESH_SECONDS", -2e18):
+        yield
 
 
 def _read_sample(plugin: Subject) -> list[Sample]:
@@ -55,14 +68,14 @@ def _read_sample(plugin: Subject) -> list[Sample]:
     except Skip:
         return []
     samples: list[Sample] = []
+    plugin.memory["texts of samples"] = texts = list[str]()
     for each in listings:
         if all(plugin.loaded.find_chip(listed.chip) and listed.memory_mib for listed in each.lists):
-            # The transcripts are of different machines: each reading runs the tool, and so do later ones.
-            late = mock.patch.object(detection, "time", SimpleNamespace(monotonic=partial(float, 1e18)))
-            uncached = mock.patch.object(detection, "FRESH_SECONDS", -2e18)
-            with fakes.machine(fakes.printing(each)), late, uncached:
+            with fakes.machine(fakes.printing(each)), _uncached():
                 found = [pair for device in fakes.ask(plugin) for pair in sample(device)]
-            samples += [pair for pair in found if not samples or USED in pair[1]]  # others are of another command
+            kept = [pair for pair in found if not samples or USED in pair[1]]  # others are of another command
+            samples += kept
+            texts += [each.text] * len(kept)
     return samples
 
 
@@ -106,6 +119,53 @@ def temperature_is_not_the_power(plugin: Subject) -> Problems:
         yield f"flagcore_telemetry: temperature_celsius and power_watts are both {same[0]:g}, and equal on every device"
 
 
+@check("read the column of that unit, and keep the tool's figure: a share is percent divided by 100")
+def telemetry_is_what_the_tool_prints(plugin: Subject) -> Problems:
+    samples = _samples(plugin)
+    texts = plugin.memory.get("texts of samples", [])
+    for name, unit in UNITS.items():
+        wrong: list[str] = []
+        read = [(sample[name], text) for (_, sample), text in zip(samples, texts, strict=False) if name in sample]
+        for value, text in read:
+            shown = f"{value * 100 if unit == '%' else value:g}"
+            units = {match[1] or "" for match in re.finditer(rf"(?<![\w.-]){re.escape(shown)}{UNIT}", text)}
+            if units and units <= {"W", "C", "%", "MiB", "MHz"} - {unit}:
+                wrong.append(f"{name} = {value:g}, which the tool prints with {', '.join(sorted(units))}")
+        if wrong and len(wrong) * 2 >= len(read):
+            yield f"flagcore_telemetry: {wrong[0]}"
+    printed = "\n".join(dict.fromkeys(texts))
+    for name, pattern in PRINTED.items():
+        if printed and re.search(pattern, printed) and not any(name in sample for _, sample in samples):
+            fix = f"return {name}: trials show it, and find slow devices by it"
+            yield Problem(f"flagcore_telemetry has no {name}, although the tool prints it", fix)
+
+
+PROCESS = re.compile(r"(?m)^[| ]*\d+\b[^%\n]*\b\d{3,7}\b[^%\n]*\b[a-z][\w./:-]{2,}[^%\n]*\b\d+ *(MiB|MB)?\b.*[| ]*$")
+"""A line of a table of processes: the device, the process, its name, and its memory."""
+
+
+@check("give list_with the function that reads the tool's table of processes, as processes=")
+def processes_are_read(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_telemetry")
+    for each in plugin.listings:
+        table = each.text[match.start() :] if (match := re.search("process", each.text, re.I)) else ""
+        if not (row := PROCESS.search(table)):
+            continue
+        with fakes.machine(fakes.printing(each)), _uncached():
+            readers = [plugin.loaded.telemetry(device) for device in fakes.ask(plugin)]
+            used = [use().processes for reader in readers if (use := getattr(reader, "use", None))]
+        if used and not any(used):
+            yield f"flagcore_telemetry: {each.name} has the process {' '.join(row[0].split())!r}, and no device a user"
+
+
+PRINTED = {
+    "power_watts": r"\d ?W\b",
+    "temperature_celsius": r"\b\d\d ?C\b",
+    "utilization_share": r"\b\d{1,3} ?%",
+}
+"""Patterns of figures that a tool prints, by the name of the figure."""
+
+
 @check("compare names with chip.has_name(device.chip)")
 def telemetry_accepts_chip_aliases(plugin: Subject) -> Problems:
     plugin.implements("flagcore_telemetry")
@@ -117,6 +177,7 @@ def telemetry_accepts_chip_aliases(plugin: Subject) -> Problems:
                 yield f"flagcore_telemetry accepts {chip.name}, but not its other name {name!r}"
 
 
+FAILED = (TrialState.OUT_OF_MEMORY, TrialState.FAILED, TrialState.TIMED_OUT, TrialState.INVALID)
 NO_MEMORY = re.compile(r"out of (device )?memory|OutOfMemory", re.I)
 HEALTHY = files(__package__).joinpath("healthy.log").read_text("utf-8").splitlines()
 """Log lines of successful runs, which no failure pattern may match."""
@@ -147,6 +208,8 @@ def failure_examples_match(plugin: Subject) -> Problems:
 @check("write state: out_of_memory, from which the search learns; other states end a candidate only")
 def memory_failures_have_their_state(plugin: Subject) -> Problems:
     for place, each in enumerate(plugin.quirks.failures):
+        if each.state not in FAILED:
+            yield f"quirks.yaml: failures[{place}].state = {each.state.value}, which is no failure"
         if NO_MEMORY.search(each.example) and each.state is not TrialState.OUT_OF_MEMORY:
             yield f"quirks.yaml: failures[{place}].state = {each.state.value}, but its example is {each.example[:80]!r}"
 

@@ -1,0 +1,187 @@
+"""Checks of files of measurements, row by row: kernels, curves, collectives and their provenance."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from flagcore.domain.chip import Chip
+from flagcore.errors import SpecError
+from flagcore.physics.collective_curves import CollectiveTable
+from flagcore.physics.kernel_table import SIZES
+from flagcore.physics.roofline import Curve
+from flagcore.vendorkit.chip_file import PRECISIONS, collective_table, read_curve, read_provenance
+from flagcore_testing.checks.published import PEAKS
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+
+FASTER, SLOWER = 1.1, 100.0
+"""A measured kernel may be this much faster than the peaks allow, and a large one this much slower; known ones take up
+to 30 times as long.
+"""
+LARGE_FLOPS, LARGE_BYTES = 1e11, 1e9
+SCHEMA = 1
+"""The form of provenance.yaml."""
+BY_PRECISION = ("gemm", "attention", "attention_backward")
+Folder = tuple[Subject, Chip, str]
+
+
+def _folders(plugin: Subject) -> list[Folder]:
+    """Return each chip whose folder below `costs/` exists. Raises Skip if there is none."""
+    found = [(plugin, chip, f"costs/{chip.name.casefold()}") for chip in plugin.own_chips()]
+    found = [each for each in found if (plugin.package_folder / each[2]).is_dir()]
+    if not found:
+        raise Skip("the plugin has no costs of its chips")
+    return found
+
+
+def _rows(plugin: Subject, folder: str) -> list[Mapping[str, Any]]:
+    """Return the valid lines of `kernels.jsonl`; another check reports the others."""
+    file = plugin.package_folder / folder / "kernels.jsonl"
+    rows = list[Mapping[str, Any]]()
+    for line in file.read_text("utf-8").splitlines() if file.is_file() else ():
+        with suppress(ValueError, TypeError, KeyError):
+            row = json.loads(line)
+            if float(row["us"]) > 0 and all(float(row[size]) > 0 for size in SIZES[row["kernel"]]):
+                rows.append(row)
+    return rows
+
+
+def _least_seconds(chip: Chip, row: Mapping[str, Any]) -> tuple[float, bool]:
+    """Return the seconds that the peaks of a chip allow for a kernel, and whether the kernel is large.
+
+    0 if a peak is unknown. Causal attention counts half of the products of queries and keys.
+    """
+    kernel, peak = row["kernel"], chip.dense_flops_per_second.get(str(row.get("precision")))
+    if kernel in ("copy", "elementwise", "host_copy"):
+        rate = chip.host_bytes_per_second if kernel == "host_copy" else chip.memory_bandwidth_bytes_per_second
+        return (float(row["bytes"]) / rate.value if rate else 0.0), float(row["bytes"]) >= LARGE_BYTES
+    if kernel == "launch" or peak is None:
+        return 0.0, False
+    if kernel == "gemm":
+        flops = 2.0 * row["m"] * row["n"] * row["k"]
+    else:
+        scores = row["batch"] * row["heads"] * row["queries"] * (row["keys"] - 0.5 * row["queries"])
+        flops = 4.0 * scores * row["head_dim"] * (2.0 if kernel == "attention_backward" else 1.0)
+    return flops / peak.value, flops >= LARGE_FLOPS
+
+
+@check("give the device's time in microseconds, and all bytes that are read and written", each=_folders)
+def measured_kernels_are_possible(plugin: Subject, chip: Chip, folder: str) -> Problems:
+    rows = _rows(plugin, folder)
+    for row in rows:
+        shown = " ".join(f"{key} {value}" for key, value in row.items() if key != "us")
+        least, large = _least_seconds(chip, row)
+        seconds = row["us"] * 1e-6
+        where = f"{folder}/kernels.jsonl: {shown} has us = {row['us']:g}"
+        if least > FASTER * seconds:
+            yield f"{where}, and the peaks of {chip.name} allow {least * 1e6:.3g}"
+        elif large and least and seconds > SLOWER * least:
+            yield f"{where}, {seconds / least:.0f} times what {chip.name} needs"
+        if row["kernel"].startswith("attention") and (row["heads"] % row["groups"] or row["keys"] < row["queries"]):
+            fix = "groups are those of keys and values and divide heads; keys are at least as many as queries"
+            yield Problem(f"{where}: heads, groups, keys and queries do not fit", fix)
+        if row["kernel"] in BY_PRECISION and row.get("precision") not in KNOWN:
+            yield Problem(f"{where}: precision = {row.get('precision')!r}", f"name one of {', '.join(KNOWN)}")
+    same = Counter(tuple(value for key, value in row.items() if key != "us") for row in rows)
+    for sizes, times in same.items():
+        if times > 3:
+            fix = "keep the median of repeated measurements"
+            yield Problem(f"{folder}/kernels.jsonl: {' '.join(map(str, sizes))} is listed {times} times", fix)
+
+
+@check("name kernels of kernels.jsonl, and give the overheads in microseconds", each=_folders)
+def corrections_are_of_measured_kernels(plugin: Subject, chip: Chip, folder: str) -> Problems:
+    file, where = plugin.package_folder / folder / "provenance.yaml", f"{folder}/provenance.yaml"
+    if not file.is_file() or not (rows := _rows(plugin, folder)):
+        return
+    found = read_provenance(file.read_text("utf-8"), where)
+    kinds = {row["kernel"] for row in rows}
+    if found.schema != SCHEMA:
+        yield Problem(f"{where}: schema = {found.schema}", f"write schema: {SCHEMA}, the only one")
+    for key in ("host_us", "slowed", "in_training"):
+        for name in sorted({*getattr(found, key)} - kinds):
+            yield f"{where}: {key} has {name}, and kernels.jsonl has {', '.join(sorted(kinds))}"
+    shortest = min((row["us"] for row in rows if row["kernel"] != "launch"), default=float("inf"))
+    if found.event_us >= shortest:
+        yield f"{where}: event_us = {found.event_us:g}, but the shortest kernel took {shortest:g} us"
+    for name, factor in found.in_training.items():
+        if not 0.5 <= factor <= 2.0:
+            yield f"{where}: in_training has {name}: {factor:g}, which is a factor of the time"
+
+
+KNOWN = tuple(dict.fromkeys((*PRECISIONS, *PEAKS)))
+SHARES = ("gemm_share", "memory_share", "elementwise_share", "attention_share", "attention_backward_share")
+TINY_SHARE, ABOVE_PEAK = 0.1, 1.05
+"""Range of a share of a peak in a curve; 0.18 is the smallest of a known chip, and clocks and timers vary."""
+PLAUSIBLE = {
+    "units": (1, 2000),
+    "tile": (1, 1024),
+    "kernel_seconds": (0.0, 1e-4),
+    "launch_seconds": (0.0, 1e-3),
+    "half_head": (0, 512),
+    "attention_tail": (0, 2),
+}
+
+
+@check("give shares of 1, seconds, and bytes per second", each=_folders)
+def curves_are_plausible(plugin: Subject, chip: Chip, folder: str) -> Problems:
+    for name in ("curve.yaml", "serving.yaml"):
+        file = plugin.package_folder / folder / name
+        if not file.is_file():
+            continue
+        text = file.read_text("utf-8")
+        problems = _curve_problems(read_curve(text, f"{folder}/{name}"), text, chip)
+        yield from (f"{folder}/{name}: {problem}" for problem in problems)
+
+
+OF_PEAK = re.compile(r"\b(\d+)(?: to (\d+))? of (\d+)( TFLOP/s)")
+OF_MEMORY = re.compile(r"\b(\d+)(?: to (\d+))? GB/s of ([\d.]+) (TB/s)")
+"""Rates that kernels reached, of a peak, in the words of a source."""
+
+
+def _curve_problems(curve: Curve, source: str, chip: Chip) -> Iterator[str]:
+    shares: dict[str, float] = {name: getattr(curve, name) for name in SHARES}
+    shares.update({f"gemm_shares.{name}": share for name, share in curve.gemm_shares.items()})
+    for key, value in shares.items():
+        if not TINY_SHARE <= value <= ABOVE_PEAK:
+            yield f"{key} = {value:g}"
+    for key in curve.gemm_shares:
+        if key not in KNOWN:
+            yield f"gemm_shares has {key!r}, and the names are {', '.join(KNOWN)}"
+        elif PEAKS.get(key, key) not in chip.dense_flops_per_second:
+            yield f"gemm_shares has {key}, of which {chip.name} has no peak"
+    for key, (lowest, highest) in PLAUSIBLE.items():
+        if not lowest <= getattr(curve, key) <= highest:
+            yield f"{key} = {getattr(curve, key):g} is not in {lowest:g} to {highest:g}"
+    for key, pattern in (("gemm_share", OF_PEAK), ("memory_share", OF_MEMORY)):
+        for low, high, whole, unit in pattern.findall(source):
+            peak = float(whole) * (1000.0 if unit == "TB/s" else 1.0)
+            least, most = float(low) / peak, float(high or low) / peak
+            if not 0.9 * least <= getattr(curve, key) <= 1.1 * most:
+                yield f"{key} = {getattr(curve, key):g}, but its source has {low} of {whole}"
+    rate, host = curve.host_bytes_per_second, chip.host_bytes_per_second
+    if rate != Curve().host_bytes_per_second and host and rate > ABOVE_PEAK * host.value:
+        yield f"host_bytes_per_second = {rate:g} is above that of {chip.name}, {host.value:g}"
+
+
+SHORTEST = 1e-6
+"""Seconds that a collective takes at least."""
+
+
+@check("give the number of devices that take part, and seconds", each=_folders)
+def measured_groups_exist(plugin: Subject, chip: Chip, folder: str) -> Problems:
+    table: CollectiveTable | None = None
+    with suppress(SpecError):  # another check reports it
+        table = collective_table(plugin.package, chip)
+    file = plugin.package_folder / folder / "collectives.yaml"
+    if table is None or "same_as" in file.read_text("utf-8"):
+        return
+    where, size = f"{folder}/collectives.yaml", chip.link.domain_size if chip.link else None
+    most = max(chip.devices_per_node, size or 0)
+    for curve in table.curves:
+        if curve.ranks > most and not table.level:
+            yield f"{where}: {curve.kind} with ranks = {curve.ranks}, but {chip.name} has devices_per_node = {most}"
+        if min(curve.seconds) < SHORTEST:
+            yield f"{where}: {curve.kind} with ranks = {curve.ranks} has seconds = {min(curve.seconds):g}"

@@ -1,0 +1,100 @@
+"""Faults of single figures, names and entries of the data files, and of the package and its tests."""
+
+# fmt: off
+from extras.testing.tests.faults import NIC, SHEET, hook, reading
+from extras.testing.tests.faulty import (
+    CHIP,
+    COLLECTIVES,
+    CURVE,
+    DISCOVER,
+    ENGINES_FILE,
+    ENVIRONMENT,
+    KNOBS,
+    MATURITY,
+    PYPROJECT,
+    QUIRKS,
+    RUN,
+    RUN_FILE,
+    SMI,
+    SOURCES,
+    Fault,
+)
+
+BF16 = "bf16: {value: 3.0e+14, source: *made_up}"
+KERNELS = "flagcore_acme/costs/a1/kernels.jsonl"
+WITHOUT_PROVENANCE = ("kernel_costs_are_valid", "measured_kernels_have_provenance")
+
+
+def variable(check: str, entry: str, names: str) -> Fault:
+    """Add a variable."""
+    return Fault(check, ENVIRONMENT, "", f"  - {{{entry}, meaning: a limit, source: *made_up}}\n", names)
+
+
+def quirk(check: str, section: str, entry: str, names: str, also: tuple[str, ...] = ()) -> Fault:
+    """Add a section with one entry to the quirks."""
+    return Fault(check, QUIRKS, "", f"{section}:\n  - {{{entry}, source: *made_up}}\n", names, also)
+
+
+OF_FIGURES = (
+    Fault("figures_are_of_their_class", CHIP, NIC, f"{NIC}\ntdp_watts: {{value: 35, source: *made_up}}", "tdp_watts = 35"),
+    Fault("links_are_named_as_they_are", CHIP, "topology: mesh", "topology: pcie", "'ACMELink'"),
+    Fault("links_are_named_as_they_are", CHIP, NIC, f"{NIC}\nnic_latency_seconds: 5.0", "nic_latency_seconds = 5"),
+    Fault("names_agree_with_the_memory", CHIP, '["ACME A1"]', '["ACME A1", A1 80G]', "80 GB"),
+    Fault("names_are_of_their_chip", "flagcore_acme/chips/b2.yaml", "", "chip: B2\nvendor: acme\naliases: [A1 OAM]\n", "names A1", ("*",)),
+    Fault("architectures_are_alike", CHIP, "devices_per_node: 8", "devices_per_node: 8\narchitecture: A 1", "'A 1'"),
+    Fault("figures_are_those_of_their_sources", CHIP, BF16, f"bf16: {{value: 3.0e+14, source: {SHEET % '280 dense bf16 TFLOP/s'}}}", "280 dense bf16"),
+    Fault("sources_can_be_found", CHIP, BF16, "bf16: {value: 3.0e+14, source: {kind: published, where: a catalogue}}", "'a catalogue'"),
+)
+OF_FILES = (
+    Fault("measured_kernels_are_possible", KERNELS, "", '{"kernel": "copy", "bytes": 1073741824, "us": 7}\n', "us = 7", WITHOUT_PROVENANCE),
+    Fault("curves_are_plausible", CURVE, "launch_seconds: 1.0e-5", "launch_seconds: 1.0e-5\n  attention_share: 60", "attention_share = 60"),
+    Fault("measured_groups_exist", COLLECTIVES, "ranks: 4", "ranks: 64", "ranks = 64"),
+    variable("entries_apply_somewhere", 'name: ACME_LIMIT, value: "1", versions: ">=2,<1"', "'>=2,<1'"),
+    quirk("rules_do_not_contradict", "forced", "name: acme_no_block, engine: megatron, setting: settings.tp_comm_overlap, value: false, reason: slow", "acme_no_block"),
+    quirk("preferred_flags_are_known", "preferred", "engine: vllm, setting: engine_args.blok-size, value: 128, reason: whole blocks", "blok-size"),
+    quirk("preferred_flags_are_known", "preferred", "engine: vllm, setting: engine_args.block-size, value: 128 tokens, reason: whole blocks", "128 tokens"),
+    quirk("warmups_are_short", "warmup", "engine: megatron, count: 1000, reason: compilation", "1000"),
+    Fault("knobs_name_what_the_engine_has", KNOBS, "default: false", "default: false\n    needs: [{knob: tensor_paralel_size, at_least: 2}]", "'tensor_paralel_size'"),
+    variable("variables_are_for_the_engine_that_reads_them", 'name: VLLM_LIMIT, used: "1", engines: [megatron]', "VLLM_LIMIT"),
+    variable("values_hold_for_all_users", "name: ACME_FOLDER, value: /home/me/acme", "/home/me/acme"),
+    Fault("maturity_is_that_of_the_files", MATURITY, "tool: acme-smi", "tool: acme-top", "acme-top"),
+    Fault("published_runs_can_be_found", RUN_FILE, "", RUN.replace("https://example.com", "a page") % ("A1", "tensor_model_parallel_size", 30), "'a page'"),
+    Fault("resources_are_the_vendors", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: nccl, kubernetes: {name: gpu, source: {kind: estimated, method: a guess}}", "'gpu'"),
+)
+OF_AGREEMENT = (
+    Fault("detector_agrees_with_its_runtime", DISCOVER, '"ACME_VISIBLE_DEVICES"', '"HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"', "outer = ''", ("*",)),
+    variable("values_agree_with_other_plugins", 'name: CUDA_DEVICE_MAX_CONNECTIONS, value: "8", engines: [megatron], unless: use_megatron_fsdp', "'8'"),
+    Fault("failures_agree_with_other_plugins", QUIRKS, "failures:\n", "failures:\n  - {pattern: HIP out of memory, state: failed, example: HIP out of memory, source: &same {kind: estimated, method: a guess}}\n", "'failed'", ("memory_failures_have_their_state",)),
+    Fault("refused_precisions_have_no_peak", QUIRKS, "    knob: recompute_method\n    values: [block]\n    reason: the vendor's Megatron has uniform recompute only", "    knob: precision\n    values: [fp16]\n    reason: it has no units for it", "fp16", ("*",)),
+    Fault("cards_are_counted", CHIP, BF16, f"bf16: {{value: 3.0e+14, source: {SHEET % '600 dense TFLOP/s a card, halved'}}}", "devices_per_card"),
+    Fault("links_can_be_what_they_claim", CHIP, "  name: ACMELink", "  name: ACMELink\n  switch_reduces: true", "switch_reduces"),
+    Fault("readme_names_the_tool", "README.md", "acme-smi", "acme-gmi", "acme-gmi"),
+    Fault("processes_are_read", "tests/smi/acme-smi-1.txt", "", "| Process id  | Name    | MB    |\n| 0 | 4711 | python3 | 54870 |\n", "4711", ("*",)),
+)
+OF_TESTS = (
+    variable("variables_are_of_this_vendor", 'name: HCCL_BUFFSIZE, used: "200"', "HCCL_BUFFSIZE"),
+    variable("variables_do_not_debug", 'name: ACME_LAUNCH_BLOCKING, value: "1"', "ACME_LAUNCH_BLOCKING"),
+    Fault("lists_have_no_duplicates", KNOBS, 'environment: {ACME_OVERLAP: "1"}}]', 'environment: {ACME_OVERLAP: "1"}}, {value: true}]', "choices has 'True' twice"),
+    Fault("measured_kernels_are_possible", KERNELS, "", '{"kernel": "attention", "precision": "bf16", "batch": 1, "heads": 8, "groups": 32, "queries": 64, "keys": 64, "head_dim": 128, "us": 960}\n', "groups", WITHOUT_PROVENANCE),
+    Fault("torch_of_others_is_not_trusted", DISCOVER, "vendor_variables", 'torch_attributes=("acm",),\n    vendor_variables', "acm", ("*",)),
+    Fault("sources_can_be_found", CHIP, BF16, "bf16: {value: 3.0e+14, source: {kind: estimated, method: a guess, confidance: low}}", "confidance"),
+    variable("system_variables_are_not_set", 'name: MASTER_PORT, value: "29500"', "MASTER_PORT"),
+    hook("health_is_of_problems", "health", "return ['ok']", "'ok'"),
+    Fault("tests_run_the_checks", "tests/test_conformance.py", "def plugin(", "def plugins(", "fixture named plugin"),
+    Fault("transcripts_have_sources", SOURCES, "  tool: acme-smi\n", "", "no tool", ("*",)),
+    Fault("variables_are_listed_once", ENVIRONMENT, "", "  - {name: ACME_QUEUES, used: '2', meaning: more, source: *made_up}\n", "value and used"),
+    Fault("uuids_are_read", "tests/smi/acme-smi-1.txt", "", "UUID: GPU-0a1b-1\n", "acme-smi-1.txt"),
+    Fault("curves_are_plausible", CURVE, "TODO: made up, measure", "300 of 480 TFLOP/s (TODO), measure", "300 of 480"),
+    hook("vendor_is_not_guessed", "vendor", "return 'acme'", "flagcore_vendor"),
+    Fault("files_are_read", "flagcore_acme/quirk.yaml", "", "notes: []\n", "quirk.yaml"),
+    Fault("limits_leave_something", QUIRKS, "    values: [block]", "    above: 0", "above = 0", ("*",)),
+    Fault("dates_of_sources_are_valid", COLLECTIVES, "2026-11-02", "'2026-20-11'", "'2026-20-11'"),
+    Fault("tests_run_the_checks", "tests/test_conformance.py", "from flagcore_acme", "from flagcore_amd", "flagcore_amd"),
+    Fault("tests_run_the_checks", "tests/test_conformance.py", "class Test", "@pytest.mark.skip\nclass Test", "mark.skip"),
+    Fault("project_is_built_and_named", PYPROJECT, "Apache-2.0", "Apache 2", "'Apache 2'"),
+    Fault("project_is_built_and_named", PYPROJECT, 'name = "flagcore-acme"', 'name = "flagcore-acm"', "flagcore-acm"),
+    reading("telemetry_is_what_the_tool_prints", "{name: value for name, value in figures.items() if name != 'power_watts'}", "power_watts"),
+    Fault("incomplete_transcripts_add_no_devices", SMI, "    if memory is None:\n        return None\n", "    assert memory is not None\n", "AssertionError", ("*",)),
+    Fault("curves_are_plausible", CURVE, "gemm_share: 0.75", "gemm_share: 0.075", "gemm_share = 0.075", ("large_matmuls_reach_the_peak",)),
+)
+FAULTS = (*OF_FIGURES, *OF_FILES, *OF_AGREEMENT, *OF_TESTS)
