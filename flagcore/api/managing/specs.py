@@ -244,10 +244,7 @@ def defaults_of(engine: str) -> Mapping[str, Any]:
 
 
 def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedSpec:
-    """Return a spec for a model: its path, or the name of a public model. Raises SpecError.
-
-    `values`: the values of the keys of `defaults_of`.
-    """
+    """Return a spec for a model (a path or a public name). `values` has the keys of `defaults_of`. Raises SpecError."""
     model_from(model, base=Path())
     path = absolute_model(model, Path())
     data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}
