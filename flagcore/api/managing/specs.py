@@ -111,10 +111,10 @@ def read_command(
         for start in programs:
             if workload.starts(start.words, os.getcwd()):
                 role = start.role or workload.role(start.words)
-                key = name, role, re.sub(r"--[\w-]*port[= ]\S+", "", shlex.join(start.words))
-                before = found.get(key, replace(start, instances=0))  # copies differ in their devices and ports
+                key = name, role, re.sub(r"--([\w-]*port|node.rank)[= ]\S+", "", shlex.join(start.words))
+                before = found.get(key, replace(start, instances=0))  # copies have other devices, ports, ranks
                 envs = {name: value for name, value in start.envs.items() if before.envs.get(name) == value}
-                found[key] = replace(start, instances=before.instances + start.instances, envs=envs)
+                found[key] = replace(before, instances=before.instances + start.instances, envs=envs)
     roles = {role: start for (_name, role, _words), start in found.items()}
     if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
         found = {next(iter(found)): replace(roles["decode"], prefill=roles["prefill"])}
