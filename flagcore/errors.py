@@ -54,9 +54,7 @@ class SpecError(UsageError):
 
 
 class SpecErrors(SpecError):
-    """Several invalid keys of one file. `problems` contains a SpecError for each key. All other fields are from the
-    first.
-    """
+    """Several invalid keys of one file. `problems` contains a SpecError for each key. Other fields are the first's."""
 
     def __init__(self, problems: Sequence[SpecError]) -> None:
         self._problems = tuple(each for problem in problems for each in problem.problems)

@@ -74,7 +74,7 @@ def tune_command(
         with fitted(None), progress(sys.stderr, quiet, verbose) as on_event:
             outcome = api.tune(spec, on_event=on_event, **given)
     except (Interrupted, HostLost) as error:
-        command = _resuming_command(click.get_current_context().obj)
+        command = shlex.join(["flag", *(word for word in click.get_current_context().obj if word != "--new")])
         error.args = (_("{error}; resume with `{command}`", error=error, command=command),)
         raise
     if form == "table":
@@ -90,11 +90,6 @@ def tune_command(
         _print_next_steps(outcome.run_dir, outcome.reported, outcome.can_start)
     if outcome.run_best:
         api.run_best(outcome.run_dir, stdout=2, on_ready=_ready)
-
-
-def _resuming_command(arguments: Sequence[str]) -> str:
-    """Return the command that continues this run: the arguments of this command without `--new`."""
-    return shlex.join(["flag", *(word for word in arguments if word != "--new")])
 
 
 @click.command("run")

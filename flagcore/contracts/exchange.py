@@ -85,8 +85,14 @@ class HistoryReader(Protocol):
         """
 
 
+ADDRESS = "{address}"
+_CONNECT = "import socket, sys; s = socket.socket(2, 2); s.connect((sys.argv[1], 9)); print(s.getsockname()[0])"
+_ADDRESS = f"""(python3 -c '{_CONNECT}' "${{MASTER_ADDR:-192.0.2.1}}")"""
+_OF_ADDRESS = f"""ip -o address show to "${_ADDRESS}" 2> /dev/null | awk '$2 != "lo" {{print $2}}' | grep ."""
+_OF_DEFAULT_ROUTE = """awk '$2 == "00000000" {print $1; exit}' /proc/net/route"""
 DEVICES_OF_HOST = {
-    "{interface}": """(awk '$2 == "00000000" {print $1; exit}' /proc/net/route)""",
+    ADDRESS: _ADDRESS,
+    "{interface}": f"({_OF_ADDRESS} || {_OF_DEFAULT_ROUTE})",
     "{adapters}": "(grep -ls ACTIVE /sys/class/infiniband/*/ports/*/state | cut -d/ -f5 | sort -u | paste -sd, -)",
 }
 """Placeholders of network devices in scripts, and the shell commands that replace them. The commands run on each host,

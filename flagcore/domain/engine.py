@@ -81,11 +81,15 @@ class TaskAdvice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesResource:
-    """The resource name of a vendor's Kubernetes device plugin, and whether its unit is a device or a card."""
+    """The resource name of a vendor's Kubernetes device plugin, and whether its unit is a device or a card.
+
+    `rdma`: the resource of network adapters for RDMA. Each pod of a job on several nodes requests one.
+    """
 
     name: str
     source: Source
     counts: Literal["devices", "cards"] = "devices"
+    rdma: "KubernetesResource | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

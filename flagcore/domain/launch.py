@@ -205,7 +205,10 @@ def classify(
 
     `limit`: where the trial's time limit comes from, in words.
     """
-    lines = [shown for line in log.splitlines() if (shown := _printable(line))]
+    printable = (
+        "".join(each if each.isprintable() else " " for each in line[:LONGEST_LINE]) for line in log.splitlines()
+    )
+    lines = [line.strip() for line in printable if line.strip()]
     last = f"last line: {lines[-1][:LONGEST_REASON]}" if lines else "its log is empty"
     if ended.ended_by == "timeout":
         return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s ({limit}); {last}"
@@ -250,10 +253,6 @@ def _without_state(state: TrialState, line: str) -> str:
     """Return a log line without the name of `state` at its start, such as `out of memory: `."""
     name, colon, rest = line[:LONGEST_REASON].partition(": ")
     return rest if colon and rest and name == state.value.replace("_", " ") else line[:LONGEST_REASON]
-
-
-def _printable(line: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in line[:LONGEST_LINE]).strip()
 
 
 def log_tail(folder: str) -> str:

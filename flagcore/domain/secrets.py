@@ -61,9 +61,7 @@ def secrets_in_environment(environment: Mapping[str, object]) -> tuple[str, ...]
 
 
 def secrets_in_data(data: Any) -> tuple[str, ...]:
-    """Return the secrets in plain data such as a spec: the values of keys with secret names, and the secrets in
-    commands.
-    """
+    """Return the secrets in plain data such as a spec: values of keys with secret names, and secrets in commands."""
     return tuple(dict.fromkeys(value for value in _walk(data) if len(value) >= MIN_LENGTH))
 
 

@@ -247,9 +247,7 @@ class Trial:
 
     @property
     def scale(self) -> float:
-        """The ratio of the predicted times of a whole step and of a step of this trial. 1.0 if its steps are not
-        shortened.
-        """
+        """The ratio of the predicted times of a whole step and of a step of this trial; 1.0 unless it is shortened."""
         return self.shortened.scale if self.shortened else 1.0
 
     @property

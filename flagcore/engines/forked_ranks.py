@@ -151,9 +151,7 @@ def _forward_output(ranks: list[_Rank]) -> None:
 
 
 def _exit_code(rank: _Rank, kernel_ran_out_of_memory: bool) -> int:
-    """Return the exit code of a failed rank: OUT_OF_MEMORY if the kernel killed it for lack of memory, or 128 +
-    signal.
-    """
+    """Return the exit code of a failed rank: OUT_OF_MEMORY if the kernel killed it for that, or 128 + signal."""
     assert rank.status is not None
     if rank.status > 0:
         return rank.status
@@ -165,9 +163,7 @@ def _exit_code(rank: _Rank, kernel_ran_out_of_memory: bool) -> int:
 
 
 def _out_of_memory_kills() -> int:
-    """Return how many processes the kernel has killed since boot because memory ran out, or 0 if it does not report
-    it.
-    """
+    """Return how many processes the kernel has killed for lack of memory since boot, or 0 if it does not report it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):

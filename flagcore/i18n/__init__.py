@@ -65,7 +65,10 @@ def in_english() -> Iterator[None]:
 def _(message: str, /, **values: object) -> str:
     """Return a message in the selected language, with `values` filled into its `{name}` fields."""
     if isinstance(message, Message):
-        return _(message.template, **{name: _translated(value) for name, value in message.values.items()})
+        return _(
+            message.template,
+            **{name: _(each) if isinstance(each, Message) else each for name, each in message.values.items()},
+        )
     text = _catalogue(language()).gettext(message) if message else ""
     return text.format(**values) if values else text
 
@@ -106,10 +109,6 @@ def _message(record: Any) -> Message:
         raise LookupError(template)
     fields = {name: _message(value) if isinstance(value, dict) else value for name, value in values.items()}
     return Message(template, **fields)
-
-
-def _translated(value: object) -> object:
-    return _(value) if isinstance(value, Message) else value
 
 
 def ngettext(one: str, many: str, count: int, /, **values: object) -> str:

@@ -233,7 +233,7 @@ class Agent:
         If the trial is forked from a template (`flagcore.launchers.template`), wait until the template is ready. In the
         order, the trial's folder and the placeholders of network devices are replaced by those of this host.
         """
-        placeholders = network.placeholders(order["master_addr"])
+        placeholders = network.placeholders(order["peer"])
         replacements = {**placeholders, order["folder"]: self.folder}
 
         def local(text: str) -> str:

@@ -45,7 +45,7 @@ LOGS = ("stdout.log", "stderr.log")
 SENT = ("guard.py", "guarded.py", "template.py", "network.py", "wire.py", "agent.py")
 
 BOOT = """
-import json, os, sys, tempfile
+import contextlib, fcntl, glob, json, os, shutil, sys, tempfile, time
 data = b""
 while b"\\n" not in data:
     piece = os.read(0, 65536)
@@ -54,7 +54,13 @@ while b"\\n" not in data:
     data += piece
 line, _, rest = data.partition(b"\\n")
 sources = json.loads(line)
+for old in glob.glob(os.path.join(tempfile.gettempdir(), "flagcore-????????")):  # of killed agents: nobody locks them
+    with contextlib.suppress(OSError):
+        if time.time() - os.stat(old).st_mtime > 60:
+            fcntl.flock(os.open(old, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old)
 home = tempfile.mkdtemp(prefix="flagcore-")
+fcntl.flock(os.open(home, os.O_RDONLY), fcntl.LOCK_EX)
 for name, text in sources.items():
     path = os.path.join(home, "lib", name)
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -389,5 +395,5 @@ def order_for_host(launch: Launch, host: str, values: Mapping[str, str], files: 
         "files": files,
         "warm": launch.warm,
         "limits": [launch.timeout_seconds, launch.memory_limit_bytes, launch.disk_limit_bytes],
-        "master_addr": values["master_addr"],
+        "peer": next((each for each in launch.hosts if each != host), host),
     }

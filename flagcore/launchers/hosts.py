@@ -401,9 +401,9 @@ def _has_failed(ended: Exit | None) -> bool:
 
 SSH_OPTIONS = (
     *("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=3", "ServerAliveCountMax=3"),
-    "ControlPath=none",
+    *("ControlPath=none", "ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes"),
 )
-"""Options of ssh. It does not prompt for passwords, and each agent has its own connection, which detects a lost
+"""Options of ssh. It prompts for nothing and forwards nothing. Each agent has its own connection, which detects a lost
 host."""
 
 

@@ -24,9 +24,10 @@ OUTSIDE = "192.0.2.1"
 def placeholders(host: str = OUTSIDE) -> dict[str, str]:
     """Return the value of each placeholder on this machine, empty if the machine has no such device.
 
-    The placeholders are the network interface that leads to `host`, and the InfiniBand adapters that are up.
+    The placeholders are the address and the network interface that lead to `host`, and the InfiniBand adapters that
+    are up.
     """
-    return {"{interface}": interface_to(host), "{adapters}": adapters()}
+    return {"{address}": address_to(host), "{interface}": interface_to(host), "{adapters}": adapters()}
 
 
 def fill(environment: Mapping[str, str], values: Mapping[str, str]) -> dict[str, str]:
@@ -63,15 +64,20 @@ def free_port(address: str = "") -> int:
         return int(probe.getsockname()[1])
 
 
-def interface_to(host: str) -> str:
-    """Return the network interface that leads to a host, or an empty string if unknown. Nothing is sent."""
+def address_to(host: str) -> str:
+    """Return this machine's IPv4 address on the way to a host, or an empty string if unknown. Nothing is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
-        local_address = probe.getsockname()[0]
-        if not local_address.startswith("127."):
-            return next((name for name, address in _addresses().items() if address == local_address), "")
-        return next((name for name, address in _addresses().items() if not address.startswith("127.")), "lo")
+        address = str(probe.getsockname()[0])
+        known = (each for each in _addresses().values() if not each.startswith("127."))
+        return next(known, "127.0.0.1") if address.startswith("127.") else address
     return ""
+
+
+def interface_to(host: str) -> str:
+    """Return the network interface with the address of `address_to`, or an empty string if unknown."""
+    address = address_to(host)
+    return next((name for name, known in _addresses().items() if known == address), "")
 
 
 def _addresses() -> dict[str, str]:

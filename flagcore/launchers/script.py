@@ -95,7 +95,12 @@ def start_lines(job: ExportJob, *, several: bool = False, secrets: Mapping[str, 
     if KIND in launch.argv:
         lines.append(': "${DEVICE_TYPE:?set it to the type of this node in the host file}"')
     if launch.script:
-        return [*lines, *(["export NODE_RANK"] if several else []), *exports(launch), *launch.script.splitlines()]
+        if several:
+            first = (
+                '"${HOSTS%%[[:space:]]*}"' if "${HOSTS" in launch.script else job.platform.task.spec.cluster.hosts[0]
+            )
+            lines.append(f"export NODE_RANK MASTER_ADDR={first}")
+        return [*lines, *exports(launch), *launch.script.splitlines()]
     if several:
         lines.append(f'export NODE_RANK MASTER_ADDR MASTER_PORT="${{MASTER_PORT:-{MASTER_PORT}}}" NNODES={job.nodes}')
         lines.append(f'export PET_NNODES={job.nodes} PET_NODE_RANK="$NODE_RANK"')

@@ -129,9 +129,7 @@ class Collectives:
         object.__setattr__(self, "measured", {kind: index for kind, (index, _) in grids.items()})
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return the time of one collective in seconds. It is NaN if the rate of a level that the collective uses is
-        unknown.
-        """
+        """Return the time of one collective in seconds. It is NaN if the rate of a level that it uses is unknown."""
         count = np.asarray(ranks, dtype=np.float64)
         if not self.topology.levels:
             return np.where(count * np.ones_like(payload_bytes) > 1.0, np.nan, 0.0)

@@ -55,10 +55,6 @@ COMMON = (
 """The keys that all model families have. The first five are required."""
 
 
-def _choices(name: str) -> AliasChoices:
-    return AliasChoices(name, *(alias for alias, meant in ALIASES.items() if meant == name))
-
-
 class Config(BaseModel):
     """The keys of config.json that describe a `Model`."""
 
@@ -67,7 +63,9 @@ class Config(BaseModel):
         strict=True,
         frozen=True,
         allow_inf_nan=False,
-        alias_generator=AliasGenerator(validation_alias=_choices),
+        alias_generator=AliasGenerator(
+            validation_alias=lambda name: AliasChoices(name, *(key for key, meant in ALIASES.items() if meant == name))
+        ),
     )
 
     num_hidden_layers: Layers

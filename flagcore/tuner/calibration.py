@@ -267,11 +267,8 @@ class Experience:
             if path.stem == exclude_run:
                 continue
             with suppress(OSError, ValueError):
-                yield from (line for line in _lines(path) if _matches(line, chip, engine))
-
-
-def _lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in read_regular(path).splitlines()]
+                lines = [json.loads(line) for line in read_regular(path).splitlines()]
+                yield from (line for line in lines if _matches(line, chip, engine))
 
 
 def _matches(line: Any, chip: Chip, engine: str) -> bool:

@@ -242,7 +242,8 @@ class _Search:
         """Return whether the baseline already has a trial of this run, or cannot be probed."""
         trial = self.state.by_candidate.get(baseline)
         is_done = baseline in self.state.settled and not (trial and trial.source)
-        return is_done or (self.fidelity != RUN and not self._has_predicted_time(baseline))
+        step_time_s = self.problem.predictions.step_time_s[self.problem.row_of(baseline)]
+        return is_done or (self.fidelity != RUN and not np.isfinite(step_time_s))
 
     @property
     def _may_start(self) -> bool:
@@ -298,9 +299,6 @@ class _Search:
         open_rows = np.setdiff1d(context.open_rows, np.array(probed_rows, dtype=np.int64))
         interrupted = [trial for trial in self.state.probes if trial.state is TrialState.INTERRUPTED]
         return _only_with_predicted_time(replace(context, trials=interrupted, open_rows=open_rows))
-
-    def _has_predicted_time(self, candidate: Candidate) -> bool:
-        return bool(np.isfinite(self.problem.predictions.step_time_s[self.problem.row_of(candidate)]))
 
     def _run(self, planned: Trial) -> None:
         """Run a trial and wait for its end."""

@@ -41,9 +41,7 @@ KEYS = {"chip": "name", **{each.name: each.name for each in fields(Chip) if each
 
 @cache
 def load_chips(package: str) -> tuple[Chip, ...]:
-    """Return the chips in every `chips/*.yaml` of `package`, sorted by file name. Raises SpecError for an invalid
-    file.
-    """
+    """Return the chips in every `chips/*.yaml` of `package`, by file name. Raises SpecError for an invalid file."""
     folder = files(package).joinpath("chips")
     found = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".yaml")), key=lambda entry: entry.name)
     return tuple(read_chip(entry.read_text("utf-8"), f"{package}/chips/{entry.name}") for entry in found)
@@ -79,9 +77,7 @@ class CollectiveFile:
 
 
 def collective_table(package: str, chip: Chip) -> CollectiveTable | None:
-    """Return the measured collectives that `package` ships for `chip`, or None. Raises SpecError for an invalid
-    file.
-    """
+    """Return the measured collectives that `package` has for `chip`, or None. Raises SpecError for an invalid file."""
     name = chip.name.casefold()
     found = _collectives(package, name)
     if not isinstance(found, str):

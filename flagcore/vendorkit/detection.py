@@ -43,7 +43,9 @@ def list_with(
 
     def read_with_uses(text: str) -> Listing:
         listing, held = read(text), processes(text)
-        return replace(listing, rows=tuple(_with_use(row, held.get(row.device.index, ())) for row in listing.rows))
+        rows = ((row, held.get(row.device.index, ())) for row in listing.rows)
+        uses = ((row, DeviceUse(processes=used, blocked=blocked_reason(row.mode, used))) for row, used in rows)
+        return replace(listing, rows=tuple(replace(row, use=use) for row, use in uses))
 
     def run(timeout_seconds: float) -> Listing:
         left_out: tuple[str, ...] = ()
@@ -55,10 +57,6 @@ def list_with(
         return Listing(left_out=left_out)
 
     return run
-
-
-def _with_use(row: Row, processes: tuple[str, ...]) -> Row:
-    return replace(row, use=DeviceUse(processes=processes, blocked=blocked_reason(row.mode, processes)))
 
 
 @dataclass(frozen=True, kw_only=True)

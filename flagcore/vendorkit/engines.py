@@ -8,16 +8,16 @@ optionally `works` (`true` or `false`; missing: untested), `reason`, `preload` (
 `visible_devices` (environment variables; by default those of the detector), `shared_devices`, `stack` (of production
 jobs: `implementation`, `settings`, `source`), `cross_vendor_libraries` (collective libraries that connect the chips
 with those of other vendors), `install` (the origin of the vendor's builds) and `kubernetes` (the resource that a pod
-requests, with its source). `flagcore.domain.engine.EngineSupport` explains them. Facts about single engines are in
-`quirks.yaml`.
+requests, with its source; `rdma` in the same form for network adapters). `flagcore.domain.engine.EngineSupport`
+explains them. Facts about single engines are in `quirks.yaml`.
 
 `environment.yaml` contains the environment variables of a vendor's software. `variables` is a list of `name`,
 `meaning`, `source`, and either `value`, which is set for trials, or `used`, the value in the source, which flagcore
 does not set. `engines`, `kinds`, `chips` and `versions` (releases of the engine) restrict an entry, and `condition`
 describes when it applies. flagcore checks two conditions: `several_nodes: true`, and `unless`, a training setting that
 must not be on. `overridden_by` is a variable that the software reads first: tasks get a note if it is set. In a value,
-each host replaces `{interface}` by its network interface to the first host and `{adapters}` by its InfiniBand adapters
-that are up; a host without such a device does not set the variable.
+each host replaces `{interface}` and `{address}` by its network interface and address to the other hosts, and
+`{adapters}` by its InfiniBand adapters that are up; a host without such a device does not set the variable.
 
 `knobs.yaml` contains the knobs that a vendor's software adds to an engine, each with its values, effect and source.
 `knobs` is a list with the keys `name` (the engine's argument, or a name with the vendor as prefix), `engine`, `says`,

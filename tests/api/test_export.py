@@ -128,7 +128,7 @@ def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> N
         done = subprocess.run(one["command"], env={"PATH": "/bin:/usr/bin", "HOME": "x", **ranks}, capture_output=True)
         assert done.stdout.decode().startswith(f"{rank} of 3 {host}:29500 it's $HOME")
         assert done.stdout.decode().rstrip().endswith(f"on {interface}".rstrip())
-    assert first["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    assert first["resources"]["limits"] == {"nvidia.com/gpu": 2, "rdma/hca_shared_devices_a": 1}
     assert "hidden-4711" not in text
     assert [each["key"] for each in found(manifest, "secretKeyRef")] == ["HF_TOKEN"] * 2
 
@@ -164,6 +164,24 @@ def test_the_script_of_a_server_starts_the_engine_of_another_machine(tmp_path: P
     assert words[:2] == ["serve", str(tmp_path / "model")]
     assert words[words.index("--tensor-parallel-size") + 1] == "4"
     assert "--enforce-eager" in words
+
+
+def test_the_hosts_of_a_server_know_their_own_address(tmp_path: Path) -> None:
+    space = {"tensor_model_parallel_size": [1, 2], "pipeline_model_parallel_size": [1, 2]}
+    cluster, candidate = {"chip": "H100-SXM", "nodes": 2, "devices_per_node": 2}, "tp=2, pp=2"
+    spec = server(tmp_path, cluster=cluster, auto_tuner={"space": space})
+    script = only(exported(spec, "slurm", candidate))
+    recorder = 'case "$*" in *--headless) echo "$VLLM_HOST_IP $MASTER_ADDR" > address;; esac\n'
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "vllm").write_text(f"#!/bin/sh\n{recorder}")
+    (tmp_path / "bin" / "vllm").chmod(0o755)
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    environment = {"PATH": path, "HOSTS": "127.0.0.1\n127.0.0.2", "NODE_RANK": "1"}
+    subprocess.run(["bash", "-c", script], env=environment, cwd=tmp_path, timeout=60)  # it ends with the server
+    assert (tmp_path / "address").read_text() == "127.0.0.1 127.0.0.1\n"
+    manifest = next(yaml.safe_load_all(only(exported(spec, "kubernetes", candidate, options={"image": "image:1"}))))
+    variables = [{each["name"]: each.get("value") for each in pod["env"]} for (pod,) in found(manifest, "containers")]
+    assert [each["VLLM_HOST_IP"] for each in variables] == ["$(POD_IP)"] * 2
 
 
 def test_a_tree_of_flagscale_has_the_same_arguments(tmp_path: Path) -> None:

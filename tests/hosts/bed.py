@@ -18,7 +18,7 @@ from typing import Any
 from flagcore.launchers import guard
 
 ROOT = Path(__file__).parents[2]
-NETWORK = "10.77.0"
+NETWORK, FAST_NETWORK = "10.77.0", "10.78.0"
 PORT = "p"
 """Starts the name of a host's port at the switch, which is a bridge on h0."""
 TMP_BYTES = 256 << 20
@@ -71,7 +71,7 @@ UsePAM no
 MaxStartups 100
 """
 SSH_CONFIG = """\
-Host h*
+Host h* f*
   IdentityFile {bed}/ssh/user
   UserKnownHostsFile {bed}/ssh/known_hosts
 """
@@ -96,7 +96,8 @@ SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
 SlurmctldLogFile=/run/slurmctld.log
 SlurmdLogFile=/run/slurmd.log
-NodeName=h[1-{count}] CPUs=4 CoresPerSocket=4 RealMemory=1000 State=UNKNOWN
+GresTypes=gpu
+NodeName=h[1-{count}] CPUs=4 CoresPerSocket=4 RealMemory=1000 Gres=gpu:8 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
@@ -133,7 +134,7 @@ class Bed:
         keys.mkdir(mode=0o700)
         for name in ("host", "user"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name))
-        (keys / "known_hosts").write_text(f"h* {(keys / 'host.pub').read_text()}")
+        (keys / "known_hosts").write_text(f"h*,f* {(keys / 'host.pub').read_text()}")
         (keys / "config").write_text(SSH_CONFIG.format(bed=self.folder))
         (self.folder / "sshd_config").write_text(SSHD_CONFIG.format(bed=self.folder))
         addresses = [f"{NETWORK}.{10 + number} h{number}" for number in range(len(self.names) + 1)]
@@ -169,6 +170,26 @@ class Bed:
         self.run(name, SSHD, "-f", str(self.folder / "sshd_config"))
         if self.slurm:
             self._slurmd(name)
+
+    def add_network(self) -> None:
+        """Give the hosts a second network, in which their names are f0, f1, ...
+
+        Each host finds itself at 127.0.1.1, as on Debian, and reaches unknown addresses through the first network.
+        """
+        lines = ["", *(f"{FAST_NETWORK}.{10 + number} f{number}" for number in range(len(self.names) + 1)), ""]
+        with (self.folder / "hosts").open("a") as file:
+            file.write("\n".join(lines))
+        self._on_switch("ip link add br1 type bridge")
+        self._on_switch(f"ip addr add {FAST_NETWORK}.10/24 dev br1")
+        self._on_switch("ip link set br1 up")
+        for number, name in enumerate(self.names, 1):
+            self._on_switch(f"ip link add q{name} type veth peer name eth1 netns {self._first[name]}")
+            self._on_switch(f"ip link set q{name} master br1 up")
+            own = self.folder / f"hosts-of-{name}"
+            own.write_text(f"127.0.1.1 f{number} {name}\n{(self.folder / 'hosts').read_text()}")
+            set_up = f"ip addr add {FAST_NETWORK}.{10 + number}/24 dev eth1; ip link set eth1 up"
+            route = f"ip route add default via {NETWORK}.10 dev eth0; mount --bind {own} /etc/hosts"
+            self.run(name, "sh", "-ec", f"{set_up}; {route}")
 
     def command(self, name: str, *argv: str) -> list[str]:
         """Return the command that runs `argv` on a host, without ssh."""
@@ -220,10 +241,9 @@ class Bed:
 
     def join(self, name: str, group: Path) -> None:
         """Move all processes of a host to a cgroup."""
-        space = os.readlink(f"/proc/{self._first[name]}/ns/pid")
         for pid in guard.all_processes():
-            with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/{pid}/ns/pid") == space:
+            if pid == self._first[name] or self.runs(pid, name):
+                with contextlib.suppress(OSError):
                     (group / "cgroup.procs").write_text(str(pid))
 
     def set_rate(self, name: str, rate: str) -> None:
@@ -249,17 +269,20 @@ class Bed:
     def _with_slurm_conf(self, name: str, daemon: str) -> None:
         folder = "mkdir -p /run/slurm /run/slurmctld /run/slurmd; mount -t tmpfs tmpfs /etc/slurm"
         files = f"cp {self.folder}/slurm.conf /etc/slurm; echo CgroupPlugin=cgroup/v1 > /etc/slurm/cgroup.conf"
+        files += "; for n in 0 1 2 3 4 5 6 7; do mknod -m 666 /run/gpu$n c 1 3; done"  # Slurm wants character devices
+        files += "; echo 'Name=gpu File=/run/gpu[0-7]' > /etc/slurm/gres.conf"
         self.run(name, "sh", "-c", f"{folder}; {files}; {daemon}")
 
     def processes(self, name: str) -> list[int]:
         """Return the processes of trials on a host, agents and guards included, as this machine numbers them."""
-        space = os.readlink(f"/proc/{self._first[name]}/ns/pid")
-        found = []
-        for pid in guard.all_processes():
-            with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/{pid}/ns/pid") == space and _is_of_a_trial(pid):
-                    found.append(pid)
-        return found
+        return [pid for pid in guard.all_processes() if self.runs(pid, name) and _is_of_a_trial(pid)]
+
+    def runs(self, pid: int, name: str) -> bool:
+        """Whether a process runs on a host; its first process, which the bed needs, does not count."""
+        first = self._first[name]
+        with contextlib.suppress(OSError):
+            return pid != first and os.readlink(f"/proc/{pid}/ns/pid") == os.readlink(f"/proc/{first}/ns/pid")
+        return False
 
     def orphans(self, name: str) -> list[int]:
         """Return the processes of trials on a host whose connection from h0 is gone."""

@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flagcore.api.snapshot import load_snapshot
-from tests.hosts.bed import Bed, missing
+from tests.cli.conftest import TRAIN
+from tests.hosts.bed import FAST_NETWORK, Bed, missing
 from tests.hosts.conftest import Project, Tune
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -34,3 +36,27 @@ def test_the_links_between_hosts_are_measured_and_used(tmp_path: Path) -> None:
     assert chip.nic_bytes_per_second is not None
     assert chip.nic_bytes_per_second.value == network["nic_bytes_per_second"]
     assert chip.nic_latency_seconds == 0.001
+
+
+def test_hosts_with_two_networks_use_the_one_of_their_names(tmp_path: Path) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    (tmp_path / "bed").mkdir()
+    bed = Bed(tmp_path / "bed", 2)
+    bed.add_network()
+    for name in bed.names:
+        bed.cut(name)
+    project = Project(bed, tmp_path)
+    (project.folder / "hosts.txt").write_text("f1 slots=1\nf2 slots=1\n")
+    (project.folder / "train.py").write_text(f"import os\nprint(os.environ['NETWORK'])\n{TRAIN}")
+    project.write_spec(trials=1, compare=True, spares=0)
+    spec = yaml.safe_load((project.folder / "spec.yaml").read_text())
+    spec["envs"]["NETWORK"] = "{interface} {address}"
+    (project.folder / "spec.yaml").write_text(yaml.safe_dump(spec))
+    tune = Tune(project)
+    tune.finish()
+    bed.close()
+    assert "cannot be compared" not in tune.output()
+    logs = {number: project.run_dir / f"trials/0/hosts/f{number}/stdout.log" for number in (1, 2)}
+    networks = {number: log.read_text().split("\n", 1)[0] for number, log in logs.items()}
+    assert networks == {number: f"eth1 {FAST_NETWORK}.{10 + number}" for number in (1, 2)}

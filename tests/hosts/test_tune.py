@@ -18,27 +18,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.long
-def test_a_full_disk_and_a_lost_host_cost_a_trial_each(project: Project) -> None:
-    bed = project.bed
-    project.write_spec(sleeps=0.5, trials=4)
-    tune = Tune(project)
-    assert tune.wait_for_a_trial(1) == ["h1", "h2"]
-    time.sleep(1.0)
-    bed.fill("h1")
-    assert tune.wait_for_a_trial(3) == ["h3", "h2"]
-    bed.unfill("h1")
-    bed.cut("h3")
-    assert tune.wait_for_a_trial(4) in (["h1", "h2"], ["h3", "h2"])
-    result = tune.finish()
-    bed.restore("h3")
-    assert all_clean(bed, everything=True) == []
-    assert tune.resumed == 0, tune.output()
-    assert result["best"]["candidate"].items() >= BEST.items()
-    assert books_balance(result)
-    check_kept_once(project.run_dir, result)
-
-
-@pytest.mark.long
 def test_without_a_spare_the_search_continues_on_the_hosts_that_are_left(project: Project) -> None:
     bed = project.bed
     project.write_spec(

@@ -1,6 +1,7 @@
 """Trials on several hosts. A shell on this machine stands for the channel to each; agents and guards are real."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from flagcore.errors import HostLost, LaunchError
 from flagcore.launchers import connection, guard
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.guarded import MARKER
-from flagcore.launchers.hosts import HostsLauncher
+from flagcore.launchers.hosts import HostsLauncher, ssh_channel
 from tests.hosts.bed import HOST, missing
 from tests.launchers.processes import ended, marked, within
 
@@ -112,6 +113,30 @@ def test_variables_of_network_devices_differ_by_host(tmp_path: Path, mark: str) 
     ended(HostsLauncher(name="shell", channel=channel).start(planned))
     lines = [(tmp_path / "hosts" / host / "stdout.log").read_text() for host in devices]
     assert lines == ["=ib7 mlx5_2,mlx5_10\n", "=bond0 bnxt_re0\n", "=eth3 unset\n"]
+
+
+def test_the_folder_of_a_killed_agent_is_removed_and_one_in_use_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    old, used, new = (tmp_path / "tmp" / f"flagcore-{name}" for name in ("killed00", "running0", "starting"))
+    for each in (old, used, new):
+        each.mkdir(parents=True)
+    for each in (old, used):
+        os.utime(each, (0, 0))
+    descriptor = os.open(used, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert run("true", tmp_path / "trial").code == 0
+    os.close(descriptor)
+    assert {*(tmp_path / "tmp").glob("flagcore-????????")} == {used, new}
+
+
+def test_ssh_forwards_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host *\n  ForwardAgent yes\n  ForwardX11 yes\n  LocalForward 8080 far:80\n")
+    ssh, *options, _agent = ssh_channel("a")
+    shown = subprocess.run([ssh, "-G", "-F", tmp_path / "config", *options], capture_output=True, text=True, check=True)
+    settings = {*shown.stdout.splitlines()}
+    assert {"forwardagent no", "forwardx11 no", "clearallforwardings yes"} <= settings
 
 
 def test_files_go_to_every_host_and_come_back(tmp_path: Path, mark: str) -> None:

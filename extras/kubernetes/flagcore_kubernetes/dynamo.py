@@ -101,7 +101,8 @@ def _component(worker: Worker, job: ExportJob, group: ServerGroup, kind: str) ->
     arguments, _left_out = _arguments(worker, job, group, kind)
     hidden = worker.own_variables if kind else ()
     variables, secrets = _variables(job, group)
-    plain = {name: value for name, value in variables.items() if name not in hidden and value not in DEVICES_OF_HOST}
+    of_host = [name for name, value in variables.items() if any(each in value for each in DEVICES_OF_HOST)]
+    plain = {name: value for name, value in variables.items() if name not in (*hidden, *of_host)}
     store, limits = f"{job.name}-secrets", device_limits(job.platform, group.devices)
     claim, mount = claim_and_mount(job.options.get("volume", ""))
     container = {

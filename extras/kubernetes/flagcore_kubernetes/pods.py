@@ -25,6 +25,7 @@ class Pods:
     `limits` are the resources of each pod. `secrets` maps variables to the name and key of their secret. `claim` is a
     persistent volume claim, mounted at `mount`; it is empty if there is none. `devices` is the number of devices of a
     pod. `queue` is the name of a queue, and `user` the number of the user of the processes; both may be empty.
+    `rdma` is the resource of network adapters; it is empty if the pods need none.
     `changes` are fields that are merged into the spec of each pod. With `tunes`, the first pod runs `flag tune`: the
     job ends when it ends, otherwise when all pods have ended.
     """
@@ -43,6 +44,7 @@ class Pods:
     devices: int = 0
     queue: str = ""
     user: str = ""
+    rdma: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
     tunes: bool = False
 
@@ -78,6 +80,12 @@ def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
         raise UsageError(_("no installed plugin defines the Kubernetes resource of {chip}", chip=group.chip.name))
     devices_per_unit = group.chip.devices_per_card if support.kubernetes.counts == "cards" else 1
     return {support.kubernetes.name: -(-devices // devices_per_unit)}
+
+
+def rdma_resource(platform: Platform, nodes: int) -> str:
+    """Return the resource of network adapters of a job on `nodes` nodes, or an empty string if no plugin defines it."""
+    kubernetes = platform.support.kubernetes
+    return kubernetes.rdma.name if nodes > 1 and kubernetes and kubernetes.rdma else ""
 
 
 def pod_options(options: Mapping[str, str]) -> dict[str, Any]:
@@ -119,15 +127,17 @@ def pod_spec(pods: Pods, command: str, restart: str, container: str = "flagcore"
     if pods.claim:
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": pods.claim}})
         mounts.append({"name": "data", "mountPath": pods.mount})
+    limits = {**pods.limits, **({pods.rdma: 1} if pods.rdma else {})}
+    locks = {"capabilities": {"add": ["IPC_LOCK"]}} if pods.rdma else {}  # RDMA locks memory
     one = {
         "name": container,
         "image": pods.image,
         "command": ["sh", "-c", command.replace("$$", "$$$$")],  # Kubernetes reads $$ as $
         "workingDir": pods.directory,
         "env": variables,
-        "resources": {"limits": dict(pods.limits)} if pods.limits else {},
+        "resources": {"limits": limits} if limits else {},
         "volumeMounts": mounts,
-        "securityContext": RESTRICTED if pods.user else {"allowPrivilegeEscalation": False},
+        "securityContext": RESTRICTED if pods.user else {"allowPrivilegeEscalation": False, **locks},
     }
     spec = {
         "restartPolicy": restart,

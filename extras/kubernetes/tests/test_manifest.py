@@ -150,7 +150,7 @@ def test_one_node_is_one_pod_without_a_secret(tmp_path: Path, kind: str) -> None
 @pytest.mark.parametrize(
     ("chip", "devices", "limits"),
     [
-        ("H100-SXM", 8, {"nvidia.com/gpu": 8}),
+        ("H100-SXM", 8, {"nvidia.com/gpu": 8, "rdma/hca_shared_devices_a": 1}),
         ("C550", 8, {"metax-tech.com/gpu": 8}),
         ("BI-V150", 16, {"iluvatar.com/gpu": 8}),
         ("MLU590-M9", 8, {"cambricon.com/mlu": 8}),
@@ -167,6 +167,8 @@ def test_pods_ask_for_the_devices_of_their_vendor(
     file = written(tmp_path, cluster={"chip": chip, "nodes": 3, "devices_per_node": devices})
     manifest, _ = api.manifest(file, kind="jobset", image="image:1")
     assert found(checked(manifest), "limits") == [limits] * 2
+    added = [context["capabilities"] for context in found(manifest, "securityContext") if "capabilities" in context]
+    assert added == [{"add": ["IPC_LOCK"]}] * 2 * any(name.startswith("rdma/") for name in limits)
 
 
 def test_a_bad_option_or_launcher_is_refused(tmp_path: Path) -> None:
@@ -202,6 +204,9 @@ def test_scripts_find_the_network_devices_of_their_host() -> None:
     if reason := missing():
         pytest.skip(reason)
     devices = ("ib7", "10.9.0.1", "mlx5_10:ACTIVE mlx5_3:DOWN")
-    script = f"ip route add default dev ib7; echo {shell_quoted('={interface} {adapters}', DEVICES_OF_HOST)}"
-    argv = ["unshare", "--net", "--mount", "sh", "-c", HOST, "sh", *devices, "sh", "-c", script]
-    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout == "=ib7 mlx5_10\n"
+    other = "ip link add eth0 type veth peer name far; ip addr add 10.8.0.1/24 dev eth0; ip link set eth0 up"
+    shown = shell_quoted("={interface} {address} {adapters}", DEVICES_OF_HOST)
+    shows = f"{other}; ip route add default dev eth0; echo {shown}; export MASTER_ADDR=10.9.0.2; echo {shown}"
+    argv = ["unshare", "--net", "--mount", "sh", "-c", HOST, "sh", *devices, "sh", "-c", shows]
+    lines = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines == ["=eth0 10.8.0.1 mlx5_10", "=ib7 10.9.0.1 mlx5_10"]

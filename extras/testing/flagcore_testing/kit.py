@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-import yaml
-
 from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
@@ -22,6 +20,7 @@ from flagcore.domain.trial import TrialState
 from flagcore.errors import SpecError
 from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names, validation
 from flagcore.plugins.entry_points import installed, one_line
+from flagcore.spec.plain_data import parse_yaml
 from flagcore.vendorkit.engines import Maturity, Quirks, Variable, read_maturity, read_quirks, read_variables
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import Package, Transcript, read_installed, read_transcripts, source_of
@@ -189,8 +188,11 @@ class Subject:
         """Yield the name and the content of each YAML file of the plugin's package that matches `pattern`."""
         for path in sorted(self.package_folder.glob(pattern)):
             try:
-                yield path.relative_to(self.package_folder).as_posix(), yaml.safe_load(path.read_text("utf-8"))
-            except (yaml.YAMLError, ValueError):
+                yield (
+                    path.relative_to(self.package_folder).as_posix(),
+                    parse_yaml(path.read_text("utf-8"), file=path.name),
+                )
+            except SpecError:
                 continue  # another check reports it
 
     def once(self, key: str, make: Callable[[], T]) -> T:

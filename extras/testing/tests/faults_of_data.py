@@ -72,6 +72,11 @@ OF_AGREEMENT = (
     Fault("processes_are_read", "tests/smi/acme-smi-1.txt", "", "| Process id  | Name    | MB    |\n| 0 | 4711 | python3 | 54870 |\n", "4711", ("*",)),
 )
 OF_TESTS = (
+    variable("variables_are_of_this_vendor", 'name: HCCL_BUFFSIZE, used: "200"', "HCCL_BUFFSIZE"),
+    variable("variables_do_not_debug", 'name: ACME_LAUNCH_BLOCKING, value: "1"', "ACME_LAUNCH_BLOCKING"),
+    Fault("lists_have_no_duplicates", KNOBS, 'environment: {ACME_OVERLAP: "1"}}]', 'environment: {ACME_OVERLAP: "1"}}, {value: true}]', "choices has 'True' twice"),
+    Fault("measured_kernels_are_possible", KERNELS, "", '{"kernel": "attention", "precision": "bf16", "batch": 1, "heads": 8, "groups": 32, "queries": 64, "keys": 64, "head_dim": 128, "us": 960}\n', "groups", WITHOUT_PROVENANCE),
+    Fault("torch_of_others_is_not_trusted", DISCOVER, "vendor_variables", 'torch_attributes=("acm",),\n    vendor_variables', "acm", ("*",)),
     Fault("sources_can_be_found", CHIP, BF16, "bf16: {value: 3.0e+14, source: {kind: estimated, method: a guess, confidance: low}}", "confidance"),
     variable("system_variables_are_not_set", 'name: MASTER_PORT, value: "29500"', "MASTER_PORT"),
     hook("health_is_of_problems", "health", "return ['ok']", "'ok'"),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from flagcore_trainers.fsdp2 import memory
 from flagcore_trainers.fsdp2.job import Candidate, Job, Train
-from flagcore_trainers.fsdp2.model import build, own_positions, rotary_angles
+from flagcore_trainers.fsdp2.model import _mask, build, own_positions, rotary_angles
 from flagcore_trainers.fsdp2.rank import device_meshes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -72,6 +72,7 @@ def counted(job: Job) -> tuple[float, float]:
             adam = sum(memory.ADAM_BYTES * each.to_local().numel() for each in model.parameters())
             now, peak = (tracker.get_tracker_snapshot(kind)[cpu] for kind in ("current", "peak"))
     finally:
+        _mask.cache_clear()
         dist.destroy_process_group()
     held = sum(size for kind, size in now.items() if "Sharded" in str(getattr(kind, "value", kind)))
     return held + adam, peak["Total"] + adam
@@ -97,6 +98,7 @@ def predicted(job: Job) -> tuple[float, float]:
             checkpointing=one(LEVELS[each.checkpointing]),
             reduce_bytes=one(2.0 if is_narrow and each.reduce_dtype == "bf16" else 4.0),
             offload=np.array([False]),
+            replicated=np.array([each.replicate > 1]),
             fused_norm=False,
         )
     )

@@ -214,10 +214,9 @@ def require_hosts(
     """Reserve hosts for this process.
 
     Return their names, the devices of the usable hosts, which are empty if unknown, and, with `compare`, their speeds.
-    `files` must be the same on all
-    hosts. Devices and versions must be the same on hosts of one kind (`kinds`). If hosts have to connect to the first
-    one, `variables` may set the port. Up to `spares` unusable hosts are skipped with a warning. With `compare`, slow
-    devices and networks cause warnings, too. Raises NoDevice with a line per unusable host if more hosts are unusable.
+    `files` must be the same on all hosts, devices and versions on hosts of one kind (`kinds`). If hosts have to connect
+    to the first one, `variables` may set the port. Up to `spares` unusable hosts are skipped with a warning. With
+    `compare`, slow devices cause warnings, too. Raises NoDevice with a line per unusable host if more are unusable.
     """
     hosts = launcher.hold(hosts)
     reports = inspect_hosts(launcher, hosts, files, kinds)
@@ -357,11 +356,10 @@ def measure_speed(launcher: HostsLauncher, hosts: Sequence[str], job: Mapping[st
     """
     words = ("{node_rank}", "{nnodes}", "{master_addr}", "{master_port}")
     argv = (sys.executable, "-m", SPEED_PROGRAM, json.dumps(job), *words)
-    variables = {"GLOO_SOCKET_IFNAME": "{interface}"} if job["backend"] == "gloo" else {}
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
-        launch = Launch(
-            argv=argv, folder=folder, hosts=tuple(hosts), environment=variables, timeout_seconds=SPEED_SECONDS
-        )
+        variables = {"GLOO_SOCKET_IFNAME": "{interface}"}
+        launch = Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=variables)
+        launch = replace(launch, timeout_seconds=SPEED_SECONDS)
         trial = launcher.for_checks().start(launch)
         try:
             trial.wait(SPEED_SECONDS + 30.0)

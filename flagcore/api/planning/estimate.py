@@ -1,6 +1,4 @@
-"""Predictions without trials: the candidates of a spec, the gain of mixing chips, and changes that make a candidate
-fit.
-"""
+"""Predictions without trials: candidates of a spec, the gain of mixing chips, and changes that make a candidate fit."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress

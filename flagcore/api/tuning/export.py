@@ -69,9 +69,7 @@ class Outcome(Notebook):
 
 
 def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
-    """Write the result of a search to `run_dir`, and the spec, the launch and a script of the best configuration, if
-    any.
-    """
+    """Write the result of a search to `run_dir`, and the spec, launch and script of the best configuration, if any."""
     plan, problem = ending.plan, ending.problem
     cannot, precision_reason = "", problem.platform.precision_reason
     data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
@@ -132,10 +130,18 @@ def _save_launch(plan: Plan, problem: Problem, run_dir: Path) -> str:
         cannot = launch.missing
         text = _start_script(plan, launch, problem, run_dir)
         saved = {**redact_data(asdict(launch)), "directory": launch.directory or launch.folder}
-        write(folder / "launch.json", json.dumps(saved, indent=1))
+        write(folder / "launch.json", json.dumps({**saved, **_places(problem)}, indent=1))
     write(run_dir / "best.sh", text)
     (run_dir / "best.sh").chmod(0o755)
     return cannot
+
+
+def _places(problem: Problem) -> dict[str, Any]:
+    """Return where a command of the user starts: launcher, hosts and users. There are no hosts if it starts here."""
+    spec, cluster = problem.task.spec, problem.task.spec.cluster
+    same = spec.work.command and spec.on_each_host and not problem.platform.setups and cluster.nodes > 1
+    hosts = cluster.hosts[: cluster.nodes] if same and len(cluster.hosts) >= cluster.nodes else ()
+    return {"launcher": spec.launcher, "hosts": hosts, "users": dict(cluster.users)}
 
 
 def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -> str:

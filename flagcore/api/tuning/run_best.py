@@ -1,26 +1,33 @@
 """Starts the best configuration of a run. Servers run until they, or this process, end."""
 
 import json
+import math
 import os
 import socket
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+from flagcore import plugins
 from flagcore.api.inputs import warn
 from flagcore.api.runs import no_best_error, read_run
+from flagcore.api.tuning.export import SECRETS
+from flagcore.domain.files import write
 from flagcore.domain.launch import Launch
-from flagcore.errors import LaunchError, RunError, UsageError
+from flagcore.errors import HostLost, LaunchError, RunError, UsageError
 from flagcore.i18n import N_, _
+from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.local import start_for_users
 from flagcore.tuner.store.directory import IDENTITY
 
 PERIOD_SECONDS = 0.5
 ANSWER_SECONDS = 2.0
+KEYS = ("ready", "missing", "sample", "folder", "directory", "launcher", "hosts", "users")
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -29,10 +36,10 @@ def run_best(
 ) -> NoReturn:
     """Start the best configuration of a run.
 
-    Training replaces this process. A command that the user has to complete is only printed. Servers are child
-    processes, which stop when this process ends. `on_ready` is called with their URL once they respond. `stdout` is a
-    file descriptor for their output. Raises `no_best_error` if the run has no best configuration, and UsageError if it
-    cannot be started.
+    Training replaces this process, or runs on the hosts of the run until this process ends. A command that the user has
+    to complete is only printed. Servers are child processes, which stop when this process ends. `on_ready` is called
+    with their URL once they respond. `stdout` is a file descriptor for their output. Raises `no_best_error` if the run
+    has no best configuration, UsageError if it cannot be started, and HostLost if a host is lost.
     """
     launch = _saved_launch(run_dir)
     ready, missing, folder = launch["ready"], str(launch["missing"]), launch["directory"]
@@ -47,6 +54,8 @@ def run_best(
         sys.exit(_serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
+    if launch["hosts"] and not missing:
+        sys.exit(_run_on_hosts(Path(argv[1]), launch))
     text = N_("training the best configuration of {run}; files go to {folder}")
     if missing:
         text = N_("the command of the best configuration of {run} is incomplete; add {missing}")
@@ -62,7 +71,7 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
     file = Path(run_dir) / "best" / "launch.json"
     try:
         launch = json.loads(file.read_text(encoding="utf-8"))
-        return {name: launch[name] for name in ("ready", "missing", "sample", "folder", "directory")}
+        return {name: launch[name] for name in KEYS}
     except (OSError, ValueError, KeyError, TypeError) as error:
         run_files = (IDENTITY, "result.json", "best/launch.json")
         if not any(os.path.isfile(os.path.join(run_dir, name)) for name in run_files):
@@ -74,6 +83,33 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
         reason = _("missing") if is_missing else type(error).__name__
         text = N_("{file} cannot be read ({reason}); run `flag tune` to write it with the best configuration")
         raise RunError(_(text, file=file, reason=reason)) from None
+
+
+def _run_on_hosts(script: Path, launch: Mapping[str, Any]) -> int:
+    """Run a script on all hosts, print its output, and return its exit status. Raises LaunchError and HostLost."""
+    launcher, folder = plugins.launcher(launch["launcher"]), script.parent / "best" / "hosts"
+    assert isinstance(launcher, HostsLauncher)
+    launcher.users = launch["users"]
+    hosts = launcher.hold(launcher.find_hosts(len(launch["hosts"]))[: len(launch["hosts"])] or launch["hosts"])
+    text, secrets = script.read_text(encoding="utf-8"), folder.parent / SECRETS
+    folder.mkdir(exist_ok=True)
+    if secrets.exists():  # in this folder, they are sent to the hosts
+        write(folder / SECRETS, secrets.read_text(encoding="utf-8"), private=True)
+        text = text.replace(str(secrets), str(folder / SECRETS))
+    job = Launch(argv=("sh", "-c", text), folder=str(folder), directory=launch["directory"], hosts=tuple(hosts))
+    running = launcher.start(replace(job, timeout_seconds=math.inf, disk_limit_bytes=1 << 62))
+    try:
+        with open(folder / "stdout.log") as output, open(folder / "stderr.log") as errors:
+            ended = None
+            while ended is None:
+                ended = running.wait(PERIOD_SECONDS)
+                print(output.read(), end="", flush=True)
+                print(errors.read(), end="", flush=True, file=sys.stderr)
+    finally:
+        running.stop()
+    if ended.lost_host:
+        raise HostLost("", f"host {ended.detail}")
+    return ended.code
 
 
 def _serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int:

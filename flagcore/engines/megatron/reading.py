@@ -61,9 +61,7 @@ class LoggedStep:
 
 @dataclass(slots=True)
 class MegatronLog:
-    """The metrics of one run: its steps by iteration, the maximum peak bytes of all ranks, and the printed
-    arguments.
-    """
+    """The metrics of one run: its steps by iteration, the maximum peak bytes of all ranks, and printed arguments."""
 
     steps: dict[int, LoggedStep] = field(default_factory=dict)
     peak_allocated_bytes: int | None = None

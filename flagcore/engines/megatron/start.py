@@ -160,9 +160,7 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
         return reference_launch(replace(task, spec=spec), values, folder, meshes)
     planned = replace(_program(job(platform, candidate, folder), folder), warm=True)
     if platform.task.spec.on_each_host:
-        planned = replace(planned, hosts=hosts_of(platform.task, candidate))
-        if platform.support.distributed_backend == "gloo":
-            return replace(planned, environment={"GLOO_SOCKET_IFNAME": "{interface}"})
+        return replace(planned, hosts=hosts_of(platform.task, candidate))
     return planned
 
 
@@ -356,9 +354,7 @@ def _chooses_layers(platform: Platform) -> bool:
 
 @functools.cache
 def _imports(modules: tuple[str, ...]) -> bool:
-    """Return whether modules can be imported after torch. A separate process imports them, because a driver may crash
-    it.
-    """
+    """Return whether modules can be imported after torch, in a separate process, which a driver may crash."""
     try:
         code = f"import torch, {', '.join(modules)}"
         process = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, check=False)

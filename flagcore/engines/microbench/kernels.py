@@ -226,9 +226,7 @@ def is_supported(bench: Bench, make: Callable[[], Callable[[], object]]) -> bool
 
 
 def gemms(bench: Bench, job: Job, precision: str) -> list[Item]:
-    """Return matrix products of common sizes in one precision. The list is empty if torch does not support the
-    precision.
-    """
+    """Return matrix products of common sizes in one precision; none if torch does not support the precision."""
     if not is_supported(bench, partial(product, bench.device, 64, 64, 64, precision)):
         return []
     items = []

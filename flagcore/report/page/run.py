@@ -283,7 +283,9 @@ class RunData(Plan):
         """
         folder, whole = self.trial_folder(trial), (self.folder / "trials").resolve()
         try:
-            files = sorted([*folder.glob("*.log"), *folder.glob("rank-*/*.log")], key=_log_order)
+            order = {"stdout.log": 0, "stderr.log": 1}
+            files = [*folder.glob("*.log"), *folder.glob("rank-*/*.log")]
+            files.sort(key=lambda file: (str(file.parent), order.get(file.name, 2), file.name))
             files = [file for file in files if file.resolve().is_relative_to(whole)]
         except (OSError, RuntimeError):
             return []
@@ -390,10 +392,6 @@ def json_file(file: Path) -> Record:
     except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
-
-
-def _log_order(file: Path) -> tuple[str, int, str]:
-    return (str(file.parent), {"stdout.log": 0, "stderr.log": 1}.get(file.name, 2), file.name)
 
 
 def _printable(text: str) -> str:

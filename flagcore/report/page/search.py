@@ -2,7 +2,6 @@
 space, and predicted against measured times.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -153,7 +152,8 @@ def progress(run: RunData) -> Section | None:
         spent += trial.duration_s
         figure, name = run.figure(trial), run.name(trial)
         if trial.number in first:
-            if figure is not None and trial.state is TrialState.MEASURED and not _broken(trial):
+            broken = trial.measurement.broken if trial.measurement else ()
+            if figure is not None and trial.state is TrialState.MEASURED and not broken:
                 best = figure if best is None else (max if is_rate(run.objective) else min)(best, figure)
             steps += [] if best is None else [(spent, best, name)]
         if figure is not None:
@@ -194,10 +194,6 @@ def progress(run: RunData) -> Section | None:
         table=data,
     )
     return Section("progress", _("Search"), (chart,))
-
-
-def _broken(trial: Trial) -> Sequence[str]:
-    return trial.measurement.broken if trial.measurement else ()
 
 
 def _improvement(run: RunData, first: float, last: float) -> str:

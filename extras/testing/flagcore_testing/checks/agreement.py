@@ -69,6 +69,16 @@ def values_agree_with_other_plugins(plugin: Subject) -> Problems:
                 yield f"{where}, and {len(values)} other plugins have {values[0]!r}"
 
 
+@check("remove it, or write this vendor's variable of the same meaning")
+def variables_are_of_this_vendor(plugin: Subject) -> Problems:
+    own = detector_of(plugin).own_variables
+    foreign = {prefix: name for name, each in others_detectors(plugin) for prefix in each.own_variables}
+    for each in plugin.variables:
+        for prefix, name in foreign.items():
+            if each.name.startswith(prefix) and not each.name.startswith(own):
+                yield f"environment.yaml: {each.name} begins with {prefix}, which only software of {name} reads"
+
+
 @check("write the same, or a pattern of this vendor's own text")
 def failures_agree_with_other_plugins(plugin: Subject) -> Problems:
     theirs = [each for quirks in _others_files(plugin, read_quirks) for each in quirks.failures]

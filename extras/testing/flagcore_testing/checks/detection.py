@@ -234,6 +234,10 @@ def torch_of_others_is_not_trusted(plugin: Subject) -> Problems:
     has_own_module = detector.torch_device in detector.torch_attributes
     if has_own_module and not any(trusts(chip, frozenset(detector.torch_attributes)) for chip in own):
         yield f"discover.py: trusts rejects a torch that has {detector.torch_device} and devices of {own[0].vendor}"
+    for name in detector.torch_attributes:
+        if all(trusts(chip, frozenset({name})) == trusts(chip, frozenset()) for chip in (*own, *foreign.values())):
+            text = f"discover.py: torch_attributes has {name!r}, which changes no answer of trusts"
+            yield Problem(text, "write the attribute of torch that trusts looks for, or remove it")
 
 
 @check(f"read these lines, or state in {SOURCES} how many devices are `left_out`")

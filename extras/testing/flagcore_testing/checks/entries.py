@@ -123,6 +123,33 @@ def _flag_problem(program: Any, engine: str, setting: str, value: object) -> Ite
         yield f"quirks.yaml: {setting} = {value!r} of {engine} has a unit"
 
 
+@check("keep one of them")
+def lists_have_no_duplicates(plugin: Subject) -> Problems:
+    for name, content in plugin.yaml_files("**/*.yaml"):
+        for path, key, items in _lists(content):
+            values = [_identity(item) if key == "choices" else item for item in items]
+            for place, value in enumerate(values):
+                is_number = isinstance(value, int | float) and key != "choices"
+                if not is_number and value in values[:place]:
+                    shown = value.get("name", value) if isinstance(value, dict) else value
+                    yield f"{name}: {path}{key} has {str(shown)[:60]!r} twice"
+
+
+def _identity(choice: Any) -> Any:
+    """Return the value of a choice of a knob."""
+    return choice.get("value", choice) if isinstance(choice, dict) else choice
+
+
+def _lists(content: Any, path: str = "") -> Iterator[tuple[str, str, list[Any]]]:
+    """Yield every list of a file with the path before it and its key."""
+    for key, value in content.items() if isinstance(content, dict) else ():
+        if isinstance(value, list):
+            yield path, str(key), value
+            for place, item in enumerate(value):
+                yield from _lists(item, f"{path}{key}[{place}].")
+        yield from _lists(value, f"{path}{key}.")
+
+
 MOST_STEPS = 50
 
 

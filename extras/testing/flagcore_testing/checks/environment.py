@@ -1,6 +1,7 @@
 """Checks of the environment of trials, and of `environment.yaml`."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -45,6 +46,17 @@ def system_variables_are_not_set(chip: Chip, engine: str, variables: Mapping[str
         yield f"flagcore_environment: {name} of {engine} on {chip.name} is set by the launcher of each job"
     for name in sorted(USERS & {*variables}):
         yield f"flagcore_environment: {name} of {engine} on {chip.name} replaces the user's value"
+
+
+DEBUGGING = re.compile(r"LAUNCH_BLOCKING|_DEBUG(_|$)|_TRACE|PROFIL|NO_\w*MEMORY_CACHING|LOG_LEVEL|VERBOS")
+QUIET = {"0", "false", "off", "warn", "warning", "error", "none"}
+
+
+@check("use `used` instead of `value`: it is for debugging, and slows runs", each=_environments)
+def variables_do_not_debug(chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
+    for name, value in variables.items():
+        if DEBUGGING.search(name) and value.casefold() not in QUIET:
+            yield f"flagcore_environment: {name} = {value!r} of {engine} on {chip.name}"
 
 
 @check("write the name that the software has for this vendor, and handle it in discover.py")

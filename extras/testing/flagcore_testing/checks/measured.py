@@ -21,6 +21,8 @@ FASTER, SLOWER = 1.1, 100.0
 to 30 times as long.
 """
 LARGE_FLOPS, LARGE_BYTES = 1e11, 1e9
+SCHEMA = 1
+"""The form of provenance.yaml."""
 BY_PRECISION = ("gemm", "attention", "attention_backward")
 Folder = tuple[Subject, Chip, str]
 
@@ -77,6 +79,9 @@ def measured_kernels_are_possible(plugin: Subject, chip: Chip, folder: str) -> P
             yield f"{where}, and the peaks of {chip.name} allow {least * 1e6:.3g}"
         elif large and least and seconds > SLOWER * least:
             yield f"{where}, {seconds / least:.0f} times what {chip.name} needs"
+        if row["kernel"].startswith("attention") and (row["heads"] % row["groups"] or row["keys"] < row["queries"]):
+            fix = "groups are those of keys and values and divide heads; keys are at least as many as queries"
+            yield Problem(f"{where}: heads, groups, keys and queries do not fit", fix)
         if row["kernel"] in BY_PRECISION and row.get("precision") not in KNOWN:
             yield Problem(f"{where}: precision = {row.get('precision')!r}", f"name one of {', '.join(KNOWN)}")
     same = Counter(tuple(value for key, value in row.items() if key != "us") for row in rows)
@@ -93,6 +98,8 @@ def corrections_are_of_measured_kernels(plugin: Subject, chip: Chip, folder: str
         return
     found = read_provenance(file.read_text("utf-8"), where)
     kinds = {row["kernel"] for row in rows}
+    if found.schema != SCHEMA:
+        yield Problem(f"{where}: schema = {found.schema}", f"write schema: {SCHEMA}, the only one")
     for key in ("host_us", "slowed", "in_training"):
         for name in sorted({*getattr(found, key)} - kinds):
             yield f"{where}: {key} has {name}, and kernels.jsonl has {', '.join(sorted(kinds))}"

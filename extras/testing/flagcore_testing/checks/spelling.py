@@ -132,7 +132,7 @@ def backends_and_modules_are_spelled_correctly(plugin: Subject) -> Problems:
             yield f"{text}, but preload is empty, and torch's own backends are {names}"
 
 
-@check("write {interface}, {adapters}, or the value itself")
+@check("write {address}, {interface}, {adapters}, or the value itself")
 def placeholders_are_known(plugin: Subject) -> Problems:
     known = set(placeholders())
     for each in plugin.variables:

@@ -32,8 +32,9 @@ in torch 2.13."""
 class Job:
     """What the memory of candidates depends on. Arrays have one element per candidate.
 
-    `ranks`: ranks that share each weight. `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a
-    gradient while it is reduced. `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
+    `ranks`: ranks that share each weight. `replicated`: whether gradients are also summed over replicas.
+    `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced.
+    `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
     """
 
     model: Model
@@ -47,8 +48,8 @@ class Job:
     checkpointing: FloatArray
     reduce_bytes: FloatArray
     offload: BoolArray
+    replicated: BoolArray
     fused_norm: bool = True
-    sequence: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,19 +93,26 @@ def of_rank(job: Job) -> Bytes:
     # Gradients of earlier micro-batches are there from the start. Those of a single one fill up during backward.
     early = np.where(job.microbatches > 1, gradients, 0.0)
     held = early + np.where(job.microbatches > 1, 0.0, np.where(job.offload, 0.0, MAIN_BYTES * table / n))
+    # Buffers of sums over replicas stay until backward ends, unless they become the gradients.
+    is_copied = job.replicated & ((job.microbatches > 1) | (r != MAIN_BYTES))
+    summed = np.where(is_copied, r / n, 0.0)
+    held = held + summed * table * (not is_tied)
     act = _activations(job)
     is_shared = n > 1
     buffer = 1.0 * is_shared  # a gather has a buffer, and the weights are copied out of it
     gathered = np.where(job.reshard, 0.0, u * layer * layers)  # weights that stay from forward to backward
     own = np.where(job.reshard, u * layer, 0.0)
     ahead = np.where(job.reshard, u * layer * buffer, 0.0)  # the next layer, gathered during this one
+    # The buffer of the last gather stays until the next one. Without gathers in backward, this is the end of the step.
+    stale = np.where(job.reshard, 0.0, u * buffer * table * (not is_tied))
+    early, held = early + stale, held + stale
     edge = u * (table + rest) if is_tied else u * (table + rest / n)
     late = u * table if is_tied else 0.0  # a tied head's gradient waits for the embedding's
     logits = job.tokens * model.vocab_size / job.tensor
     at_head = act.stored + act.head_input + edge + gathered
     head_reduce = np.zeros_like(n) if is_tied else r * table
     moments = [
-        early + at_head + LOSS_FORWARD_BYTES * logits + (u * table + ahead) * buffer,
+        early - stale + at_head + LOSS_FORWARD_BYTES * logits + u * buffer * (layer if is_tied else table),
         early + at_head + (LOSS_BYTES + SPLIT_LOSS_BYTES * (job.tensor > 1)) * logits,
         early + at_head + (u + 4.0) * logits,
         early + at_head + u * logits + u * table + act.hidden * job.tensor + ahead,
@@ -114,15 +122,15 @@ def of_rank(job: Job) -> Bytes:
     for previous, number in ((head_reduce, 1.0), (r * layer, min(2.0, layers))):
         left = act.stored - (number - 1.0) * act.layer
         kept = held + late + gathered - np.where(job.reshard, 0.0, (number - 1.0) * u * layer)
-        kept = kept + edge * is_tied + ahead
+        kept = kept + edge * is_tied + ahead + summed * layer * (number - 1.0)
         for extra in act.backward:
             moments.append(kept + own + previous + left + extra)
         moments.append(kept + own + previous + left - act.layer + act.input + u * layer + act.norm)
         copies = u * layer + r * layer * (1.0 + 1.0 / n)
         moments.append(kept - np.where(job.reshard, 0.0, u * layer) + left - act.layer + copies + act.hidden)
-    end = gradients + act.hidden
+    end = gradients + stale + act.hidden + summed * (shard * n - table)
     moments.append(end + u * table + np.maximum(u * table + r * layer, r * table * (1.0 + 1.0 / n)) + late)
-    moments.append(gradients)
+    moments.append(gradients + summed * shard * n)
     above: FloatArray = np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)
     return Bytes(static=states + gradients, activation=above - gradients, peak=states + above)
 

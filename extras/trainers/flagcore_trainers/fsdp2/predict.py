@@ -70,6 +70,7 @@ def memory_job(task: Task, columns: Columns, *, fused_norm: bool) -> memory.Job:
         checkpointing=(columns[AC] - 1).astype(np.float64),
         reduce_bytes=reduced,
         offload=columns[OFFLOAD] > 0,
+        replicated=columns[REPLICATE] > 1,
         fused_norm=fused_norm,
     )
 

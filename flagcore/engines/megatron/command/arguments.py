@@ -99,9 +99,7 @@ class ArgumentTable:
     by_flag: Mapping[str, ArgumentSpec]
 
     def find(self, flag: str) -> ArgumentSpec | None:
-        """Return the argument with this flag, also if written as `--a-b=value` or `--a_b`. Returns None if there is
-        none.
-        """
+        """Return the argument with this flag, also if written as `--a-b=value` or `--a_b`, or None."""
         flag = flag.partition("=")[0]
         return self.by_flag.get(flag) or self.by_flag.get(flag.replace("_", "-"))
 

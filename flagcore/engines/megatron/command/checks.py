@@ -220,17 +220,13 @@ def _truncate(text: str, maximum: int = MAX_ARGUMENT_LENGTH) -> str:
 
 
 def check_release(spec: Spec) -> None:
-    """Raise an error for each value of a knob or setting that the release in `train.engine_version` does not
-    support.
-    """
+    """Raise an error for each value of a knob or setting that the release `train.engine_version` does not support."""
     if problems := release_problems(spec, spec.train.engine_version):
         raise SpecErrors(problems)
 
 
 def release_problems(spec: Spec, release: str | None) -> list[SpecError]:
-    """Return an error for each value of a knob or setting that `release` does not support. If `release` is None, return
-    none.
-    """
+    """Return an error for each value of a knob or setting that `release` does not support; none if it is None."""
     if release is None:
         return []
     return [

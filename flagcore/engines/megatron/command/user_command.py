@@ -256,9 +256,7 @@ def _parse_script(command: tuple[str, ...], directory: str | None, variables: Ma
 
 
 def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] | None = None) -> UserCommand | None:
-    """Return the parts of a command that starts a Python program, with torchrun or directly. Returns None for other
-    commands.
-    """
+    """Return the parts of a command that starts a Python program, with torchrun or directly, or None."""
     # `bash -c '...; exec "$@"' NAME` executes the words that follow.
     is_shell = len(words) > 4 and Path(words[0]).name in SHELLS and words[1] == "-c" and words[2].endswith('exec "$@"')
     shell_words = 4 if is_shell else 0

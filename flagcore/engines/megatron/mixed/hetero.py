@@ -96,9 +96,7 @@ def mixed(platform: Platform, values: Mapping[str, KnobValue], arguments: Sequen
 
 
 def _meshes(task: Task, values: Mapping[str, KnobValue]) -> list[Mesh]:
-    """Return the meshes of a candidate. If it lists none, each node group is a mesh with the candidate's TP, CP, EP and
-    DP.
-    """
+    """Return the meshes of a candidate. If it lists none, each node group is a mesh with its TP, CP, EP and DP."""
     if not values.get(MESHES):
         sizes = {name: int(values.get(knob) or 1) for name, knob in SIZES.items()}
         if len(task.cluster.groups) == 1:

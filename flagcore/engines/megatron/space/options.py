@@ -175,9 +175,7 @@ def _refused(key: str, settings: Settings, problem: str) -> SpecError:
 
 
 def schedule(name: SettingValue) -> str | None:
-    """Return the canonical name of a pipeline schedule, or None for the engine's default. Raises NotModelled for
-    another one.
-    """
+    """Return the name of a pipeline schedule, or None for the engine's default. Raises NotModelled for another one."""
     canonical = re.sub(r"^zb-?(?=[hv12])", "zb-", str(name or "1f1b").lower().replace("_", "-"))
     if canonical in ("1f1b", "interleaved", "1f1b-i", "interleaved-1f1b"):
         return None

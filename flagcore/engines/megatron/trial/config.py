@@ -166,9 +166,7 @@ def _eight_bit_values(job: Job) -> dict[str, Any]:
 
 
 def _message_values(job: Job) -> dict[str, Any]:
-    """Return the settings for messages between pipeline stages. Only the interleaved schedule can overlap them with
-    compute.
-    """
+    """Return the settings for messages between pipeline stages. Only interleaved schedules can overlap them."""
     interleaved = job.virtual_stages is not None
     overlapped = interleaved and job.candidate.overlap_p2p_comm
     if interleaved and not overlapped and job.candidate.pipeline_model_parallel_size == 2:

@@ -93,9 +93,7 @@ MAX_ACTIVATION, MAX_GRADIENT = 1.0, 1e-4
 
 
 def init_fake_world(kind: str, rank: int, world_size: int) -> None:
-    """Initialize this process as `rank` of `world_size` ranks without starting the others. `kind` is torch's device
-    type.
-    """
+    """Initialize this process as one of `world_size` ranks without the others. `kind` is torch's device type."""
     known = dist.Backend.backend_capability.get("fake", [])
     backend = "fake" if kind in known else f"cpu:fake,{kind}:fake"  # for devices that are registered by an import
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)

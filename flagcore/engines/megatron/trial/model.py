@@ -262,9 +262,7 @@ def _can_share_keys(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _chunked_causal_mask(length: int, size: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Return the causal mask of this rank's queries over all gathered keys: boolean, of shape [length, length *
-    size].
-    """
+    """Return the causal mask of this rank's queries over all gathered keys: boolean [length, length * size]."""
     chunks = torch.arange(length * size, device=device).view(2 * size, -1)
     positions = torch.cat([chunks[i] for r in range(size) for i in (r, 2 * size - 1 - r)])
     own_positions = positions[rank * length : (rank + 1) * length]

@@ -174,9 +174,7 @@ def _float_if_finite(value: Any) -> float | None:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on this rank. Its tensors have the shape [micro_batch_size, seq_length /
-    context_parallel_size].
-    """
+    """One micro-batch on this rank. Shape of its tensors: [micro_batch_size, seq_length / context_parallel_size]."""
 
     tokens: torch.Tensor
     labels: torch.Tensor

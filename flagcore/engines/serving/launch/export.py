@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
-from flagcore.contracts.exchange import ANY_HOST, shell_quoted
+from flagcore.contracts.exchange import ANY_HOST, DEVICES_OF_HOST, shell_quoted
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret
 from flagcore.engines.serving.launch.server import Instance, Router
@@ -66,7 +66,7 @@ def start_script(instances: Sequence[Instance], hosts: Sequence[str] = (), route
     names = {host: f"{{hosts[{number}]}}" for number, host in enumerate(hosts) if host == ANY_HOST.format(number)}
 
     def shell(words: Sequence[str]) -> str:
-        return " ".join(shell_quoted(word, names) for word in words)
+        return " ".join(shell_quoted(word, {**names, **DEVICES_OF_HOST}) for word in words)
 
     commands: list[list[str]] = [[] for _ in hosts or ("",)]
     for each in instances:
@@ -81,6 +81,7 @@ def start_script(instances: Sequence[Instance], hosts: Sequence[str] = (), route
         conf = _nginx(instances, [f"${names[host]}" if host in names else host for host in hosts])
     count, has_router = len(instances), router is not None
     fields = {"commands": commands, "count": count, "named": bool(names), "nginx": conf, "router": has_router}
+    fields["first"] = shell(hosts[:1])
     return _render("start.sh.j2", **fields, front=front, program=program)
 
 

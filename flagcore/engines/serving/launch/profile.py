@@ -42,12 +42,13 @@ class EngineProfile:
     """Returns the additional flags for one host of an instance. Arguments: the number of the instance's hosts, and the
     index of this host. None: an instance cannot span hosts.
     """
+    host_address: str = ""
+    """The variable with a host's address for the other hosts of an instance. Without it, the server uses the address of
+    the default route."""
     of_kind: Callable[[Task, Mapping[str, KnobValue], str, Instance], Instance] | None = None
     """Returns an instance changed so that it only prefills or only decodes. None: the engine has no such servers."""
     protocol: Callable[[Task, Mapping[str, KnobValue]], str] = lambda task, values: ""
-    """Returns the protocol by which servers that only prefill or only decode exchange caches, as named in
-    `load.routing`.
-    """
+    """Returns the protocol by which prefill and decode servers exchange caches, as named in `load.routing`."""
     router: Callable[[Task, Mapping[str, KnobValue]], Router] = lambda task, values: Router.of_replicas(
         ("vllm-router",), prefix_aware=task.spec.serve.prefix_aware
     )

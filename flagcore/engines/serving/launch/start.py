@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from flagcore.contracts import ExportJob, Platform
-from flagcore.contracts.exchange import DEVICES_OF_HOST
+from flagcore.contracts.exchange import ADDRESS, DEVICES_OF_HOST
 from flagcore.domain.engine import device_variables, without_devices
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, ServerGroup, ServerGroups
@@ -136,9 +136,7 @@ def instances_of(
 
 
 def router_of(platform: Platform, engine: EngineProfile, candidate: Candidate, count: int) -> Router | None:
-    """Return the router in front of `count` instances; None if they need no router or nginx suffices. Raises
-    UsageError.
-    """
+    """Return the router in front of `count` instances, or None if nginx or no router suffices. Raises UsageError."""
     values, is_aware = candidate.as_dict(), platform.task.spec.serve.prefix_aware
     return engine.router(platform.task, values) if values.get(PREFILL_DECODE) or (count > 1 and is_aware) else None
 
@@ -150,7 +148,7 @@ def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str,
     if any(each.further or each.host for each in instances):
         raise UsageError("--to compose starts servers on one host only; use --to slurm or dynamo")
     variables = {**job.platform.environment, **task.spec.envs}
-    common = {name: value for name, value in variables.items() if value not in DEVICES_OF_HOST}
+    common = {name: value for name, value in variables.items() if not any(each in value for each in DEVICES_OF_HOST)}
     router = router_of(job.platform, engine, job.candidate, len(instances))
     image = job.options.get("image", "")
     return export.compose_files(instances, task.spec.serve.directory, common, job.comments, router, image)
@@ -179,6 +177,7 @@ def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidat
         if hosts > 1 and engine.on_host:
             own = instance.argv[: -len(engine.on_host(hosts, "0"))]
             instance = replace(instance, further=((*own, *engine.on_host(hosts, "{node_rank}")),))
+        instance = instance.filled({ADDRESS: OWN_ADDRESS})
         first = instance.at_head(OWN_ADDRESS, str(export.MEETING_PORT)).at_port(export.FRONT_PORT)
         others = first.further[0] if hosts > 1 else ()
         environment = without_devices(platform.support, first.environment)
@@ -216,7 +215,10 @@ def _instance(
         assert engine.of_kind, "the candidate is legal"
         instance = engine.of_kind(task, values, placement.kind, instance)
     is_exported = bool(task.spec.serve.elsewhere)
-    environment = {name: value for name, value in instance.environment.items() if name not in task.spec.envs}
+    spans = {engine.host_address: ADDRESS} if len(placement.hosts) > 1 and engine.host_address else {}
+    environment = {
+        name: value for name, value in {**instance.environment, **spans}.items() if name not in task.spec.envs
+    }
     first_host = placement.hosts[0]
     named_hosts = dict(enumerate(task.spec.cluster.hosts))
     devices = platform.devices_of(named_hosts.get(first_host, f"node {first_host}") if task.spec.on_each_host else "")

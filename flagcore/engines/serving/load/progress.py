@@ -79,14 +79,12 @@ def highest_load(
         elif low > passed:
             load = min(low * GROWTH, maximum)
         elif passed:
-            load = min(passed * max(factor, _growth(headroom())), maximum)
+            room = headroom()
+            growth = min(room if room >= FAR_HEADROOM else math.sqrt(room), MAX_HEADROOM)
+            load = min(passed * max(factor, growth), maximum)
         else:
             load = max(min(failed / factor, capacity()), minimum)
         factor = min(factor * factor, MAX_GROWTH)
-
-
-def _growth(headroom: float) -> float:
-    return min(headroom if headroom >= FAR_HEADROOM else math.sqrt(headroom), MAX_HEADROOM)
 
 
 def completions_per_s(answers: Sequence[Answer]) -> float:

@@ -404,10 +404,11 @@ def _sent_to_experts(serving: Serving, ranks: FloatArray, costs: Costs, tokens: 
 
     Each of the two messages takes `EXCHANGE_LATENCY`, plus the time of its bytes over the network or over the links of
     a host, whichever is slower. Of many tokens, each is sent to a host once, and forwarded to the ranks there. FP8
-    tokens have a scale of 32 bits for 128 elements; results have 16 bits.
+    tokens have a scale of 32 bits for 128 elements, NVFP4 tokens (lmsys.org/blog/2025-09-25-gb200-part-2) one of 8 bits
+    for 16; results have 16 bits.
     """
     chosen, domain = float(serving.model.moe_router_topk), serving.link_domain
-    token_bytes = 1.0 + 4.0 / 128.0 if serving.precision == "fp8" else 2.0
+    token_bytes = {"fp8": 1.0 + 4.0 / 128.0, "nvfp4": 0.5625}.get(serving.precision, 2.0)
     sent = tokens * serving.model.hidden_size * (token_bytes + 2.0)
     hosts, inside = np.maximum(ranks / domain, 1.0), np.minimum(ranks, domain)
     to_ranks, to_hosts = (distinct_experts(1.0 * each, 1.0, chosen) for each in (ranks, hosts))

@@ -406,6 +406,7 @@ WORKLOAD = Engine(
     settings=settings,
     server=_server,
     on_host=_on_host,
+    host_address="SGLANG_HOST_IP",
     of_kind=_of_kind,
     protocol=lambda task, values: BOOTSTRAP,
     router=_router,

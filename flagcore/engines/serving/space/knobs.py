@@ -160,9 +160,10 @@ def tensor_sizes(task: Task) -> tuple[int, ...]:
     """Return the divisors of the device count, and the powers of two up to this count, in ascending order.
 
     Other sizes rarely divide the attention heads: a model may run on 8 of 12 devices, but not on 6 or 12. Sizes above
-    the number of linked devices are left out, unless the weights need more devices.
+    the number of linked devices are left out, unless the weights need more devices of a host.
     """
-    cards, most = Hardware.of(task).cards, max(task.cluster.linked_devices, min_devices(task))
+    hardware = Hardware.of(task)
+    cards, most = hardware.cards, max(task.cluster.linked_devices, min(min_devices(task), hardware.per_host))
     sizes = {*divisors(task), *(1 << step for step in range(cards.bit_length()))}
     return tuple(sorted(size for size in sizes if size <= most))
 

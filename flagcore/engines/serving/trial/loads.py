@@ -212,9 +212,7 @@ class LoadRunner:
     def _measure(
         self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
     ) -> dict[str, Any] | None:
-        """Send a load and return its metrics, or None if it was stopped because it is certain to exceed one of
-        `limits`.
-        """
+        """Send a load and return its metrics, or None if it was stopped because it surely exceeds one of `limits`."""
         if self.is_cut_off:
             self._warm_up(1)  # returns when the servers have dropped the requests of the last load
         local = [server for server in self.servers if isinstance(server, Server)]

@@ -262,6 +262,7 @@ WORKLOAD = Engine(
     settings=own.settings,
     server=_server,
     on_host=_on_host,
+    host_address="VLLM_HOST_IP",
     of_kind=_of_kind,
     protocol=lambda task, values: PROTOCOLS[str(values.get(TRANSFER) or NIXL)],
     router=_router,
