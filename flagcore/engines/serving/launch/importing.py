@@ -130,10 +130,7 @@ def role(engine: EngineProfile, command: Sequence[str]) -> str:
 
 
 def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -> dict[str, int]:
-    """Return the section `cluster` of a spec: the number of hosts, and the number of devices per host.
-
-    `local`: the number of devices on one host in the command, 0 if unknown.
-    """
+    """Return the section `cluster` of a spec. `local`: the devices on one host in the command, 0 if unknown."""
     key, each = "cluster.devices_per_node", local or start.devices
     hosts = max(hosts, start.hosts * start.instances if start.hosts > 1 else 1)
     if hosts > 1 and devices % hosts == 0:
