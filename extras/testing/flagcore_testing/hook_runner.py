@@ -86,6 +86,8 @@ PARTS: Mapping[str, Callable[[], object]] = {
 
 
 IMPORT = "its import"
+STARTS = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec")
+"""Events of Python when a program is started."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -113,7 +115,11 @@ def _records(entry: str) -> Iterator[dict[str, object]]:
     module, _, attribute = entry.partition(":")
     yield {"begins": IMPORT}
     before = {*sys.modules}
+    started: list[str] = []
+    sys.addaudithook(lambda event, arguments: started.append(str(arguments[0])) if event in STARTS else None)
     imported = _observe(partial(importlib.import_module, module))
+    if started:
+        imported["changed"] = [*imported["changed"], f"processes: it starts {started[0]}"]
     package = module.partition(".")[0]
     own_modules = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] == package]
     files = sorted(file for each in own_modules if (file := getattr(each, "__file__", None)))
@@ -156,7 +162,7 @@ USES: Mapping[str, Callable[[Any, Mapping[str, Any]], object]] = {
 """Maps a hook to a function that uses the object that the hook returns."""
 
 
-def _observe(call: Callable[[], object]) -> dict[str, object]:
+def _observe(call: Callable[[], object]) -> dict[str, Any]:
     """Call a function and return its side effects."""
     state, threads = process_state(), threading.active_count()
     error_text, start = "", seconds_without_waiting()

@@ -378,7 +378,7 @@ SLIPS = (
     Fault("measured_curves_are_in_base_units", COLLECTIVES, "[1.2e-05, 3.1e-05, 6.9e-04, 9.8e-03]", "[0.012, 0.031, 0.69, 9.8]", "bytes per second"),
     Fault("measured_curves_are_in_base_units", COLLECTIVES, "[1024, 1048576, 67108864, 1073741824]", "[1, 2, 64, 1024]", "payload_bytes = 1024"),
     Fault("measured_levels_exist", COLLECTIVES, "curves:", "level: nodes\ncurves:", "'nodes'"),
-    Fault("copies_are_not_too_slow", CURVE, "memory_share: 0.85", "memory_share: 0.085", "memory_share", also=("curves_are_plausible",)),
+    Fault("copies_are_not_too_slow", CURVE, "memory_share: 0.85", "memory_share: 0.85\n  elementwise_share: 0.085", "memory_seconds", also=("curves_are_plausible",)),
     reading("temperature_is_not_the_power", "{**figures, 'temperature_celsius': figures['power_watts']}", "temperature_celsius", also=("telemetry_is_what_the_tool_prints",)),
     Fault("memory_failures_have_their_state", QUIRKS, "state: out_of_memory", "state: failed", "failures[0].state"),
     Fault("placeholders_are_known", ENVIRONMENT, "value: '1'", "value: '${interface}'", "${interface}"),

@@ -1,7 +1,7 @@
 """Faults of single figures, names and entries of the data files, and of the package and its tests."""
 
 # fmt: off
-from extras.testing.tests.faults import NIC, SHEET, hook, reading
+from extras.testing.tests.faults import NIC, SHEET, hook, module, reading
 from extras.testing.tests.faulty import (
     CHIP,
     COLLECTIVES,
@@ -72,6 +72,12 @@ OF_AGREEMENT = (
     Fault("processes_are_read", "tests/smi/acme-smi-1.txt", "", "| Process id  | Name    | MB    |\n| 0 | 4711 | python3 | 54870 |\n", "4711", ("*",)),
 )
 OF_TESTS = (
+    Fault("failure_patterns_are_fast", QUIRKS, 'pattern: "ACME out of memory"', 'pattern: "(A+)+CME out of memory"', "nests"),
+    quirk("preferred_flags_are_known", "preferred", "engine: megatron, setting: engine_args.block-size, value: 128, reason: whole blocks", "no engine_args"),
+    Fault("knobs_are_complete", KNOBS, "{value: true, time", '{value: true, flags: ["--acme-overlap 4"], time', "'--acme-overlap 4'"),
+    Fault("pci_vendor_is_the_vendors", DISCOVER, "pci_vendor=0xFFFF", 'pci_vendor="0xFFFF"', "'0xFFFF'", ("*",)),
+    Fault("uuids_are_read", DISCOVER, "vendor_variables", "uuids=list,\n    vendor_variables", "uuids returns a list"),
+    module("import_has_no_side_effects", "import subprocess\nsubprocess.run(['true'])", "it starts true"),
     variable("variables_are_of_this_vendor", 'name: HCCL_BUFFSIZE, used: "200"', "HCCL_BUFFSIZE"),
     variable("variables_do_not_debug", 'name: ACME_LAUNCH_BLOCKING, value: "1"', "ACME_LAUNCH_BLOCKING"),
     Fault("lists_have_no_duplicates", KNOBS, 'environment: {ACME_OVERLAP: "1"}}]', 'environment: {ACME_OVERLAP: "1"}}, {value: true}]', "choices has 'True' twice"),

@@ -6,7 +6,7 @@ probably a slip.
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -158,6 +158,12 @@ UUIDS = re.compile(r"\bUUID\b[: ]+\S*-\S", re.I)
 def uuids_are_read(plugin: Subject) -> Problems:
     detector, printed = detector_of(plugin), [each for each in plugin.transcripts if UUIDS.search(each.text)]
     own = [each for each in printed if each.tool or each.name.startswith(detector.tool)]
+    if detector.uuids is not None:
+        with fakes.machine(), fakes.quiet():
+            answer: object = detector.uuids()
+        if not isinstance(answer, Mapping):
+            text = f"discover.py: uuids returns a {type(answer).__name__}"
+            yield Problem(text, "return a mapping from the index of a device to its UUID")
     if not own:
         raise Skip("no transcript has UUIDs")
     if detector.uuids is None:

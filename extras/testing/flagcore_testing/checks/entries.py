@@ -105,6 +105,8 @@ def preferred_flags_are_known(plugin: Subject) -> Problems:
         rules: list[tuple[str, object]] = [(each.setting, each.value) for one in advice for each in one.preferred]
         rules += [(rule.setting, rule.value) for one in advice for rule in one.rules if isinstance(rule, ForcedSetting)]
         for setting, value in dict.fromkeys(rules):
+            if setting.startswith(PREFIX) and kind_of(engine) == "train":
+                yield f"quirks.yaml: {setting} is for {engine}, which has no engine_args: they are of serving engines"
             if setting.startswith(PREFIX) and hasattr(program, "knob_of"):
                 yield from _flag_problem(program, engine, setting, value)
 

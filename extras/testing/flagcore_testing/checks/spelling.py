@@ -254,7 +254,10 @@ def sections_preload_the_same_module(plugin: Subject) -> Problems:
 
 @check("write the ID that `lspci -nn` prints for the device, such as 0x1E3E")
 def pci_vendor_is_the_vendors(plugin: Subject) -> Problems:
-    vendor_id = detector_of(plugin).pci_vendor
+    vendor_id: object = detector_of(plugin).pci_vendor
+    if not isinstance(vendor_id, int):
+        yield f"discover.py: pci_vendor = {vendor_id!r} is no number"
+        return
     where = f"discover.py: pci_vendor = {vendor_id:#06x}"
     if not 0x1000 <= vendor_id <= 0xFFFF:
         yield f"{where} has not four hexadecimal digits, and IDs below 0x1000 belong to no vendor of accelerators"

@@ -183,9 +183,26 @@ HEALTHY = files(__package__).joinpath("healthy.log").read_text("utf-8").splitlin
 """Log lines of successful runs, which no failure pattern may match."""
 
 
+NESTED = re.compile(r"\([^()]*[^\\()][+*][^()]*\)[+*{]")
+"""A repetition within a repetition, such as (a+)+, whose time grows exponentially with the length of a line."""
+
+
+def _is_slow(pattern: str) -> bool:
+    return NESTED.search(pattern) is not None
+
+
+@check("repeat only once: write [a-z ]+ and not ([a-z]+ ?)+")
+def failure_patterns_are_fast(plugin: Subject) -> Problems:
+    for place, each in enumerate(plugin.quirks.failures):
+        if _is_slow(each.pattern):
+            yield f"quirks.yaml: failures[{place}].pattern = {each.pattern!r} nests repetitions"
+
+
 @check("correct the pattern or the example, or put the narrower pattern first")
 def failure_examples_match(plugin: Subject) -> Problems:
     failures = plugin.quirks.failures
+    if any(_is_slow(each.pattern) for each in failures):
+        raise Skip("a pattern nests repetitions")
     if not failures:
         raise Skip("quirks.yaml has no failures")
     if plugin.failed("flagcore_check_task"):
@@ -237,4 +254,6 @@ def failure_patterns_ignore_healthy_logs(plugin: Subject) -> Problems:
 
 def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
     patterns = [pattern for task in plugin.tasks() for pattern in plugin.loaded.check_task(task).failures]
+    if any(_is_slow(each.pattern) for each in patterns):
+        raise Skip("a pattern nests repetitions")
     return tuple(dict.fromkeys(patterns))
