@@ -60,10 +60,7 @@ def init_command(
 
 
 def _ask(text: str, option: str, default: Any = None) -> Any:
-    """Return the user's answer, or the default if there is no terminal.
-
-    Raises UsageError if there is no default either.
-    """
+    """Return the user's answer, or the default without a terminal. Raises UsageError if there is neither."""
     if sys.stdin.isatty():
         return click.prompt(text, default=default, err=True)
     if default is None:
@@ -213,6 +210,17 @@ def command_command(context: click.Context, /, command: tuple[str, ...], output:
     imported = api.read_command(context.info_name, () if text else command, text=text, **given)
     options.print_notes(imported.notes)
     options.write_new(imported, output)
+
+
+class _Context(click.Context):
+    """A context whose command may have no name."""
+
+    @property
+    def command_path(self) -> str:
+        return super().command_path.rstrip()
+
+
+command_command.context_class = _Context
 
 
 @click.command()

@@ -111,10 +111,10 @@ def read_command(
         for start in programs:
             if workload.starts(start.words, os.getcwd()):
                 role = start.role or workload.role(start.words)
-                key = name, role, re.sub(r"--[\w-]*port[= ]\S+", "", shlex.join(start.words))
-                before = found.get(key, replace(start, instances=0))  # copies differ in their devices and ports
+                key = name, role, re.sub(r"--([\w-]*port|node.rank)[= ]\S+", "", shlex.join(start.words))
+                before = found.get(key, replace(start, instances=0))  # copies have other devices, ports, ranks
                 envs = {name: value for name, value in start.envs.items() if before.envs.get(name) == value}
-                found[key] = replace(start, instances=before.instances + start.instances, envs=envs)
+                found[key] = replace(before, instances=before.instances + start.instances, envs=envs)
     roles = {role: start for (_name, role, _words), start in found.items()}
     if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
         found = {next(iter(found)): replace(roles["decode"], prefill=roles["prefill"])}
@@ -244,10 +244,7 @@ def defaults_of(engine: str) -> Mapping[str, Any]:
 
 
 def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedSpec:
-    """Return a spec for a model: its path, or the name of a public model. Raises SpecError.
-
-    `values`: the values of the keys of `defaults_of`.
-    """
+    """Return a spec for a model (a path or a public name). `values` has the keys of `defaults_of`. Raises SpecError."""
     model_from(model, base=Path())
     path = absolute_model(model, Path())
     data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}

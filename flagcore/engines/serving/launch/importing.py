@@ -60,7 +60,7 @@ def spec_of_command(
     if not path:
         names = ("", *engine.program.model_flags)
         empty = any(strip_dashes(flag) in names and not any(values) for flag, values in pairs)
-        problem, fix = "is not in the command", f"write it after {' '.join(program)}, or give its path as --model"
+        problem, fix = "is not in the command", f"write it after {' '.join(program)}, set its variable, or add --model"
         raise SpecError(key="model", problem="is empty: its variable is not set" if empty else problem, fix=fix)
     baseline, engine_args = _divide(engine, arguments, version, directory, notes)
     notes.note("serve.profile", "is not in the command: set the lengths and number of your requests", "serve.profile")
@@ -130,10 +130,7 @@ def role(engine: EngineProfile, command: Sequence[str]) -> str:
 
 
 def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -> dict[str, int]:
-    """Return the section `cluster` of a spec: the number of hosts, and the number of devices per host.
-
-    `local`: the number of devices on one host in the command, 0 if unknown.
-    """
+    """Return the section `cluster` of a spec. `local`: the devices on one host in the command, 0 if unknown."""
     key, each = "cluster.devices_per_node", local or start.devices
     hosts = max(hosts, start.hosts * start.instances if start.hosts > 1 else 1)
     if hosts > 1 and devices % hosts == 0:
@@ -310,10 +307,7 @@ def _divide(
 
 
 def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
-    """Return the path of a model's weights, which may be in Hugging Face's cache.
-
-    If there is no such path, `model` is returned and a note is added.
-    """
+    """Return the path of a model's weights, perhaps in Hugging Face's cache, or else `model`, with a note."""
     if model is None or (directory / model).exists():
         return model and os.path.abspath(directory / model)
     home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
