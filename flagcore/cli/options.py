@@ -271,11 +271,7 @@ def _with_new_file(
 new_file = _adding(
     _with_new_file,
     click.option(
-        "-o",
-        "--output",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help=N_("Output file [default: stdout]."),
+        "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help=N_("Output file [default: stdout].")
     ),
     click.option("--force", is_flag=True, help=N_("Replace the output file if it exists.")),
 )

@@ -43,14 +43,7 @@ def _watchers() -> Sequence[str]:
 @click.option("-v", "--verbose", is_flag=True, help="Show why each trial was chosen, and its log file.")
 @options.formats
 @options.plugins
-def tune_command(
-    spec: Any,
-    chip: str | None,
-    quiet: bool,
-    verbose: bool,
-    form: str,
-    **given: Any,
-) -> None:
+def tune_command(spec: Any, chip: str | None, quiet: bool, verbose: bool, form: str, **given: Any) -> None:
     """Find the fastest configuration for SPEC by running candidates.
 
     An interrupted run is resumed: finished trials are never repeated. A run can also be resumed at a higher fidelity,
@@ -210,12 +203,7 @@ class _Export(click.Command):
 @options.settings("where")
 @options.chip()
 @options.plugins
-def export_command(
-    where: Path,
-    candidate: tuple[str, ...],
-    target: str,
-    **given: Any,
-) -> None:
+def export_command(where: Path, candidate: tuple[str, ...], target: str, **given: Any) -> None:
     """Write files that start a candidate of RUN, or of SPEC as a plan.
 
     CANDIDATE has the same form as for `flag explain` [default: best]. The paths of the files are printed.

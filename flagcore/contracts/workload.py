@@ -434,11 +434,7 @@ class Workload(Predictor):
         raise self._unsupported("job records", "write a spec for `flag estimate`")
 
     def job_warnings(
-        self,
-        task: Task,
-        values: Mapping[str, KnobValue],
-        settings: Mapping[str, SettingValue],
-        noted: Collection[str],
+        self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
     ) -> Sequence[str]:
         """Return a warning for each key of a job record that has no effect or was filled in. By default none.
 

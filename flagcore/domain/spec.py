@@ -159,10 +159,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """The user's input, before the hardware is detected.
-
-    `work`: the training or serving job.
-    """
+    """The user's input, before the hardware is detected. `work`: the training or serving job."""
 
     model: Model
     cluster: ClusterSpec

@@ -5,11 +5,11 @@ Nothing is installed on the host, and no file system is shared. Both sides write
 or when nothing arrives for `silence` seconds, the agent ends its trial and removes its folder. It imports only the
 standard library, and needs Linux and Python 3.9 or later.
 
-Messages from flagcore: `{"prepare": MARKER}` before each trial (ends the processes of the lost trial with this marker,
-if it is not empty), `{"order": {...}}`, `{"stop": true}`, `{"fresh": true}` (ends the template), `{"watch": {...}}`
-(starts a program that prints readings), and `{}` as a heartbeat. Messages to flagcore: `{"ready": {...}}`, `{"started":
-PID}`, `{"file": NAME, "at": OFFSET, "data": BASE64}`, `{"exit": {...}}`, `{"problem": TEXT}`, `{"reading": [...]}`, and
-`{}` as a heartbeat.
+Messages from flagcore: `{"prepare": MARKER, "owner": SEARCH}` before each trial (ends the processes of the lost trial
+with this marker, and claims the machine, if they are not empty), `{"order": {...}}`, `{"stop": true}`, `{"fresh":
+true}` (ends the template), `{"watch": {...}}` (starts a program that prints readings), and `{}` as a heartbeat.
+Messages to flagcore: `{"ready": {...}}`, `{"started": PID}`, `{"file": NAME, "at": OFFSET, "data": BASE64}`, `{"exit":
+{...}}`, `{"problem": TEXT}`, `{"reading": [...]}`, and `{}` as a heartbeat.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import platform
 import select
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -131,6 +132,7 @@ class Agent:
         self.starting: Template | None = None
         """The template that the next trial waits for."""
         self.watch: Watch | None = None
+        self.claim: tuple[socket.socket, str] | None = None
         self.mirror = Mirror(self.folder)
         self.mirrored_at = time.monotonic()
 
@@ -173,7 +175,7 @@ class Agent:
         for line in self.wire.read_lines():
             message = json.loads(line or b"{}")
             if "prepare" in message:
-                self.prepare(message["prepare"])
+                self.prepare(message["prepare"], message.get("owner", ""))
             elif "order" in message:
                 self.start(message["order"])
             elif "stop" in message and self.trial:
@@ -195,8 +197,9 @@ class Agent:
             self.watch.close()
             self.watch = None
 
-    def prepare(self, marker: str) -> None:
+    def prepare(self, marker: str, owner: str) -> None:
         """Create a folder for the next trial, end the processes of a lost trial, and report the state of the host."""
+        self.claim = self.claim or (network.claim(owner) if owner else None)
         remaining_processes = guarded.sweep(marker) if marker else 0
         if self.folder:
             threading.Thread(target=shutil.rmtree, args=(self.folder, True), daemon=True).start()
@@ -209,6 +212,7 @@ class Agent:
             "free_disk_bytes": guard.free_disk_bytes(self.home),
             "left": remaining_processes,
             "machine": network.machine(),
+            "owner": self.claim[1] if self.claim else "",
         }
         self.wire.send(ready={**state, "time": time.time(), "python": platform.python_version()})
 

@@ -205,12 +205,14 @@ class Connection:
         """
         numbers = {name: int(ready[name]) for name in ("port", "free_disk_bytes", "left")}
         clock_s = float(ready["time"]) - time.time()
-        texts = {name: _plain(ready.get(name, "")) for name in ("python", "machine")}
+        texts = {name: _plain(ready.get(name, "")) for name in ("python", "machine", "owner")}
         self.ready = {**numbers, **texts, "clock_s": clock_s}
         if numbers["free_disk_bytes"] < FREE_DISK_FLOOR_BYTES:
             self.problem = f"only {numbers['free_disk_bytes'] >> 20} MiB of disk are free"
         elif numbers["left"]:
             self.problem = "still has processes of a lost trial"
+        elif texts["owner"]:
+            self.problem = f"is used by another search: {texts['owner']}"
 
     def _take_piece(self, name: str, at: int, text: str) -> None:
         """Store new content of a file. Set `problem` if all files together exceed the limit of the trial.

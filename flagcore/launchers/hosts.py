@@ -51,6 +51,7 @@ class HostsLauncher(Launcher):
     - `has_allocation`: returns whether there are several hosts.
     - `hold`: reserves hosts for this process, waits for them, and returns their names. Raises FlagError on failure.
     - `logs_in`: whether `channel` accepts USER@HOST. Hosts are then names chosen by the user, maybe two of one machine.
+    - `owner`: how this search is named to others that want its machines; empty if it shares them.
     - `fix`: the advice in the message if there are no hosts.
     - `agents`: keeps the agents of successful trials for the next trial; if it is None, each trial starts new agents.
     """
@@ -61,6 +62,7 @@ class HostsLauncher(Launcher):
     has_allocation: Callable[[], bool] = lambda: False
     hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
     logs_in: bool = False
+    owner: str = ""
     fix: str = "list them in cluster.hostfile"
     users: Mapping[str, str] = field(default_factory=dict)
     """The users who log in to hosts, by host."""
@@ -91,7 +93,7 @@ class HostsLauncher(Launcher):
 
     def for_checks(self) -> HostsLauncher:
         """Return a launcher that uses the same agents. Its trials are not trials of the search."""
-        return HostsLauncher(name=self.name, channel=self.command, agents=self.agents)
+        return HostsLauncher(name=self.name, channel=self.command, owner=self.owner, agents=self.agents)
 
     def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
         """Return the hosts that were lost fewer than MAX_LOSSES times."""
@@ -190,9 +192,9 @@ class HostsRunning:
 
         Processes of a lost trial are ended first. Raises HostLost, and LaunchError if a host cannot start the program.
         """
-        lost_markers = self.launcher.lost
+        lost_markers, owner = self.launcher.lost, self.launcher.owner
         for each in self.connections:
-            each.wire.send(prepare=lost_markers.get(each.host, ""))
+            each.wire.send(prepare=lost_markers.get(each.host, ""), owner=owner and f"{owner}: {self.launch.folder}")
         self._until(lambda each: each.ready is not None, "does not respond")
         for each in self.connections:
             lost_markers.pop(each.host, None)
@@ -413,4 +415,5 @@ def ssh_channel(host: str) -> list[str]:
     return ["ssh", "-T", *options, "--", host, agent_command()]
 
 
-SSH: Launcher = HostsLauncher(name="ssh", channel=ssh_channel, logs_in=True)
+OWNER = f"process {os.getpid()} on {os.uname().nodename}"
+SSH: Launcher = HostsLauncher(name="ssh", channel=ssh_channel, logs_in=True, owner=OWNER)

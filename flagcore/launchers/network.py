@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import struct
 import sys
@@ -55,6 +56,21 @@ def machine() -> str:
         return " ".join([boot_id, *namespaces, os.uname().nodename])
     except OSError:
         return ""
+
+
+def claim(owner: str) -> tuple[socket.socket, str]:
+    """Claim this machine for a search. Return what holds the claim, and the owner of an older claim, or an empty string.
+
+    `owner` is the search and, after a colon, its folder. A claim is the name of an abstract socket (unix(7)): all users
+    see it, and it ends with its processes.
+    """
+    holder, names = socket.socket(socket.AF_UNIX), ""
+    with contextlib.suppress(OSError):  # another agent of this search has bound it
+        holder.bind(f"\0flagcore {owner}".encode()[:100])
+    with contextlib.suppress(OSError):
+        names = Path("/proc/net/unix").read_text("utf-8", "replace")
+    search = owner.partition(":")[0] + ":"
+    return holder, next((each for each in re.findall("@flagcore (.*)", names) if not each.startswith(search)), "")
 
 
 def free_port(address: str = "") -> int:

@@ -135,10 +135,7 @@ def _record_of(knobs: tuple[Knob, ...]) -> type[_Record]:
 
 
 def read_job(line: Mapping[str, object], engines: Engines) -> Job:
-    """Convert a record to a job. Raises SpecError.
-
-    A relative path of a model is relative to the working directory.
-    """
+    """Convert a record to a job. Raises SpecError. A relative path of a model is relative to the working directory."""
     if not isinstance(line, Mapping):
         raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object per line")
     kind = line.get("kind")

@@ -47,6 +47,7 @@ ARGUMENTS = ("--enable-hetero", "--num-layers", "4", "--train-iters", "9")
 def test_meshes_are_tuned_on_two_kinds_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SSH, "channel", lambda host: ["sh", "-c", agent_command()])
     monkeypatch.setattr(SSH, "logs_in", False)  # both hosts are this machine
+    monkeypatch.setattr(SSH, "owner", "")  # other tests use it, too
     (tmp_path / "hosts").write_text("localhost slots=1 type=fast\n127.0.0.1 slots=1 type=slow\n")
     (tmp_path / "train_gpt.py").write_text(PROGRAM)
     (tmp_path / "torchrun").write_text(TORCHRUN.format(python=sys.executable))

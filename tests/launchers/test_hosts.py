@@ -281,6 +281,18 @@ def test_the_user_of_a_host_is_only_in_the_command_that_logs_in(tmp_path: Path, 
     assert sorted(path.name for path in (tmp_path / "trial" / "hosts").iterdir()) == ["a", "b"]
 
 
+def test_a_machine_that_another_search_uses_is_refused_by_its_name(tmp_path: Path, mark: str) -> None:
+    first, same, second = (HostsLauncher(name="shell", channel=shell, owner=f"process {each}") for each in (1, 1, 2))
+    running = first.start(launch("sleep 60", tmp_path / "first", hosts=("a",)))
+    assert run("true", tmp_path / "same", same, hosts=("b",)).code == 0
+    with pytest.raises(HostLost) as refused:
+        second.start(launch("true", tmp_path / "second", hosts=("a",)))
+    assert (refused.value.host, second.failures["a"]) == ("a", 1)
+    assert "process 1: " in str(refused.value)
+    running.stop()
+    assert within(20, lambda: run("true", tmp_path / "second", second, hosts=("a",)).code == 0)
+
+
 def test_a_host_that_never_answered_is_an_error_of_the_launch(tmp_path: Path, mark: str) -> None:
     refusing = launcher(c=lambda host: ["sh", "-c", "echo Permission denied >&2; exit 255"])
     with pytest.raises(LaunchError, match="c: Permission denied"):

@@ -42,6 +42,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str
     program.chmod(0o755)
     Path("/run/sshd").mkdir(exist_ok=True)  # sshd changes its root to this folder
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(SSH, "owner", "")  # other tests use this machine, too
     server = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(folder / "sshd_config")], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 20
     while subprocess.run(["ssh", "one", "true"], capture_output=True).returncode and time.monotonic() < deadline:
