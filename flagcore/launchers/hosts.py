@@ -192,9 +192,9 @@ class HostsRunning:
 
         Processes of a lost trial are ended first. Raises HostLost, and LaunchError if a host cannot start the program.
         """
-        lost_markers, owner = self.launcher.lost, self.launcher.owner
+        lost_markers = self.launcher.lost
         for each in self.connections:
-            each.wire.send(prepare=lost_markers.get(each.host, ""), owner=owner and f"{owner}: {self.launch.folder}")
+            each.wire.send(prepare=lost_markers.get(each.host, ""), owner=self.launcher.owner)
         self._until(lambda each: each.ready is not None, "does not respond")
         for each in self.connections:
             lost_markers.pop(each.host, None)
@@ -415,5 +415,5 @@ def ssh_channel(host: str) -> list[str]:
     return ["ssh", "-T", *options, "--", host, agent_command()]
 
 
-OWNER = f"process {os.getpid()} on {os.uname().nodename}"
+OWNER = f"process {os.getpid()} on {os.uname().nodename}: {os.path.realpath('/proc/self/cwd')}"
 SSH: Launcher = HostsLauncher(name="ssh", channel=ssh_channel, logs_in=True, owner=OWNER)

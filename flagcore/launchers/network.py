@@ -59,18 +59,17 @@ def machine() -> str:
 
 
 def claim(owner: str) -> tuple[socket.socket, str]:
-    """Claim this machine for a search. Return what holds the claim, and the owner of an older claim, or an empty string.
+    """Claim this machine for a search. Return what holds the claim, and the name of another search, or an empty string.
 
-    `owner` is the search and, after a colon, its folder. A claim is the name of an abstract socket (unix(7)): all users
-    see it, and it ends with its processes.
+    A claim is the name of an abstract socket (unix(7)): all users see it, and it ends with its processes.
     """
     holder, names = socket.socket(socket.AF_UNIX), ""
+    name = f"flagcore {owner}".encode()[:100].decode("utf-8", "ignore")
     with contextlib.suppress(OSError):  # another agent of this search has bound it
-        holder.bind(f"\0flagcore {owner}".encode()[:100])
+        holder.bind(f"\0{name}")
     with contextlib.suppress(OSError):
         names = Path("/proc/net/unix").read_text("utf-8", "replace")
-    search = owner.partition(":")[0] + ":"
-    return holder, next((each for each in re.findall("@flagcore (.*)", names) if not each.startswith(search)), "")
+    return holder, next((each[9:] for each in re.findall("@(flagcore .*)", names) if each != name), "")
 
 
 def free_port(address: str = "") -> int:

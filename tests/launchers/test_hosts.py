@@ -288,7 +288,7 @@ def test_a_machine_that_another_search_uses_is_refused_by_its_name(tmp_path: Pat
     with pytest.raises(HostLost) as refused:
         second.start(launch("true", tmp_path / "second", hosts=("a",)))
     assert (refused.value.host, second.failures["a"]) == ("a", 1)
-    assert "process 1: " in str(refused.value)
+    assert "process 1" in str(refused.value)
     running.stop()
     assert within(20, lambda: run("true", tmp_path / "second", second, hosts=("a",)).code == 0)
 
