@@ -38,7 +38,7 @@ def quirk(check: str, section: str, entry: str, names: str, also: tuple[str, ...
 OF_FIGURES = (
     Fault("figures_are_of_their_class", CHIP, NIC, f"{NIC}\ntdp_watts: {{value: 35, source: *made_up}}", "tdp_watts = 35"),
     Fault("links_are_named_as_they_are", CHIP, "topology: mesh", "topology: pcie", "'ACMELink'"),
-    Fault("links_are_named_as_they_are", CHIP, NIC, f"{NIC}\nnic_latency_seconds: 5.0", "nic_latency_seconds = 5"),
+    Fault("links_are_named_as_they_are", CHIP, NIC, f"{NIC}\nnic_latency_seconds: 5.0", "nic_latency_seconds = 5", ("levels_are_plausible",)),
     Fault("names_agree_with_the_memory", CHIP, '["ACME A1"]', '["ACME A1", A1 80G]', "80 GB"),
     Fault("names_are_of_their_chip", "flagcore_acme/chips/b2.yaml", "", "chip: B2\nvendor: acme\naliases: [A1 OAM]\n", "names A1", ("*",)),
     Fault("architectures_are_alike", CHIP, "devices_per_node: 8", "devices_per_node: 8\narchitecture: A 1", "'A 1'"),
