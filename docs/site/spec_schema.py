@@ -16,6 +16,5 @@ def schema() -> str:
     own = {"flagcore", *(f"flagcore-{folder.name}" for folder in EXTRAS.iterdir())}
     points = installed(WORKLOADS)
     own_names = {name for name, each in points.items() if {origin(point).name for point in each} <= own}
-    return (
-        json.dumps(json_schema({name: each for name, each in engines().items() if name in own_names}), indent=2) + "\n"
-    )
+    found = engines()
+    return json.dumps(json_schema({name: found[name] for name in sorted(own_names & found.keys())}), indent=2) + "\n"
