@@ -115,7 +115,12 @@ def _merged(program: object) -> object:
         return program
     merged = {**PROGRAM, **program}
     if isinstance(merged["knobs"], Mapping):
-        merged["knobs"] = {**PROGRAM["knobs"], **merged["knobs"]}
+        known = PROGRAM["knobs"]
+        own = {
+            name: {**known.get(name, {}), **knob} if isinstance(knob, Mapping) else knob
+            for name, knob in merged["knobs"].items()
+        }
+        merged["knobs"] = {**known, **own}
     return merged
 
 
