@@ -34,7 +34,7 @@ def contracts() -> dict[str, dict[str, Any]]:
         ("the core knows no engine", "source_modules", "engines"),
         (VENDORS, "forbidden_modules", "hooks vendorkit contracts domain errors physics"),
         ("only the store knows optuna", "source_modules", ""),
-        ("only the trial program and the micro-benchmark know torch", "source_modules", ""),
+        ("only trial programs and the micro-benchmark know torch", "source_modules", ""),
     ],
 )
 def test_import_contracts_cover_every_package(

@@ -197,7 +197,8 @@ def document_of(engine: str, knobs: tuple[Knob, ...]) -> type[Document]:
     tuner = with_fields(
         TunerSection, space=(Annotated[space, listed], space()), baseline=(Annotated[baseline | None, given], None)
     )
-    return with_fields(Document, train=(Annotated[train, rule(train_of)], ...), auto_tuner=(tuner, tuner()))
+    train_field = (Annotated[train, rule(train_of)], ...)
+    return with_fields(Document, f"_{engine}", train=train_field, auto_tuner=(tuner, tuner()))
 
 
 def with_fields(section: type[M], suffix: str = "", **fields: Any) -> type[M]:

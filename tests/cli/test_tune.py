@@ -15,7 +15,6 @@ import pytest
 import yaml
 from fixed_machine import PINS
 
-from flagcore.cli.tune import _resuming_command
 from tests.books import books_balance, check_kept_once
 from tests.cli.conftest import BEST, SPACE, Flag, Project, Ran
 
@@ -288,8 +287,3 @@ def test_a_run_learns_from_earlier_ones_unless_disabled(
     assert len(list((tmp_path / "home" / "experience").iterdir())) == 3
     shutil.rmtree(tmp_path / "home" / "experience")
     assert corrected_prediction("four") == first
-
-
-def test_the_command_that_resumes_a_run_has_its_options_but_not_new() -> None:
-    arguments = ["tune", "my spec.yaml", "--run-dir", "r", "--new", "--fidelity", "probe"]
-    assert _resuming_command(arguments) == "flag tune 'my spec.yaml' --run-dir r --fidelity probe"

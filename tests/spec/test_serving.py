@@ -203,11 +203,11 @@ def test_a_record_needs_exactly_one_kind_of_load(load: dict[str, Any]) -> None:
         job_of(**load)
 
 
-@pytest.mark.parametrize("value", [{"deep": 1}, [1, 2]])
-def test_a_flag_of_the_engine_is_one_value(value: Any) -> None:
-    with pytest.raises(SpecError, match=r"serve\.engine_args\.flag = .* a whole number, a number"):
+@pytest.mark.parametrize("value", [{"deep": 1}, [[1, 2]]])
+def test_a_flag_of_the_engine_has_no_nested_value(value: Any) -> None:
+    with pytest.raises(SpecError, match=r"serve\.engine_args\.flag"):
         serve({}, engine_args={"flag": value})
-    with pytest.raises(SpecError, match=r"serve\.engine_args\.flag = .* a whole number, a number"):
+    with pytest.raises(SpecError, match=r"serve\.engine_args\.flag"):
         job_of(concurrency=8, engine_args={"flag": value})
 
 

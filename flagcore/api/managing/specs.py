@@ -125,7 +125,8 @@ def read_command(
     for failed in [each.words[0] for each in programs if each.words[0].startswith(ENDS_WITH)]:
         notes.note("command", f"the script {failed}: what follows is not read")
     has_script = workload.kind == "train" and bool(start.script)
-    envs = _envs({**start.envs, **start.job} if has_script else start.envs, notes, start)
+    variables = {**start.envs, **start.job} if has_script else start.envs
+    envs = _envs(variables, notes, start, content or shlex.join(words))
     path = absolute_model(model, Path()) if model is not None else None
     read = replace(start, envs={**start.job, **envs} if has_script else envs)
     data, engine_notes = _read_start(workload, read, path, has_script, notes)
@@ -179,17 +180,17 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
     return command, None
 
 
-def _envs(variables: Mapping[str, str], notes: Notes, start: Start) -> dict[str, str]:
+def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -> dict[str, str]:
     """Return `variables` without secrets and without those of the machine or container. Add a note on each variable.
 
-    If `start` has several instances, each has its own devices.
+    If `start` has several instances, each has its own devices. An interface that is not in `text` was computed here.
     """
     instances = start.instances
     spec_variables = dict[str, str]()
     for name, value in variables.items():
         if is_secret(name) or redact_text(value) != value:
             notes.note(name, "is a secret: not copied")
-        elif start.hosts > 1 and _OF_HOST.fullmatch(name):
+        elif start.hosts > 1 and (_OF_HOST.fullmatch(name) or (name.endswith("_IFNAME") and value not in text)):
             notes.note(name, "dropped: differs between hosts")
         elif _OF_MACHINE.search(name) or (name.endswith(_DEVICES) and (instances > 1 or not re.match("[0-9]", value))):
             notes.note(name, "dropped: belongs to the machine or the container")

@@ -27,7 +27,7 @@ from flagcore.tuner.store.directory import IDENTITY
 
 PERIOD_SECONDS = 0.5
 ANSWER_SECONDS = 2.0
-KEYS = ("ready", "missing", "sample", "folder", "directory", "launcher", "hosts", "users")
+KEYS = ("ready", "missing", "sample", "folder", "directory")
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -71,7 +71,7 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
     file = Path(run_dir) / "best" / "launch.json"
     try:
         launch = json.loads(file.read_text(encoding="utf-8"))
-        return {name: launch[name] for name in KEYS}
+        return {"hosts": (), **launch, **{name: launch[name] for name in KEYS}}  # older runs name no hosts
     except (OSError, ValueError, KeyError, TypeError) as error:
         run_files = (IDENTITY, "result.json", "best/launch.json")
         if not any(os.path.isfile(os.path.join(run_dir, name)) for name in run_files):
