@@ -190,7 +190,7 @@ __fc_leave() {
 __fc_remote() {
   local words=("$@")
   while [[ ${1-} == -* ]]; do
-    if [[ $1 == -*[BbcDEeFIiJLlmOoPpRSWw] ]]; then shift; fi
+    if [[ $1 == -*([46AaCfGgKkMNnqsTtVvXxYy])[BbcDEeFIiJLlmOoPpQRSWw] ]]; then shift; fi  # its value is the next word
     (($#)) && shift
   done
   if [[ -z ${TRACE_ELSEWHERE-} ]] || (($# < 2)); then __fc_record skipped ssh "${words[@]}"; return; fi
