@@ -228,7 +228,7 @@ __fc_no_functions() {
 
 __fc_child() {
   [[ -z $__fc_exports ]] || eval "export$__fc_exports"
-  BASH_ENV=$BASH_ENV FLAGCORE_TRACE=$FLAGCORE_TRACE command bash "$@"
+  BASH_ENV=$BASH_ENV FLAGCORE_TRACE=$FLAGCORE_TRACE command bash ${TRACE_ELSEWHERE:+--noprofile} "$@"
 }
 
 # Act on a decision; the status says whether bash skips the command: 0 is yes.
