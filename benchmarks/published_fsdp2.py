@@ -18,7 +18,7 @@ from flagcore.api.planning.estimate import build_problem_of_spec
 def main() -> None:
     """Print a line per run, and the median errors."""
     errors: dict[str, list[float]] = {"time": [], "memory": []}
-    for line in Path(__file__).with_name("published_fsdp2.jsonl").read_text().splitlines():
+    for line in Path(__file__).with_name("published_fsdp2.jsonl").read_text("utf-8").splitlines():
         run = json.loads(line)
         nodes = max(run["devices"] // 8, 1)
         keys = ("seq_length", "global_batch_size", "precision")

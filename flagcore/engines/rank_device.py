@@ -200,7 +200,7 @@ def join(job: Any, number: int, listener: socket.socket | None) -> None:
     else:
         assert listener
         host, port = listener.getsockname()
-    if job.device.backend == "gloo":
+    if (job.device.backend or "").endswith("gloo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by default gloo resolves the host name
     store = dist.TCPStore(
         host,

@@ -8,6 +8,7 @@ import re
 import resource
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,6 +135,7 @@ def test_the_folder_of_a_killed_agent_is_removed_and_one_in_use_is_not(
     assert {*(tmp_path / "tmp").glob("flagcore-*")} == {used, new, other}
 
 
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")
 def test_ssh_forwards_nothing(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("Host *\n  ForwardAgent yes\n  ForwardX11 yes\n  LocalForward 8080 far:80\n")
     ssh, *options, _agent = ssh_channel("a")

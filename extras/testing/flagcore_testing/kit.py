@@ -188,12 +188,10 @@ class Subject:
         """Yield the name and the content of each YAML file of the plugin's package that matches `pattern`."""
         for path in sorted(self.package_folder.glob(pattern)):
             try:
-                yield (
-                    path.relative_to(self.package_folder).as_posix(),
-                    parse_yaml(path.read_text("utf-8"), file=path.name),
-                )
-            except SpecError:
+                content = parse_yaml(path.read_text("utf-8"), file=path.name)
+            except (SpecError, UnicodeDecodeError):
                 continue  # another check reports it
+            yield path.relative_to(self.package_folder).as_posix(), content
 
     def once(self, key: str, make: Callable[[], T]) -> T:
         """Return the cached result of `make` for `key`."""

@@ -95,7 +95,7 @@ OF_TESTS = (
     Fault("files_are_read", "flagcore_acme/quirk.yaml", "", "notes: []\n", "quirk.yaml"),
     Fault("limits_leave_something", QUIRKS, "    values: [block]", "    above: 0", "above = 0", ("*",)),
     Fault("dates_of_sources_are_valid", COLLECTIVES, "2026-11-02", "'2026-20-11'", "'2026-20-11'"),
-    Fault("tests_run_the_checks", "tests/test_conformance.py", "from flagcore_acme", "from flagcore_amd", "flagcore_amd"),
+    Fault("tests_run_the_checks", "tests/test_conformance.py", "from flagcore_acme", "from flagcore_amd", "does not import flagcore_acme"),
     Fault("tests_run_the_checks", "tests/test_conformance.py", "class Test", "@pytest.mark.skip\nclass Test", "mark.skip"),
     Fault("project_is_built_and_named", PYPROJECT, "Apache-2.0", "Apache 2", "'Apache 2'"),
     Fault("project_is_built_and_named", PYPROJECT, 'name = "flagcore-acme"', 'name = "flagcore-acm"', "flagcore-acm"),

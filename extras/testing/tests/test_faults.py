@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 from flagcore_testing.checks import CHECKS, module
 from flagcore_testing.checks.agreement import links_of_one_name_agree
+from flagcore_testing.checks.entries import entries_apply_somewhere
+from flagcore_testing.checks.figures import architectures_are_alike
 from flagcore_testing.checks.measured import corrections_are_of_measured_kernels
+from flagcore_testing.checks.packaging import project_is_built_and_named as is_named
 from flagcore_testing.kit import run
 
 from extras.testing.tests import faults, faults_of_data
-from extras.testing.tests.faulty import Fault, broken, healthy, imported
+from extras.testing.tests.faulty import CHIP, ENVIRONMENT, PYPROJECT, Fault, broken, edit, healthy, imported
 
 FAULTS = (*faults.FAULTS, *faults_of_data.FAULTS)
 
@@ -97,6 +100,18 @@ def test_a_fault_fails_only_its_check(
     assert fault.check in failed_checks
     if "*" not in fault.also:
         assert failed_checks == {fault.check, *fault.also}
+
+
+def test_valid_variants_pass(tmp_path: Path, acme: Path) -> None:
+    limit = "  - {name: ACME_LIMIT, value: '1', versions: '>=2.1.0.3,<2.1.0.5', meaning: a limit, source: *made_up}\n"
+    folder = broken(tmp_path, acme, Fault("", ENVIRONMENT, "", limit, ""))
+    edit(folder / CHIP, "devices_per_node: 8", "devices_per_node: 8\narchitecture: Acme910B3")
+    for name in (PYPROJECT, "README.md"):
+        file = folder / name
+        file.write_text(file.read_text("utf-8").replace("flagcore-acme", "flagcore-acme-npu"), "utf-8")
+    with imported(folder) as plugin:
+        results = [run(check, plugin) for check in (entries_apply_somewhere, architectures_are_alike, is_named)]
+    assert {result.state for result in results} == {"passed"}
 
 
 def test_corrections_are_of_kernels_that_were_measured(tmp_path: Path, acme: Path) -> None:

@@ -18,7 +18,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore_trainers.fsdp2 import predict as fsdp2
-from flagcore_trainers.fsdp2.space import AC, COMPILE, CP, MBS, OFFLOAD, REDUCE, REPLICATE, RESHARD, SHARD, TP
+from flagcore_trainers.fsdp2.space import AC, COMPILE, CP, MBS, OFFLOAD, PARTS, REDUCE, REPLICATE, RESHARD, SHARD, TP
 from flagcore_trainers.trainer import Trainer
 
 CHECKPOINTING = "activation-checkpoint:"
@@ -67,7 +67,7 @@ class TorchTitan(Trainer):
         """Return the predictions of the engine `fsdp2`, or those of ZeRO 3 for models that it does not have."""
         model, numbers = task.spec.model, self.numbers(task, columns)
         pipeline = numbers["pipeline_model_parallel_size"]
-        if model.num_moe_experts or model.multi_latent_attention or (pipeline > 1).any():
+        if any(getattr(model, name) for name in PARTS) or (pipeline > 1).any():
             return super().predict(task, columns, costs)
         ones = np.ones_like(pipeline)
 
@@ -115,7 +115,12 @@ def _merged(program: object) -> object:
         return program
     merged = {**PROGRAM, **program}
     if isinstance(merged["knobs"], Mapping):
-        merged["knobs"] = {**PROGRAM["knobs"], **merged["knobs"]}
+        known = PROGRAM["knobs"]
+        own = {
+            name: {**known.get(name, {}), **knob} if isinstance(knob, Mapping) else knob
+            for name, knob in merged["knobs"].items()
+        }
+        merged["knobs"] = {**known, **own}
     return merged
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_trainers.fsdp2.engine import FIELDS, FSDP2
-from flagcore_trainers.fsdp2.space import AC, CP, MBS, REDUCE, REPLICATE, RESHARD, SHARD, TP
+from flagcore_trainers.fsdp2.space import AC, CP, MBS, OFFLOAD, REDUCE, REPLICATE, RESHARD, SHARD, TP
 
 from flagcore import api
 from flagcore.contracts import Platform
@@ -54,6 +54,11 @@ def test_what_trials_cannot_run_is_reported_by_key() -> None:
         with pytest.raises(SpecError) as refused:
             FSDP2.ready(task(engine="fsdp2", **train).spec)
         assert refused.value.key == f"train.{next(iter(train))}"
+
+
+def test_no_candidates_have_no_predictions() -> None:
+    job, none = task(engine="fsdp2"), {knob.name: np.array([], dtype=np.int64) for knob in FSDP2.knobs}
+    assert FSDP2.predict(job, none, costs(job)).step_time_s.shape == (0,)
 
 
 def test_predictions_follow_the_knobs() -> None:
@@ -104,7 +109,7 @@ def test_layouts_have_the_same_losses(tmp_path: Path) -> None:
     layouts: list[dict[str, Any]] = [
         {SHARD: 2, MBS: 2, AC: "selective"},
         {TP: 2, MBS: 4, AC: "full"},
-        {CP: 2, MBS: 8, RESHARD: False},
+        {CP: 2, MBS: 8, RESHARD: False, OFFLOAD: True},
     ]
     first, *others = (trial(tmp_path / str(number), **values) for number, values in enumerate(layouts))
     assert first.losses[-1] < first.losses[0]
@@ -120,6 +125,15 @@ def test_there_is_no_real_job(tmp_path: Path) -> None:
         FSDP2.launch(platform, Candidate.of(NEUTRAL), str(tmp_path), for_real=True)
     FSDP2.launch(platform, Candidate.of(NEUTRAL), str(tmp_path))
     assert json.loads((tmp_path / "job.json").read_text())["candidate"].keys() == set(FIELDS.values())
+
+
+@pytest.mark.parametrize(("offload", "backend"), [(False, "nccl"), (True, "cuda:nccl,cpu:gloo")])
+def test_offloaded_gradients_have_collectives_of_the_host(offload: bool, backend: str, tmp_path: Path) -> None:
+    job = task(engine="fsdp2")
+    support = EngineSupport(support=Support.YES, device_type="cuda", distributed_backend="nccl")
+    platform = Platform(task=job, workload=FSDP2, costs=costs(job), support=support)
+    FSDP2.launch(platform, Candidate.of({**NEUTRAL, OFFLOAD: offload}), str(tmp_path))
+    assert json.loads((tmp_path / "job.json").read_text())["device"]["backend"] == backend
 
 
 def test_a_broken_job_file_is_reported(tmp_path: Path) -> None:

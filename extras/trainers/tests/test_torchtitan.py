@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flagcore_trainers.fsdp2.engine import FSDP2
 from flagcore_trainers.fsdp2.space import AC, CP, MBS, RESHARD, SHARD, TP
-from flagcore_trainers.torchtitan import TORCHTITAN
+from flagcore_trainers.torchtitan import TORCHTITAN, TorchTitan
 
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate
@@ -37,6 +37,14 @@ def test_options_of_a_candidate_replace_the_users(tmp_path: Path) -> None:
     real = argv(tmp_path, *own, for_real=True)
     assert not {"--checkpoint.no-enable", "--training.steps"} & {*real}
     assert words[words.index("--training.global_batch_size") + 1] == "8"
+
+
+def test_a_knob_of_the_user_keeps_its_option() -> None:
+    narrow = TORCHTITAN.with_program(
+        {"knobs": {"compile": {"values": [True]}, "other": {"flag": "--x", "values": [1, 2]}}}
+    )
+    assert isinstance(narrow, TorchTitan)
+    assert (narrow.described.knobs["compile"].flag, narrow.described.knobs["other"].flag) == ("--compile.enable", "--x")
 
 
 def test_predictions_are_those_of_fsdp2() -> None:

@@ -29,7 +29,8 @@ def chips_and_devices_are_valid(plugin: Subject) -> Problems:
             yield problem
 
 
-OPENED = {"checked", "quoted"}
+OPENED, FIRST_YEAR = {"checked", "quoted"}, "2024"
+"""Days on which a source was opened are not before this year: it is older than the first plugin."""
 
 
 def _is_date(text: str) -> bool:
@@ -51,7 +52,7 @@ def dates_of_sources_are_valid(plugin: Subject) -> Problems:
                     yield Problem(f"{name}: {path}{key} = {value!r} is not a date", fix)
                 elif str(value)[:10] > str(date.today() + timedelta(days=1)):
                     yield Problem(f"{name}: {path}{key} = {value} is in the future", fix)
-                elif key in OPENED and str(value)[:4] < str(date.today().year - 3):
+                elif key in OPENED and str(value)[:4] < FIRST_YEAR:
                     yield Problem(f"{name}: {path}{key} = {value} is long ago", fix)
             if entry.get("kind") == "measured" and not entry.get("date"):
                 fix = "add date: 2026-11-02, and preferably software and repeats; measurements of others are published"

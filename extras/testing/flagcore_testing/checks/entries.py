@@ -46,7 +46,8 @@ def entries_apply_somewhere(plugin: Subject, where: str, scope: Scope) -> Proble
     kinds = {kind_of(each) for each in scope.engines if each in plugin.engines}
     if kinds and scope.kinds and not kinds & {*scope.kinds}:
         yield f"{where} has engines {', '.join(scope.engines)} and kinds {', '.join(scope.kinds)}: it never applies"
-    if scope.versions and not any(map(SpecifierSet(scope.versions).contains, _near_versions(scope.versions))):
+    range_ = SpecifierSet(scope.versions, prereleases=True)
+    if scope.versions and not any(map(range_.contains, _near_versions(range_))):
         yield f"{where} has versions {scope.versions!r}, which no release has"
     for key, words in (("engines", scope.engines), ("chips", scope.chips)):
         for word, times in Counter(words).items():
@@ -54,10 +55,14 @@ def entries_apply_somewhere(plugin: Subject, where: str, scope: Scope) -> Proble
                 yield f"{where} has {word} {times} times in {key}"
 
 
-def _near_versions(text: str) -> Iterator[str]:
+def _near_versions(versions: SpecifierSet) -> Iterator[str]:
     """Yield releases at, just below and just above the bounds of a range."""
-    for each in SpecifierSet(text):
-        release = [*Version(each.version.replace(".*", "")).release, 0, 0][:3]
+    for each in versions:
+        exact = each.version.replace(".*", "")
+        yield exact
+        if each.operator == "===":  # it may be any text
+            continue
+        release = [*Version(exact).release, 0, 0][:3]
         bound = ".".join(map(str, release))
         yield from (bound, f"{bound}.1", f"{release[0]}.{release[1]}.{release[2] + 1}", "0.0.1", "9999")
         yield f"{release[0]}.{max(release[1] - 1, 0)}.9999"

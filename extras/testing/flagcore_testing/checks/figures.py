@@ -97,7 +97,7 @@ def architectures_are_alike(plugin: Subject) -> Problems:
     usual, times = starts.most_common(1)[0] if starts else ("", 0)
     for chip in named:
         start = re.match(r"\D*", chip.architecture)[0]  # type: ignore[index]
-        if not re.fullmatch(r"[a-z]+_?\d+[a-z]?", chip.architecture) or (start != usual and times > 1):
+        if not re.fullmatch(r"[A-Za-z]+_?\d+\w*", chip.architecture) or (start != usual and times > 1):
             yield f"{chip.name}: architecture = {chip.architecture!r}"
         kin = [one for one in named if _family(one) == _family(chip)]
         (most, times_of_most), *_ = Counter(one.architecture for one in kin).most_common(1)

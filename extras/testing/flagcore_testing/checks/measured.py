@@ -37,13 +37,13 @@ def _folders(plugin: Subject) -> list[Folder]:
 
 
 def _rows(plugin: Subject, folder: str) -> list[Mapping[str, Any]]:
-    """Return the valid lines of `kernels.jsonl`; another check reports the others."""
+    """Return the lines of `kernels.jsonl` whose sizes and times are numbers above 0; another check reports errors."""
     file = plugin.package_folder / folder / "kernels.jsonl"
     rows = list[Mapping[str, Any]]()
-    for line in file.read_text("utf-8").splitlines() if file.is_file() else ():
+    for line in file.read_text("utf-8", "replace").splitlines() if file.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):
             row = json.loads(line)
-            if float(row["us"]) > 0 and all(float(row[size]) > 0 for size in SIZES[row["kernel"]]):
+            if row["us"] > 0 and all(row[size] > 0 for size in SIZES[row["kernel"]]):
                 rows.append(row)
     return rows
 

@@ -147,7 +147,7 @@ def placeholders_are_known(plugin: Subject) -> Problems:
 def conditions_are_known(plugin: Subject) -> Problems:
     trains = [each for each in plugin.engines if kind_of(each) == "train"]
     known = {name for engine in trains for knob in workload(engine).knobs for name in knob.names}
-    names = {*_others_variables(plugin), *(each.name for each in plugin.variables)}
+    names = sorted({*_others_variables(plugin), *(each.name for each in plugin.variables)})
     for each in plugin.variables:
         meant = next((name for name in names if each.overridden_by and _is_near(each.overridden_by, name)), "")
         if meant and each.overridden_by not in names:
@@ -279,7 +279,7 @@ def resources_are_the_vendors(plugin: Subject) -> Problems:
     }
     for kind, each in _sections(plugin):
         for name in each.cross_vendor_libraries:
-            if name not in libraries and (meant := next((one for one in libraries if _is_near(name, one)), "")):
+            if name not in libraries and (meant := next((one for one in sorted(libraries) if _is_near(name, one)), "")):
                 fix = "write the name as other plugins do: chips are connected by a library that both name"
                 yield Problem(f"engines.yaml: {kind}.cross_vendor_libraries has {name!r}, others have {meant!r}", fix)
         counts = each.kubernetes.counts if each.kubernetes else ""

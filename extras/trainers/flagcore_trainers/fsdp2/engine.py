@@ -109,6 +109,9 @@ class Fsdp2(Workload):
         hosts = spec.cluster.hosts[: spec.cluster.nodes] if spec.on_each_host else ()
         group = task.cluster.groups[0]
         cores = len(platform.cores) or group.chip.devices_per_node
+        backend = support.distributed_backend
+        if values[OFFLOAD] and backend and support.device_type != "cpu":  # gradients are clipped where they are
+            backend = f"{support.device_type}:{backend},cpu:gloo"
         job = {
             "model": asdict(replace(spec.model, vision=None, windows=None)),
             "train": {
@@ -121,7 +124,7 @@ class Fsdp2(Workload):
             "candidate": {field: values[name] for name, field in FIELDS.items()},
             "device": {
                 "type": support.device_type,
-                "backend": support.distributed_backend,
+                "backend": backend,
                 "preload": list(support.preload),
                 "threads_per_rank": max(1, cores // group.devices_per_node) if support.shared_devices else 1,
             },
@@ -133,7 +136,7 @@ class Fsdp2(Workload):
             file.write_text(json.dumps(job, indent=1), encoding="utf-8")
         except OSError as error:
             raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None
-        environment = {"GLOO_SOCKET_IFNAME": "{interface}"} if hosts and support.distributed_backend == "gloo" else {}
+        environment = {"GLOO_SOCKET_IFNAME": "{interface}"} if hosts and (backend or "").endswith("gloo") else {}
         argv = (sys.executable, "-m", PROGRAM, str(file))
         return Launch(argv=argv, folder=folder, warm=True, hosts=hosts, environment=environment)
 

@@ -42,11 +42,11 @@ FORWARD_SHARE = 1.0 / 3.0
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
     """Return the predicted memory in bytes and step time in seconds of each candidate in `columns`."""
     parts, order = [], []
-    for start in range(0, columns[TP].size, BATCH_ROWS):
+    for start in range(0, columns[TP].size or 1, BATCH_ROWS):
         batch = {name: values[start : start + BATCH_ROWS] for name, values in columns.items()}
         for compiled in (0, 1):
             rows = np.flatnonzero(batch[COMPILE] == compiled)
-            if rows.size:
+            if rows.size or not columns[TP].size:
                 part = {name: values[rows] for name, values in batch.items()}
                 parts.append(_predict(task, part, costs, compiled=bool(compiled)))
                 order.append(rows + start)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
@@ -178,7 +179,6 @@ class Trainer:
         state = layer._get_fsdp_state()
         group = state._fsdp_param_group
         info, policy = group.post_forward_mesh_info, group.mp_policy
-        weight: Any = next(iter(self.model.layers.parameters()))
         replicate, fsdp, tensor = (self.meshes.weights.size(place) for place in range(3))
         context = self.meshes.samples.size(1)
         return {
@@ -188,7 +188,7 @@ class Trainer:
             "context_parallel_size": context,
             "micro_batch_size": self.batches(0)[0][0].size(0),
             "reshard_after_forward": info is not None,
-            "cpu_offload": weight.device.type == "cpu" and self.job.device.type != "cpu",
+            "cpu_offload": isinstance(group.offload_policy, CPUOffloadPolicy),
             "precision": "bf16" if policy.param_dtype is torch.bfloat16 else "fp32",
             "compile": layer._compiled_call_impl is not None,
         }

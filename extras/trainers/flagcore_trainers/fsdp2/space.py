@@ -128,12 +128,17 @@ KNOBS: tuple[Knob, ...] = (
 )
 
 
+PARTS = (
+    *("num_moe_experts", "multi_latent_attention", "mtp_num_layers", "vision", "windows", "linear_attention"),
+    *("indexer", "attention_output_gate"),
+)
+"""Fields of a model whose parts the trial program and the predictions do not have."""
+
+
 def check_model(task: Task) -> None:
-    """Raise SpecError if the model has parts that the trial program does not have."""
-    model = task.spec.model
-    parts = ("num_moe_experts", "multi_latent_attention", "mtp_num_layers", "vision", "windows", "linear_attention")
-    for name in parts:
-        if value := getattr(model, name, None):
+    """Raise SpecError if the model has one of `PARTS`."""
+    for name in PARTS:
+        if value := getattr(task.spec.model, name):
             fix = "use engine: megatron, or your own program with engine: command"
             raise SpecError(key=f"model.{name}", value=value, problem="is not supported by engine fsdp2", fix=fix)
 
