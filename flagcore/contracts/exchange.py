@@ -86,8 +86,11 @@ class HistoryReader(Protocol):
 
 
 ADDRESS = "{address}"
-_CONNECT = "import socket, sys; s = socket.socket(2, 2); s.connect((sys.argv[1], 9)); print(s.getsockname()[0])"
-_ADDRESS = f"""(python3 -c '{_CONNECT}' "${{MASTER_ADDR:-192.0.2.1}}")"""
+_CONNECT = (  # the name of this host may be that of a loopback address
+    "import socket, sys; a = [(s.connect_ex((h, 9)), s.getsockname()[0])[1] for h in sys.argv[1:] "
+    'for s in [socket.socket(2, 2)]]; print(next((x for x in a if x[:4] not in ("127.", "0.0.")), a[0]))'
+)
+_ADDRESS = f"""(python3 -c '{_CONNECT}' "${{MASTER_ADDR:-192.0.2.1}}" 192.0.2.1)"""
 _OF_ADDRESS = f"""ip -o address show to "${_ADDRESS}" 2> /dev/null | awk '$2 != "lo" {{print $2}}' | grep ."""
 _OF_DEFAULT_ROUTE = """awk '$2 == "00000000" {print $1; exit}' /proc/net/route"""
 DEVICES_OF_HOST = {

@@ -54,12 +54,12 @@ while b"\\n" not in data:
     data += piece
 line, _, rest = data.partition(b"\\n")
 sources = json.loads(line)
-for old in glob.glob(os.path.join(tempfile.gettempdir(), "flagcore-????????")):  # of killed agents: nobody locks them
+for old in glob.glob(os.path.join(tempfile.gettempdir(), "flagcore-agent-*")):  # of killed agents: nobody locks them
     with contextlib.suppress(OSError):
         if time.time() - os.stat(old).st_mtime > 60:
             fcntl.flock(os.open(old, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old)
-home = tempfile.mkdtemp(prefix="flagcore-")
+home = tempfile.mkdtemp(prefix="flagcore-agent-")
 fcntl.flock(os.open(home, os.O_RDONLY), fcntl.LOCK_EX)
 for name, text in sources.items():
     path = os.path.join(home, "lib", name)

@@ -141,10 +141,10 @@ class HostsLauncher(Launcher):
         """Start a launch on each of its hosts, as a trial of the class `kind`, by default HostsRunning.
 
         In the arguments and variables of the launch, `{node_rank}`, `{nnodes}`, `{master_addr}`, `{master_port}`,
-        `{node_ports}` (a free port of each host) and `{interface}` are replaced for each host. The files of the trial's
-        folder are sent to every host. The files of the first host, and the logs of all hosts, are copied back to the
-        folder. Files of the other hosts are copied to `hosts/NAME`. Raises HostLost if a host cannot be reached, and
-        LaunchError if the program cannot be started.
+        `{node_ports}` (a free port of each host) and those of `network.placeholders` are replaced for each host. The
+        files of the trial's folder are sent to every host. The files of the first host, and the logs of all hosts, are
+        copied back to the folder. Files of the other hosts are copied to `hosts/NAME`. Raises HostLost if a host cannot
+        be reached, and LaunchError if the program cannot be started.
         """
         if not launch.hosts:
             raise LaunchError(self.no_hosts)

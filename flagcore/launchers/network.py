@@ -64,7 +64,7 @@ def claim(owner: str) -> tuple[socket.socket, str]:
     A claim is the name of an abstract socket (unix(7)): all users see it, and it ends with its processes.
     """
     holder, names = socket.socket(socket.AF_UNIX), ""
-    name = f"flagcore {owner}".encode()[:100].decode("utf-8", "ignore")
+    name = repr(f"flagcore {owner}")[1:-1].encode()[:100].decode("utf-8", "ignore")
     with contextlib.suppress(OSError):  # another agent of this search has bound it
         holder.bind(f"\0{name}")
     with contextlib.suppress(OSError):

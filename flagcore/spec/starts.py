@@ -77,7 +77,7 @@ def starts_of(
             ] or [start for each in _containers(documents) for start in _pods(each, images)]
         except yaml.YAMLError as error:
             raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
-        except (AttributeError, KeyError, TypeError) as error:  # nodes are read without a check of their types
+        except (AttributeError, LookupError, TypeError) as error:  # nodes are read without a check of their types
             problem = _("the file has another structure than a manifest or a compose file: {reason}", reason=error)
             raise UsageError(problem) from None
     else:

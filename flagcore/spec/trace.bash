@@ -190,7 +190,7 @@ __fc_leave() {
 __fc_remote() {
   local words=("$@")
   while [[ ${1-} == -* ]]; do
-    if [[ $1 == -*[BbcDEeFIiJLlmOoPpRSWw] ]]; then shift; fi
+    if [[ $1 == -*([46AaCfGgKkMNnqsTtVvXxYy])[BbcDEeFIiJLlmOoPpQRSWw] ]]; then shift; fi  # its value is the next word
     (($#)) && shift
   done
   if [[ -z ${TRACE_ELSEWHERE-} ]] || (($# < 2)); then __fc_record skipped ssh "${words[@]}"; return; fi
@@ -228,7 +228,7 @@ __fc_no_functions() {
 
 __fc_child() {
   [[ -z $__fc_exports ]] || eval "export$__fc_exports"
-  BASH_ENV=$BASH_ENV FLAGCORE_TRACE=$FLAGCORE_TRACE command bash "$@"
+  BASH_ENV=$BASH_ENV FLAGCORE_TRACE=$FLAGCORE_TRACE command bash ${TRACE_ELSEWHERE:+--noprofile} "$@"
 }
 
 # Act on a decision; the status says whether bash skips the command: 0 is yes.

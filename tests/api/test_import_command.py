@@ -223,6 +223,15 @@ def test_unreadable_text_is_a_usage_error(words: list[str]) -> None:
         api.read_command("vllm", words)
 
 
+def test_login_shells_of_a_script_do_not_read_the_profile_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".bash_profile").write_text("export OF_PROFILE=1\n")
+    (tmp_path / "start.sh").write_text("bash -lc 'vllm serve model'\n")
+    assert "OF_PROFILE" not in api.read_command(None, ["start.sh"]).data.get("envs", {})
+
+
 def test_the_model_may_be_given(tmp_path: Path) -> None:
     words = [f"torchrun pretrain_gpt.py {TRAINING.replace('--tokenizer-model model', '')}"]
     assert api.read_command("megatron", words, model="model").data["model"] == str(tmp_path / "model")

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from flagcore import plugins
+from flagcore.api.tuning.run_best import run_best
 from flagcore.domain.launch import Exit, Launch
 from flagcore.errors import HostLost, LaunchError
 from flagcore.launchers import connection, guard
@@ -120,16 +122,17 @@ def test_the_folder_of_a_killed_agent_is_removed_and_one_in_use_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    old, used, new = (tmp_path / "tmp" / f"flagcore-{name}" for name in ("killed00", "running0", "starting"))
-    for each in (old, used, new):
+    old, used, new = (tmp_path / "tmp" / f"flagcore-agent-{name}" for name in ("killed", "running", "new"))
+    other = tmp_path / "tmp" / "flagcore-abcdefgh"  # of a command such as `flag calibrate`
+    for each in (old, used, new, other):
         each.mkdir(parents=True)
-    for each in (old, used):
+    for each in (old, used, other):
         os.utime(each, (0, 0))
     descriptor = os.open(used, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     assert run("true", tmp_path / "trial").code == 0
     os.close(descriptor)
-    assert {*(tmp_path / "tmp").glob("flagcore-????????")} == {used, new}
+    assert {*(tmp_path / "tmp").glob("flagcore-*")} == {used, new, other}
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")
@@ -284,7 +287,8 @@ def test_the_user_of_a_host_is_only_in_the_command_that_logs_in(tmp_path: Path, 
 
 
 def test_a_machine_that_another_search_uses_is_refused_by_its_name(tmp_path: Path, mark: str) -> None:
-    first, same, second = (HostsLauncher(name="shell", channel=shell, owner=f"process {each}") for each in (1, 1, 2))
+    owners = (f"process {each} in a\nfolder \udcff" for each in (1, 1, 2))
+    first, same, second = (HostsLauncher(name="shell", channel=shell, owner=each) for each in owners)
     running = first.start(launch("sleep 60", tmp_path / "first", hosts=("a",)))
     assert run("true", tmp_path / "same", same, hosts=("b",)).code == 0
     with pytest.raises(HostLost) as refused:
@@ -293,6 +297,21 @@ def test_a_machine_that_another_search_uses_is_refused_by_its_name(tmp_path: Pat
     assert "process 1" in str(refused.value)
     running.stop()
     assert within(20, lambda: run("true", tmp_path / "second", second, hosts=("a",)).code == 0)
+
+
+def test_the_best_command_runs_on_its_hosts_and_its_output_is_printed_as_it_is(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    saved = {"ready": (), "missing": "", "sample": (), "folder": "", "directory": str(tmp_path), "users": {}}
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "launch.json").write_text(json.dumps({**saved, "launcher": "shell", "hosts": ["a", "b"]}))
+    (tmp_path / "best.sh").write_text("printf '\\377\\n'; echo x >&2; [ $NODE_RANK = 0 ] || sleep 60; exit 3")
+    monkeypatch.setattr(plugins, "launcher", lambda name: launcher())
+    with pytest.raises(SystemExit) as finished:
+        run_best(tmp_path)
+    assert finished.value.code == 3
+    output, errors = capsysbinary.readouterr()
+    assert (output.split()[0], errors.split()[0]) == (b"\xff", b"x")
 
 
 def test_a_host_that_never_answered_is_an_error_of_the_launch(tmp_path: Path, mark: str) -> None:

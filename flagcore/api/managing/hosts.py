@@ -357,9 +357,8 @@ def measure_speed(launcher: HostsLauncher, hosts: Sequence[str], job: Mapping[st
     words = ("{node_rank}", "{nnodes}", "{master_addr}", "{master_port}")
     argv = (sys.executable, "-m", SPEED_PROGRAM, json.dumps(job), *words)
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
-        variables = {"GLOO_SOCKET_IFNAME": "{interface}"}
-        launch = Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=variables)
-        launch = replace(launch, timeout_seconds=SPEED_SECONDS)
+        envs = {"GLOO_SOCKET_IFNAME": "{interface}"}
+        launch = Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=envs, timeout_seconds=SPEED_SECONDS)
         trial = launcher.for_checks().start(launch)
         try:
             trial.wait(SPEED_SECONDS + 30.0)

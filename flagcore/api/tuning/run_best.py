@@ -99,12 +99,13 @@ def _run_on_hosts(script: Path, launch: Mapping[str, Any]) -> int:
     job = Launch(argv=("sh", "-c", text), folder=str(folder), directory=launch["directory"], hosts=tuple(hosts))
     running = launcher.start(replace(job, timeout_seconds=math.inf, disk_limit_bytes=1 << 62))
     try:
-        with open(folder / "stdout.log") as output, open(folder / "stderr.log") as errors:
+        with open(folder / "stdout.log", "rb") as output, open(folder / "stderr.log", "rb") as errors:
             ended = None
             while ended is None:
                 ended = running.wait(PERIOD_SECONDS)
-                print(output.read(), end="", flush=True)
-                print(errors.read(), end="", flush=True, file=sys.stderr)
+                for log, stream in ((output, sys.stdout), (errors, sys.stderr)):
+                    stream.buffer.write(log.read())
+                    stream.flush()
     finally:
         running.stop()
     if ended.lost_host:

@@ -157,7 +157,8 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
 
 
 _NO_TEXT = ("is-embedding", "embedding", "embeddings", "rerank", "reranking")
-"""Flags with which a server generates no text."""
+_POOLING = ("pooling", "classify", "embed", "embedding", "reward", "score")
+"""Flags with which a server generates no text, and values of `runner` and `task`."""
 
 
 def check_images(task: Task, needed_flag: str = "") -> None:
@@ -167,7 +168,7 @@ def check_images(task: Task, needed_flag: str = "") -> None:
     """
     serve, vision = task.spec.serve, task.spec.model.vision
     flags = {strip_dashes(key): value for key, value in serve.engine_args.items() if value not in (False, None)}
-    pools = [name for name in ("runner", "task") if flags.get(name) in ("pooling", "embed")]
+    pools = [name for name in ("runner", "task") if flags.get(name) in _POOLING]
     if name := next((name for name in (*_NO_TEXT, *pools) if name in flags), ""):
         problem, fix = "starts a server that generates no text", "remove it: load tests need answers"
         raise SpecError(key=f"serve.engine_args.{name}", value=flags[name], problem=problem, fix=fix)

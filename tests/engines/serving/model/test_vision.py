@@ -124,7 +124,12 @@ def test_servers_that_cannot_take_images_are_refused(engine: str, arguments: dic
 
 @pytest.mark.parametrize(
     ("engine", "flag", "value"),
-    [("vllm", "runner", "pooling"), ("sglang", "is-embedding", True), ("llamacpp", "embedding", True)],
+    [
+        ("vllm", "runner", "pooling"),
+        ("vllm", "task", "score"),
+        ("sglang", "is-embedding", True),
+        ("llamacpp", "embedding", True),
+    ],
 )
 def test_servers_that_generate_no_text_are_refused(engine: str, flag: str, value: object) -> None:
     with pytest.raises(SpecError) as raised:
