@@ -22,8 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from flagcore.launchers import guard
 
 MARKER = "FLAGCORE_LAUNCH"
-"""The name of an environment variable that each trial has. Processes of a trial are found by it if the guard is
-killed."""
+"""The environment variable that each trial has. Processes of a trial are found by it if the guard is killed."""
 START_SECONDS = 60.0
 LONGEST_WAIT_SECONDS = 86400.0
 

@@ -80,12 +80,13 @@ def free_port(address: str = "") -> int:
 
 
 def address_to(host: str) -> str:
-    """Return this machine's IPv4 address on the way to a host, or an empty string if unknown. Nothing is sent."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        address = str(probe.getsockname()[0])
-        known = (each for each in _addresses().values() if not each.startswith("127."))
-        return next(known, "127.0.0.1") if address.startswith("127.") else address
+    """Return this machine's IPv4 address on the way to a host (outside if it has none), or "". Nothing is sent."""
+    for each in (host, OUTSIDE):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((each, 9))
+            address = str(probe.getsockname()[0])
+            known = (each for each in _addresses().values() if not each.startswith("127."))
+            return next(known, "127.0.0.1") if address.startswith("127.") else address
     return ""
 
 

@@ -27,8 +27,7 @@ DOCTOR_SECONDS = 60.0
 T = TypeVar("T")
 
 ListDevices = Callable[[float], Listing]
-"""A function that runs the management tool with a time limit in seconds and returns the devices that the tool
-prints."""
+"""Runs the management tool with a time limit in seconds, and returns the devices that the tool prints."""
 
 
 def list_with(

@@ -21,8 +21,7 @@ from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.strategies.learned import believed
 
 UNSET = 0.25
-"""The distance of a knob that only one of two candidates sets. It is small, because such knobs often depend on
-others."""
+"""The distance of a knob that only one of two candidates sets: small, because such knobs often depend on others."""
 STEP = 1 / 64
 """The additional distance per factor of two between the values of a knob. It only orders candidates that differ in
 equally many knobs."""

@@ -190,7 +190,7 @@ def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -
     for name, value in variables.items():
         if is_secret(name) or redact_text(value) != value:
             notes.note(name, "is a secret: not copied")
-        elif start.hosts > 1 and (_OF_HOST.fullmatch(name) or (name.endswith("_IFNAME") and value not in text)):
+        elif (start.hosts > 1 and _OF_HOST.fullmatch(name)) or (name.endswith("_IFNAME") and value not in text):
             notes.note(name, "dropped: differs between hosts")
         elif _OF_MACHINE.search(name) or (name.endswith(_DEVICES) and (instances > 1 or not re.match("[0-9]", value))):
             notes.note(name, "dropped: belongs to the machine or the container")

@@ -20,8 +20,7 @@ from flagcore.report.result import trial as trial_record
 
 LOG = logging.getLogger("flagcore")
 MAX_SECONDS = 30.0
-"""A watcher that takes longer for an event gets no more events. At the end, the run waits this long for all
-watchers."""
+"""A watcher that takes longer for an event gets no more events. At its end, a run waits this long for all watchers."""
 
 
 class Watchers(AbstractContextManager["Watchers"]):

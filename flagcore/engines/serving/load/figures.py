@@ -32,8 +32,7 @@ minimum number of requests exceeds this limit.
 RAMP_BATCH = 5
 """Requests per batch of the method MSER-5 (see `_ramp`)."""
 CUT_ERROR = 2 * PRECISION
-"""Minimum relative uncertainty of a load that was cut off: its first requests represent later ones less well. A
-choice."""
+"""Minimum relative uncertainty of a load that was cut off: its first requests represent later ones less well."""
 GROWTH = 1.1
 """The ratio by which the number of answers must grow between two checks of the steady state."""
 

@@ -299,8 +299,7 @@ def same_as_unset(program: Program, defaults: Mapping[str, KnobValue] | None = N
 
 
 CACHE_SHARE = 0.25
-"""Minimum share of the memory in use that an expert reserves for the cache. To get it, an instance gets more
-devices."""
+"""Minimum share of the used memory that an expert reserves for the cache. To get it, an instance gets more devices."""
 
 
 def usual_space(
