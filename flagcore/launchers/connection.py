@@ -54,7 +54,7 @@ while b"\\n" not in data:
     data += piece
 line, _, rest = data.partition(b"\\n")
 sources = json.loads(line)
-for old in glob.glob(os.path.join(tempfile.gettempdir(), "flagcore-agent-*")):  # of killed agents: nobody locks them
+for old in glob.glob(os.path.join(tempfile.gettempdir(), "flagcore-agent-*")):  # a killed agent holds no lock
     with contextlib.suppress(OSError):
         if time.time() - os.stat(old).st_mtime > 60:
             fcntl.flock(os.open(old, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)

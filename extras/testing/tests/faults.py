@@ -334,7 +334,7 @@ SPELLING = (
     Fault("variables_do_not_select_devices", ENVIRONMENT, "", "  - {name: ACME_VISIBLE_DEVICES, value: '0,1', meaning: devices, source: *made_up}\n", "'0,1'"),
     Fault("device_variables_are_those_of_the_detector", ENVIRONMENT, "", "  - {name: ACC_VISIBLE_DEVICES, used: '0', meaning: devices, source: *made_up}\n", "ACC_VISIBLE_DEVICES"),
     Fault("vendor_is_selected", ENVIRONMENT, "name: GEMS_VENDOR", "name: FLAG_VENDOR", "GEMS_VENDOR", also=("*",)),
-    Fault("backends_and_modules_are_spelled_correctly", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: ncll", "'ncll'"),
+    Fault("backends_and_modules_are_spelled_correctly", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: ncll", "'ncll'", also=("sections_preload_the_same_module",)),
     Fault("backends_and_modules_are_spelled_correctly", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: nccl, preload: [torch-acme]", "'torch-acme'", also=("sections_preload_the_same_module",)),
     Fault("sections_preload_the_same_module", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: nccl, preload: [torch_acme]", "torch_acme"),
     Fault("detector_agrees_with_the_files", ENGINES_FILE, "device_type: cuda", "device_type: acme", "'acme'"),
