@@ -197,7 +197,7 @@ def _knob_problems(knob: Knob, engine: str, own: set[str]) -> Iterator[Problem]:
             text = f"{where}: {value!r} has settings.{name}, which {engine} lacks"
             yield Problem(text, "name a setting of the engine")
         if 1.5 < effect.time.value <= MOST and effect.memory.value >= 1.0:
-            text = f"{where}: {value!r} has the time {effect.time.value:g} and saves no memory: it is never the best value"
+            text = f"{where}: {value!r} has the time {effect.time.value:g} and saves no memory: it is never the best"
             yield Problem(text, "give the time with the knob divided by the time without it")
 
 

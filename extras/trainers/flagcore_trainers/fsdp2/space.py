@@ -25,48 +25,26 @@ def _linked(task: Task) -> Sequence[KnobValue]:
     return [each for each in divisors(task.cluster.devices) if each <= task.cluster.linked_devices]
 
 
+def _size(name: str, label: str, text: str, *, shows_neutral: bool = False, linked: bool = False) -> Knob:
+    """Return the knob of a dimension of the device mesh. `linked`: it stays within a node or link."""
+    return Knob(
+        name=name,
+        label=label,
+        help=text,
+        neutral=1,
+        minimum=1,
+        shows_neutral=shows_neutral,
+        layout=True,
+        auto=_linked if linked else _devices,
+        auto_help="divisors of the devices" + ", within a node or link" * linked,
+    )
+
+
 KNOBS: tuple[Knob, ...] = (
-    Knob(
-        name=REPLICATE,
-        label="HSDP",
-        help="Groups of ranks that each hold all weights; gradients are summed over them.",
-        neutral=1,
-        minimum=1,
-        layout=True,
-        auto=_devices,
-        auto_help="divisors of the devices",
-    ),
-    Knob(
-        name=SHARD,
-        label="FSDP",
-        help="Replicas that share weights, gradients and optimizer states.",
-        neutral=1,
-        minimum=1,
-        shows_neutral=True,
-        layout=True,
-        auto=_devices,
-        auto_help="divisors of the devices",
-    ),
-    Knob(
-        name=TP,
-        label="TP",
-        help="Devices that split each layer's matrices, and the sequence between layers.",
-        neutral=1,
-        minimum=1,
-        layout=True,
-        auto=_linked,
-        auto_help="divisors of the devices, within a node or link",
-    ),
-    Knob(
-        name=CP,
-        label="CP",
-        help="Devices that split each sequence. They share weights as replicas do.",
-        neutral=1,
-        minimum=1,
-        layout=True,
-        auto=_linked,
-        auto_help="divisors of the devices, within a node or link",
-    ),
+    _size(REPLICATE, "HSDP", "Groups of ranks that each hold all weights; gradients are summed over them."),
+    _size(SHARD, "FSDP", "Replicas that share weights, gradients and optimizer states.", shows_neutral=True),
+    _size(TP, "TP", "Devices that split each layer's matrices, and the sequence between layers.", linked=True),
+    _size(CP, "CP", "Devices that split each sequence. They share weights as replicas do.", linked=True),
     Knob(
         name=MBS,
         label="MBS",
