@@ -128,8 +128,11 @@ class Disaggregated(Simulation):
             heappop(self.ready)  # outdated: a later prompt has delayed this batch
         return self.ready[0][0] if self.ready else inf
 
+    def _ready_time(self) -> float:
+        return self._next_done() + self.overheads.request
+
     def _receive(self) -> None:
-        while self._next_done() + self.overheads.request <= self.now:
+        while self._ready_time() <= self.now:
             batch = heappop(self.ready)[2]
             self.queue.extend(self.requests[index] for index in batch.members)
             self.next += len(batch.members)
