@@ -35,6 +35,7 @@ SILENCE_SECONDS = 12.0
 """The maximum time between two messages. If it is exceeded, flagcore counts the host as lost, and the agent ends its
 trial."""
 MAX_LINE_BYTES = 1 << 20
+"""The maximum size of a message, and of all output of a login shell before the first message."""
 INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error)
 """The exceptions that a malformed message can raise."""
 ENDED_BY = (None, "timeout", "memory", "disk", "full_disk", "stopped", "request", "guard")
@@ -130,7 +131,7 @@ class Connection:
         assert self.process.stdout
         self.wire = Wire(self.process.stdout.fileno(), self.process.stdin.fileno())
         self.wire.outgoing += sources()
-        self.answered = False
+        self.answered, self.skipped_bytes = False, 0
         """Whether the agent has sent a message, after which it must not be silent."""
         self.reading: tuple[float, Sequence[Mapping[str, Any]]] = (-math.inf, ())
         self.problem = ""
@@ -162,11 +163,13 @@ class Connection:
 
     def read(self) -> None:
         """Read the messages of the agent and act on them."""
-        for line in self.wire.read_lines():
-            if self.open:
+        lines = self.wire.read_lines()
+        self.skipped_bytes += 0 if self.answered else sum(map(len, lines)) + len(lines)
+        if len(self.wire.received) + self.skipped_bytes > MAX_LINE_BYTES:
+            self.problem = "sent too much text that is not a message of the agent"
+        for line in lines:
+            if self.open and (self.answered or b'"ready"' in line):  # else, a login shell has printed it
                 self._handle_line(line)
-        if len(self.wire.received) > MAX_LINE_BYTES:
-            self.problem = "sent a line above the maximum length"
         if self.wire.ended and self.open:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1)
@@ -175,14 +178,12 @@ class Connection:
             self.problem = last_line or f"the connection closed (exit status {self.process.poll()})"
 
     def _handle_line(self, line: bytes) -> None:
-        """Act on one message. The output of a login shell before the first message is skipped."""
+        """Act on one message."""
         try:
             message = json.loads(line)
             if "ready" in message:
                 self._take_ready(message["ready"])
                 self.answered = True
-            elif not self.answered:
-                return
             elif "file" in message:
                 self._take_piece(str(message["file"]), int(message["at"]), message["data"])
             elif "started" in message:
@@ -195,8 +196,7 @@ class Connection:
             elif "problem" in message:
                 self.problem, self.refused = _plain(message["problem"]), True
         except INVALID:
-            if self.answered or b'"ready"' in line:
-                self.problem = f"sent an invalid message: {line[:80]!r}"
+            self.problem = f"sent an invalid message: {line[:80]!r}"
 
     def _take_ready(self, ready: Mapping[str, Any]) -> None:
         """Store the state of the host before a trial. Set `problem` if the host cannot run a trial.

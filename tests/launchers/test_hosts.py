@@ -25,7 +25,7 @@ from flagcore.domain.launch import Exit, Launch
 from flagcore.errors import HostLost, LaunchError
 from flagcore.launchers import connection, guard
 from flagcore.launchers.connection import agent_command
-from flagcore.launchers.guarded import MARKER
+from flagcore.launchers.guarded import MARKER, START_SECONDS
 from flagcore.launchers.hosts import HostsLauncher, HostsRunning, ssh_channel
 from tests.hosts.bed import HOST, missing
 from tests.launchers.processes import ended, marked, within
@@ -77,13 +77,13 @@ def run(script: str, folder: Path, started_by: HostsLauncher | None = None, **ho
     return ended((started_by or launcher()).start(launch(script, folder, **how)), 40)
 
 
-ENDLESS = "head -c 3000000 /dev/zero"
-"""Prints a line without an end."""
+ENDLESS, BANNER = "head -c 3000000 /dev/zero", "yes | head -c 3000000"
+"""Print a line without an end, and lines without an end."""
 
 
 def answering(*lines: str) -> Callable[[str], list[str]]:
     """Return a channel to a host that answers `lines`, and then nothing."""
-    says = [line if line == ENDLESS else f"printf '%s\\n' '{line}'" for line in lines]
+    says = [line if line in (ENDLESS, BANNER) else f"printf '%s\\n' '{line}'" for line in lines]
     script = "\n".join(["cat > /dev/null &", *says, "wait"])
     return lambda host: ["sh", "-c", script]
 
@@ -250,15 +250,17 @@ READY = '{"ready": {"time": 0, "python": "3.11", "port": 4000, "free_disk_bytes"
         [READY, '{"problem": "no"}'],
         [READY, *(f'{{"file": "x{n}/stdout.log", "at": 50000000, "data": ""}}' for n in range(100))],
         [READY, ENDLESS],
+        [BANNER],
     ],
 )
 def test_a_host_that_sends_nonsense_costs_only_its_trial(tmp_path: Path, mark: str, lines: list[str]) -> None:
-    host_launcher = launcher(b=answering(*lines))
+    host_launcher, start = launcher(b=answering(*lines)), time.monotonic()
     try:
         lost_host = run("sleep 60", tmp_path / "trial", host_launcher, hosts=("a", "b")).lost_host
     except HostLost as error:
         lost_host = error.host
     assert lost_host == "b"
+    assert time.monotonic() - start < START_SECONDS
     assert host_launcher.failures == {"b": 1}
     assert not (tmp_path / "x").exists()
 
