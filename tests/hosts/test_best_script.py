@@ -27,15 +27,10 @@ def test_the_best_script_of_a_plan_starts_with_slurm(command: tuple[str, ...], b
         pytest.skip(reason)
     if not bed.slurm:
         bed.start_slurm()
+    nodes = {"nodes": 2, "devices_per_node": 1, "memory_per_device": "4GiB", "nic_bytes_per_second": 1e8}
     spec = {
         "model": SHAPE,
-        "cluster": {
-            "chip": "cpu",
-            "nodes": 2,
-            "devices_per_node": 1,
-            "memory_per_device": "4GiB",
-            "nic_bytes_per_second": 1e8,
-        },
+        "cluster": {"chip": "cpu", **nodes},
         "train": {"engine": "megatron", "seq_length": 64, "global_batch_size": 4, "precision": "bf16"},
     }
     (tmp_path / "spec.json").write_text(json.dumps(spec))
@@ -46,14 +41,7 @@ def test_the_best_script_of_a_plan_starts_with_slurm(command: tuple[str, ...], b
     (folder / "best.sh").write_text((outcome.run_dir / "best.sh").read_text())
     (folder / "best.sh").chmod(0o755)
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin"
-    words = (
-        "sh",
-        "-c",
-        f'cd {folder}; export PATH={path}; exec "$@"',
-        "sh",
-        *command,
-        "./best.sh",
-    )
+    words = ("sh", "-c", f'cd {folder}; export PATH={path}; exec "$@"', "sh", *command, "./best.sh")
     output = bed.run("h0", *words)
     output += (folder / "out").read_text() if (folder / "out").exists() else ""
     assert {"rank 0 of 2", "rank 1 of 2"} <= set(output.splitlines()), output

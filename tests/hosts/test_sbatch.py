@@ -30,17 +30,10 @@ def test_sbatch_accepts_an_exported_script(bed: Bed, nodes: int, work: dict[str,
     space = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     spec = tmp_path / "spec.yaml"
     spec.write_text(json.dumps({"model": SHAPE, "cluster": cluster, **work, "auto_tuner": {"space": space}}))
-    model = {
-        "model_type": "qwen3",
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "vocab_size": 64,
-    }
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, **heads}
     (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text(
-        json.dumps({**model, "num_attention_heads": 2, "num_key_value_heads": 2})
-    )
+    (tmp_path / "m" / "config.json").write_text(json.dumps(model))
     if "serve" in work:
         spec.write_text(spec.read_text().replace(json.dumps(SHAPE), json.dumps(str(tmp_path / "m"))))
     (file,) = api.export(spec, "slurm", output=tmp_path / "out", name="job").files

@@ -81,7 +81,7 @@ def inspect_hosts(
 ) -> list[HostReport]:
     """Return the report of each host, in the given order. Hosts are checked in parallel, including digests of `files`.
 
-    `kinds` contains the kind of each host, if there are several kinds.
+    `kinds` contains the kind of each host, if there are several kinds. Raises NoDevice if another search has the hosts.
     """
     reports: list[HostReport] = []
     for start in range(0, len(hosts), AT_ONCE):
@@ -106,6 +106,8 @@ def _inspect(launcher: HostsLauncher, hosts: Sequence[str], folder: str, files: 
     launch = Launch(argv=argv, folder=folder, hosts=tuple(hosts), timeout_seconds=SECONDS)
     try:
         trial = launcher.for_checks().start(launch, HostsApart)
+    except HostLost as used:  # by another search
+        raise NoDevice(str(used)) from None
     except LaunchError as error:
         yield from (HostReport(host=host, problem=str(error)) for host in hosts)
         return
