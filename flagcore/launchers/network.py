@@ -65,7 +65,7 @@ def claim(owner: str) -> tuple[socket.socket, str]:
     A claim is the name of an abstract socket (unix(7)): all users see it, and it ends with its processes. Another such
     name is a mutex: of two searches that start together, one gets the machine.
     """
-    holder, name = socket.socket(socket.AF_UNIX), repr(owner)[1:-1].encode()[:80].decode("utf-8", "ignore")
+    holder, name = socket.socket(socket.AF_UNIX), repr(owner)[1:-1].encode()[:90].decode("utf-8", "ignore")
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as mutex:
         for _ in range(MUTEX_SECONDS * 50):
             with contextlib.suppress(OSError):

@@ -4,6 +4,7 @@ import json
 import socket
 import sys
 import time
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -69,8 +70,9 @@ def test_one_machine_under_two_names_is_refused() -> None:
         return [*(["unshare", "--net"] if host == "c" else []), "sh", "-c", agent_command()]
 
     launcher = HostsLauncher(name="shell", channel=namespaced, logs_in=True)
-    with pytest.raises(NoDevice, match=r"^b: .* a$"):
-        require_hosts(launcher, ("a", "b"))
+    for context in (nullcontext(), launcher.keep_agents()):
+        with context, pytest.raises(NoDevice, match=r"^b: .* a$"):
+            require_hosts(launcher, ("a", "b"))
     if reason := missing():
         pytest.skip(reason)
     reports = inspect_hosts(launcher, ("a", "c"))

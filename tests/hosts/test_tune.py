@@ -45,7 +45,7 @@ def test_a_second_tune_on_the_same_hosts_is_refused_with_the_name_of_the_first(
     tune.wait_for_a_trial(0)
     first, project.run_dir = project.run_dir, tmp_path / "second"
     assert project.start().wait() not in (0, 1)
-    assert str(project.folder) in tune.output()
+    assert str(project.folder)[:40] in tune.output()  # names are shortened
     assert not [*project.run_dir.glob("trials/*/steps.jsonl")]
     project.run_dir = first
     assert books_balance(tune.finish())

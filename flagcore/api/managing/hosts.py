@@ -111,11 +111,11 @@ def _inspect(launcher: HostsLauncher, hosts: Sequence[str], folder: str, files: 
     except LaunchError as error:
         yield from (HostReport(host=host, problem=str(error)) for host in hosts)
         return
-    connections = list(trial.connections)
+    connections = [(each, each.ready) for each in trial.connections]  # an agent that is kept forgets its trial
     if trial.wait(SECONDS + 30) is None:
         trial.stop()
-    for each in connections:
-        report_fields: dict[str, Any] = {name: each.ready[name] for name in STATE} if each.ready else {}
+    for each, ready in connections:
+        report_fields: dict[str, Any] = {name: ready[name] for name in STATE} if ready else {}
         with suppress(OSError, ValueError, KeyError, TypeError):  # raised if flagcore is not installed on the host
             figures = json.loads(Path(folder, HOSTS, each.host, "stdout.log").read_text(encoding="utf-8"))
             report_fields |= {
