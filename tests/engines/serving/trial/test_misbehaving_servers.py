@@ -52,7 +52,6 @@ def all_gone(folder: Path) -> bool:
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait less in trials in this process."""
-    monkeypatch.setattr(program, "MARGIN_SECONDS", 0.5)
     monkeypatch.setattr(loads, "EXIT_SECONDS", 0.3)
 
 
