@@ -370,10 +370,9 @@ def _task_notes(task: Task) -> Iterator[str]:
     A precision is slow if matrix products of a training job are much slower in it than in fp32.
     """
     name = task.spec.model.name
-    if name.count("/") == 1 and (public := public_name(name)) and public.lower() != name.lower():
-        if model_from(name, base=Path()) == task.spec.model:  # not an inline shape with this name
-            text = N_("model {name} is not a file or folder: the shape of {public} is used")
-            yield _(text, name=name, public=public)
+    public = public_name(name) if name.count("/") == 1 else None
+    if public and public.lower() != name.lower() and model_from(name, base=Path()) == task.spec.model:
+        yield _("model {name} is not a file or folder: the shape of {public} is used", name=name, public=public)
     sections = task.spec.cluster.groups or (task.spec.cluster,)
     for section, group in zip(sections, task.cluster.groups, strict=False):
         if section.chip != AUTO and not group.chip.has_name(section.chip):

@@ -15,8 +15,8 @@ from flagcore.engines.serving.load.result import FEWEST_ANSWERS, Progress
 END_SECONDS = 5.0
 """Maximum seconds of a trial's time limit that are reserved to stop its servers and to report."""
 END_SHARE = 0.1
-"""Maximum share of a trial's time limit that is reserved for its end. Chosen by hand: repeats at the end of a search have
-limits of seconds."""
+"""Maximum share of a trial's time limit that is reserved for its end. Chosen by hand: repeats at the end of a search
+have limits of seconds."""
 RESERVE = 1.25
 """Ratio of the time that messages advise to the estimated time."""
 LIMIT = re.compile(r"(auto_tuner\.control\.max_time\w*) = (\S+) s")

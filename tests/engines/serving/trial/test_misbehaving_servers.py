@@ -14,7 +14,6 @@ from fixed_machine import PINS
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import Measurement, Role, TimeLimit, Trial, TrialState
 from flagcore.engines.results import METRICS
-from flagcore.engines.serving.trial import __main__ as program
 from flagcore.engines.serving.trial import loads
 from flagcore.engines.serving.trial.servers import listeners
 from flagcore.launchers.local import LAUNCHER
