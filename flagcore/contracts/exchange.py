@@ -115,7 +115,7 @@ class ExportJob:
     `replicas` identical servers, or the first of `servers`. It is empty if the candidate's engine is the exporter.
     `devices`: the number of devices per node that `launch` uses.
     `options`: the user's options: `image` of containers; of Kubernetes also `kind` of a job, `volume` as CLAIM:PATH,
-    `queue`, `user` (a number) and `pods`, a file with fields of pods.
+    `queue`, `rdma` (a resource), `user` (a number) and `pods`, a file with fields of pods.
     `servers`: the servers, if the candidate has several kinds of them.
     """
 

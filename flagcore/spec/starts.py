@@ -85,6 +85,9 @@ def starts_of(
         script = ("bash", "-c", joined, *words[1:]) if joined != text or not words else tuple(words)
         job, hosts, devices = _batch(text, directory)
         starts = [Start(words=script, job=job, hosts=hosts, devices=devices)]
+        if hosts > 1 and 'case "$NODE_RANK" in' in text:  # each host starts other programs
+            ranks = [{**job, "SLURM_NODEID": str(rank)} for rank in range(hosts)]
+            starts = [Start(words=script, job=of_rank, devices=devices) for of_rank in ranks]
     for start in starts:
         yield from _inner(start, images, directory)
 

@@ -64,7 +64,7 @@ _OF_MACHINE = re.compile(
 )
 _OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|JOB_NODELIST)")
 """Variables whose values differ between the hosts of a job, or between jobs."""
-_DEVICES = "VISIBLE_DEVICES"
+_DEVICES, _NIC = "VISIBLE_DEVICES", re.compile("_(IFNAME|HCA)$")
 _TOOLS = re.compile(r"(sudo )?\S*(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl) |\S*python\S* -m pip ")
 """A pattern of commands that prepare an environment: what they name is not started."""
 
@@ -109,7 +109,8 @@ def read_command(
     found = dict[tuple[str, str, str], Start]()
     for name, workload in workloads.items():
         for start in programs:
-            if workload.starts(start.words, os.getcwd()):
+            is_first = not re.search(r"--node.rank[= ]0*[1-9]", " ".join(start.words))  # of the hosts of a server
+            if is_first and workload.starts(start.words, os.getcwd()):
                 role = start.role or workload.role(start.words)
                 key = name, role, re.sub(r"--([\w-]*port|node.rank)[= ]\S+", "", shlex.join(start.words))
                 before = found.get(key, replace(start, instances=0))  # copies have other devices, ports, ranks
@@ -183,14 +184,14 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
 def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -> dict[str, str]:
     """Return `variables` without secrets and without those of the machine or container. Add a note on each variable.
 
-    If `start` has several instances, each has its own devices. An interface that is not in `text` was computed here.
+    If `start` has several instances, each has its own devices. A network device not in `text` was computed here.
     """
     instances = start.instances
     spec_variables = dict[str, str]()
     for name, value in variables.items():
         if is_secret(name) or redact_text(value) != value:
             notes.note(name, "is a secret: not copied")
-        elif (start.hosts > 1 and _OF_HOST.fullmatch(name)) or (name.endswith("_IFNAME") and value not in text):
+        elif (start.hosts > 1 and _OF_HOST.fullmatch(name)) or (_NIC.search(name) and not (value and value in text)):
             notes.note(name, "dropped: differs between hosts")
         elif _OF_MACHINE.search(name) or (name.endswith(_DEVICES) and (instances > 1 or not re.match("[0-9]", value))):
             notes.note(name, "dropped: belongs to the machine or the container")

@@ -350,11 +350,12 @@ If a setting has no Megatron flag, its name is used as the flag, which a user's 
 
 def settings_of_command(spec: Spec) -> dict[str, SettingValue]:
     """Return the settings that the flags of `train.command` set. If a flag is repeated, its last value is used."""
-    return dict(_parse_settings(tuple(_program_arguments(spec))))
+    return dict(parse_settings(tuple(_program_arguments(spec))))
 
 
 @lru_cache(maxsize=64)
-def _parse_settings(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
+def parse_settings(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
+    """Return the settings that the flags of a command set."""
     settings: dict[str, SettingValue] = {}
     for flag, values in parse_flags(command):
         if flag in SETTINGS_BY_FLAG:
