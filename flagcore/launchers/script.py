@@ -106,17 +106,22 @@ def start_lines(job: ExportJob, *, several: bool = False, secrets: Mapping[str, 
     lines += exports(launch)
     if not launch.sample:
         return [*lines, f"exec {multi_line(launch.argv, secrets=secrets)}"]
-    sample = multi_line(launch.sample, separator="\n")
+    sample = re.sub(r"\S*,\S*", r"'\g<0>'", multi_line(launch.sample, separator="\n"))
     lines += [f"# Replace these, which train on generated data: {launch.missing}.", f"SAMPLE=(\n  {sample}\n)"]
     return [*lines, f'exec {multi_line(launch.argv)} \\\n  "${{SAMPLE[@]}}"']
 
 
 def exports(launch: Launch) -> list[str]:
     """Return the lines of bash that export the variables of a launch, or that check that its secrets are set."""
-    return [
-        f': "${{{name}:?set it: it is secret}}"' if is_secret(name) and value else f"export {name}={_quoted(value)}"
-        for name, value in launch.environment.items()
-    ]
+    lines = list[str]()
+    for name, value in launch.environment.items():
+        if is_secret(name) and value:
+            lines.append(f': "${{{name}:?set it: it is secret}}"')
+        elif any(each in value for each in DEVICES_OF_HOST):
+            lines += [f"{name}={_quoted(value)}", f"export {name}"]
+        else:
+            lines.append(f"export {name}={_quoted(value)}")
+    return lines
 
 
 def multi_line(words: Sequence[str], separator: str = " \\\n", secrets: Mapping[str, str] = {}) -> str:

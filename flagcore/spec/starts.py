@@ -43,6 +43,7 @@ _HERE_DOCUMENT = re.compile(
 """Manifests in a script that gives them to kubectl."""
 _RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?(?:post|rc)\d+)?)(?![\d.])")
 _BATCH_LINE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
+MOST_RANKS = 16  # hosts whose programs are read one by one, in seconds each
 _BATCH_SHORT = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}
 
 
@@ -85,7 +86,7 @@ def starts_of(
         script = ("bash", "-c", joined, *words[1:]) if joined != text or not words else tuple(words)
         job, hosts, devices = _batch(text, directory)
         starts = [Start(words=script, job=job, hosts=hosts, devices=devices)]
-        if hosts > 1 and 'case "$NODE_RANK" in' in text:  # each host starts other programs
+        if 1 < hosts <= MOST_RANKS and 'case "$NODE_RANK" in' in text:  # each host starts other programs
             ranks = [{**job, "SLURM_NODEID": str(rank)} for rank in range(hosts)]
             starts = [Start(words=script, job=of_rank, devices=devices) for of_rank in ranks]
     for start in starts:

@@ -80,10 +80,7 @@ def read_tree(
 
 
 def check_imported(found: ImportedSpec) -> None:
-    """Raise SpecError if an imported spec is invalid. It names the keys of the imported file.
-
-    The path of the model may be missing.
-    """
+    """Raise SpecError, which names keys of the file, if an imported spec is invalid. The model may be missing."""
     try:
         validate_engines(found.data, file=Path(found.file), base=Path())
     except SpecError as error:

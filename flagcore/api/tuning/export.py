@@ -178,17 +178,8 @@ def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -
     launch = replace(launch, directory=launch.directory or launch.folder)
     job = replace(job, comments=(*job.comments, *script_comments), launch=launch)
     secrets = [f". {shlex.quote(str(secrets_file))} || exit 1"] if missing_secrets else []
-    return (
-        "\n".join(
-            [
-                "#!/bin/sh",
-                *comments(job),
-                *secrets,
-                *start_lines(job, several="--nnodes={nnodes}" in launch.argv, secrets=names),
-            ]
-        )
-        + "\n"
-    )
+    lines = start_lines(job, several="--nnodes={nnodes}" in launch.argv, secrets=names)
+    return "\n".join(["#!/bin/sh", *comments(job), *secrets, *lines]) + "\n"
 
 
 def _with_secret_variables(launch: Launch) -> tuple[Launch, dict[str, str]]:

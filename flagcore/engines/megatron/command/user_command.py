@@ -326,10 +326,7 @@ def _options(words: Sequence[str]) -> Iterator[Option]:
 
 
 def _interpreter(command: UserCommand, path: str | None) -> str | None:
-    """Return the path of a command's Python interpreter, or else of the one in the folder of its torchrun.
-
-    Returns None for flagcore's own interpreter.
-    """
+    """Return a command's Python interpreter, or the one next to its torchrun, or None if it is flagcore's own."""
     interpreters = [word for word in (*command.launcher, *command.program) if PYTHON.fullmatch(Path(word).name)]
     file = shutil.which((*interpreters, *command.launcher, "")[0], path=path)
     if file is None or Path(file).parent == Path(sys.executable).parent:
@@ -435,9 +432,6 @@ def _setting_flags(spec: Spec) -> list[str]:
 
 
 def environment(candidate: Mapping[str, KnobValue]) -> dict[str, str]:
-    """Return the knob values of `candidate` as environment variables (`FLAGCORE_MICRO_BATCH_SIZE=4`).
-
-    Switches are 1 or 0, and None is an empty text.
-    """
+    """Return the knob values of `candidate` as variables (`FLAGCORE_MICRO_BATCH_SIZE=4`). Switches are 1 or 0."""
     values = {knob: int(value) if isinstance(value, bool) else value for knob, value in candidate.items()}
     return {f"FLAGCORE_{knob.upper()}": "" if value is None else str(value) for knob, value in values.items()}
