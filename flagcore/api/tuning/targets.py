@@ -17,7 +17,7 @@ from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
 from flagcore.contracts.exchange import ANY_HOST
-from flagcore.domain.files import writable, write
+from flagcore.domain.files import writable
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.serving import ServeSpec
@@ -71,7 +71,7 @@ def export(
         files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
         for file, text in files.items():
             (draft / file).parent.mkdir(exist_ok=True)
-            write(draft / file, text)
+            (draft / file).write_text(text, "utf-8", errors="surrogateescape")
             (draft / file).chmod(0o755 if text.startswith("#!") else 0o644)
     text = N_("the job trains on generated data until you replace the sample arguments; add {missing}")
     notes = (_(text, missing=job.launch.missing),) if job.launch.sample else ()
