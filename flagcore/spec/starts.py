@@ -17,7 +17,7 @@ from flagcore.spec.script import ELSEWHERE, SHELLS, Record, is_script, names_scr
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 ENDS_WITH, IMAGE = "ends with ", "image "
-"""The starts of the first word of a `Start`: of the failure of a script, and of an image with an unknown entry point."""
+"""The starts of the first word of a `Start`: the failure of a script, or an image with an unknown entry point."""
 CONTAINERS = ("docker", "podman", "nerdctl")
 _LAUNCHERS = ("srun", "mpirun", "mpiexec", "apptainer", "singularity", "numactl", "taskset", "timeout", "time", "sudo")
 _SWITCHES = {
@@ -126,8 +126,7 @@ def _container_run(start: Start, words: Sequence[str], images: Mapping[str, Sequ
     options, rest = list[tuple[str, str]](), list(words)
     while rest and rest[0].startswith("-"):
         name, equals, value = rest.pop(0).partition("=")
-        is_short = not name.startswith("--")
-        if is_short and len(name) > 2 and name[1] in "evpuwhm":  # such as -eNAME=VALUE
+        if (is_short := not name.startswith("--")) and len(name) > 2 and name[1] in "evpuwhm":  # such as -eNAME=VALUE
             name, value, equals = name[:2], name[2:] + equals + value, "="
         is_switch = set(name[1:]) <= set("ditqP") if is_short else name[2:] in _SWITCHES
         if not equals and not is_switch and rest:

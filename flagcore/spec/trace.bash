@@ -145,7 +145,7 @@ __fc_harmless() {
     lmod | modulecmd*) return 0 ;;
     python | python3 | python3.[0-9]* | perl) [[ ${1-} == -[ce] && -p /dev/fd/1 ]]; return ;;
   esac
-  [[ $__fc_tools == *" ${name##*/} "* ]]
+  [[ $__fc_tools == *" ${name##*/} "* ]] && { [[ -z ${TRACE_ELSEWHERE-} ]] || type -P -- "$name" > /dev/null; }
 }
 
 # Whether `command -v $1` runs as written. Programs that are not tools are on the other machine: it succeeds.

@@ -230,7 +230,7 @@ def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -
 
 
 def _not_one(
-    words: Sequence[str], text: str, programs: Sequence[Start], found: Collection[tuple[str, str, str]]
+    words: Sequence[str], text: str, programs: Sequence[Start], found: Mapping[tuple[str, str, str], Start]
 ) -> SpecError | None:
     """Return the error for an input that starts no engine (with what flagcore does not tune) or several, or None."""
     commands, value = [shlex.join(each.words) for each in programs], " ".join(words[1:] if text else words) or None
@@ -250,7 +250,8 @@ def _not_one(
         problem = _("starts no engine: it {failure}", failure=redact_text(failure))
         fix = _("give its arguments, as in `flag import -- bash FILE ARGUMENT`, set its variables, or give its command")
         return SpecError(key="command", value=value, problem=problem, fix=fix)
-    shown = ", ".join(redact_text(each)[:60] for each in commands[-4:]) or _("nothing")
+    listed = [redact_text(shlex.join(each.words))[:60] for each in [*(found.values() or programs)][-4:]]
+    shown = ", ".join(listed) or _("nothing")
     problem = _("must start exactly one engine, but starts {n}; its commands are {shown}", n=len(found), shown=shown)
     fix = _("give the command of one of {engines}", engines=", ".join(plugins.command_readers()))
     if found:
