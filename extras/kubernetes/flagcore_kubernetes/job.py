@@ -187,7 +187,7 @@ def _notes(job: ExportJob, pods: Pods) -> list[str]:
     if os.path.isabs(weights) and not (pods.claim and Path(weights).is_relative_to(pods.mount)):
         notes.append(f"The image must have the model in {weights}; --volume CLAIM:PATH mounts a volume.")
     hosts = max([job.nodes] if job.servers is None else [group.hosts for group in job.servers.groups])
-    notes += [note.capitalize() + "." for note in rdma_note(job.platform, hosts, pods)]
+    notes += [f"{note[0].upper()}{note[1:]}." for note in rdma_note(job.platform, hosts, pods)]
     if not pods.user:
         notes.append("For a namespace with the Pod Security Standard restricted, add --user NUMBER.")
     return [f"# {note}" for note in notes]

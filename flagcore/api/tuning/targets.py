@@ -211,7 +211,7 @@ def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
     hardware = hardware_text(task.cluster.devices, task.cluster.chips)
     work = task.spec.work
     release = f" with {work.engine} {work.engine_version}" if work.engine_version else ""
-    lines = [f"{candidate_text(candidate, knobs)} on {hardware}{release}, from {snapshot.where}"]
+    lines = [f"{candidate_text(candidate, knobs)} on {hardware}{release}, from {snapshot.where.resolve().name}"]
     for name, value in candidate.items:
         knob = knobs.get(name)
         if knob is not None and value not in (None, knob.neutral):

@@ -181,6 +181,10 @@ def _write_record(launch: Launch, changes: Sequence[Change], folder: str) -> Non
 
 WRAPPER_PROGRAMS = ("nohup", "setsid", "env", "srun", "mpirun")
 """Programs through which a script may start the training program."""
+SHELL_TEMPLATE = files(__package__).joinpath("shadow.bash").read_text("utf-8").rstrip()
+"""Shell functions that shadow the programs in a script which may start the training program.
+
+They replace the program's arguments, and are exported to all bash processes of the script."""
 
 
 def rerun(
@@ -201,20 +205,15 @@ def rerun(
 
 
 def _shell_functions(command: UserCommand, replaced: Iterable[Argument], values: Sequence[str]) -> str:
-    """Return shell functions that shadow the programs in a script which may start the training program.
-
-    They replace the program's arguments, and are exported to all bash processes of the script.
-    """
-    names, template = dict.fromkeys((command.words[0], *WRAPPER_PROGRAMS)), files(__package__) / "rerun.bash"
+    names = dict.fromkeys((command.words[0], *WRAPPER_PROGRAMS))
     cases: dict[int, dict[str, None]] = {}
     for argument in replaced:
         cases.setdefault(_word_count(argument), {})[argument.flag] = None
         if argument.spec.values != 0:
             cases.setdefault(1, {})[f"{argument.flag}=*"] = None
-    lines = [f"{' | '.join(flags)}) skip={count} ;;" for count, flags in cases.items()]
-    return (template.read_text("utf-8").rstrip()).format(
+    return SHELL_TEMPLATE.format(
         program=shlex.quote(Path(command.program[-1]).name),
-        cases="\n        ".join(lines) or "-) ;;",
+        cases="\n        ".join(f"{' | '.join(flags)}) skip={count} ;;" for count, flags in cases.items()) or "-) ;;",
         values=" ".join(word if word == shlex.quote(word) else f'"{word}"' for word in values),
         functions="\n".join(f'{name}() {{ flagcore_start {name} "$@"; }}' for name in names),
         names=" ".join(names),

@@ -184,10 +184,7 @@ def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> User
 
 
 def read_command(words: Sequence[str], directory: str | None, variables: Mapping[str, str]) -> UserCommand | None:
-    """Return the parts of the command `words` in `directory`, as `user_command` does.
-
-    Raises SpecError for a script that cannot be read.
-    """
+    """Return the parts of the command `words`, as `user_command` does. Raises SpecError for an unreadable script."""
     master_variables = {name: value for name, value in MASTER_VARIABLES.items() if name not in os.environ}
     trace_variables = {**master_variables, **variables}
     command = _parse_command(tuple(words), directory, tuple(sorted(trace_variables.items())))
