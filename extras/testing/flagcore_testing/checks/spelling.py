@@ -166,8 +166,9 @@ def variables_hold_for_all_machines(plugin: Subject) -> Problems:
 @check("name the variable that the runtime below torch reads, not that of containers or of another vendor")
 def devices_are_selected_by_an_own_variable(plugin: Subject) -> Problems:
     detector = detector_of(plugin)
-    own = [*map(str, detector.own_variables)] or [f"{detector.vendor.upper()}_"]
-    prefixes = (*own, f"{detector.torch_device.upper()}_")
+    if not detector.own_variables:
+        raise Skip("the detector names no variables of its own software")
+    prefixes = (*map(str, detector.own_variables), f"{detector.torch_device.upper()}_")
     if not any(str(name).startswith(prefixes) for name in detector.visible):
         shown = f"none begins with a prefix of torch_device or own_variables, {', '.join(prefixes)}"
         yield f"discover.py: visible = {detector.visible!r}: {shown}"
