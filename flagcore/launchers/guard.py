@@ -85,10 +85,7 @@ def sum_bytes(text: bytes, *names: bytes) -> int:
 
 
 class Throttle:
-    """Limits how often a check runs.
-
-    It uses at most a quarter percent of a core, but runs at least every `longest` seconds.
-    """
+    """Limits a check to a quarter percent of a core, but lets it run at least every `longest` seconds."""
 
     def __init__(self, longest: float) -> None:
         self.longest, self.due_at = longest, 0.0
@@ -104,10 +101,7 @@ class Throttle:
 
 
 class ProcessTree:
-    """All descendants of this guard.
-
-    Other processes never become descendants, so each process is classified only once.
-    """
+    """All descendants of this guard. Each process is classified only once: others never become descendants."""
 
     def __init__(self) -> None:
         self.members: set[int] = set()
@@ -126,10 +120,7 @@ class ProcessTree:
         self.pace.rest(started)
 
     def end(self, number: int) -> None:
-        """Send a signal to every descendant.
-
-        SIGKILL is also sent to their process groups, so that no new child escapes.
-        """
+        """Send a signal to all descendants. SIGKILL also goes to their process groups, so that no new child escapes."""
         self.members, self.outsiders = set(), set()
         self.scan()
         for pid in self.members:
@@ -304,10 +295,7 @@ class TrialProcesses:
         self.duration = 0.0
 
     def end(self, reason: str, grace_s: float) -> None:
-        """End all processes of the trial.
-
-        If `grace_s` is above 0, they first get SIGTERM, and SIGKILL only after this time.
-        """
+        """End all processes of the trial, by SIGKILL. If `grace_s` is above 0, they get SIGTERM this time earlier."""
         now, self.ends_at = time.monotonic(), NEVER
         if self.code is None and self.ended_by is None:
             self.ended_by = reason

@@ -28,12 +28,7 @@ LONGEST_WAIT_SECONDS = 86400.0
 
 
 class Limits(NamedTuple):
-    """The limits of a trial.
-
-    - `seconds`: the time limit.
-    - `memory_bytes`: the memory of its processes, or None for no limit.
-    - `disk_bytes`: the size of its folder.
-    """
+    """The limits of a trial: its time, the memory of its processes (None: no limit), and the size of its folder."""
 
     seconds: float
     memory_bytes: int | None

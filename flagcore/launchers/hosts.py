@@ -193,9 +193,16 @@ class HostsRunning:
         Processes of a lost trial are ended first. Raises HostLost, and LaunchError if a host cannot start the program.
         """
         lost_markers = self.launcher.lost
-        for each in self.connections:
-            each.wire.send(prepare=lost_markers.get(each.host, ""), owner=self.launcher.owner)
-        self._until(lambda each: each.ready is not None, "does not respond")
+        # Of two searches that claim the same hosts at the same time, one gets the first host.
+        first, *others = sorted(self.connections, key=lambda each: each.host)
+        later = set(others)
+        for some in ([first], others):
+            for each in some:
+                each.wire.send(prepare=lost_markers.get(each.host, ""), owner=self.launcher.owner)
+            later.difference_update(some)
+            self._until(lambda each: each.ready is not None or each in later, "does not respond")
+            if first.ready and first.ready["owner"]:
+                raise HostLost(first.host, first.problem)
         for each in self.connections:
             lost_markers.pop(each.host, None)
         ports = [str(each.ready["port"] if each.ready else "") for each in self.connections]
@@ -284,6 +291,9 @@ class HostsRunning:
                 each.problem = "does not end its processes of the trial"
         # A lost host also causes failures on the other hosts.
         lost = lost or next((each for each in running_hosts if each.problem), None)
+        for (_, name), rest in self._partial.items():  # the last line of a host's log may have no newline
+            with contextlib.suppress(OSError), open(os.path.join(self.launch.folder, name), "ab") as file:
+                file.write(rest + b"\n" if rest else b"")
         exits = [each.exit for each in self.connections if each.exit]
         seconds = time.monotonic() - self.started_at
         if lost:

@@ -18,10 +18,7 @@ from flagcore.launchers.template import Template, Templates
 
 
 class LocalRunning:
-    """A running trial on this machine.
-
-    `pid` is the id of its first process, which leads its session and process group.
-    """
+    """A trial on this machine. `pid` is the id of its first process, which leads its session and process group."""
 
     def __init__(self, running: Guarded, template: Template | None = None) -> None:
         self._running, self._template, self.pid = running, template, running.pid

@@ -20,6 +20,7 @@ from pathlib import Path
 SIOCGIFADDR = 0x8915
 OUTSIDE = "192.0.2.1"
 """An address that belongs to no network (RFC 5737), so it is reached by the default route."""
+MUTEX_SECONDS = 5
 
 
 def placeholders(host: str = OUTSIDE) -> dict[str, str]:
@@ -61,15 +62,21 @@ def machine() -> str:
 def claim(owner: str) -> tuple[socket.socket, str]:
     """Claim this machine for a search. Return what holds the claim, and the name of another search, or an empty string.
 
-    A claim is the name of an abstract socket (unix(7)): all users see it, and it ends with its processes.
+    A claim is the name of an abstract socket (unix(7)): all users see it, and it ends with its processes. Another such
+    name is a mutex: of two searches that start together, one gets the machine.
     """
-    holder, names = socket.socket(socket.AF_UNIX), ""
-    name = repr(f"flagcore {owner}")[1:-1].encode()[:100].decode("utf-8", "ignore")
-    with contextlib.suppress(OSError):  # another agent of this search has bound it
-        holder.bind(f"\0{name}")
-    with contextlib.suppress(OSError):
-        names = Path("/proc/net/unix").read_text("utf-8", "replace")
-    return holder, next((each[9:] for each in re.findall("@(flagcore .*)", names) if each != name), "")
+    holder, name = socket.socket(socket.AF_UNIX), repr(owner)[1:-1].encode()[:80].decode("utf-8", "ignore")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as mutex:
+        for _ in range(MUTEX_SECONDS * 50):
+            with contextlib.suppress(OSError):
+                mutex.bind("\0flagcore")
+                break
+            time.sleep(0.02)
+        names = re.findall(r"@flagcore \d+ (.*)", Path("/proc/net/unix").read_text("utf-8", "replace"))
+        if other := next((each for each in names if each != name), ""):
+            return holder, other
+        holder.bind(f"\0flagcore {os.getpid()} {name}")
+    return holder, ""
 
 
 def free_port(address: str = "") -> int:

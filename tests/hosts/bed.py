@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ TOOLS = ("unshare", "nsenter", "setpriv", "ip", "ssh", "ssh-keygen")
 SLURM = ("slurmctld", "slurmd", "srun", "sinfo")
 os.environ["PATH"] += ":/usr/sbin:/sbin"
 SSHD = shutil.which("sshd") or ""
+RAY = str(Path(sys.executable).parent / "ray")
 
 BOOT = """\
 set -e
@@ -262,6 +264,19 @@ class Bed:
         while self.run("h0", "sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split() != [*self.names]:
             assert time.monotonic() < deadline, self.run("h0", "sh", "-c", "sinfo -R; tail /run/slurmctld.log")
             time.sleep(0.2)
+
+    def start_ray(self) -> str:
+        """Start Ray: its head on h0, a new node on every other host. Return the address of the cluster."""
+        for name in ("h0", *self.names):
+            self.run(name, RAY, "stop", "--force")
+        address = f"{NETWORK}.10:6379"
+        common = ("start", "--disable-usage-stats", "--object-store-memory=80000000")
+        head = ("--head", f"--node-ip-address={NETWORK}.10", "--num-cpus=0", "--include-dashboard=false")
+        self.run("h0", RAY, *common, *head)
+        for number, name in enumerate(self.names, 11):
+            own = (f"--address={address}", f"--node-ip-address={NETWORK}.{number}", "--num-cpus=1")
+            self.run(name, RAY, *common, *own)
+        return address
 
     def _slurmd(self, name: str) -> None:
         self._with_slurm_conf(name, "slurmd")

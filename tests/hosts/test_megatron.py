@@ -10,9 +10,9 @@ import yaml
 from tests.books import books_balance, check_kept_once
 from tests.cli.conftest import FLAG
 from tests.engines.megatron.command.real import ARCHITECTURE, MEGATRON, needs_megatron_lm, spec_of
-from tests.hosts.bed import SLURM, missing
+from tests.hosts.bed import NETWORK, SLURM, missing
 from tests.hosts.conftest import Project, Tune
-from tests.hosts.test_faults import FAULTS, all_clean
+from tests.hosts.test_faults import FAULTS, all_clean, kill
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200), needs_megatron_lm]
 TRAINING = "--train-iters 6 --lr-warmup-iters 1 --bf16 --clip-grad 1.0 --log-interval 1 --eval-iters 0"
@@ -24,6 +24,7 @@ CANDIDATES, ITERATIONS = 3, 6
     [
         ("ssh", (), {"killed agent": 0.0, "cut link": 10.0, "power off": 15.0}),
         ("slurm", ("salloc", "--quiet", "--nodes=2", "--exclusive", "--no-kill"), {"killed agent": 0.0}),
+        ("ray", ("env",), {"killed agent": 0.0, "killed node": 0.0}),
     ],
 )
 def test_a_users_torchrun_trains_on_hosts(
@@ -34,6 +35,9 @@ def test_a_users_torchrun_trains_on_hosts(
     bed = project.bed
     if launcher == "slurm" and not bed.slurm:
         bed.start_slurm()
+    if launcher == "ray":
+        pytest.importorskip("ray")
+        before = ("env", f"RAY_ADDRESS={bed.start_ray()}")
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     command = ["torchrun", "--nproc-per-node", "1", str(MEGATRON / "pretrain_gpt.py")]
     space = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": [1, 2], "micro_batch_size": [1, 2]}
@@ -47,10 +51,11 @@ def test_a_users_torchrun_trains_on_hosts(
         spec["cluster"] = {"chip": "cpu", "memory_per_device": "4GiB", "hostfile": "hosts.txt"}
     (project.folder / "spec.yaml").write_text(yaml.safe_dump(spec))
     tune = Tune(project, *before)
+    faults_by_name = {**FAULTS, "killed node": kill(b"raylet/raylet")}
     for number, (kind, seconds) in enumerate(faults.items()):
         hosts = tune.wait_for_a_trial(2 * number)  # the trials between them succeed
         time.sleep(8.0)
-        undo = FAULTS[kind](tune, hosts[1])
+        undo = faults_by_name[kind](tune, hosts[1].replace(f"{NETWORK}.1", "h"))
         time.sleep(seconds)
         undo()
     result = tune.finish()

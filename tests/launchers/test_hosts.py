@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from flagcore.errors import HostLost, LaunchError
 from flagcore.launchers import connection, guard
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.guarded import MARKER
-from flagcore.launchers.hosts import HostsLauncher, ssh_channel
+from flagcore.launchers.hosts import HostsLauncher, HostsRunning, ssh_channel
 from tests.hosts.bed import HOST, missing
 from tests.launchers.processes import ended, marked, within
 
@@ -286,17 +287,34 @@ def test_the_user_of_a_host_is_only_in_the_command_that_logs_in(tmp_path: Path, 
     assert sorted(path.name for path in (tmp_path / "trial" / "hosts").iterdir()) == ["a", "b"]
 
 
-def test_a_machine_that_another_search_uses_is_refused_by_its_name(tmp_path: Path, mark: str) -> None:
-    owners = (f"process {each} in a\nfolder \udcff" for each in (1, 1, 2))
-    first, same, second = (HostsLauncher(name="shell", channel=shell, owner=each) for each in owners)
-    running = first.start(launch("sleep 60", tmp_path / "first", hosts=("a",)))
-    assert run("true", tmp_path / "same", same, hosts=("b",)).code == 0
-    with pytest.raises(HostLost) as refused:
-        second.start(launch("true", tmp_path / "second", hosts=("a",)))
-    assert (refused.value.host, second.failures["a"]) == ("a", 1)
-    assert "process 1" in str(refused.value)
+def test_of_searches_that_claim_hosts_together_one_gets_them_and_the_others_are_told_its_name(
+    tmp_path: Path, mark: str
+) -> None:
+    def search(each: int) -> HostsLauncher:
+        return HostsLauncher(name="shell", channel=shell, owner=f"process {each} in {mark}\nfolder \udcff")
+
+    def start(each: int) -> HostsRunning | HostLost:
+        hosts = ("a", "b") if each else ("b", "a")
+        try:
+            return search(each).start(launch("sleep 60", tmp_path / str(each), hosts=hosts))
+        except HostLost as refused:
+            return refused
+
+    with ThreadPoolExecutor() as threads:
+        started = [*threads.map(start, range(3))]
+    ((first, running),) = [(each, one) for each, one in enumerate(started) if isinstance(one, HostsRunning)]
+    refused = [(one.host, f"process {first} in" in str(one)) for one in started if isinstance(one, HostLost)]
+    assert refused == [("a", True), ("a", True)]
+    assert run("true", tmp_path / "same", search(first), hosts=("b",)).code == 0
     running.stop()
-    assert within(20, lambda: run("true", tmp_path / "second", second, hosts=("a",)).code == 0)
+    assert within(20, lambda: isinstance(again := start(first + 1), HostsRunning) and again.stop())
+
+
+@pytest.mark.parametrize("hosts", [("a",), ("a", "b")])
+def test_the_last_line_of_a_log_needs_no_newline(hosts: tuple[str, ...], tmp_path: Path, mark: str) -> None:
+    assert run("printf 'first\\nlast %s' {node_rank}", tmp_path, hosts=hosts).code == 0
+    lines = (tmp_path / "stdout.log").read_text().splitlines()
+    assert sorted(lines) == sorted([*["first"] * len(hosts), *(f"last {rank}" for rank in range(len(hosts)))])
 
 
 def test_the_best_command_runs_on_its_hosts_and_its_output_is_printed_as_it_is(

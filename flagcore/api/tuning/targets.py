@@ -116,10 +116,7 @@ def export_targets(engine: str | None = None) -> tuple[str, ...]:
 
 
 def _exporters(engine: str | None) -> dict[str, Exporter | None]:
-    """Return the exporter of each target. It is None for the name of an engine, whose target is a start script.
-
-    Exporters that cannot be loaded are left out.
-    """
+    """Return the exporters that can be loaded by target. None is that of an engine: its target is a start script."""
     names = (engine,) if engine else plugins.names(plugins.WORKLOADS)
     loads: list[Callable[[], object]] = [partial(plugins.launcher, name) for name in plugins.names(plugins.LAUNCHERS)]
     loads += [partial(plugins.importer, name) for name in plugins.names(plugins.IMPORTERS)]

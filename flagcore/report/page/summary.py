@@ -156,10 +156,7 @@ def _mark(run: RunData) -> str:
 
 
 def _speed(run: RunData, best: Trial) -> Cell:
-    """Return the median objective of the best with the range over its runs.
-
-    If it was not run, return its 80% interval.
-    """
+    """Return the median objective of the best with the range over its runs, or the 80% interval if it was not run."""
     figures, count, note = run.figures(best), len(run.final_runs(best)), ""
     value = figures[0] if figures else run.figure(best) or run.predicted(best)
     name, points = figure_name(run.objective), best.measurement.points if best.measurement else ()

@@ -7,6 +7,7 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from importlib.resources import files
 from pathlib import Path
 
 from flagcore.contracts import Platform
@@ -156,24 +157,7 @@ def _write_record(launch: Launch, changes: Sequence[Change], folder: str) -> Non
 
 WRAPPER_PROGRAMS = ("nohup", "setsid", "env", "srun", "mpirun")
 """Programs through which a script may start the training program."""
-SHELL_TEMPLATE = """\
-flagcore_start() {{
-  local word skip=0 words=()
-  if [[ "$*" != *{program}* ]]; then command "$@"; return; fi
-  for word in "$@"; do
-    if [[ $skip == 0 ]]; then
-      case $word in
-        {cases}
-      esac
-    fi
-    if [[ $skip == 0 ]]; then words+=("$word"); else skip=$((skip - 1)); fi
-  done
-  command "${{words[@]}}" {values}
-}}
-{functions}
-export -f flagcore_start {names}
-exec "$@"\
-"""
+SHELL_TEMPLATE = files(__package__).joinpath("shadow.bash").read_text("utf-8").rstrip()
 """Shell functions that shadow the programs in a script which may start the training program.
 
 They replace the program's arguments, and are exported to all bash processes of the script."""
