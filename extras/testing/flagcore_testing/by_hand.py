@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import NodeGroup
@@ -121,13 +122,14 @@ def _with(chip: Chip, key: str, fact: Fact, by: float) -> Chip:
         return replace(chip, dense_flops_per_second={**chip.dense_flops_per_second, part: changed})
     if name == "link" and chip.link:
         return replace(chip, link=replace(chip.link, bytes_per_second=changed))
-    return replace(chip, **{name: changed})
+    fields: dict[str, Any] = {name: changed}
+    return replace(chip, **fields)
 
 
 def _is_noticed(chip: Chip) -> bool:
-    plugin = SimpleNamespace(chips=(chip,), own_chips=lambda: (chip,))
+    plugin: Any = SimpleNamespace(chips=(chip,), own_chips=lambda: (chip,))
     for check in CHECKS:
         with suppress(Skip):
-            if next(iter(check(plugin)), None):  # type: ignore[arg-type]
+            if next(iter(check(plugin)), None):
                 return True
     return False

@@ -177,9 +177,9 @@ def _curve_problems(curve: Curve, source: str, chip: Chip) -> Iterator[str]:
         if not lowest <= getattr(curve, key) <= highest:
             yield f"{key} = {getattr(curve, key):g} is not in {lowest:g} to {highest:g}"
     for name in ("bf16", "fp16"):
-        peak = chip.dense_flops_per_second.get(name)
-        if peak and curve.units > 1 and not PER_UNIT[0] <= peak.value / curve.units <= PER_UNIT[1]:
-            each = f"{peak.value / curve.units / 1e12:.3g} TFLOP/s in {name} for each"
+        dense = chip.dense_flops_per_second.get(name)
+        if dense and curve.units > 1 and not PER_UNIT[0] <= dense.value / curve.units <= PER_UNIT[1]:
+            each = f"{dense.value / curve.units / 1e12:.3g} TFLOP/s in {name} for each"
             yield f"units = {curve.units:g} have {each}; units of known chips have 0.4 to 40"
     for key, pattern in (("gemm_share", OF_PEAK), ("memory_share", OF_MEMORY)):
         for low, high, whole, unit in pattern.findall(source):
