@@ -91,7 +91,7 @@ class BudgetSection(Section):
     repeats: Repeats = _CONTROL.repeats
     """Minimum number of times that the baseline, the best and its rivals run again at the end."""
     indifference: Fraction = _CONTROL.indifference
-    """Relative gain that does not matter; at least the noise. The search ends when a quarter of it is expected."""
+    """Relative gain that does not matter; at least the noise. The search ends when no larger gain is expected."""
     run_best: bool = _CONTROL.run_best
     """Whether the best configuration is started at the end."""
     use_experience: bool = _CONTROL.use_experience
