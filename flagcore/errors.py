@@ -70,7 +70,7 @@ class SpecErrors(SpecError):
         if len(self._problems) == 1:
             return super().__str__()
         prefix = f"{self.file}: " if self.file else ""
-        lines = [f"  - {each._text()}" for each in self._problems]
+        lines = [f"  - {each._text() if each.file == self.file else each}" for each in self._problems]
         return "\n".join([f"{prefix}{len(lines)} problems", *lines])
 
 

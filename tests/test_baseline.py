@@ -47,7 +47,7 @@ def test_a_baseline_that_is_predicted_not_to_fit_is_tried_with_a_reason() -> Non
     used = float(found.predictions.device_used_bytes[found.row_of(found.baseline)])
     assert crowded_baseline_text(found) == ""
     small_device = replace(found, predictions=replace(found.predictions, capacity_bytes=used - 1))
-    assert f"{used / 2**30:.2f} of" in crowded_baseline_text(small_device)
+    assert f"{used / 2**30:.4g} of" in crowded_baseline_text(small_device)
 
 
 def test_a_usual_candidate_that_is_about_as_fast_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:

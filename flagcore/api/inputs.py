@@ -37,8 +37,9 @@ from flagcore.plugins import (
 from flagcore.report.formats import as_yaml
 from flagcore.spec.clusters import without_spares
 from flagcore.spec.convert import check_engines, engines_of, parse_spec, select_engine
+from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, spec_error
-from flagcore.spec.public import absolute_model
+from flagcore.spec.public import absolute_model, public_name
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
 from flagcore.tuner.problem import rows_by_time
@@ -358,15 +359,20 @@ def warn_about_problem(problem: Problem) -> None:
     if reasons := [reason for reason in (unknown, workload.untested) if reason]:
         names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
-    warn([*lines, *_idle_devices(problem), *_chip_notes(task), *problem.platform.conflicts])
+    warn([*lines, *_idle_devices(problem), *_task_notes(task), *problem.platform.conflicts])
     warn(workload.spec_warnings(task.spec))
 
 
-def _chip_notes(task: Task) -> Iterator[str]:
-    """Yield notes on chips: names of families, assumed networks, estimated links, and precisions that are slow.
+def _task_notes(task: Task) -> Iterator[str]:
+    """Yield notes on the shape of a public model that a similar name or path has, and on chips: names of families,
+    assumed networks, estimated links, and precisions that are slow.
 
     A precision is slow if matrix products of a training job are much slower in it than in fp32.
     """
+    name = task.spec.model.name
+    public = public_name(name) if name.count("/") == 1 else None
+    if public and public.lower() != name.lower() and model_from(name, base=Path()) == task.spec.model:
+        yield _("model {name} is not a file or folder: the shape of {public} is used", name=name, public=public)
     sections = task.spec.cluster.groups or (task.spec.cluster,)
     for section, group in zip(sections, task.cluster.groups, strict=False):
         if section.chip != AUTO and not group.chip.has_name(section.chip):

@@ -121,10 +121,7 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
 
 
 def _number(explain: str | None) -> int | None:
-    """Return the number of the candidate to explain. It is 0 for the baseline, and if no candidate is named.
-
-    Returns None for a candidate that is named by its knobs.
-    """
+    """Return the number of the candidate to explain: 0 for the baseline or none, None for one named by its knobs."""
     if explain in (None, "baseline"):
         return 0
     name = str(explain).strip()

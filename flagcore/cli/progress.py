@@ -138,10 +138,7 @@ def progress(stream: TextIO, quiet: bool, verbose: bool = False) -> Iterator[OnE
 
 @contextmanager
 def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
-    """Draw one line in which the remaining time counts down during a trial.
-
-    If NO_COLOR is set, rich uses no colours.
-    """
+    """Draw one line in which the remaining time counts down during a trial, without colours if NO_COLOR is set."""
     from rich.console import Console
     from rich.live import Live
     from rich.spinner import Spinner

@@ -335,7 +335,7 @@ def _parsed(knob: Knob, value: object) -> Any:
 
 
 def _parsed_int(knob: Knob, value: object) -> Any:
-    number = knob.spellings.get(value) if isinstance(value, str) else value
+    number = knob.spellings.get(str(value), value)
     if isinstance(number, bool) or not isinstance(number, int):
         return _INVALID
     if number == 0 and knob.neutral is None:

@@ -406,20 +406,25 @@ def repeats_seconds(control: Control, search_state: SearchState, *, at_most: boo
         )
         for trial in search_state.repeated
     )
-    return sum((max(0, runs) * full_duration_s(control, trial) for trial, runs in remaining), 0.0)
+    return sum((max(0, runs) * _repeat_seconds(control, trial) for trial, runs in remaining), 0.0)
 
 
 def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:
     """Return whether `trial` can be repeated within `control.max_time`, of which `elapsed` seconds are over."""
-    return control.max_time is None or elapsed + full_duration_s(control, trial) <= control.max_time
+    return control.max_time is None or elapsed + _repeat_seconds(control, trial) <= control.max_time
 
 
-def full_duration_s(control: Control, trial: Trial) -> float:
-    """Return the seconds that a trial takes if its steps are not shortened."""
-    measured = trial.measurement
-    if measured is None or measured.scaled_from is None or trial.fewer_nodes:
-        return trial.duration_s
-    return trial.duration_s + control.train_iters * (measured.step_time_s - measured.scaled_from)
+REPEAT_SLACK = 1.2
+"""The time reserved for a repeat, relative to the run before it. Chosen by hand: runs of a candidate differ by a few
+percent, and a trial reserves a tenth of its time limit for its end."""
+
+
+def _repeat_seconds(control: Control, trial: Trial) -> float:
+    """Return the seconds to reserve for a repeat of `trial`, whose steps are not shortened."""
+    measured, seconds = trial.measurement, trial.duration_s
+    if measured and measured.scaled_from is not None and not trial.fewer_nodes:
+        seconds += control.train_iters * (measured.step_time_s - measured.scaled_from)
+    return REPEAT_SLACK * seconds
 
 
 def _completed_trials(search_state: SearchState) -> list[Trial]:

@@ -28,7 +28,7 @@ class Candidate:
         return dict(self.items)
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self.items)
+        return ", ".join(f"{name}={value}" for name, value in self.items)
 
 
 IntArray: TypeAlias = NDArray[np.int64]

@@ -129,10 +129,7 @@ def candidate_report_text(report: CandidateReport) -> str:
 
 
 def _title(name: str) -> str:
-    """Return the name of a candidate for the start of a line.
-
-    It is a trial, a position in the prediction, best or baseline.
-    """
+    """Return the start of a line about a candidate: a trial, a position in the prediction, best or baseline."""
     kind, _separator, number = name.partition(" ")
     if number.isdecimal():
         return _("Trial {number}", number=number) if kind == "trial" else _("Candidate {number}", number=number)

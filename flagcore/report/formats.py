@@ -102,10 +102,7 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _narrowed(columns: Sequence[_Column], most: int) -> list[int]:
-    """Return the widths of columns that fit into the width `most`.
-
-    The widest columns are narrowed until the table fits, or until all columns have their minimum width.
-    """
+    """Return widths of columns that fit into the width `most` if possible. The widest columns are narrowed first."""
     widths = [each.width for each in columns]
     while _total(widths) > most:
         wide = [place for place, each in enumerate(columns) if widths[place] > each.least]

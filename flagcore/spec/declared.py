@@ -103,6 +103,8 @@ class _Section:
         read = {each.rpartition(".env.")[2] for each in table.get("args", ()) if isinstance(each, str)}
         if isinstance(known.get("envs"), list):
             known["envs"] = [each for each in known["envs"] if isinstance(each, str) or each.get("name") not in read]
+        if named := {name: value for name, path in table.get("variables", {}).items() if (value := self.value(path))}:
+            known["envs"] = [*(known.get("envs") or ()), *(f"{name}={value}" for name, value in named.items())]
         return {
             "image": self.text(table.get("image", "")),
             "command": command or None,

@@ -16,35 +16,11 @@ from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.shapes import check_model
 from flagcore.spec.validate import Layers, NoLayers, NoSize, Size, checked, located
 
-FAMILIES: Mapping[str, Mapping[str, Any]]
-MODELS: Mapping[str, Mapping[str, Any]]
-FAMILIES, MODELS = yaml.safe_load_all(files(__package__).joinpath("families.yaml").read_text(encoding="utf-8"))
+FAMILIES, MODELS, NAMES, _ALIASES = yaml.safe_load_all(files(__package__).joinpath("families.yaml").read_text("utf-8"))
 """FAMILIES: defaults of the keys of config.json, by model_type. MODELS: defaults of the keys of vision_config, by the
-model_type of multimodal models whose vision tower `Vision` can describe."""
-NAMES = {
-    "num_layers": "num_hidden_layers",
-    "ffn_hidden_size": "intermediate_size",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "num_moe_experts": "num_experts",
-    "moe_router_topk": "num_experts_per_tok",
-    "moe_first_dense_layers": "first_k_dense_replace",
-}
-"""The key of config.json that messages name for a field of `Model`."""
-ALIASES = {
-    alias: name
-    for name, aliases in {
-        "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-        "num_experts_per_tok": ("experts_per_token", "moe_k"),
-        "n_shared_experts": ("moe_num_shared_experts",),
-        "first_k_dense_replace": ("moe_layer_start_index",),
-        "moe_layer_freq": ("moe_layer_interval",),
-        "decoder_sparse_step": ("interleave_moe_layer_step",),
-        "qk_layernorm": ("use_qk_norm",),
-        "full_attention_interval": ("sliding_window_pattern", "_sliding_window_pattern"),
-    }.items()
-    for alias in aliases
-}
+model_type of multimodal models whose vision tower `Vision` can describe. NAMES: the key of config.json that messages
+name for a field of `Model`."""
+ALIASES: Mapping[str, str] = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
 """Alternative keys of config.json, and the fields of `Config` that they mean."""
 FULL, CHUNKED, WINDOWED, LINEAR = "full_attention", "chunked_attention", "sliding_attention", "linear_attention"
 """The supported kinds of layers in `layer_types`. Chunked attention is treated as full attention."""

@@ -16,7 +16,7 @@ from flagcore.domain.model import Model
 from flagcore.errors import NoDevice, SpecError
 from flagcore.i18n import _
 from flagcore.spec.plain_data import plain, read_mapping, spec_error
-from flagcore.spec.public import find_public, public_models
+from flagcore.spec.public import find_public, public_models, public_name
 from flagcore.spec.shapes import Shape, model_of_shape
 from flagcore.spec.validate import Context, ModelPath, Section, checked, rule
 
@@ -60,8 +60,9 @@ def _model_at(source: str, base: Path) -> Model:
         elif not path.exists():
             if public := find_public(source):
                 return model_of_config(public[0], name=source, file="")
-            if source.count("/") == 1 and (near := get_close_matches(source, public_models(), n=1)):
-                fix = _("did you mean {name}? flag models lists the known names; {fix}", name=near[0], fix=fix)
+            close = get_close_matches(source, public_models(), n=1) if source.count("/") == 1 else []
+            if near := public_name(source) or next(iter(close), None):
+                fix = _("did you mean {name}? flag models lists the known names; {fix}", name=near, fix=fix)
             problem = _("does not exist")
     except OSError as error:
         problem = _("cannot be read ({why})", why=error.strerror)

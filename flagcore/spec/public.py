@@ -25,15 +25,21 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
     Letters may differ in case. Fine-tuned and quantized variants, also of other organizations, have the shape of the
     model whose name they extend. Returns None for an unknown name.
     """
-    table = public_models()
-    exact = next((known for known in table if known.lower() == name.lower()), None)
-    stem, weights = _stem(name)
-    found = exact or next((known for known in table if _stem(known)[0] == stem), None)
+    found = public_name(name)
     if found is None or name.count("/") != 1:
         return None
-    config = dict(table[found])
+    config, weights = dict(public_models()[found]), _stem(name)[1]
     stored = config.pop("weights", None)
-    return config, (stored if exact or weights is None else None if weights == "bf16" else weights)
+    is_stored = found.lower() == name.lower() or weights is None
+    return config, (stored if is_stored else None if weights == "bf16" else weights)
+
+
+def public_name(name: str) -> str | None:
+    """Return the public model whose shape a name has, or None. The organization does not matter."""
+    table, stem = public_models(), _stem(name)[0]
+    names = [known for known in table if known.lower() == name.lower()]
+    names += [known for known in table if _stem(known)[0] == stem]
+    return names[0] if names else None
 
 
 def absolute_model(source: str, base: Path) -> str:

@@ -27,7 +27,9 @@ HOSTS_FUNCTION = "() { local i; for ((i = 0; i < ${SLURM_NNODES:-1}; i++)); do e
 TRACE_FUNCTIONS = tuple(f"BASH_FUNC_{name}%%" for name in ("scontrol", "tee", "xargs"))
 """Functions that the tracer defines. A script may export its own, for the shells that it starts."""
 ELSEWHERE = "TRACE_ELSEWHERE"
-"""The variable that is set if a script is read for another machine, whose folders and files are missing here."""
+"""The variable that is set if a script is read for another machine: to 2 if it goes on where it gives up, else to 1."""
+UNSET = "FLAGCORE_UNSET"
+"""The variable of a `Record` with the names of the variables that were read, but are not set."""
 IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_")
 
 
@@ -45,6 +47,13 @@ def is_script(command: Sequence[str], directory: str | None) -> bool:
     return Path(command[0]).name in SHELLS or _names_shell(Path(directory or ".", command[0]))
 
 
+def names_script(command: Sequence[str], directory: str | None) -> bool:
+    """Return whether a command is a shell with the path of a file, or the path of a shell script."""
+    if Path(command[0]).name in SHELLS:
+        return _names_file(command[1:], directory) and "-c" not in command[1:]
+    return "/" in command[0] and _names_shell(Path(directory or ".", command[0]))
+
+
 def trace_script(
     command: Sequence[str], directory: str | None, variables: Mapping[str, str]
 ) -> tuple[tuple[Record, ...], str]:
@@ -58,7 +67,7 @@ def trace_script(
     words = list(command[1:] if Path(command[0]).name in SHELLS else command)
     if not _names_file(words, directory):
         raise _script_error(command, "is a script that does not exist")
-    environment = {**os.environ, **variables}
+    environment = {"USER": os.path.basename(os.path.expanduser("~")), **os.environ, **variables}
     with tempfile.TemporaryDirectory(prefix="flagcore-trace-") as folder:
         hosts = {} if "SLURM_JOB_NODELIST" in os.environ else {"BASH_FUNC_scontrol%%": HOSTS_FUNCTION}
         trace_variables = {**hosts, "BASH_ENV": str(Path(__file__).with_name("trace.bash")), "FLAGCORE_TRACE": folder}
@@ -116,7 +125,8 @@ def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping
         if process.wait() == 0 or not has_ended:
             return "" if has_ended else f"it did not end in {TIMEOUT_SECONDS:g} s"
         output.seek(0)
-        lines = re.findall(r"^(?!\+|Try ).*\S", output.read().decode("utf-8", errors="replace"), re.MULTILINE)
+        text = re.sub(r"\x1b\[[\d;]*m|[^\S\n]|[^\s -\uffff]", " ", output.read().decode("utf-8", errors="replace"))
+        lines = re.findall(r"^(?!\+|Try ).*\S", text, re.MULTILINE)
     return f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
 
 

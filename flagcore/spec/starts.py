@@ -1,7 +1,4 @@
-"""Reads how programs are started: containers, compose files, manifests, units, batch scripts, scripts and commands.
-
-Nothing is started: YAML is read with PyYAML, commands are split with shlex, and scripts are traced (`script.py`).
-"""
+"""Reads how programs are started: containers, compose files, manifests, units, batch scripts, scripts and commands."""
 
 import os
 import re
@@ -16,14 +13,13 @@ from flagcore.domain.launch import Start
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 from flagcore.spec.declared import declared_servers
-from flagcore.spec.script import ELSEWHERE, SHELLS, is_script, trace_script
+from flagcore.spec.script import ELSEWHERE, SHELLS, Record, is_script, names_script, trace_script
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-ENDS_WITH = "ends with "
-"""The start of the only word of a `Start` that is the failure of a script."""
-IMAGE = "image "
-"""The start of the first word of a `Start` of an image whose entry point is not known."""
+ENDS_WITH, IMAGE = "ends with ", "image "
+"""The starts of the first word of a `Start`: the failure of a script, or an image with an unknown entry point."""
 CONTAINERS = ("docker", "podman", "nerdctl")
+_LAUNCHERS = ("srun", "mpirun", "mpiexec", "apptainer", "singularity", "numactl", "taskset", "timeout", "time", "sudo")
 _SWITCHES = {
     *("detach", "interactive", "tty", "rm", "privileged", "init", "read-only", "publish-all", "quiet", "replace"),
     *("oom-kill-disable", "no-healthcheck", "sig-proxy", "tls-verify"),
@@ -41,8 +37,11 @@ _HERE_DOCUMENT = re.compile(
     r"kubectl .*<<-? *['\"]?(\w+)['\"]?.*\n((?:.*\n)*?)\1\b|<<-? *['\"]?(\w+)['\"]? *\| *kubectl .*\n((?:.*\n)*?)\3\b"
 )
 """Manifests in a script that gives them to kubectl."""
+_REPEATS = re.compile(r"(\S*/)?(python[\d.]* -m |[\w.-]+ serve )")  # the program of the image
 _RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?(?:post|rc)\d+)?)(?![\d.])")
 _BATCH_LINE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
+_MOST_RANKS = 16
+"""The most hosts whose programs are read one by one, which takes seconds."""
 _BATCH_SHORT = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}
 
 
@@ -85,6 +84,13 @@ def starts_of(
         script = ("bash", "-c", joined, *words[1:]) if joined != text or not words else tuple(words)
         job, hosts, devices = _batch(text, directory)
         starts = [Start(words=script, job=job, hosts=hosts, devices=devices)]
+        if 1 < hosts <= _MOST_RANKS and 'case "$NODE_RANK" in' in text:  # each host starts its own servers
+            for rank in range(hosts):
+                start = Start(words=script, job={**job, "SLURM_NODEID": str(rank)}, devices=devices)
+                yield from (
+                    each for each in _inner(start, images, directory) if not each.words[0].startswith(ENDS_WITH)
+                )
+            return
     for start in starts:
         yield from _inner(start, images, directory)
 
@@ -98,18 +104,20 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
     start = replace(start, words=tuple(words), envs=envs)
     names = [os.path.basename(word) for word in words]
     shells = [n for n, name in enumerate(names) if name in SHELLS and _shell_text(words[n + 1 :])]
+    inner = [n for n in range(1, len(words)) if names[0] in _LAUNCHERS and names_script(words[n:], directory)]
+    is_whole = bool(words) and (len(words) > 1 or names[0] not in SHELLS) and is_script(words, directory)
     runs = [n for n, name in enumerate(names) if name in CONTAINERS and "run" in names[n + 1 : n + 3]]
     if runs and not (shells and shells[0] < runs[0]):
         yield from _inner(_container_run(start, words[names.index("run", runs[0]) + 1 :], images), images, directory)
-    elif words and depth < 3 and (shells or ((words[1:] or names[0] not in SHELLS) and is_script(words, directory))):
-        script = ("bash", "-c", *_shell_text(words[shells[0] + 1 :])) if shells else start.words
+    elif depth < 3 and (shells or inner or is_whole):
+        script = ("bash", "-c", *_shell_text(words[shells[0] + 1 :])) if shells else start.words[(inner or [0])[0] :]
         try:
             records, failure = trace_script(script, directory, {**start.job, **envs, ELSEWHERE: "1"})
+            more, _ = trace_script(script, directory, {**start.job, **envs, ELSEWHERE: "2"}) if failure else ((), "")
         except SpecError as error:
             raise SpecError(key="command", value=error.value, problem=error.problem, fix=error.fix) from None
-        if failure:
-            yield replace(start, words=(f"{ENDS_WITH}{failure}",))
-        for record in records:
+        failed = [Record(words=(f"{ENDS_WITH}{failure}",), directory="", environment={})] if failure else []
+        for record in (*records, *failed, *more[len(records) :]):
             new = replace(start, words=record.words, envs={**envs, **record.environment}, script=start.script or script)
             yield from _inner(new, images, directory, depth + 1)
     elif words:
@@ -127,8 +135,7 @@ def _container_run(start: Start, words: Sequence[str], images: Mapping[str, Sequ
     options, rest = list[tuple[str, str]](), list(words)
     while rest and rest[0].startswith("-"):
         name, equals, value = rest.pop(0).partition("=")
-        is_short = not name.startswith("--")
-        if is_short and len(name) > 2 and name[1] in "evpuwhm":  # such as -eNAME=VALUE
+        if (is_short := not name.startswith("--")) and len(name) > 2 and name[1] in "evpuwhm":  # such as -eNAME=VALUE
             name, value, equals = name[:2], name[2:] + equals + value, "="
         is_switch = set(name[1:]) <= set("ditqP") if is_short else name[2:] in _SWITCHES
         if not equals and not is_switch and rest:
@@ -156,6 +163,7 @@ def _container(start: Start, image: str, entry: Any, args: Any, images: Mapping[
         if f"/{repository}".endswith(f"/{known}") and tag.startswith(tags):
             program = entry_point if entry is None else program
             release = release or (_RELEASE.match(tag) if "/" in known else None)  # others number images of their own
+    program = () if entry is None and _REPEATS.match(" ".join(_words(args))) else program
     words = _filled((*program, *_words(args)), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
     if image and (not words or words[0].startswith("-")):
         words = (IMAGE + image, *words)

@@ -25,6 +25,12 @@ if [[ -n ${TRACE_ELSEWHERE-} ]]; then
   git() { pwd; }
 fi
 
+# With TRACE_ELSEWHERE=2, a script goes on where it gives up: for lack of a file, a tool or a variable.
+if [[ ${TRACE_ELSEWHERE-} == 2 ]]; then
+  exit() { ((${1:-$?})) || builtin exit 0; }
+fi
+__fc_unset=${FLAGCORE_UNSET-}
+
 # Split $1 at its top-level spaces into __fc_words, as written; __fc_redirections is what follows the words.
 __fc_split() {
   local text=$1 word= context= char pair rest i=0
@@ -75,6 +81,7 @@ __fc_look() {
   local IFS=$' \t\n' text=$1 status
   shopt -s extdebug
   [[ -z ${TRACE_ELSEWHERE-} ]] || set +e  # commands fail for lack of the files of the other machine
+  [[ ${TRACE_ELSEWHERE-} != 2 ]] || set +u
   if ((__fc_busy)) || [[ $text == __fc_* || ($text == 'trap - DEBUG' && ${FUNCNAME[1]-} == __fc_decide) ]]; then
     return 0
   fi
@@ -85,9 +92,21 @@ __fc_look() {
   return "$status"
 }
 
+# Add to __fc_unset the names of the variables in $1, a command or an assignment, that are not set and have no default.
+__fc_name_unset() {
+  local rest=$1 name
+  [[ -n ${TRACE_ELSEWHERE-} ]] || return 0
+  while [[ $rest =~ \'[^\']*\' ]]; do rest=${rest/"${BASH_REMATCH[0]}"/}; done
+  while [[ $rest =~ \$(([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\}) ]]; do
+    name=${BASH_REMATCH[2]}${BASH_REMATCH[3]} rest=${rest#*"${BASH_REMATCH[0]}"}
+    [[ -n ${!name+set} || $name == *PATH || " $__fc_unset " == *" $name "* ]] || __fc_unset+="${__fc_unset:+ }$name"
+  done
+}
+
 __fc_runs() {
   local text=$1 exports=
   while [[ $text =~ ^(\!|time|time -p)\ (.*)$ ]]; do text=${BASH_REMATCH[2]}; done
+  [[ ! $text =~ $__fc_assignment ]] || __fc_name_unset "$text"
   [[ $text =~ ^(\[\[|\(\(|for|case|select|function)([[:space:]]|$|\() || $text =~ ${__fc_assignment}\( ]] && return 0
   __fc_split "$text"
   while ((${#__fc_words[@]})) && [[ ${__fc_words[0]} =~ $__fc_assignment ]]; do
@@ -100,6 +119,7 @@ __fc_runs() {
       *) __fc_harmless "${__fc_words[@]}" && return 0 ;;
     esac
   fi
+  __fc_name_unset "${__fc_words[*]}"
   __fc_asked=${__fc_words[*]} __fc_exports=$exports __fc_to=$__fc_redirections
   return 1
 }
@@ -125,7 +145,7 @@ __fc_harmless() {
     lmod | modulecmd*) return 0 ;;
     python | python3 | python3.[0-9]* | perl) [[ ${1-} == -[ce] && -p /dev/fd/1 ]]; return ;;
   esac
-  [[ $__fc_tools == *" ${name##*/} "* ]]
+  [[ $__fc_tools == *" ${name##*/} "* ]] && { [[ -z ${TRACE_ELSEWHERE-} ]] || type -P -- "$name" > /dev/null; }
 }
 
 # Whether `command -v $1` runs as written. Programs that are not tools are on the other machine: it succeeds.
@@ -136,7 +156,7 @@ __fc_is_here() {
 # Write the record of a command: its kind, and its words.
 __fc_record() {
   [[ -z $__fc_exports ]] || eval "export$__fc_exports"
-  { printf '%s\0' "$1" "$PWD" "$(($# - 1))" "${@:2}"; command env -0; } > "$FLAGCORE_TRACE/$BASHPID.$RANDOM$RANDOM"
+  { printf '%s\0' "$1" "$PWD" "$(($# - 1))" "${@:2}"; command env -0 ${__fc_unset:+FLAGCORE_UNSET="$__fc_unset"}; } > "$FLAGCORE_TRACE/$BASHPID.$RANDOM$RANDOM"
 }
 
 # Refuse a script whose blocks write files: no trap sees their redirections.
@@ -228,7 +248,7 @@ __fc_no_functions() {
 
 __fc_child() {
   [[ -z $__fc_exports ]] || eval "export$__fc_exports"
-  BASH_ENV=$BASH_ENV FLAGCORE_TRACE=$FLAGCORE_TRACE command bash ${TRACE_ELSEWHERE:+--noprofile} "$@"
+  BASH_ENV=$BASH_ENV FLAGCORE_TRACE=$FLAGCORE_TRACE FLAGCORE_UNSET=$__fc_unset command bash ${TRACE_ELSEWHERE:+--noprofile} "$@"
 }
 
 # Act on a decision; the status says whether bash skips the command: 0 is yes.
@@ -239,7 +259,7 @@ __fc_act() {
 }
 
 exec {BASH_XTRACEFD}> /dev/null  # the output of `set -x` would contain the commands of the trap
-export -n BASH_ENV FLAGCORE_TRACE
+export -n BASH_ENV FLAGCORE_TRACE FLAGCORE_UNSET
 [[ -n ${BASH_EXECUTION_STRING-} ]] || __fc_check_blocks "$0" || exit 0
 : &  # scripts read $! after a command that is skipped
 set -T

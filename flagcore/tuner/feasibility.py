@@ -13,7 +13,15 @@ from flagcore.contracts import CollectiveCosts, Costs, Problem
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.plan import Plan, summarize
 from flagcore.domain.prediction import MEMORY_ERROR
-from flagcore.domain.search_state import EXTRA_ROUNDS, MAX_RIVALS, SLACK, UNKNOWN_SECONDS, SearchState, SearchTime
+from flagcore.domain.search_state import (
+    DOES_NOT_FIT,
+    EXTRA_ROUNDS,
+    MAX_RIVALS,
+    SLACK,
+    UNKNOWN_SECONDS,
+    SearchState,
+    SearchTime,
+)
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import AUTO, PRECISIONS, Task, TrainSpec
@@ -49,6 +57,11 @@ def nothing_fits_text(problem: Problem, cheapest_change: Callable[[], str] | Non
             why = _(text, count=rows.size, rule=name, message=problem.messages.get(name, ""))
         else:
             why, fix = _smallest_text(problem, np.arange(len(space))), fix or _other_hardware(problem.task)
+            if may_fit(problem):
+                text = N_(
+                    "`flag tune` tries the baseline, because predicted memory is often wrong by {error:.0%}; {fix}"
+                )
+                fix = _(text, error=MEMORY_ERROR, fix=fix)
         why += f"; {fix}" if fix else ""
     return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=why)
 
@@ -70,13 +83,20 @@ def only_baseline_text(problem: Problem) -> str:
     )
 
 
+def may_fit(problem: Problem) -> bool:
+    """Return whether the baseline was removed because it exceeds the memory by less than the error of predictions."""
+    row = problem.row_of(problem.baseline)
+    share = problem.predictions.share_in_use[row]
+    return problem.pruned.reason(row) == DOES_NOT_FIT and bool(share <= 1.0 + MEMORY_ERROR)
+
+
 def crowded_baseline_text(problem: Problem) -> str:
     """If the baseline is predicted not to fit in memory, return a line that says why it is tried. Otherwise, empty."""
     predicted = problem.predictions.row(problem.space.find(problem.baseline) or 0)
     if predicted.fits is not False or predicted.capacity_bytes is None:
         return ""
     return _(
-        "the baseline is predicted to need ~{need:.2f} of {have:.2f} GiB per device; it is tried nevertheless, because "
+        "the baseline is predicted to need ~{need:.4g} of {have:.4g} GiB per device; it is tried nevertheless, because "
         "it is the reference, and predicted memory is often wrong by {error:.0%}",
         need=predicted.device_used_bytes / 2**30,
         have=predicted.capacity_bytes / 2**30,
@@ -90,7 +110,7 @@ def _smallest_text(problem: Problem, rows: IntArray) -> str:
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(rows[np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)[rows])])
     return _(
-        "the candidate with the lowest memory use needs ~{need:.2f} of {have:.2f} GiB per device ({budget}): "
+        "the candidate with the lowest memory use needs ~{need:.4g} of {have:.4g} GiB per device ({budget}): "
         "{candidate}",
         need=predictions.device_used_bytes[row] / 2**30,
         have=(predictions.row(row).capacity_bytes or 0) / 2**30,
@@ -157,6 +177,7 @@ def search_time(problem: Problem) -> SearchTime:
     """Return the estimated time of a search that tries the candidates with the fastest predictions."""
     task, control, predictions = problem.task, problem.task.spec.control, problem.predictions
     start_seconds, rows = problem.workload.start_seconds, problem.pruned.open_rows
+    rows = np.union1d(rows, [problem.row_of(problem.baseline)])
     if rows.size > control.max_trials:
         step = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
         rows = rows[np.argpartition(step, control.max_trials)[: control.max_trials]]

@@ -21,7 +21,7 @@ from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, 
 from flagcore.errors import FlagError, HostLost, Interrupted, LaunchError
 from flagcore.i18n import N_, Message, _
 from flagcore.plugins import LoadedPlugins
-from flagcore.tuner.feasibility import dry_run, require_candidate, require_predicted_time, search_time
+from flagcore.tuner.feasibility import dry_run, may_fit, require_candidate, require_predicted_time, search_time
 from flagcore.tuner.problem import build_problem, require_launchable, with_learned
 from flagcore.tuner.stages.devices import divide, parallel_probe_ranks, require_devices
 from flagcore.tuner.stages.launch import nodes_left
@@ -75,7 +75,8 @@ def tune(spec: Spec, dependencies: Dependencies) -> TuneResult:
     started = time.monotonic()  # on a busy machine, building the problem takes a part of the time
     fidelity = spec.control.fidelity
     problem = build_problem(spec, dependencies.plugins, dependencies.workload)
-    require_candidate(problem)
+    if fidelity != RUN or not may_fit(problem):
+        require_candidate(problem)
     if fidelity != RUN:
         require_predicted_time(problem)
     if fidelity == ESTIMATE:
@@ -162,10 +163,7 @@ class _Search:
         return search_ended
 
     def _run_probes(self) -> None:
-        """Probe `control.probes` candidates before the first run.
-
-        Probes take at most the share MAX_SHARE_OF_PROBES of `control.max_time`.
-        """
+        """Probe `control.probes` candidates in the first MAX_SHARE_OF_PROBES of `control.max_time`."""
         if self.fidelity != RUN:
             return
         while len(probed := self._probed()) < self.control.probes and self._seconds_for_probes() > 0:
@@ -205,10 +203,7 @@ class _Search:
             self._run(planned)
 
     def _start_trials(self) -> str:
-        """Start trials while a group of devices is free.
-
-        Return why no further trial may start, or an empty string if no group is free.
-        """
+        """Start trials on free groups of devices. Return why no further trial may start, or an empty string."""
         while self.pool.free_device_group is not None:
             if (reason := self._stop_reason()) is not None:
                 return reason
@@ -398,9 +393,6 @@ class _Search:
 
 
 def _only_with_predicted_time(context: SearchContext) -> SearchContext:
-    """Return `context` without the open rows that have no predicted time.
-
-    Probes need a predicted time, because they do not run communication.
-    """
+    """Return `context` without the open rows that have no predicted time: probes do not run communication."""
     has_time = np.isfinite(context.predictions.step_time_s[context.open_rows])
     return replace(context, open_rows=context.open_rows[has_time])

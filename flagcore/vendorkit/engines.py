@@ -2,14 +2,9 @@
 
 `maturity.yaml`, the evidence of the plugin, is read here as well.
 
-`engines.yaml` describes how training engines (`train`) and serving engines (`serve`) run on a vendor's chips. Each
-section contains `device_type` (torch's name of the devices), `distributed_backend` (torch.distributed's name), and
-optionally `works` (`true` or `false`; missing: untested), `reason`, `preload` (modules to import first),
-`visible_devices` (environment variables; by default those of the detector), `shared_devices`, `stack` (of production
-jobs: `implementation`, `settings`, `source`), `cross_vendor_libraries` (collective libraries that connect the chips
-with those of other vendors), `install` (the origin of the vendor's builds) and `kubernetes` (the resource that a pod
-requests, with its source; `rdma` in the same form for network adapters). `flagcore.domain.engine.EngineSupport`
-explains them. Facts about single engines are in `quirks.yaml`.
+`engines.yaml` describes how training engines (`train`) and serving engines (`serve`) run on a vendor's chips. The keys
+of its sections are the fields of `flagcore.domain.engine.EngineSupport`; `device_type` (torch's name of the devices)
+and `distributed_backend` (torch.distributed's name) are required. Facts about single engines are in `quirks.yaml`.
 
 `environment.yaml` contains the environment variables of a vendor's software. `variables` is a list of `name`,
 `meaning`, `source`, and either `value`, which is set for trials, or `used`, the value in the source, which flagcore

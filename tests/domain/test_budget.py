@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from flagcore.domain.search_state import (
     EXTRA_ROUNDS,
+    REPEAT_SLACK,
     SearchState,
     has_time_to_repeat,
     repeats_seconds,
@@ -42,26 +43,27 @@ def test_an_interrupted_trial_uses_no_budget() -> None:
 
 def test_time_is_reserved_for_the_repeats_and_one_more_trial() -> None:
     known = search_state(trial(0, 1.0, role=Role.BASELINE, seconds=20.0), trial(1, 2.0, seconds=10.0))
-    assert repeats_seconds(CONTROL, known) == 30.0
-    assert stop_reason(CONTROL, known, 49.0) is None
-    assert stop_reason(CONTROL, known, 50.0) == "max_time = 100 s reached"
+    assert repeats_seconds(CONTROL, known) == 30.0 * REPEAT_SLACK
+    assert stop_reason(CONTROL, known, 79.0 - 30.0 * REPEAT_SLACK) is None
+    assert stop_reason(CONTROL, known, 80.0 - 30.0 * REPEAT_SLACK) == "max_time = 100 s reached"
 
 
 def test_time_is_also_reserved_for_the_repeats_of_rivals() -> None:
     known = search_state(trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0), trial(2, 1.99))
-    assert repeats_seconds(CONTROL, known) == 30.0
-    assert repeats_seconds(CONTROL, known, at_most=True) == 30.0 + 20.0 * EXTRA_ROUNDS
-    assert seconds_left(CONTROL, known, 3, 0.0) == 30.0 + 20.0 * EXTRA_ROUNDS
+    assert repeats_seconds(CONTROL, known) == 30.0 * REPEAT_SLACK
+    most = (30.0 + 20.0 * EXTRA_ROUNDS) * REPEAT_SLACK
+    assert repeats_seconds(CONTROL, known, at_most=True) == seconds_left(CONTROL, known, 3, 0.0) == most
     one_done = search_state(
         *known.trials, replace(trial(3, 1.0, role=Role.REPEAT), candidate=known.trials[0].candidate)
     )
-    assert repeats_seconds(CONTROL, one_done) == 20.0
+    assert repeats_seconds(CONTROL, one_done) == 20.0 * REPEAT_SLACK
     assert repeats_seconds(replace(CONTROL, repeats=0), known, at_most=True) == 0.0
 
 
 def test_repeats_that_would_not_end_in_time_do_not_start() -> None:
-    assert has_time_to_repeat(CONTROL, trial(0, seconds=10.0), 90.0)
-    assert not has_time_to_repeat(CONTROL, trial(0, seconds=10.0), 91.0)
+    most = 10.0 * REPEAT_SLACK
+    assert has_time_to_repeat(CONTROL, trial(0, seconds=10.0), 100.0 - most)
+    assert not has_time_to_repeat(CONTROL, trial(0, seconds=10.0), 101.0 - most)
     assert has_time_to_repeat(replace(CONTROL, max_time=None), trial(0, seconds=10.0), 1e9)
 
 
@@ -97,7 +99,7 @@ def test_imported_trials_use_no_budget() -> None:
 def test_time_is_kept_for_the_whole_runs_of_shortened_finalists() -> None:
     both = [trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0)]
     known = search_state(*(scaled(each, 0.25) for each in both))
-    durations = [10.0 + CONTROL.train_iters * 0.75, 10.0 + CONTROL.train_iters * 0.25]
+    durations = [REPEAT_SLACK * (10.0 + CONTROL.train_iters * share) for share in (0.75, 0.25)]
     assert repeats_seconds(CONTROL, known) == sum(durations)
     assert repeats_seconds(replace(CONTROL, repeats=0), known) == sum(durations)
     assert has_time_to_repeat(CONTROL, known.trials[0], 100.0 - durations[0])
@@ -117,6 +119,6 @@ def test_the_remaining_time_includes_trials_and_repeats() -> None:
     only_baseline = search_state(trial(0, 1.0, role=Role.BASELINE))
     assert seconds_left(CONTROL, only_baseline, 3, 0.0) == 2 * 10.0 + 20.0
     assert seconds_left(replace(CONTROL, repeats=0), only_baseline, 3, 0.0) == 2 * 10.0
-    assert seconds_left(CONTROL, known, 50, 0.0) == 2 * 10.0 + 20.0
-    assert seconds_left(CONTROL, known, 3, 0.0) == 1 * 10.0 + 20.0
+    assert seconds_left(CONTROL, known, 50, 0.0) == 2 * 10.0 + 20.0 * REPEAT_SLACK
+    assert seconds_left(CONTROL, known, 3, 0.0) == 1 * 10.0 + 20.0 * REPEAT_SLACK
     assert seconds_left(CONTROL, known, 50, 95.0) == 5.0

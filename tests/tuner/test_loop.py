@@ -42,6 +42,20 @@ def test_the_gain_is_relative_to_the_users_own_baseline(bench: Bench) -> None:
     assert sound(plan)
 
 
+def test_a_baseline_above_the_memory_by_less_than_the_error_runs_alone(bench: Bench) -> None:
+    own = {"micro_batch_size": 1, "tensor_model_parallel_size": 2, "data_parallel_size": 1}
+    predicted = bench.tune(baseline=own).plan.baseline.predicted
+    used = predicted["memory"]["device_used_gib"] * 2**30
+    for share, runs in ((0.5, False), (0.97, True)):
+        bench.beside(str(share))
+        bench.cluster = ClusterSpec(memory_bytes_per_device=int(share * used))
+        if runs:
+            assert [trial.role for trial in bench.tune(baseline=own).plan.trials][:1] == [Role.BASELINE]
+        else:
+            with pytest.raises(NothingFits):
+                bench.tune(baseline=own)
+
+
 def test_events_report_start_and_end_of_each_trial_and_the_best_so_far(bench: Bench) -> None:
     plan = bench.tune(repeats=1).plan
     kinds = [event.kind for event in bench.events]

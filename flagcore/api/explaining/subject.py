@@ -253,10 +253,7 @@ def _completed(snapshot: Snapshot, columns: Columns, named: frozenset[str]) -> t
 
 
 def _distances(axes: Iterable[Axis], candidate: Columns, others: Columns) -> FloatArray:
-    """Return the distance of each row of `others` from the only row of `candidate`.
-
-    The distance is about the number of knobs that differ.
-    """
+    """Return about how many knobs of each row of `others` differ from the only row of `candidate`."""
     total = np.zeros(next(iter(others.values())).shape)
     for axis in axes:
         value, other = candidate[axis.knob], others[axis.knob]

@@ -40,7 +40,7 @@ from flagcore.domain.serving import CLIENTS_PER_DEVICE
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import ImportNote
 from flagcore.domain.trial import Role, Trial
-from flagcore.errors import FlagError, RunError, SpecError, SpecErrors, UsageError
+from flagcore.errors import FlagError, RunError, SpecError, SpecErrors, UsageError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.plugins import WORKLOADS, names
 from flagcore.spec.clusters import ClusterSection
@@ -50,6 +50,7 @@ from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import read_text
 from flagcore.spec.public import absolute_model
 from flagcore.spec.schema import CommonSection, TrainSection
+from flagcore.spec.script import UNSET
 from flagcore.spec.serving import ProfileSection, ServeSection
 from flagcore.spec.starts import ENDS_WITH, IMAGE, split_words, starts_of
 from flagcore.spec.validate import Section
@@ -64,7 +65,10 @@ _OF_MACHINE = re.compile(
 )
 _OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|JOB_NODELIST)")
 """Variables whose values differ between the hosts of a job, or between jobs."""
-_DEVICES = "VISIBLE_DEVICES"
+_DEVICES, _NIC = "VISIBLE_DEVICES", re.compile("_(IFNAME|HCA)$")
+_OF_COPY = re.compile(r" --([\w-]*port|node.rank|[\w-]*start.rank)[= ]\S+| --headless")
+_FOLLOWER = re.compile("--node.rank[= ][1-9]|--headless")
+"""Patterns of the arguments that copies of a server have of their own, and of those of its other hosts."""
 _TOOLS = re.compile(r"(sudo )?\S*(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl) |\S*python\S* -m pip ")
 """A pattern of commands that prepare an environment: what they name is not started."""
 
@@ -80,10 +84,7 @@ def read_tree(
 
 
 def check_imported(found: ImportedSpec) -> None:
-    """Raise SpecError if an imported spec is invalid. It names the keys of the imported file.
-
-    The path of the model may be missing.
-    """
+    """Raise SpecError, which names keys of the file, if an imported spec is invalid. The model may be missing."""
     try:
         validate_engines(found.data, file=Path(found.file), base=Path())
     except SpecError as error:
@@ -95,41 +96,37 @@ def check_imported(found: ImportedSpec) -> None:
 def read_command(
     engine: str | None, words: Sequence[str], *, model: str | None = None, chip: str | None = None, text: str = ""
 ) -> ImportedSpec:
-    """Return a spec for a command. The command is one quoted text, the path of a file that starts it, or several words.
+    """Return a spec for a command: one quoted text, the path of a file that starts it, or several words.
 
-    Files are scripts, batch scripts, compose files, manifests and systemd units. `engine`: None means the engine that
-    the command starts. `model`: the path of the model if the command does not contain it. `chip`: the chip of the
-    cluster; if it is None, it is detected later. `text`: the content of the file in place of `words`.
-    Raises SpecError, UsageError.
+    `engine`: None means the engine that the command starts. `model`: the path of the model if the command does not
+    contain it. `chip`: the chip of the cluster; if it is None, it is detected later. `text`: the content of the file in
+    place of `words`. Raises SpecError, UsageError.
     """
     workloads = {name: plugins.workload(name) for name in ([engine] if engine else names(WORKLOADS))}
     words, content = _command(words, text)
     images = {image: entry for each in workloads.values() for image, entry in each.images.items()}
     programs = list(starts_of(words, content, images, os.getcwd(), _engine_table("declared")))
-    found = dict[tuple[str, str, str], Start]()
-    for name, workload in workloads.items():
-        for start in programs:
-            if workload.starts(start.words, os.getcwd()):
-                role = start.role or workload.role(start.words)
-                key = name, role, re.sub(r"--([\w-]*port|node.rank)[= ]\S+", "", shlex.join(start.words))
-                before = found.get(key, replace(start, instances=0))  # copies have other devices, ports, ranks
-                envs = {name: value for name, value in start.envs.items() if before.envs.get(name) == value}
-                found[key] = replace(before, instances=before.instances + start.instances, envs=envs)
-    roles = {role: start for (_name, role, _words), start in found.items()}
-    if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
-        found = {next(iter(found)): replace(roles["decode"], prefill=roles["prefill"])}
+    failed = next((n for n, each in enumerate(programs) if each.words[0].startswith(ENDS_WITH)), len(programs))
+    first = _engines(workloads, programs[:failed])
+    found = first or _engines(workloads, programs)
+    gave_up = None if first else _not_one(words, content or "", programs, {})
     if error := _not_one(words, content or "", programs, found):
-        raise error
+        raise gave_up or error
     ((name, *_words), start) = next(iter(found.items()))
     workload, notes = workloads[name], Notes()
-    for failed in [each.words[0] for each in programs if each.words[0].startswith(ENDS_WITH)]:
-        notes.note("command", f"the script {failed}: what follows is not read")
+    for each in programs[failed : failed + 1]:
+        notes.note("command", f"the script {each.words[0]}: what follows is {'not ' if first else ''}read")
     has_script = workload.kind == "train" and bool(start.script)
     variables = {**start.envs, **start.job} if has_script else start.envs
     envs = _envs(variables, notes, start, content or shlex.join(words))
     path = absolute_model(model, Path()) if model is not None else None
     read = replace(start, envs={**start.job, **envs} if has_script else envs)
-    data, engine_notes = _read_start(workload, read, path, has_script, notes)
+    try:
+        data, engine_notes = _read_start(workload, read, path, has_script, notes)
+    except SpecError as error:
+        problem, fix = "is not set, but the script uses it", "set it, or write its value in the command"
+        missing = [SpecError(key=each, problem=problem, fix=fix) for each in _unset(start)]
+        raise gave_up or join_errors([*error.problems, *missing]) from None
     if chip is not None:
         data["cluster"]["chip"] = chip
     if envs:
@@ -138,6 +135,30 @@ def read_command(
     check_imported(spec)
     check_chips(data.get("cluster"))
     return spec
+
+
+def _engines(workloads: Mapping[str, Workload], programs: Sequence[Start]) -> dict[tuple[str, str, str], Start]:
+    """Return the programs that are engines, by engine, role and command. Those of one server are a single one."""
+    found = dict[tuple[str, str, str], Start]()
+    for name, workload in workloads.items():
+        for start in sorted(programs, key=lambda each: bool(_FOLLOWER.search(" ".join(each.words)))):
+            if workload.starts(start.words, os.getcwd()):
+                role = start.role or workload.role(start.words)
+                key = name, role, _OF_COPY.sub("", shlex.join(start.words))
+                before = found.get(key, replace(start, instances=0))
+                envs = {name: value for name, value in start.envs.items() if before.envs.get(name) == value}
+                copies = 0 if key in found and _FOLLOWER.search(" ".join(start.words)) else start.instances
+                found[key] = replace(before, instances=before.instances + copies, envs=envs)
+    roles = {role: start for (_name, role, _words), start in found.items()}
+    if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
+        return {next(iter(found)): replace(roles["decode"], prefill=roles["prefill"])}
+    return found
+
+
+def _unset(start: Start) -> list[str]:
+    """Return the names of the variables in a program's script that are not set, without those of a machine."""
+    names = start.envs.get(UNSET, "").split()
+    return [each for each in names if not (is_secret(each) or _OF_MACHINE.search(each) or _OF_HOST.fullmatch(each))]
 
 
 def _read_start(
@@ -183,14 +204,18 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
 def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -> dict[str, str]:
     """Return `variables` without secrets and without those of the machine or container. Add a note on each variable.
 
-    If `start` has several instances, each has its own devices. An interface that is not in `text` was computed here.
+    If `start` has several instances, each has its own devices. A network device not in `text` was computed here.
     """
     instances = start.instances
     spec_variables = dict[str, str]()
+    for name in _unset(start):
+        notes.note(name, "is not set: it is empty in the command")
     for name, value in variables.items():
+        if name == UNSET:
+            continue
         if is_secret(name) or redact_text(value) != value:
             notes.note(name, "is a secret: not copied")
-        elif (start.hosts > 1 and _OF_HOST.fullmatch(name)) or (name.endswith("_IFNAME") and value not in text):
+        elif (start.hosts > 1 and _OF_HOST.fullmatch(name)) or (_NIC.search(name) and not (value and value in text)):
             notes.note(name, "dropped: differs between hosts")
         elif _OF_MACHINE.search(name) or (name.endswith(_DEVICES) and (instances > 1 or not re.match("[0-9]", value))):
             notes.note(name, "dropped: belongs to the machine or the container")
@@ -202,13 +227,13 @@ def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -
 
 
 def _not_one(
-    words: Sequence[str], text: str, programs: Sequence[Start], found: Collection[tuple[str, str, str]]
+    words: Sequence[str], text: str, programs: Sequence[Start], found: Mapping[tuple[str, str, str], Start]
 ) -> SpecError | None:
     """Return the error for an input that starts no engine (with what flagcore does not tune) or several, or None."""
     commands, value = [shlex.join(each.words) for each in programs], " ".join(words[1:] if text else words) or None
-    is_unknown = any(each.words[0].startswith(IMAGE) and each.words[1:] for each in programs)
+    unknown = [each.words[0] for each in programs if each.words[0].startswith(IMAGE) and each.words[1:]]
     for name, row in _engine_table("untuned").items():
-        if (found or (is_unknown and len(programs) > 1)) and not row.get("always"):
+        if (found or (unknown and len(programs) > 1)) and not row.get("always"):
             continue
         in_words = "words" in row and any(re.search(row["words"], each) for each in commands if not _TOOLS.match(each))
         if in_words or ("text" in row and re.search(row["text"], text, re.MULTILINE)):
@@ -222,14 +247,17 @@ def _not_one(
         problem = _("starts no engine: it {failure}", failure=redact_text(failure))
         fix = _("give its arguments, as in `flag import -- bash FILE ARGUMENT`, set its variables, or give its command")
         return SpecError(key="command", value=value, problem=problem, fix=fix)
-    shown = ", ".join(redact_text(each)[:60] for each in commands[-4:]) or _("nothing")
+    listed = [redact_text(shlex.join(each.words))[:60] for each in [*(found.values() or programs)][-4:]]
+    shown = ", ".join(listed) or _("nothing")
     problem = _("must start exactly one engine, but starts {n}; its commands are {shown}", n=len(found), shown=shown)
     fix = _("give the command of one of {engines}", engines=", ".join(plugins.command_readers()))
     if found:
         fix = _("give one of them: flag import -- COMMAND")
     elif not commands and text:
         fix = _("it starts no program, and only sets variables at most: give the file or the command that starts one")
-    elif is_unknown:
+    elif any("$" in each or "{" in each or "__" in each for each in unknown):
+        fix = _("its image is a placeholder: give the file after `envsubst`, `helm template` or the like has filled it")
+    elif unknown:
         fix = _("the entry point of the image is not known: write the program before its arguments")
     return SpecError(key="command", value=value, problem=problem, fix=fix)
 

@@ -189,10 +189,7 @@ def _take(columns: Columns, rows: list[int]) -> Columns:
 
 
 def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
-    """Return the messages of the rules that a row breaks, with the values of their knobs.
-
-    Values that are off or 1 are left out.
-    """
+    """Return the messages of the rules that a row breaks, with the values of their knobs that are not off or 1."""
     knob_values: dict[str, KnobValue] = {}
     for knob in (each for rule in rules for each in (*rule.knobs, *(knob for knob in values if knob in rule.message))):
         value, is_column = values.get(knob), knob in columns

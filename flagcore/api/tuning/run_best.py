@@ -64,10 +64,7 @@ def run_best(
 
 
 def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
-    """Return the content of `launch.json` of the best configuration of a run.
-
-    Raises RunError, or the error of `no_best_error`.
-    """
+    """Return `launch.json` of the best configuration. Raises RunError, or the error of `no_best_error`."""
     file = Path(run_dir) / "best" / "launch.json"
     try:
         launch = json.loads(file.read_text(encoding="utf-8"))

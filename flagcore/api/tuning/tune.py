@@ -159,10 +159,7 @@ class _EngineRun:
         return outcome
 
     def _require_hosts(self, agents: ExitStack) -> tuple[tuple[Device, ...], Callable[[Device], Telemetry | None]]:
-        """Reserve the hosts of the spec. Return their devices, and their telemetry until `agents` ends.
-
-        Raises NoDevice.
-        """
+        """Reserve the spec's hosts. Return their devices, and telemetry until `agents` ends. Raises NoDevice."""
         if not isinstance(self.launcher, HostsLauncher):
             return (), lambda device: None
         cluster = self.spec.cluster
@@ -198,10 +195,7 @@ class _EngineRun:
         return named_files + ([str((self.base / model).resolve())] if words and isinstance(model, str) else [])
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
-        """Return the baseline of the run that is resumed, or else of the spec.
-
-        Raises RunError if the storage differs.
-        """
+        """Return the baseline of the resumed run, or else of the spec. Raises RunError if the storage differs."""
         identity = None if self.new else self.directory.identity()
         if identity is None:
             return self.spec.baseline

@@ -26,6 +26,7 @@ from flagcore.engines.megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT
 from flagcore.engines.megatron.mixed.trials import as_asked, devices_of
 from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
+from flagcore.spec.plain_data import package_yaml
 
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*([0-9.]+)\s*\|")
 LOSS = re.compile(r"lm loss:\s*([^\s|]+)", re.IGNORECASE)
@@ -152,38 +153,13 @@ Plugins add the words of their vendors' collective libraries, as weak patterns.
 """
 
 
-def _line(pattern: str, state: TrialState, advice: str = "") -> FailurePattern:
-    return FailurePattern(pattern=f"{RANK_PREFIX}(?P<reason>{pattern})", state=state, advice=advice)
-
-
-TE_ADVICE = "transformer-engine is not installed: use --transformer-impl local"
-TE_MISSING = r"NameError: name 'TE\w+' is not defined.*|.*No module named 'transformer_engine'.*"
-ANY_ERROR = r"(?!torch\.distributed\.elastic)(?:\w+\.)*[A-Z]\w*(?:Error|Exception)(?:: .+)?$"
-
-FAILURES = (
-    FailurePattern(pattern=r"^out of memory:", state=TrialState.OUT_OF_MEMORY),
-    _line(r"(?:\w+\.)*OutOfMemoryError: .*", TrialState.OUT_OF_MEMORY),
-    _line(r".*(?:OutOfMemoryError|can't allocate memory).*", TrialState.OUT_OF_MEMORY),
-    FailurePattern(pattern=r"^invalid configuration:", state=TrialState.INVALID),
-    _line(r"[\w./-]+\.py: error: .*", TrialState.INVALID),
-    _line(r".*(?:Watchdog caught collective operation timeout|Timed out waiting \d+ms).*", TrialState.TIMED_OUT),
-    _line(r".*(?:No space left on device|Read-only file system).*", TrialState.FAILED),
+FAILURES = tuple(
     FailurePattern(
-        pattern=r"(?P<reason>(?:Unexpected result \w+ .*)?found (?:NaN|Inf) in local .*)", state=TrialState.FAILED
-    ),
-    _line(TE_MISSING, TrialState.FAILED, TE_ADVICE),
-    _line(r"(?:AssertionError|ValueError|NotImplementedError): .+", TrialState.INVALID),
-    _line(r"assert .+", TrialState.INVALID),
-    FailurePattern(pattern=f"{RANK_PREFIX}(?P<reason>{ANY_ERROR})", state=TrialState.FAILED, general=True),
-    FailurePattern(
-        pattern=r"(?P<reason>failed \(exitcode: -\d+\) local_rank: \d+)",
-        state=TrialState.FAILED,
-        advice="a signal ended this rank; the exit code is its negative number",
-        general=True,
-    ),
-    FailurePattern(
-        pattern=rf"{RANK_PREFIX}(?P<reason>(?=.*(?:{PEER_FAILURE})){ANY_ERROR})", state=TrialState.FAILED, weak=True
-    ),
+        pattern=row.pop("pattern").format(rank=RANK_PREFIX, peer=PEER_FAILURE),
+        state=TrialState(row.pop("state")),
+        **row,
+    )
+    for row in package_yaml(__package__, "failures.yaml")
 )
 """Patterns of failures in the log of a trial, from flagcore's trial program, Megatron-LM and torchrun.
 

@@ -378,10 +378,7 @@ class _Crossing:
         return decode(rows, self.codes, [axis.knob for axis in self.axes[: self.crossed]], knobs)
 
     def _shift(self, merge: Merge, rows: IntArray) -> IntArray:
-        """Return the offset from each row number to the number of its canonical row.
-
-        The offset is 0 if an axis does not have the value of the canonical row.
-        """
+        """Return the offset of each row to its canonical row. It is 0 if an axis does not have the canonical value."""
         columns = merge.canonical(self._columns(rows, merge.knobs))
         if not set(merge.knobs).issuperset(columns):
             raise ValueError(f"merge {merge.name} returns {', '.join(columns)}, not only {', '.join(merge.knobs)}")

@@ -135,10 +135,7 @@ def _with_precision(
 
 
 def _advised(task: Task, support: EngineSupport, advice: TaskAdvice) -> tuple[Task, EngineSupport]:
-    """Apply the plugins' advice to the task and the support.
-
-    Raises NoDevice if a plugin reports that the task cannot run.
-    """
+    """Apply the plugins' advice to the task and the support. Raises NoDevice if one reports that it cannot run."""
     if advice.impossible:
         arguments = {"engine": task.spec.work.engine, "chip": task.cluster.chips, "why": advice.impossible}
         raise NoDevice(_("{engine} does not run on {chip}: {why}", **arguments))

@@ -101,10 +101,7 @@ def _engine_task(task: Task, candidate: Candidate) -> Task:
 
 
 def _places(platform: Platform, devices: int) -> list[tuple[tuple[str, ...], int]]:
-    """Return the host and the device for each rank that runs in parallel, with different hosts first.
-
-    The host is an empty tuple for this machine.
-    """
+    """Return the host (empty for this machine) and the device of each rank that runs in parallel, other hosts first."""
     spec = platform.task.spec
     hosts = [(host,) for host in spec.cluster.hosts] if spec.on_each_host else [()]
     return [(host, device) for device in range(devices) for host in hosts]
@@ -198,10 +195,7 @@ def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Predic
 
 
 def _used(rank: RankMeasurement, memory: MemoryModel, buffers: float) -> tuple[float, float]:
-    """Return a rank's reserved memory and its memory in use, in bytes.
-
-    Only the second includes `buffers`, the memory of communicators.
-    """
+    """Return a rank's reserved memory, and its memory in use with the `buffers` of communicators, in bytes."""
     allocated = np.array([float(rank.peak_allocated_bytes)])
     reserved = float(memory.reserved_bytes(allocated)[0]) if rank.reserved_bytes is None else float(rank.reserved_bytes)
     return reserved, max(_device_used(reserved, memory), float(rank.device_used_bytes)) + buffers

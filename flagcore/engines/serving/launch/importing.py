@@ -20,6 +20,7 @@ from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import DEFAULT_SPACE
 from flagcore.engines.serving.space.placement import parse_roles
 from flagcore.engines.serving.space.program import as_words
+from flagcore.engines.serving.space.rules import check_text
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.importing import Notes
 from flagcore.spec.plain_data import read_mapping
@@ -32,7 +33,11 @@ _HOSTS = "nnodes"
 Pair: TypeAlias = tuple[str, list[str]]
 """A flag, with its dashes, and its values."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
-_PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|\{\w+\}|\$[({].*[)}]|\$\w+")
+_PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|.*(\{\w+\}|\{\{.*\}\}|\$[({].*[)}]|\$\w+|__[A-Z]\w*__).*")
+_UNFILLED = re.compile(r"[\w./:-]*(\{\w+\}|\{\{.*\}\}|\$\{\w+\}|\$\w+|__[A-Z]\w*__|\[[A-Za-z]\w+\])[\w./:-]*")
+"""Patterns of a model, and of another value, that the user should replace."""
+_NO_TEXT = re.compile(r"(?i)embed(?!ded)|rerank|(^|/)(bge|gte|e5)-")
+"""A pattern of names of models that generate no text."""
 _HAS_PATH = re.compile("file|path|dir|template|preset")
 _NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
 
@@ -57,6 +62,10 @@ def spec_of_command(
     if path and _PLACEHOLDER.fullmatch(path):
         problem, fix = "is a placeholder", "write the name or the path of the model in its place, or give it as --model"
         raise SpecError(key="model", value=path, problem=problem, fix=fix)
+    if path and _NO_TEXT.search(os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))):
+        problem, fix = "generates no text, which flagcore cannot tune", "give the command of a server that does"
+        raise SpecError(key="model", value=path, problem=problem, fix=fix)
+    check_text(arguments, "--")
     if not path:
         names = ("", *engine.program.model_flags)
         empty = any(strip_dashes(flag) in names and not any(values) for flag, values in pairs)
@@ -190,7 +199,7 @@ def _arguments(
 
     `installed_flags`: as in `Program.check`. Raises SpecError for misspelt flags.
     """
-    model, arguments, hosts, local = None, dict[str, Any](), 1, 0
+    model, arguments, hosts, local, problems = None, dict[str, Any](), 1, 0, list[SpecError]()
     for flag, values in pairs:
         name = strip_dashes(flag)
         knob, _ = engine.program.knob_of(name)
@@ -200,6 +209,8 @@ def _arguments(
             knob, _ = engine.program.knob_of(name)
             if not is_short and name != strip_dashes(flag):
                 notes.note(flag, f"is short for --{name}", "serve")
+        elif knob is not None and flag[1:2] != "-" and knob.flags:
+            name = strip_dashes(knob.flags[0].name)
         if model is None and knob is not None and len(values) > (knob.kind != "flag"):
             model = values.pop()  # the model follows a flag, as in `--enforce-eager MODEL`
         if not flag and len(values) > 1:
@@ -217,13 +228,15 @@ def _arguments(
             notes.note(flag, f"dropped: {reason}", "serve.engine_args")
         elif is_secret(name):
             notes.note(flag, "dropped: secrets are not copied", "serve.engine_args")
+        elif unfilled := next(filter(_UNFILLED.fullmatch, values), ""):
+            fix = "write its value: give the file after `envsubst`, `helm template` or the like has filled it"
+            problems.append(SpecError(key=flag, value=unfilled, problem="is a placeholder", fix=fix))
         elif len(values) > 1 and knob is not None:
             notes.note(flag, f"dropped ({' '.join(values)}): a knob has a single value", "serve.engine_args")
         else:
             given = [_value(name, each) for each in values] or [True]
             arguments[name] = given if len(given) > 1 else given[0]
     known_arguments = engine.program.known_args(arguments)
-    problems = list[SpecError]()
     for name in [name for name in known_arguments if engine.program.knob_of(name)[0] is None]:
         flag = as_words({name: True}, has_negation=True)[0]
         found = engine.program.flag_problem(name, installed_flags, version)

@@ -31,8 +31,8 @@ from flagcore.engines.serving.space.rules import (
     split_rules,
 )
 from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
-from flagcore.engines.serving.space.weights import cache_bytes_per_token
-from flagcore.errors import FlagError, NoDevice, SpecError
+from flagcore.engines.serving.space.weights import cache_bytes_per_token, unusable_weights
+from flagcore.errors import FlagError, NoDevice
 from flagcore.spec.models import context_length
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
@@ -66,8 +66,7 @@ class LlamaProgram(Program):
         serve = spec.serve
         if serve.weights is None or not os.path.isfile(serve.weights):
             fix = "set the path of a GGUF file; examples/tiny_gguf.py creates a small one"
-            problem = "is missing" if serve.weights is None else "is not a file"
-            raise SpecError(key="serve.weights", value=serve.weights, problem=problem, fix=fix)
+            raise unusable_weights(spec, "is not a file", fix)
         self.parse(spec)
         if serve.command is not None:
             installed.find_command(spec, serve.command)
@@ -195,7 +194,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv += ["--split-mode", "row"]
     if values.get(THREADS) is None and cores and count(values, INSTANCES) > 1:
         argv += ["--threads", str(len(cores))]
-    if "cache-ram" not in other_args and not host_cache_mib(task):
+    if "cache-ram" not in other_args and not host_cache_mib(task) and not spec.serve.elsewhere:
         argv += ["--cache-ram", "0"]
     if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity"}:
         argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention

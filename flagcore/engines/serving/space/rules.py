@@ -161,17 +161,23 @@ _POOLING = ("pooling", "classify", "embed", "embedding", "reward", "score")
 """Flags with which a server generates no text, and values of `runner` and `task`."""
 
 
+def check_text(arguments: Mapping[str, object], prefix: str = "serve.engine_args.") -> None:
+    """Raise SpecError if a server with these arguments generates no text. `prefix` is that of the error's key."""
+    flags = {strip_dashes(key): value for key, value in arguments.items() if value not in (False, None)}
+    pools = [name for name in ("runner", "task") if flags.get(name) in _POOLING]
+    if name := next((name for name in (*_NO_TEXT, *pools) if name in flags), ""):
+        problem, fix = "starts a server that generates no text", "remove it: load tests need answers"
+        raise SpecError(key=f"{prefix}{name}", value=flags[name], problem=problem, fix=fix)
+
+
 def check_images(task: Task, needed_flag: str = "") -> None:
     """Raise SpecError if the server generates no text, or if it or the model cannot process the images of requests.
 
     `needed_flag` is the flag for the file with the vision tower, if the engine needs one.
     """
     serve, vision = task.spec.serve, task.spec.model.vision
-    flags = {strip_dashes(key): value for key, value in serve.engine_args.items() if value not in (False, None)}
-    pools = [name for name in ("runner", "task") if flags.get(name) in _POOLING]
-    if name := next((name for name in (*_NO_TEXT, *pools) if name in flags), ""):
-        problem, fix = "starts a server that generates no text", "remove it: load tests need answers"
-        raise SpecError(key=f"serve.engine_args.{name}", value=flags[name], problem=problem, fix=fix)
+    check_text(serve.engine_args)
+    flags = {strip_dashes(key) for key, value in serve.engine_args.items() if value not in (False, None)}
     if not has_images(serve.loads):
         return
     if "language-model-only" in flags:

@@ -31,13 +31,19 @@ def check_directory(spec: Spec) -> None:
     """
     weights, precision = spec.serve.weights, spec.serve.precision
     if weights is None or not os.path.isfile(os.path.join(weights, _CONFIG)):
-        problem = "is missing" if weights is None else f"is not a directory with a {_CONFIG}"
         fix = "set the path of a Hugging Face directory; nothing is downloaded"
-        raise SpecError(key="serve.weights", value=weights, problem=problem, fix=fix)
+        raise unusable_weights(spec, f"is not a directory with a {_CONFIG}", fix)
     if not (precision in WIDE_PRECISIONS or quantizes(spec) or is_quantized(weights)):
         problem = f"is not the precision of {weights}, and serve.engine_args do not quantize it"
         fix = "set engine_args: {quantization: ...}, or the precision of the weights"
         raise SpecError(key="serve.precision", value=precision, problem=problem, fix=fix)
+
+
+def unusable_weights(spec: Spec, problem: str, fix: str) -> SpecError:
+    """Return an error about the weights, with the key that gives them."""
+    weights = spec.serve.weights
+    key = "model" if weights == spec.model.name else "serve.weights"
+    return SpecError(key=key, value=weights, problem="is missing" if weights is None else problem, fix=fix)
 
 
 def quantizes(spec: Spec) -> bool:

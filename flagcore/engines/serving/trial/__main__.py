@@ -36,12 +36,12 @@ from flagcore.engines.serving.trial.servers import (
     start_all,
     stop_all,
 )
-from flagcore.engines.serving.trial.time_left import MARGIN_SECONDS
+from flagcore.engines.serving.trial.time_left import end_seconds
 
 MAX_AGE_SECONDS = 120.0
 """Maximum plausible age of this process in seconds. Some containers report a wrong boot time, and thus a higher age."""
-STOP_SECONDS = 3.0
-"""Seconds of MARGIN_SECONDS after which servers that have not stopped are killed, so that the report is in time."""
+STOP_SHARE = 0.6
+"""Share of `end_seconds` after which servers that have not stopped are killed, so that the report is in time."""
 
 
 def main(arguments: list[str], age_s: float = 0.0) -> int:
@@ -77,7 +77,7 @@ def run(job: Job, folder: Path, began: float | None = None) -> None:
     """
     now = time.monotonic()
     # at least a second, in which the first problem of a server is found and reported
-    deadline = max(now + 1.0, (now if began is None else began) + job.timeout_s - MARGIN_SECONDS)
+    deadline = max(now + 1.0, (now if began is None else began) + job.timeout_s - end_seconds(job.timeout_s))
     reports: ServerReports = resolve_name(job.engine)
     with running_servers(job, reports, folder, deadline) as servers:
         effective = _read_back(job, reports, servers)
@@ -119,7 +119,7 @@ def running_servers(job: Job, reports: ServerReports, folder: Path, deadline: fl
         log(str(failure))  # in case this program is killed while it stops the servers
         raise
     finally:
-        stop_all(servers, deadline + STOP_SECONDS)
+        stop_all(servers, deadline + STOP_SHARE * end_seconds(job.timeout_s))
 
 
 def _read_back(job: Job, reports: ServerReports, servers: Sequence[Served]) -> dict[str, KnobValue]:

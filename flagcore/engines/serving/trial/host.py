@@ -20,7 +20,7 @@ from flagcore.engines.serving.launch.reports import ServerReports
 from flagcore.engines.serving.launch.server import Job, log_name, read_job
 from flagcore.engines.serving.trial.failures import TrialFailure, report
 from flagcore.engines.serving.trial.servers import REPORT, Server, check_all_alive, start_all, stop_all
-from flagcore.engines.serving.trial.time_left import MARGIN_SECONDS
+from flagcore.engines.serving.trial.time_left import end_seconds
 
 PERIOD_SECONDS = 1.0
 CHECK_SECONDS = 0.1
@@ -32,7 +32,7 @@ def main(folder: Path, number: int, ports: Sequence[str]) -> int:
     job = read_job(folder)
     reports: ServerReports = resolve_name(job.engine)
     servers = servers_of(job, reports, folder, number, ports)
-    deadline = time.monotonic() + max(1.0, job.timeout_s - MARGIN_SECONDS)
+    deadline = time.monotonic() + max(1.0, job.timeout_s - end_seconds(job.timeout_s))
     try:
         start_all(list(servers.values()), job.directory, reports.health, deadline)
         while True:

@@ -198,10 +198,7 @@ class LoadRunner:
         return [points[value] for value in sorted(points)]
 
     def _warm_up(self, most: int = MAX_WARM_UP) -> None:
-        """Send the warm-up with at most `most` requests, or a smaller one if the servers refuse so many at once.
-
-        Raises TrialFailure.
-        """
+        """Send at most `most` warm-up requests, or fewer if the servers refuse so many at once. Raises TrialFailure."""
         try:
             self._send(_warm_up(self.job.loads[0], len(self.servers), most), "warm-up", seed=0)
         except TrialFailure as failure:

@@ -268,10 +268,7 @@ class Remote(Served):
         return int(self._read("servers")[self._number]["resident_bytes"])
 
     def _read(self, key: str) -> dict[str, Any]:
-        """Return the part `key` of the host's report, or an empty mapping if there is no report.
-
-        Tries again while the report is being written.
-        """
+        """Return the part `key` of the host's report, or nothing without a report. Waits while it is written."""
         while True:
             try:
                 return dict(json.loads(self._report.read_text("utf-8"))[key])

@@ -12,8 +12,11 @@ from pathlib import Path
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.result import FEWEST_ANSWERS, Progress
 
-MARGIN_SECONDS = 5.0
-"""Seconds of a trial's time that are reserved to stop its servers and to report."""
+END_SECONDS = 5.0
+"""Maximum seconds of a trial's time limit that are reserved to stop its servers and to report."""
+END_SHARE = 0.1
+"""Maximum share of a trial's time limit that is reserved for its end. Chosen by hand: repeats at the end of a search
+have limits of seconds."""
 RESERVE = 1.25
 """Ratio of the time that messages advise to the estimated time."""
 LIMIT = re.compile(r"(auto_tuner\.control\.max_time\w*) = (\S+) s")
@@ -89,6 +92,11 @@ class Limit:
         value = self.value_s + max(seconds, 1.0)
         unit = 10.0 ** max(0, math.floor(math.log10(value)) - 1)
         return f"{self.key}: {math.ceil(value / unit) * unit:.0f}"
+
+
+def end_seconds(limit_s: float) -> float:
+    """Return the seconds of a trial's time limit that are reserved to stop its servers and to report."""
+    return min(END_SECONDS, END_SHARE * limit_s)
 
 
 def fewest_answers(load: Load) -> int:

@@ -4,7 +4,9 @@ Sources: vllm 0.32 `engine/arg_utils.py`, `config/cache.py`, `config/scheduler.p
 versions vllm-project/vllm #17073 (batch sizes depend on memory), #38284 (0.21: graphs within the memory share, 0.92).
 """
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
+from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import ASYNC, CONTEXT, DRAFTED, EAGER, SPECULATION, Auto, or_default
 from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
@@ -65,6 +68,16 @@ class VllmProgram(Program):
     def release(self, spec: Spec) -> tuple[int, ...]:
         """Return the numbers of the release, or NEWEST if it is unknown."""
         return installed.release(self.version(spec)) or NEWEST
+
+    def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
+        """See `Program`. The limits of images and the like may be one JSON object."""
+        result = dict(args)
+        for name in [each for each in result if strip_dashes(each).replace("_", "-") == "limit-mm-per-prompt"]:
+            with suppress(ValueError, TypeError, AttributeError):
+                limits = json.loads(str(result[name])).items()
+                del result[name]
+                result |= {f"{name}.{key}": value for key, value in limits}
+        return result
 
 
 CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too small for the model's context")

@@ -14,7 +14,6 @@ from fixed_machine import PINS
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import Measurement, Role, TimeLimit, Trial, TrialState
 from flagcore.engines.results import METRICS
-from flagcore.engines.serving.trial import __main__ as program
 from flagcore.engines.serving.trial import loads
 from flagcore.engines.serving.trial.servers import listeners
 from flagcore.launchers.local import LAUNCHER
@@ -52,7 +51,6 @@ def all_gone(folder: Path) -> bool:
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait less in trials in this process."""
-    monkeypatch.setattr(program, "MARGIN_SECONDS", 0.5)
     monkeypatch.setattr(loads, "EXIT_SECONDS", 0.3)
 
 
