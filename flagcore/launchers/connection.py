@@ -173,8 +173,8 @@ class Connection:
         if self.wire.ended and self.open:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1)
-            lines = self.read_log()[-4096:].decode("utf-8", "replace").split("\n")
-            last_line = next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+            log = self.read_log()[-4096:].decode("utf-8", "replace").split("\n")
+            last_line = next((text.strip()[:200] for text in reversed(log) if text.strip()), "")
             self.problem = last_line or f"the connection closed (exit status {self.process.poll()})"
 
     def _handle_line(self, line: bytes) -> None:
