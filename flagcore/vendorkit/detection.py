@@ -97,9 +97,7 @@ class DeviceDetector:
     uuids: Callable[[], Mapping[int, str]] | None = None
     topology: tuple[str, ...] = ()
     uses: Callable[[float], Mapping[int, DeviceUse]] | None = None
-    """A function that returns the users of each device by index, with a time limit in seconds.
-
-    None means that the listing contains them."""
+    """Returns the users of each device by index, with a time limit in seconds. None: the listing contains them."""
 
     def devices(self, root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> tuple[Device, ...]:
         """Return the devices that processes started from here can use, or none if this shell selects another vendor.
@@ -116,12 +114,9 @@ class DeviceDetector:
         if listing.rows:
             return self._selected(tuple(row.device for row in listing.rows), environment)
         if any(root.glob(self.device_file)):  # without a device file, no process here can use a device
-            selecting_variables = {
-                name: environment[name] for name in (self.outer, *self.visible) if name in environment
-            }
-            report = machine.query_torch(
-                self.torch_device, self.torch_attributes, environment={**os.environ, **selecting_variables}
-            )
+            selected = {name: environment[name] for name in (self.outer, *self.visible) if name in environment}
+            about = (self.torch_device, self.torch_attributes)
+            report = machine.query_torch(*about, environment={**os.environ, **selected})
             if report is None:
                 message = "there is a device file, but %s is missing and torch lists no %s devices"
                 LOG.warning(message, self.tool, self.torch_device)
@@ -165,7 +160,7 @@ class DeviceDetector:
         if find_spec("torch") is None:
             return ()
         report = machine.query_torch(self.torch_device, self.torch_attributes, DOCTOR_SECONDS)
-        if report and self.trusts(report) and report.devices:
+        if self.torch_devices(report):
             return ()
         version = f" {report.version}" if report else ""
         return (f"torch{version} lists no {self.torch_device} devices of {self.vendor}: install the vendor's build",)
@@ -188,7 +183,11 @@ class DeviceDetector:
             within = environment[self.outer]
             restricted = visible(devices, self.outer, environment=environment)
             devices = tuple(replace(each, name=str(place), within=within) for place, each in enumerate(restricted))
-        return visible(devices, *self._effective(environment), environment=environment)
+        selected = visible(devices, *self._effective(environment), environment=environment)
+        if unknown := [word for word in (inner or ())[len(selected) :] if re.search("[A-Za-z]", word)]:
+            message = "%r in %s is no device that %s lists: use indices or UUIDs"
+            LOG.warning(message, unknown[0], " or ".join(self.visible), self.tool)
+        return selected
 
     def _with_names(self, devices: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[Device, ...]:
         """Return torch's devices with their names in `environment`, which already restricts them."""

@@ -20,6 +20,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
 from flagcore.engines.serving.launch.start import instances_of
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
+from flagcore.plugins.entry_points import capture_warnings
 from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.devices import divide, parallel_probe_ranks
 from flagcore.vendorkit.detection import DeviceDetector
@@ -197,3 +198,12 @@ def test_variables_of_the_spec_go_before_those_of_the_shell() -> None:
     )
     groups, _ = divide(replace(there, task=replace(there.task, spec=alone)))
     assert [each.with_selected_devices().task.spec.envs["MACA_VISIBLE_DEVICES"] for each in groups] == ["3", "1"]
+
+
+@pytest.mark.parametrize(("words", "indices", "warnings"), [("S0,S2", [], 1), ("1,0", [1, 0], 0), ("1,S0", [1], 1)])
+def test_a_word_that_is_neither_index_nor_uuid_is_reported(words: str, indices: list[int], warnings: int) -> None:
+    detector = Vendor("metax", ("MACA_VISIBLE_DEVICES",)).detector
+    with fakes.machine({"mx-smi": fakes.prints(METAX)}), fakes.warnings_enabled(), capture_warnings() as messages:
+        found = detector.devices(environment={"MACA_VISIBLE_DEVICES": words})
+    assert [device.index for device in found] == indices
+    assert len(messages) == warnings

@@ -1,38 +1,135 @@
-"""Facts of a plugin that no check can confirm, because only the vendor knows them."""
+"""Facts of a plugin that no check can confirm: those that look wrong, with the reason, then those that none guards."""
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
-from flagcore.domain.chip import Chip
+from flagcore.domain.chip import Chip, Fact
+from flagcore.domain.cluster import NodeGroup
 from flagcore.vendorkit.detection import DeviceDetector
+from flagcore_testing.checks import chips, figures, sources
 from flagcore_testing.checks.agreement import missing_variables
-from flagcore_testing.kit import Subject
+from flagcore_testing.kit import Check, Skip, Subject
 
-CHIPS = 3
-"""Maximum number of chips that are listed."""
-FIGURES = (
-    ("link.bytes_per_second", "{:g} GB/s sent by one device in one direction", 1e9),
-    ("memory_bandwidth_bytes_per_second", "{:g} GB/s of memory", 1e9),
-    ("dense_flops_per_second.bf16", "{:g} TFLOP/s in bf16 without sparsity", 1e12),
-    ("nic_bytes_per_second", "{:g} GB/s of network for each device", 1e9),
+LINES = 8
+"""Maximum number of lines about chips."""
+UNITS = (
+    ("link.bytes_per_second", 1e9, "GB/s sent by one device in one direction"),
+    ("bytes_per_second", 1e9, "GB/s"),
+    ("memory_bytes", 2.0**30, "GiB"),
+    ("flops_per_second", 1e12, "TFLOP/s without sparsity"),
+    ("tdp_watts", 1.0, "W"),
 )
-"""The key of each figure, its text, and the unit in which it is shown."""
+"""The unit in which a figure is shown, by a part of its key."""
 
 
 def facts_by_hand(plugin: Subject) -> Iterator[str]:
-    """Yield two lines for the detector, and one for each of the first chips."""
+    """Yield a line for each figure that looks wrong, two lines for the detector, and one for each of the first chips,
+    with the figures that could be half or twice as large without a failed check.
+    """
+    yield from _unlike_neighbours(plugin)
+    yield from _unshared_levels(plugin)
     detector = getattr(plugin.hooks, "detector", None)
     if isinstance(detector, DeviceDetector):
         variables = ", ".join(name for name in (detector.outer, *detector.visible) if name)
         yield f"PCI vendor {detector.pci_vendor:#06x} (lspci -nn), device files /{detector.device_file}"
         yield f"devices are selected by {variables}, and are torch.{detector.torch_device}"
         yield from missing_variables(plugin)
-    for chip in plugin.chips[:CHIPS]:
-        if facts := ", ".join(_facts(chip)):
-            yield f"{chip.name}: {facts}"
-    if len(plugin.chips) > CHIPS:
-        yield f"the same of {len(plugin.chips) - CHIPS} more chips"
+    unguarded = [f"{chip.name}: {facts}" for chip in plugin.chips if (facts := "; ".join(_unguarded(chip)))]
+    yield from unguarded[:LINES]
+    if len(unguarded) > LINES:
+        yield f"the same of {len(unguarded) - LINES} more chips"
 
 
-def _facts(chip: Chip) -> Iterator[str]:
-    yield f"{chip.devices_per_node} devices per node"
-    yield from (text.format(chip.figures[key].value / unit) for key, text, unit in FIGURES if key in chip.figures)
+def shown(key: str, value: float) -> str:
+    """Return a figure with its key and unit, such as `memory_bytes 64 GiB`."""
+    unit, words = next(((unit, words) for part, unit, words in UNITS if part in key), (1.0, ""))
+    return f"{key.removeprefix('dense_flops_per_second.')} {value / unit:.4g} {words}"
+
+
+AGREE, NEAR = 3, (0.85, 1.18)
+"""Two chips resemble each other if at least so many of their figures agree, and all but one kind."""
+SLIPS = (2.0, 4.0, 7.0, 8.0, 10.0, 16.0)
+"""Ratios that slips lead to: both directions, cards of several devices, one of several links, bits, powers of ten."""
+
+
+def _unlike_neighbours(plugin: Subject) -> Iterator[str]:
+    """Yield the figures that are a multiple of those of a chip that has the other figures in common."""
+    for place, chip in enumerate(plugin.chips):
+        others = (*plugin.chips[place + 1 :], *plugin.others.chips())
+        pairs = ((other, found) for other in others if (found := _odd(chip, other)))
+        if first := next(pairs, None):
+            other, (keys, ratio) = first
+            facts = ", ".join(shown(key, chip.figures[key].value) for key in keys)
+            yield f"{chip.name}: {facts}: {ratio:.3g} times that of {other.name}, and their other figures agree"
+
+
+def _odd(chip: Chip, other: Chip) -> tuple[list[str], float] | None:
+    """Return the keys of the only kind of figure that differs between two chips, and its ratio if it is a slip's."""
+    kinds: dict[str, dict[str, float]] = {}
+    for key, fact in chip.figures.items():
+        if key in other.figures and key != "tdp_watts":
+            ratio = fact.value / other.figures[key].value
+            kinds.setdefault("peaks" if "flops" in key else key, {})[key] = ratio
+    agreeing = [ratio for ratios in kinds.values() for ratio in ratios.values() if NEAR[0] <= ratio <= NEAR[1]]
+    odd = [each for each in kinds.values() if any(not NEAR[0] <= ratio <= NEAR[1] for ratio in each.values())]
+    if len(agreeing) < AGREE or len(odd) != 1:
+        return None
+    off = {key: ratio for key, ratio in odd[0].items() if not NEAR[0] <= ratio <= NEAR[1]}
+    most = next(iter(off.values()))
+    is_slip = any(abs(most * by - 1) < 0.06 or abs(most / by - 1) < 0.06 for by in SLIPS)
+    is_one = all(abs(ratio / most - 1) < 0.06 for ratio in off.values())
+    return ([*off], most) if is_slip and is_one else None
+
+
+def _unshared_levels(plugin: Subject) -> Iterator[str]:
+    """Yield the outer levels of a node in which each device has the whole rate of an interface to the host."""
+    for chip in plugin.chips:
+        group = NodeGroup(chip=chip, nodes=1, devices_per_node=chip.devices_per_node)
+        topology, host = plugin.loaded.topology(group), chip.host_bytes_per_second
+        for level in topology.levels[1:] if topology and host else ():
+            if host and level.bytes_per_second > 0.9 * host.value:
+                rate = f"{level.bytes_per_second / 1e9:g} GB/s for each device at the level {level.name}"
+                yield f"{chip.name}: {rate}, as much as to the host; the devices of a group share its link"
+
+
+CHECKS: tuple[Check, ...] = tuple(
+    getattr(module, name)
+    for module, names in (
+        (chips, "figures_are_plausible figures_are_consistent memory_bandwidth_is_plausible peaks_are_dense"),
+        (figures, "figures_are_of_their_class links_are_named_as_they_are figures_are_those_of_their_sources"),
+        (sources, "pcie_rates_are_one_way figures_match_their_sources links_are_added_up"),
+    )
+    for name in names.split()
+)
+"""The checks of a chip's figures."""
+
+
+def _unguarded(chip: Chip) -> Iterator[str]:
+    """Yield the figures that could be half as large without a failed check, and those that could be twice as large."""
+    for by, words in ((0.5, "no check fails for half of"), (2.0, "no check fails for twice")):
+        figures = (each for each in chip.figures.items() if each[0] != "tdp_watts")
+        if free := [shown(key, fact.value) for key, fact in figures if not _is_noticed(_with(chip, key, fact, by))]:
+            yield f"{words} {', '.join(free)}"
+
+
+def _with(chip: Chip, key: str, fact: Fact, by: float) -> Chip:
+    changed = replace(fact, value=fact.value * by)
+    name, _, part = key.partition(".")
+    if name == "dense_flops_per_second":
+        return replace(chip, dense_flops_per_second={**chip.dense_flops_per_second, part: changed})
+    if name == "link" and chip.link:
+        return replace(chip, link=replace(chip.link, bytes_per_second=changed))
+    fields: dict[str, Any] = {name: changed}
+    return replace(chip, **fields)
+
+
+def _is_noticed(chip: Chip) -> bool:
+    plugin: Any = SimpleNamespace(chips=(chip,), own_chips=lambda: (chip,))
+    for check in CHECKS:
+        with suppress(Skip):
+            if next(iter(check(plugin)), None):
+                return True
+    return False

@@ -7,13 +7,16 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from flagcore.domain.chip import Device
 from flagcore.plugins.entry_points import one_line
 from flagcore.plugins.validation import BadPlugin, several
+from flagcore.vendorkit import detection
 from flagcore_testing.kit import Subject
 from flagcore_testing.package import Transcript
 
@@ -99,6 +102,14 @@ def devices(
             if when and not isinstance(error, NoLimit):
                 raise BadPlugin(f"flagcore_devices raises {one_line(error)}, {when}") from error
             raise
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Let each reading run the tool, and so do later ones: transcripts are of different machines."""
+    late = mock.patch.object(detection, "time", SimpleNamespace(monotonic=partial(float, 1e18)))
+    with late, mock.patch.object(detection, "FRESH_SECONDS", -2e18):
+        yield
 
 
 def ask(plugin: Subject, **variables: str) -> tuple[Device, ...]:

@@ -32,6 +32,7 @@ ARGUMENTS = {
     "telemetry": "device",
     "check_task": "task, engine_version",
     "health": "chip",
+    "measured_chip": "chip",
     "vendor": "environment",
 }
 """The arguments of each hook of the healthy plugin."""

@@ -103,4 +103,25 @@ OF_TESTS = (
     Fault("incomplete_transcripts_add_no_devices", SMI, "    if memory is None:\n        return None\n", "    assert memory is not None\n", "AssertionError", ("*",)),
     Fault("curves_are_plausible", CURVE, "gemm_share: 0.75", "gemm_share: 0.075", "gemm_share = 0.075", ("large_matmuls_reach_the_peak",)),
 )
-FAULTS = (*OF_FIGURES, *OF_FILES, *OF_AGREEMENT, *OF_TESTS)
+PRODUCT = '{"kernel": "gemm", "precision": "int8", "m": %d, "n": 8192, "k": 8192, "us": 30000}\n'
+OF_DERIVATIONS = (
+    Fault("links_are_added_up", CHIP, "TODO: made up, one way", "links of 400 GB/s, halved", "one of its links"),
+    Fault("large_products_have_one_rate", KERNELS, "", PRODUCT % 8192 + PRODUCT % 65536, "65536 x 8192 x 8192", WITHOUT_PROVENANCE),
+    Fault("curves_are_plausible", CURVE, "gemm_share: 0.75", "gemm_share: 0.75\n  units: 6", "units = 6"),
+    Fault("figures_follow_from_their_sources", CHIP, "fp32: {value: 4.0e+13, source: *made_up}", "fp32: {value: 4.0e+13, source: {kind: estimated, method: 16 cores at 1 GHz of 384 multiply-adds}}", "1.229e+13"),
+    Fault("figures_match_their_sources", CHIP, "{value: 1.6e+12, source: *made_up}", "{value: 1.6e+12, source: {kind: published, where: 'acme.example/a1: 0.8 TB/s'}}", "2 times as much"),
+    Fault("pcie_rates_are_one_way", CHIP, "devices_per_node: 8", "host_bytes_per_second: {value: 3.2e+10, source: {kind: published, where: 'acme.example/a1: PCIe 5.0 x16'}}\ndevices_per_node: 8", "6.4e+10"),
+    Fault("placeholders_agree_with_other_plugins", ENVIRONMENT, "", "  - {name: ACCL_IB_HCA, value: '{interface}', several_nodes: true, meaning: adapters, source: *made_up}\n", "'{adapters}'"),
+    Fault("contexts_are_above_idle_memory", "flagcore_acme/hooks.py", "1.2 * 2**30", "1.2 * 2**20", "device_used_bytes(0)"),
+    Fault("topology_command_is_known", DISCOVER, "vendor_variables", 'topology=("acme-smi", "topo", "-m"),\n    vendor_variables', "acme-smi topo -m"),
+    Fault("devices_are_selected_by_an_own_variable", DISCOVER, "vendor_variables", 'own_variables=("ACMERT_",),\n    vendor_variables', "ACMERT_"),
+    Fault("all_chips_are_read", SMI, "(\\d+)\\s+(\\S.*)", "(\\d+)\\s+(ACME A2.*)", "A1", ("*",)),
+    Fault("uuids_can_be_selected", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[1]), uuid=f'GPU-0x{index}'", "GPU-0x0"),
+    Fault("memory_patterns_match_only_memory", QUIRKS, '"ACME out of memory"', '"ACME out of memory|CUDA error"', "illegal memory access"),
+    hook("measured_chip_is_valid", "measured_chip", "return 5", "flagcore_measured_chip"),
+    hook("measured_chips_keep_their_names", "measured_chip", "return replace(chip, name='A2')", "'A2'"),
+    hook("topologies_are_of_whole_nodes", "topology", "return own if group.devices_per_node > 8 else None", "devices_per_node = 8", also=("*",)),
+    Fault("knob_values_differ", KNOBS, "[{value: true, time", '[{value: 1, time: {value: 0.97, low: 0.9, high: 1.02}, environment: {ACME_OVERLAP: "1"}}, {value: 2, time', "set the same", ("*",)),
+    Fault("refused_values_are_not_those_that_work", QUIRKS, "the vendor's Megatron has uniform recompute only", "the vendor's Megatron uses block everywhere", "'block'"),
+)
+FAULTS = (*OF_DERIVATIONS, *OF_FIGURES, *OF_FILES, *OF_AGREEMENT, *OF_TESTS)

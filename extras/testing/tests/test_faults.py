@@ -11,10 +11,12 @@ from flagcore_testing.checks.entries import entries_apply_somewhere
 from flagcore_testing.checks.figures import architectures_are_alike
 from flagcore_testing.checks.measured import corrections_are_of_measured_kernels
 from flagcore_testing.checks.packaging import project_is_built_and_named as is_named
+from flagcore_testing.checks.trials import telemetry_is_of_the_right_field
 from flagcore_testing.kit import run
 
 from extras.testing.tests import faults, faults_of_data
 from extras.testing.tests.faulty import CHIP, ENVIRONMENT, PYPROJECT, Fault, broken, edit, healthy, imported
+from flagcore.domain.chip import Device
 
 FAULTS = (*faults.FAULTS, *faults_of_data.FAULTS)
 
@@ -24,6 +26,7 @@ WITHOUT_FAULT = {
     "larger_micro_batches_need_more_memory",
     "log_examples_match",
     "no_placeholders_are_left",
+    "telemetry_is_of_the_right_field",
 }
 """Checks that only skip, or that no single edit breaks."""
 
@@ -60,8 +63,10 @@ def test_a_valid_plugin_passes_all_checks(acme: Path) -> None:
         results = [run(check, plugin) for check in CHECKS]
     assert [result for result in results if result.state == "failed"] == []
     assert {result.check for result in results if result.state == "skipped"} == {
+        "devices_are_selected_by_an_own_variable",
         "log_examples_match",
         "no_placeholders_are_left",
+        "topology_command_is_known",
         "uuids_are_read",
     }
 
@@ -134,6 +139,15 @@ def test_links_of_one_name_agree(tmp_path: Path, acme: Path) -> None:
         result = run(links_of_one_name_agree, plugin)
     assert result.state == "failed"
     assert "B2: link.bytes_per_second = 4e+11" in result.message
+
+
+def test_the_temperature_of_the_memory_is_not_that_of_the_device(acme: Path) -> None:
+    text = '{"Temperature (Sensor junction) (C)": "36.0", "Temperature (Sensor memory) (C)": "31.0"}'
+    with imported(acme) as plugin:
+        plugin.memory["texts of samples"] = [text]
+        for celsius, state in ((36.0, "passed"), (31.0, "failed")):
+            plugin.memory["samples"] = [(Device(index=0, chip="A1"), {"temperature_celsius": celsius})]
+            assert run(telemetry_is_of_the_right_field, plugin).state == state
 
 
 def test_every_check_has_a_fault() -> None:

@@ -69,6 +69,19 @@ def values_agree_with_other_plugins(plugin: Subject) -> Problems:
                 yield f"{where}, and {len(values)} other plugins have {values[0]!r}"
 
 
+@check("write what the other plugins fill in: {interface} for sockets, {adapters} for InfiniBand, {address} for hosts")
+def placeholders_agree_with_other_plugins(plugin: Subject) -> Problems:
+    theirs: dict[str, Counter[str]] = {}
+    for variables in _others_files(plugin, read_variables):
+        for each in (each for each in variables if "{" in (each.value or "")):
+            theirs.setdefault(each.name.partition("_")[2], Counter())[str(each.value)] += 1
+    for each in (each for each in plugin.variables if "{" in (each.value or "")):
+        usual = theirs.get(each.name.partition("_")[2], Counter())
+        if usual and each.value not in usual:
+            shown = f"{usual.total()} variables of other plugins with this ending have {usual.most_common(1)[0][0]!r}"
+            yield f"environment.yaml: {each.name} = {each.value!r}, and {shown}"
+
+
 @check("remove it, or write this vendor's variable of the same meaning")
 def variables_are_of_this_vendor(plugin: Subject) -> Problems:
     own = detector_of(plugin).own_variables
@@ -171,6 +184,32 @@ def uuids_are_read(plugin: Subject) -> Problems:
             devices = fakes.ask(plugin)
         if devices and not any(each.uuid for each in devices):
             yield f"discover.py: uuids = None, although {own[0].name} prints them"
+
+
+@check("save its output in tests/smi, or name the command in maturity.yaml if no output could be had")
+def topology_command_is_known(plugin: Subject) -> Problems:
+    detector = detector_of(plugin)
+    command, package = " ".join(map(str, detector.topology)), plugin.package_folder
+    if not command:
+        raise Skip("the detector reads no links")
+    files = [path for path in package.rglob("*") if path.suffix in (".yaml", ".py") and path.name != "discover.py"]
+    files += [path for folder in ("tests/smi", "tests") for path in sorted((plugin.source / folder).glob("*.*"))]
+    words = " ".join(path.read_text("utf-8", "replace") for path in files if path.is_file()) + plugin.packaged.readme
+    arguments = " ".join(map(str, detector.topology[1:]))
+    if not re.search(re.escape(arguments).replace(r"\ ", r"\s+") + r"(?!\w)", words):
+        yield f"discover.py: topology runs `{command}`, which no other file of the plugin has"
+
+
+UNSELECTABLE = re.compile(r"0x|[^\w-]")
+
+
+@check("return the form that the variables accept, such as GPU-1234abcd: without 0x, spaces and brackets")
+def uuids_can_be_selected(plugin: Subject) -> Problems:
+    for each in plugin.listings:
+        with fakes.machine(fakes.printing(each)):
+            words = [device.uuid for device in fakes.ask(plugin) if device.uuid]
+        if wrong := next((word for word in words if UNSELECTABLE.search(word)), ""):
+            yield f"flagcore_devices: the UUID {wrong!r} of {each.name} is not one that a variable accepts"
 
 
 @check("write the same name in both")

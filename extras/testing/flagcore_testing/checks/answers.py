@@ -65,6 +65,15 @@ def health_is_of_problems(plugin: Subject) -> Problems:
             yield f"flagcore_health returns {each!r}, which is no problem"
 
 
+@check("return the given chip with other figures: dataclasses.replace(chip, memory_bytes=...); another one is ignored")
+def measured_chips_keep_their_names(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_measured_chip")
+    for chip in plugin.own_chips()[:1]:
+        answer = plugin.ask("flagcore_measured_chip", {"chip": chip})
+        if isinstance(answer, Chip) and answer.name != chip.name:
+            yield f"flagcore_measured_chip returns {answer.name!r} for {chip.name}"
+
+
 def _engines(plugin: Subject) -> list[str]:
     """Return one engine of each kind."""
     return list({kind_of(each): each for each in reversed(plugin.engines)}.values())
@@ -78,7 +87,7 @@ ARGUMENTS: Mapping[str, Callable[[Subject], Iterable[tuple[Any, ...]]]] = {
     **dict.fromkeys(BY_ENGINE, Subject.pairs),
     "telemetry_is_valid": lambda plugin: [(Device(index=0, chip=chip.name),) for chip in plugin.own_chips()],
     "check_task_is_valid": lambda plugin: [(task,) for task in plugin.tasks()],
-    "health_is_valid": lambda plugin: [(chip,) for chip in plugin.own_chips()[:1]],
+    **dict.fromkeys(("health_is_valid", "measured_chip_is_valid"), lambda plugin: [*zip(plugin.own_chips()[:1])]),
 }
 """Maps each check to a function that returns the arguments of its calls."""
 

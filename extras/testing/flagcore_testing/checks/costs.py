@@ -1,6 +1,7 @@
 """Checks of memory models, kernel times, topologies and collectives, and of their files."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import KINDS, CollectiveTable, Curve
 from flagcore.plugins import workload
 from flagcore.tuner.stages.discover import costs as costs_of
+from flagcore_testing import fakes
 from flagcore_testing.examples import group_of, task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
@@ -22,12 +24,39 @@ IDLE_SHARE, IDLE_BYTES = 0.25, 2**33
 """Maximum share of a device's memory, and maximum bytes, for context, libraries and collective buffers; known chips
 take up to 3.9 GiB.
 """
+CONTEXT_BYTES = 2.0**27
+"""Minimum memory of a process's context, libraries and collective buffers; known chips take 0.5 to 3 GiB."""
 RESERVED = 1.15
 """Maximum memory that an allocator reserves for tensors, relative to them; 1.0005 to 1.03 was measured."""
 
 
+def idle_bytes(plugin: Subject) -> dict[str, float]:
+    """Return the least memory in use on a device of each chip, in the transcripts of tools."""
+    found: dict[str, float] = {}
+    with suppress(Skip):
+        for each in plugin.listings:
+            with fakes.machine(fakes.printing(each)), fakes.uncached():
+                for device in fakes.ask(plugin):
+                    chip, reader = plugin.loaded.find_chip(device.chip), plugin.loaded.telemetry(device)
+                    used = reader.sample().get("memory_used_bytes") if reader else None
+                    if chip and used is not None:
+                        found[chip.name] = min(found.get(chip.name, used), used)
+    return found
+
+
 def _models(plugin: Subject) -> list[tuple[Chip, MemoryModel]]:
     return plugin.each("flagcore_memory_model", lambda chip: plugin.loaded.memory_model(group_of(chip), "megatron"))
+
+
+@check("count what an idle device shows in use, and a process's context, libraries and buffers, in bytes")
+def contexts_are_above_idle_memory(plugin: Subject) -> Problems:
+    idle = idle_bytes(plugin)
+    for chip, model in _models(plugin):
+        used = float(model.device_used_bytes(np.zeros(1))[0])
+        least = idle.get(chip.name, 0.0) + CONTEXT_BYTES
+        if 0 < used < least:
+            shown = f"{least:.3g}: {idle.get(chip.name, 0.0):.3g} of an idle device in tests/smi and a context"
+            yield f"{chip.name}: device_used_bytes(0) of hooks.py = {used:.3g} is below {shown}"
 
 
 @check("return a memory model for each of your chips, or remove the hook")
@@ -226,6 +255,16 @@ def outer_levels_are_not_faster(plugin: Subject) -> Problems:
                     f"{group.chip.name}, {group.nodes} x {group.devices_per_node}: level {outer.name} has "
                     f"{outer.bytes_per_second:g} B/s, {inner.name} inside it {inner.bytes_per_second:g}"
                 )
+
+
+@check("devices_per_node counts devices, not cards; or let flagcore_topology answer for whole nodes")
+def topologies_are_of_whole_nodes(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_topology")
+    for chip in plugin.own_chips():
+        once, twice = (NodeGroup(chip=chip, nodes=1, devices_per_node=by * chip.devices_per_node) for by in (1, 2))
+        if not plugin.loaded.topology(once) and plugin.loaded.topology(twice):
+            shown = f"devices_per_node = {chip.devices_per_node}, and it answers for twice as many"
+            yield f"flagcore_topology has no levels of {chip.name} with its own {shown}"
 
 
 @check("give seconds, and shares of 1; `efficiency` is the share of the rate that large messages reach")

@@ -231,13 +231,31 @@ def torch_of_others_is_not_trusted(plugin: Subject) -> Problems:
     for vendor, chip in foreign.items():
         if trusts(chip, frozenset()):
             yield f"discover.py: trusts accepts a torch 2.10.0 with a device of {vendor}"
-    has_own_module = detector.torch_device in detector.torch_attributes
-    if has_own_module and not any(trusts(chip, frozenset(detector.torch_attributes)) for chip in own):
+    if detector.torch_device != "cuda" and not any(trusts(chip, frozenset(detector.torch_attributes)) for chip in own):
         yield f"discover.py: trusts rejects a torch that has {detector.torch_device} and devices of {own[0].vendor}"
     for name in detector.torch_attributes:
         if all(trusts(chip, frozenset({name})) == trusts(chip, frozenset()) for chip in (*own, *foreign.values())):
             text = f"discover.py: torch_attributes has {name!r}, which changes no answer of trusts"
             yield Problem(text, "write the attribute of torch that trusts looks for, or remove it")
+
+
+@check("accept the names of all chips of the plugin, or add the names that the tool prints to aliases")
+def all_chips_are_read(plugin: Subject) -> Problems:
+    listings = [each for each in plugin.listings if each.lists[0].chip in each.text]
+    if not listings:
+        raise Skip("no transcript has the name of its chip")
+
+    def is_read(chip: Chip, each: Transcript, name: str) -> bool:
+        printed = each.lists[0].chip
+        text = each.text.replace(printed.ljust(len(name)), name.ljust(len(printed))) if name != printed else each.text
+        text = text if name in text else text.replace(printed, name)
+        found = fakes.devices(plugin, {each.tool: fakes.prints(text)})
+        return any(chip.has_name(device.chip) for device in found)
+
+    for chip in plugin.own_chips():
+        names = (chip.name, *chip.aliases)
+        if not any(is_read(chip, each, name) for each in listings for name in names):
+            yield f"{chip.name}: flagcore_devices lists no device if {listings[0].name} has the name of this chip"
 
 
 @check(f"read these lines, or state in {SOURCES} how many devices are `left_out`")

@@ -201,6 +201,29 @@ def _knob_problems(knob: Knob, engine: str, own: set[str]) -> Iterator[Problem]:
             yield Problem(text, "give the time with the knob divided by the time without it")
 
 
+@check("give each value the flags or variables that enable it, and do not list the default as another value")
+def knob_values_differ(plugin: Subject) -> Problems:
+    defaults = {each.name: each.used for each in plugin.variables if each.condition.startswith("the default")}
+    for each in plugin.shipped("knobs.yaml", all_knobs):
+        seen: dict[str, object] = {}
+        for value, effect in each.knob.effects.items():
+            launched = f"{effect.flags} {sorted(effect.environment.items())}"
+            if (effect.flags or effect.environment) and launched in seen:
+                yield f"knobs.yaml: {each.knob.name}: {value!r} and {seen[launched]!r} set the same"
+            seen[launched] = value
+            for name, word in effect.environment.items():
+                if defaults.get(name) == word and word != str(value):
+                    yield f"knobs.yaml: {each.knob.name}: {value!r} sets {name} = {word!r}, its default"
+
+
+@check("remove the value from the list, or correct the reason")
+def refused_values_are_not_those_that_work(plugin: Subject) -> Problems:
+    for each in plugin.quirks.refused:
+        for value in each.values:
+            if re.search(rf"\buses( only)? {re.escape(str(value))}\b", each.reason):
+                yield f"quirks.yaml: {each.name} refuses {value!r}, and its reason says {each.reason!r}"
+
+
 @check("use the engine that reads the variable")
 def variables_are_for_the_engine_that_reads_them(plugin: Subject) -> Problems:
     starts = {f"{re.sub(r'[^A-Z]', '', engine.upper())}_": engine for engine in plugin.engines}

@@ -20,8 +20,8 @@ CLASS = (
     (HOST, BANDWIDTH, 0.004, 0.25),
     ("nic_bytes_per_second", HOST, 0.03, inf),
     (PEAK + "fp16", MEMORY, 500, 2.5e4),
-    (PEAK + "fp16", PEAK + "fp32", 0.999, inf),
-    (PEAK + "bf16", PEAK + "fp32", 0.999, inf),
+    (PEAK + "fp16", PEAK + "fp32", 1.6, inf),
+    (PEAK + "bf16", PEAK + "fp32", 1.6, inf),
     (PEAK + "tf32", PEAK + "fp32", 0.999, 20),
 )
 """Bounds of a figure relative to another one for accelerators. Known chips are inside by a factor of about 1.5."""
@@ -117,6 +117,7 @@ def _family(chip: Chip) -> str:
 NUMBER = r"(?<![\w.,])(\d+(?:,\d{3})*(?:\.\d+)?)"
 FORMAT = "fp64|fp32|tf32|bf16|fp16|fp8|fp4|int8"
 PRECISE = re.compile(rf"{NUMBER} (?:dense )?((?:(?:{FORMAT})(?: and |, |/)?)+)(?= ?T(?:FLOP|OP)| and \d)", re.I)
+DERIVED = re.compile(r"\bof \d+ [^;]*?multiply-adds")
 SIZE = re.compile(rf"{NUMBER} ?(MiB|GiB|GB)(?!/s)\b")
 UNITS = {"MiB": (2.0**20,), "GiB": (2.0**30,), "GB": (2.0**30, 1e9)}
 EXPLAINED = re.compile(r"halved|shared|server|node|module|accumulation|less|\d or \d")
@@ -143,6 +144,6 @@ def _said(key: str, detail: str) -> Iterator[tuple[str, float]]:
         for match in SIZE.finditer(detail):
             yield from ((match[0], float(match[1].replace(",", "")) * unit) for unit in UNITS[match[2]])
     elif key.startswith(PEAK):
-        for match in PRECISE.finditer(detail):
+        for match in PRECISE.finditer(DERIVED.sub("", detail)):
             if key.removeprefix(PEAK) in re.split(r" and |, |/", match[2].casefold()):
                 yield match[0], float(match[1].replace(",", "")) * 1e12

@@ -91,6 +91,25 @@ def measured_kernels_are_possible(plugin: Subject, chip: Chip, folder: str) -> P
             yield Problem(f"{folder}/kernels.jsonl: {' '.join(map(str, sizes))} is listed {times} times", fix)
 
 
+HUGE_FLOPS, SPREAD = 1e12, 3.0
+"""Products of at least so many operations run at about the same rate: on known chips, the fastest one at twice that of
+the slowest one."""
+
+
+@check("correct its size or its time: large products of one precision run at about one rate", each=_folders)
+def large_products_have_one_rate(plugin: Subject, chip: Chip, folder: str) -> Problems:
+    rates: dict[str, dict[str, float]] = {}
+    for row in (each for each in _rows(plugin, folder) if each["kernel"] == "gemm"):
+        flops, size = 2.0 * row["m"] * row["n"] * row["k"], f"{row['m']} x {row['n']} x {row['k']}"
+        if flops >= HUGE_FLOPS:
+            rates.setdefault(str(row.get("precision")), {})[size] = flops / (row["us"] * 1e-6)
+    for precision, by_size in rates.items():
+        slowest, fastest = min(by_size, key=by_size.__getitem__), max(by_size, key=by_size.__getitem__)
+        if by_size[fastest] > SPREAD * by_size[slowest]:
+            shown = " and ".join(f"{by_size[size] / 1e12:.3g} TFLOP/s for {size}" for size in (fastest, slowest))
+            yield f"{folder}/kernels.jsonl: gemm in {precision} has {shown}"
+
+
 @check("name kernels of kernels.jsonl, and give the overheads in microseconds", each=_folders)
 def corrections_are_of_measured_kernels(plugin: Subject, chip: Chip, folder: str) -> Problems:
     file, where = plugin.package_folder / folder / "provenance.yaml", f"{folder}/provenance.yaml"
@@ -115,6 +134,8 @@ KNOWN = tuple(dict.fromkeys((*PRECISIONS, *PEAKS)))
 SHARES = ("gemm_share", "memory_share", "elementwise_share", "attention_share", "attention_backward_share")
 TINY_SHARE, ABOVE_PEAK = 0.1, 1.05
 """Range of a share of a peak in a curve; 0.18 is the smallest of a known chip, and clocks and timers vary."""
+PER_UNIT = (4e11, 4e13)
+"""Range of the dense 16-bit peak of one compute unit: the clock, of about 1 to 2.5 GHz, times operations in a clock."""
 PLAUSIBLE = {
     "units": (1, 2000),
     "tile": (1, 1024),
@@ -155,6 +176,11 @@ def _curve_problems(curve: Curve, source: str, chip: Chip) -> Iterator[str]:
     for key, (lowest, highest) in PLAUSIBLE.items():
         if not lowest <= getattr(curve, key) <= highest:
             yield f"{key} = {getattr(curve, key):g} is not in {lowest:g} to {highest:g}"
+    for name in ("bf16", "fp16"):
+        dense = chip.dense_flops_per_second.get(name)
+        if dense and curve.units > 1 and not PER_UNIT[0] <= dense.value / curve.units <= PER_UNIT[1]:
+            each = f"{dense.value / curve.units / 1e12:.3g} TFLOP/s in {name} for each"
+            yield f"units = {curve.units:g} have {each}; units of known chips have 0.4 to 40"
     for key, pattern in (("gemm_share", OF_PEAK), ("memory_share", OF_MEMORY)):
         for low, high, whole, unit in pattern.findall(source):
             peak = float(whole) * (1000.0 if unit == "TB/s" else 1.0)

@@ -17,6 +17,7 @@ SHARED = re.compile(r"shared by (?:its |the |all )?(\w+)", re.I)
 COUNTS = {"two": 2, "four": 4, "eight": 8, "sixteen": 16}
 NUMBER = r"(?<![\w.,])(?<!lanes of )(\d+(?:,\d{3})*(?:\.\d+)?)"
 RATE = re.compile(rf"{NUMBER} ?(Gb/s|Gbps|Gbit/s|GB/s|TB/s)")
+ONE_LINK = re.compile(rf"\b(?:links of|a link of|per link:?|each link has) {NUMBER} ?(Gb/s|Gbps|GB/s|TB/s)")
 FLOPS = re.compile(rf"{NUMBER}(?=[^;(]{{0,40}}?(?:TFLOP|TOP))")
 WATTS = re.compile(rf"{NUMBER} W\b")
 HALF = (f"{PEAK}bf16", f"{PEAK}fp16")
@@ -54,10 +55,26 @@ def pcie_rates_are_one_way(chip: Chip) -> Problems:
         if fact is None or (key == LINK and (chip.link is None or chip.link.topology != "pcie")):
             continue
         words = f"{chip.link.name if chip.link and key == LINK else ''} {fact.source.detail}"
-        if (limit := _pcie_rate(words)) and not 0.4 * limit < fact.value < 1.05 * limit:
+        limit = _pcie_rate(words)
+        if limit and (not 0.4 * limit < fact.value < 1.05 * limit or _is_unexplained_half(fact.value / limit, words)):
             yield f"{chip.name}: {key} = {fact.value:g}, but one direction of its interface carries {limit:g}"
         elif fact.value > LARGEST_PCIE and not ONE_WAY.search(f"{words} {chip.notes}"):
             yield f"{chip.name}: {key} = {fact.value:g} is above PCIe 5.0, and its source does not say 'one way'"
+
+
+@check("add the rates of all links of a device: collectives use them together", each=chips)
+def links_are_added_up(chip: Chip) -> Problems:
+    link = chip.link
+    if link is None or link.topology not in ("mesh", "switch") or min(chip.devices_per_node, link.domain_size or 3) < 3:
+        return
+    for match in ONE_LINK.finditer(link.bytes_per_second.source.detail):
+        one = float(match[1]) * UNITS.get(match[2], 0.125e9)
+        if any(_close(link.bytes_per_second.value, one * share) for share in (1.0, 0.5)):
+            yield f"{chip.name}: link.bytes_per_second = {link.bytes_per_second.value:g} is that of one of its links"
+
+
+def _is_unexplained_half(share: float, words: str) -> bool:
+    return _close(share, 0.5) and not re.search(r"halved|shared|share of|device of|die\b", words)
 
 
 def _pcie_rate(words: str) -> float | None:
@@ -94,6 +111,12 @@ def _differences(key: str, fact: Fact, chip: Chip) -> Iterator[str]:
             bits = {LINK: (8.0, 0.125), HOST: (8.0, 0.125), BANDWIDTH: (8.0, 0.125), NIC: (8.0,)}.get(key, ())
             if any(_close(value, number * times) for times in bits):
                 yield f"{says}, which is {number:g}"
+            elif (
+                fact.source.kind != "estimated"
+                and not key.startswith((PEAK, "tdp"))
+                and any(_close(value, number * times) for times in (2.0, 4.0))
+            ):
+                yield f"{says}: {value / number:.2g} times as much"
             elif key in HALF and 0.44 <= number / value <= 0.51 and _is_unexplained(number, value, stated, chip):
                 yield f"{says}, about half of it"
         powers = (10.0**power for power in (-3, -2, -1, 1, 2, 3))

@@ -163,6 +163,17 @@ def variables_hold_for_all_machines(plugin: Subject) -> Problems:
             yield f"environment.yaml: {each.name} = {each.value!r} is the name of a device of one machine"
 
 
+@check("name the variable that the runtime below torch reads, not that of containers or of another vendor")
+def devices_are_selected_by_an_own_variable(plugin: Subject) -> Problems:
+    detector = detector_of(plugin)
+    if not detector.own_variables:
+        raise Skip("the detector names no variables of its own software")
+    prefixes = (*map(str, detector.own_variables), f"{detector.torch_device.upper()}_")
+    if not any(str(name).startswith(prefixes) for name in detector.visible):
+        shown = f"none begins with a prefix of torch_device or own_variables, {', '.join(prefixes)}"
+        yield f"discover.py: visible = {detector.visible!r}: {shown}"
+
+
 @check("use `used` instead of `value`: flagcore sets them to the devices of each trial")
 def variables_do_not_select_devices(plugin: Subject) -> Problems:
     detector = detector_of(plugin)

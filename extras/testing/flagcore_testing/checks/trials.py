@@ -2,17 +2,12 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from types import SimpleNamespace
-from unittest import mock
 
 from flagcore.domain.chip import CORES, DISK_WAIT, OTHERS_CORES, SWAPPED, Device
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.vendorkit import detection
 from flagcore_testing import fakes
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
@@ -48,14 +43,6 @@ def _samples(plugin: Subject) -> list[Sample]:
     return samples
 
 
-@contextmanager
-def _uncached() -> Iterator[None]:
-    """Let each reading run the tool, and so do later ones: transcripts are of different machines."""
-    late = mock.patch.object(detection, "time", SimpleNamespace(monotonic=partial(float, 1e18)))
-    with late, mock.patch.object(detection, "FRESH_SECONDS", -2e18):
-        yield
-
-
 def _read_sample(plugin: Subject) -> list[Sample]:
     def sample(device: Device) -> list[Sample]:
         reader = plugin.loaded.telemetry(device)
@@ -71,7 +58,7 @@ def _read_sample(plugin: Subject) -> list[Sample]:
     plugin.memory["texts of samples"] = texts = list[str]()
     for each in listings:
         if all(plugin.loaded.find_chip(listed.chip) and listed.memory_mib for listed in each.lists):
-            with fakes.machine(fakes.printing(each)), _uncached():
+            with fakes.machine(fakes.printing(each)), fakes.uncached():
                 found = [pair for device in fakes.ask(plugin) for pair in sample(device)]
             kept = [pair for pair in found if not samples or USED in pair[1]]  # others are of another command
             samples += kept
@@ -140,6 +127,31 @@ def telemetry_is_what_the_tool_prints(plugin: Subject) -> Problems:
             yield Problem(f"flagcore_telemetry has no {name}, although the tool prints it", fix)
 
 
+OTHER_FIELDS = {
+    "temperature_celsius": r"mem|vram|hbm|ambient|limit|max",
+    "power_watts": r"\bmax|\bcap\b|limit|tdp|default|idle",
+    "utilization_share": r"mem|umc|enc|dec|fan",
+}
+"""Words in the names of fields, in JSON, of which a figure must not be."""
+FIELD = re.compile(r'"([^"\n]+)" *: *"?(\d+(?:\.\d+)?)"?')
+
+
+@check("read the field of the device itself: the temperature of the chip, the power that it draws, its load")
+def telemetry_is_of_the_right_field(plugin: Subject) -> Problems:
+    samples = _samples(plugin)
+    texts = plugin.memory.get("texts of samples", [])
+    for text in dict.fromkeys(texts):
+        fields: dict[str, list[float]] = {}
+        for name, number in FIELD.findall(text):
+            fields.setdefault(name, []).append(float(number))
+        of_text = [sample for (_, sample), other in zip(samples, texts, strict=False) if other == text]
+        for name, words in OTHER_FIELDS.items():
+            read = [sample.get(name, math.nan) * (100.0 if name == "utilization_share" else 1.0) for sample in of_text]
+            same = [field for field, numbers in fields.items() if numbers == read and any(read)]
+            if same and all(re.search(words, field, re.I) for field in same):
+                yield f"flagcore_telemetry: {name} is the field {same[0]!r} of the tool"
+
+
 PROCESS = re.compile(r"(?m)^[| ]*\d+\b[^%\n]*\b\d{3,7}\b[^%\n]*\b[a-z][\w./:-]{2,}[^%\n]*\b\d+ *(MiB|MB)?\b.*[| ]*$")
 """A line of a table of processes: the device, the process, its name, and its memory."""
 
@@ -151,7 +163,7 @@ def processes_are_read(plugin: Subject) -> Problems:
         table = each.text[match.start() :] if (match := re.search("process", each.text, re.I)) else ""
         if not (row := PROCESS.search(table)):
             continue
-        with fakes.machine(fakes.printing(each)), _uncached():
+        with fakes.machine(fakes.printing(each)), fakes.uncached():
             readers = [plugin.loaded.telemetry(device) for device in fakes.ask(plugin)]
             used = [use().processes for reader in readers if (use := getattr(reader, "use", None))]
         if used and not any(used):
@@ -229,6 +241,25 @@ def memory_failures_have_their_state(plugin: Subject) -> Problems:
             yield f"quirks.yaml: failures[{place}].state = {each.state.value}, which is no failure"
         if NO_MEMORY.search(each.example) and each.state is not TrialState.OUT_OF_MEMORY:
             yield f"quirks.yaml: failures[{place}].state = {each.state.value}, but its example is {each.example[:80]!r}"
+
+
+OTHER_ERRORS = (
+    "RuntimeError: {0} error: an illegal memory access was encountered",
+    "RuntimeError: {0} error: device-side assert triggered",
+    "RuntimeError: {0} error: unspecified launch failure",
+    "RuntimeError: {0} driver error: the device was lost",
+)
+"""Errors of a device, by its name, that say nothing about free memory."""
+
+
+@check("match the words about memory only: a search avoids larger candidates after such a failure")
+def memory_patterns_match_only_memory(plugin: Subject) -> Problems:
+    names = {"CUDA", "HIP", *(plugin.loaded.engine_support(*pair).device_type or "" for pair in plugin.pairs())}
+    lines = [line.format(name.upper()) for name in sorted(names) if name for line in OTHER_ERRORS]
+    for pattern in _patterns(plugin):
+        if pattern.state is TrialState.OUT_OF_MEMORY:
+            for line in (line for line in lines if re.search(pattern.pattern, line)):
+                yield f"flagcore_check_task: {pattern.pattern!r} matches {line!r}, which is no lack of memory"
 
 
 @check("correct the pattern or the order of the patterns")
