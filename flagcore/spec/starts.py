@@ -44,6 +44,8 @@ _HERE_DOCUMENT = re.compile(
 _REPEATS = re.compile(r"(\S*/)?(python[\d.]* -m |[\w.-]+ serve )")  # the program of the image
 _RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?(?:post|rc)\d+)?)(?![\d.])")
 _BATCH_LINE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
+_MOST_RANKS = 16
+"""The most hosts whose programs are read one by one, which takes seconds."""
 _BATCH_SHORT = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}
 
 
@@ -87,6 +89,13 @@ def starts_of(
         script = ("bash", "-c", joined, *words[1:]) if joined != text or not words else tuple(words)
         job, hosts, devices = _batch(text, directory)
         starts = [Start(words=script, job=job, hosts=hosts, devices=devices)]
+        if 1 < hosts <= _MOST_RANKS and 'case "$NODE_RANK" in' in text:  # each host starts its own servers
+            for rank in range(hosts):
+                start = Start(words=script, job={**job, "SLURM_NODEID": str(rank)}, devices=devices)
+                yield from (
+                    each for each in _inner(start, images, directory) if not each.words[0].startswith(ENDS_WITH)
+                )
+            return
     for start in starts:
         yield from _inner(start, images, directory)
 

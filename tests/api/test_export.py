@@ -27,7 +27,8 @@ from tests.engines.megatron.command.real import MEGATRON, PACKAGES, SHIM, needs_
 from tests.pages import ROOT
 from tests.small import SHAPE
 
-SCHEMAS = json.loads(gzip.decompress((Path(__file__).parent / "exported" / "schemas.json.gz").read_bytes()))
+EXPORTED = Path(__file__).parent / "exported"
+SCHEMAS = json.loads(gzip.decompress((EXPORTED / "schemas.json.gz").read_bytes()))
 PLAN = ROOT / "examples" / "train-1024-probe.yaml"
 SMALL_TRAINING: dict[str, Any] = {
     "model": SHAPE,
@@ -103,8 +104,8 @@ def test_the_script_of_a_plan_starts_a_node_with_its_rank(plan: Path, tmp_path: 
 
 def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path) -> None:
     script = only(exported(plan, "slurm"))
-    options = dict(line[8:].removeprefix("--").split("=") for line in script.splitlines() if line.startswith("#SBATCH"))
-    assert options == {"job-name": "job", "nodes": "128", "ntasks-per-node": "1", "gpus-per-node": "8"}
+    options = {line[10:] for line in script.splitlines() if line.startswith("#SBATCH")}
+    assert options == {"job-name=job", "nodes=128", "ntasks-per-node=1", "gpus-per-node=8", "exclusive", "mem=0"}
     (tmp_path / "bin").mkdir()
     for name, text in (("scontrol", "echo node-a; echo node-b"), ("srun", 'shift; SLURM_NODEID=7 exec "$@"')):
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -120,7 +121,9 @@ def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> N
     interface = network.interface_to(network.OUTSIDE)
     data = {**SMALL_TRAINING, "envs": {"HF_TOKEN": "hidden-4711", "MODE": "{interface}"}}
     data["train"] = {**data["train"], "command": command, "directory": str(tmp_path)}
-    text = only(exported(written(tmp_path, data), "kubernetes", options={"image": "image:1", "kind": kind}))
+    text = only(
+        exported(written(tmp_path, data), "kubernetes", options={"image": "image:1", "kind": kind, "rdma": "rdma/x"})
+    )
     manifest = checked(yaml.safe_load(text))
     first, others = (each[0] for each in found(manifest, "containers"))
     host = KINDS[kind].hosts("job", 3)[0]
@@ -129,7 +132,7 @@ def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> N
         done = subprocess.run(one["command"], env={"PATH": "/bin:/usr/bin", "HOME": "x", **ranks}, capture_output=True)
         assert done.stdout.decode().startswith(f"{rank} of 3 {host}:29500 it's $HOME")
         assert done.stdout.decode().rstrip().endswith(f"on {interface}".rstrip())
-    assert first["resources"]["limits"] == {"nvidia.com/gpu": 2, "rdma/hca_shared_devices_a": 1}
+    assert first["resources"]["limits"] == {"nvidia.com/gpu": 2, "rdma/x": 1}
     assert "hidden-4711" not in text
     assert [each["key"] for each in found(manifest, "secretKeyRef")] == ["HF_TOKEN"] * 2
 
@@ -324,38 +327,7 @@ def test_an_exported_llama_server_really_answers(tmp_path: Path) -> None:
 
 
 PAIRS = "prefill_decode=2xtp1+1xtp2"
-DYNAMO = {
-    "type": "object",
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "properties": {
-        "apiVersion": {"const": "nvidia.com/v1beta1"},
-        "kind": {"const": "DynamoGraphDeployment"},
-        "spec": {
-            "additionalProperties": False,
-            "properties": {
-                "backendFramework": {"enum": ["sglang", "vllm", "trtllm"]},
-                "components": {
-                    "maxItems": 25,
-                    "items": {
-                        "additionalProperties": False,
-                        "required": ["name"],
-                        "properties": {
-                            "name": {"type": "string", "pattern": "^[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?$"},
-                            "type": {"enum": ["frontend", "worker", "prefill", "decode", "planner", "epp"]},
-                            "replicas": {"type": "integer", "minimum": 0},
-                            "multinode": {
-                                "additionalProperties": False,
-                                "properties": {"nodeCount": {"type": "integer", "minimum": 2}},
-                            },
-                            "podTemplate": {"$ref": "#/definitions/io.k8s.api.core.v1.PodTemplateSpec"},
-                        },
-                    },
-                },
-            },
-        },
-    },
-    "definitions": SCHEMAS["definitions"],
-}
+DYNAMO = {**json.loads((EXPORTED / "dynamo.json").read_text()), "definitions": SCHEMAS["definitions"]}
 """The fields that exports may use, from `deploy/operator/api/v1beta1/*_types.go` of github.com/ai-dynamo/dynamo, from
 which its CRD is generated (commits 0fddc01b and 006b6e10, 2026).
 """

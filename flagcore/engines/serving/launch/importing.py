@@ -209,6 +209,8 @@ def _arguments(
             knob, _ = engine.program.knob_of(name)
             if not is_short and name != strip_dashes(flag):
                 notes.note(flag, f"is short for --{name}", "serve")
+        elif knob is not None and flag[1:2] != "-" and knob.flags:
+            name = strip_dashes(knob.flags[0].name)
         if model is None and knob is not None and len(values) > (knob.kind != "flag"):
             model = values.pop()  # the model follows a flag, as in `--enforce-eager MODEL`
         if not flag and len(values) > 1:
