@@ -6,18 +6,9 @@
 of its sections are the fields of `flagcore.domain.engine.EngineSupport`; `device_type` (torch's name of the devices)
 and `distributed_backend` (torch.distributed's name) are required. Facts about single engines are in `quirks.yaml`.
 
-`environment.yaml` contains the environment variables of a vendor's software. `variables` is a list of `name`,
-`meaning`, `source`, and either `value`, which is set for trials, or `used`, the value in the source, which flagcore
-does not set. `engines`, `kinds`, `chips` and `versions` (releases of the engine) restrict an entry, and `condition`
-describes when it applies. flagcore checks two conditions: `several_nodes: true`, and `unless`, a training setting that
-must not be on. `overridden_by` is a variable that the software reads first: tasks get a note if it is set. Values may
-contain `{interface}` and the like (docs/hosts.md); a host without such a device does not set the variable.
+`environment.yaml` contains the environment variables of a vendor's software, `knobs.yaml` the knobs that it adds to an
+engine, and `quirks.yaml` known problems. docs/plugin-data.md describes their keys.
 
-`knobs.yaml` contains the knobs that a vendor's software adds to an engine, each with its values, effect and source; the
-keys are in docs/plugin-data.md ("Knobs").
-
-`quirks.yaml` contains the sections `support`, `refused`, `forced`, `preferred`, `warmup`, `failures` and `notes`, whose
-keys are in docs/plugin-data.md ("Known problems").
 Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`train`, `serve`), `chips` and `versions`
 of the engine (`">=0.11,<0.13"`); a missing key means all. An entry also applies if the release is unknown.
 """
