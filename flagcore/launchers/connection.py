@@ -84,10 +84,7 @@ def sources() -> bytes:
 
 
 def agent_command() -> str:
-    """Return the shell command that starts an agent.
-
-    It uses the path of this Python if the host has it, and otherwise `python3`.
-    """
+    """Return the shell command that starts an agent, with this Python if the host has it, otherwise `python3`."""
     script = 'p=$0; [ -x "$p" ] || p=python3; exec "$p" -I -S -c "$1" "$2"'
     return shlex.join(["exec", "sh", "-c", script, sys.executable, BOOT, str(SILENCE_SECONDS)])
 
@@ -257,10 +254,7 @@ CLOSE_SECONDS = 2.0
 
 
 class Agents:
-    """The connections to idle agents, at most one per host. An idle agent has no trial.
-
-    A thread keeps the agents alive.
-    """
+    """The connections to agents without a trial, at most one per host. A thread keeps the agents alive."""
 
     def __init__(self, channel: Callable[[str], Sequence[str]]) -> None:
         self.channel = channel

@@ -162,10 +162,7 @@ def _find_processes(marker: str, session: int) -> list[int]:
 def spawn_guard(
     stdout: BinaryIO | int, stderr: BinaryIO | int, control: int, report: int, *, stdin: int = subprocess.DEVNULL
 ) -> GuardProcess:
-    """Start a guard as a program. The trial inherits its stdout and stderr.
-
-    The guard inherits only its two pipe ends.
-    """
+    """Start a guard as a program, which inherits only its two pipe ends. The trial inherits its stdout and stderr."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__, str(control), str(report), str(os.getpid())],
         stdin=stdin,

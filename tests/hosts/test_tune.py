@@ -12,7 +12,7 @@ from tests.books import books_balance, check_kept_once
 from tests.cli.conftest import BEST
 from tests.hosts.bed import SLURM, Bed, missing
 from tests.hosts.conftest import SECRET, Project, Tune
-from tests.hosts.test_faults import all_clean
+from tests.hosts.test_faults import HOSTS_LOST, all_clean
 
 pytestmark = pytest.mark.slow
 
@@ -53,16 +53,21 @@ def test_a_second_tune_on_the_same_hosts_is_refused_with_the_name_of_the_first(
 
 
 @pytest.mark.long
-def test_a_killed_tune_goes_on_in_another_allocation_of_slurm(project: Project) -> None:
+@pytest.mark.parametrize("loss", ["node", "tune"])
+def test_a_tune_goes_on_in_another_allocation_of_slurm(loss: str, project: Project) -> None:
     if reason := missing(*SLURM):
         pytest.skip(reason)
     bed = project.bed
     if not bed.slurm:
         bed.start_slurm()
-    project.write_spec(sleeps=0.3, launcher="slurm", trials=4)
+    project.write_spec(sleeps=3.0, launcher="slurm", trials=4, spares=1, wait_for_hosts=5)
     tune = Tune(project, "salloc", "--quiet", "--nodes=3", "--exclusive")
-    tune.wait_for_a_trial(1)
-    tune.kill()
+    hosts = tune.wait_for_a_trial(1)
+    if loss == "node":  # Slurm ends the job, and the node registers again
+        bed.run("h0", "scontrol", "update", f"nodename={hosts[1]}", "state=down", "reason=test")
+        assert tune.process.wait() == HOSTS_LOST, tune.output()
+    else:
+        tune.kill()
     assert all_clean(bed, everything=True) == []
     tune.resume()
     result = tune.finish()
