@@ -384,7 +384,7 @@ def open_signal_pipe() -> int:
 
 
 def begin(control: int, become: Become) -> TrialProcesses | None:
-    """Read an order and start its trial. Returns None if flagcore ended before the order was complete. Raises OSError."""
+    """Read an order and start its trial. Returns None if flagcore ended before it was complete. Raises OSError."""
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1):
         raise OSError("this system has no child subreaper (prctl), so processes of a trial could survive")
     order = b""
