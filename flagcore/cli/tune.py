@@ -150,26 +150,14 @@ def _targets() -> Sequence[str]:
 
 def _pods(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for the pods of Kubernetes to a command."""
-    for option in (
-        click.option(
-            "--pods",
-            type=click.Path(exists=True, dir_okay=False),
-            metavar="FILE",
-            help="YAML file with fields of a pod's spec, such as tolerations, that are merged into all pods.",
-        ),
-        click.option(
-            "--user",
-            metavar="NUMBER",
-            help="Run as this user, with the rights that the Pod Security Standard restricted allows.",
-        ),
-        click.option("--queue", metavar="NAME", help="Queue of Kueue or Volcano."),
-        click.option(
-            "--volume",
-            metavar="CLAIM:PATH",
-            help="Persistent volume claim and its mount point, for kubernetes and dynamo.",
-        ),
+    for name, metavar, text in (
+        ("pods", "FILE", "YAML file with fields of a pod's spec, such as tolerations, that are merged into all pods."),
+        ("user", "NUMBER", "Run as this user, with the rights that the Pod Security Standard restricted allows."),
+        ("rdma", "RESOURCE", "Request this resource of network adapters, for RDMA, in each pod."),
+        ("queue", "NAME", "Queue of Kueue or Volcano."),
+        ("volume", "CLAIM:PATH", "Persistent volume claim and its mount point, for kubernetes and dynamo."),
     ):
-        command = option(command)
+        command = click.option(f"--{name}", metavar=metavar, help=text)(command)
     return command
 
 
@@ -210,7 +198,7 @@ def export_command(where: Path, candidate: tuple[str, ...], target: str, **given
     """
     from flagcore import api
 
-    named = {name: given.pop(name) for name in ("image", "kind", "volume", "queue", "user", "pods")}
+    named = {name: given.pop(name) for name in ("image", "kind", "volume", "queue", "rdma", "user", "pods")}
     options_of_target = {name: str(value) for name, value in named.items() if value is not None}
     exported = api.export(where, target, ", ".join(candidate) or "best", options=options_of_target, **given)
     for file in exported.files:

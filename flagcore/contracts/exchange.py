@@ -33,10 +33,7 @@ class ImportedSpec:
     file: str = ""
 
     def translate_error(self, error: SpecError) -> SpecError:
-        """Convert an error about a key of the spec to an error about the matching key of the imported file.
-
-        By default, return `error` unchanged.
-        """
+        """Convert an error about a key of the spec to one about the key of the imported file; by default unchanged."""
         return error
 
 
@@ -57,8 +54,7 @@ class Importer(Protocol):
     ) -> ImportedSpec:
         """Return the configuration `name` in `directory`. Raises SpecError.
 
-        `overrides`: changes of its keys, such as `a.b=c`.
-        `chips`: a function that returns the chips of all plugins.
+        `overrides`: changes of its keys, such as `a.b=c`. `chips`: a function that returns the chips of all plugins.
         """
 
 
@@ -76,9 +72,7 @@ class HistoryReader(Protocol):
     ) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
         """Return the trials in a file in the order in which they ran, and notes on skipped rows and columns.
 
-        `task`: the job that was tuned.
-        `axes`: the knobs of its space.
-        `find`: returns the candidate with the given knob values.
+        `task`: the job that was tuned. `axes`: the knobs of its space. `find`: returns the candidate with given values.
 
         The trials have no predictions, and the caller ignores their numbers. Raises UsageError if the file does not
         contain trials of the same kind of job.
@@ -115,7 +109,7 @@ class ExportJob:
     `replicas` identical servers, or the first of `servers`. It is empty if the candidate's engine is the exporter.
     `devices`: the number of devices per node that `launch` uses.
     `options`: the user's options: `image` of containers; of Kubernetes also `kind` of a job, `volume` as CLAIM:PATH,
-    `queue`, `user` (a number) and `pods`, a file with fields of pods.
+    `queue`, `rdma` (a resource), `user` (a number) and `pods`, a file with fields of pods.
     `servers`: the servers, if the candidate has several kinds of them.
     """
 

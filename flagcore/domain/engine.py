@@ -83,7 +83,7 @@ class TaskAdvice:
 class KubernetesResource:
     """The resource name of a vendor's Kubernetes device plugin, and whether its unit is a device or a card.
 
-    `rdma`: the resource of network adapters for RDMA. Each pod of a job on several nodes requests one.
+    `rdma`: the usual resource of network adapters for RDMA, which notes name.
     """
 
     name: str

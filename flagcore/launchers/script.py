@@ -56,18 +56,20 @@ def batch_script(job: ExportJob) -> str:
     job = replace(job, launch=replace(job.launch, environment=environment))
     devices = "cpus-per-task" if job.platform.support.shared_devices else "gpus-per-node"
     options = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": 1, devices: job.devices}
-    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items()), *comments(job)]
-    several = job.nodes > 1
-    address = "" if not several else "MASTER_ADDR" if not job.launch.script else "HOSTS"
-    if address == "HOSTS" and "${HOSTS" not in job.launch.script:
-        address = ""  # the script has the names
+    header = [f"#SBATCH --{name}={value}" for name, value in options.items()]
+    if job.devices == max(group.devices_per_node for group in job.platform.task.cluster.groups):
+        header += ["#SBATCH --exclusive", "#SBATCH --mem=0"]  # else a task has one core, and the default of memory
+    lines = ["#!/bin/bash", *header, *comments(job)]
+    several, first = job.nodes > 1, "" if job.launch.script else "=${MASTER_ADDR%%[[:space:]]*}"
+    needs_names = several and (bool(first) or "${HOSTS" in job.launch.script)  # otherwise the script has them
+    address = ("MASTER_ADDR" if first else "HOSTS") if needs_names else ""
+    meaning = "the name of the first node" if first else "the names of all nodes, in the order of NODE_RANK"
     if several:
         names = " and ".join(filter(None, ("NODE_RANK", address)))
         lines.append(f"# Start it with sbatch, or on each of the {job.nodes} nodes with {names} set.")
     rank = ['NODE_RANK="${NODE_RANK:-$SLURM_NODEID}"'] if several else []
     lines += ["start() {", *rank, *start_lines(job, several=several), "}"]
     hostnames = '$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1'
-    first = "=${MASTER_ADDR%%[[:space:]]*}" if address == "MASTER_ADDR" else ""
     lines += [
         'if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${NODE_RANK:-}" ]; then',
         *([f"  {address}={hostnames}", f"  export {address}{first}"] if address else []),
@@ -78,9 +80,6 @@ def batch_script(job: ExportJob) -> str:
     if several:
         lines.append(': "${NODE_RANK:=${SLURM_NODEID:?set NODE_RANK to the number of this node, from 0}}"')
     if address:
-        meaning = {"HOSTS": "the names of all nodes, in the order of NODE_RANK"}.get(
-            address, "the name of the first node"
-        )
         lines.append(f': "${{{address}:?set it to {meaning}}}"')
     return "\n".join([*lines, "start"]) + "\n"
 
@@ -94,13 +93,10 @@ def start_lines(job: ExportJob, *, several: bool = False, secrets: Mapping[str, 
     lines = [f"cd {shlex.quote(launch.directory)} || exit 1"] if launch.directory else []
     if KIND in launch.argv:
         lines.append(': "${DEVICE_TYPE:?set it to the type of this node in the host file}"')
-    if launch.script:
-        if several:
-            first = (
-                '"${HOSTS%%[[:space:]]*}"' if "${HOSTS" in launch.script else job.platform.task.spec.cluster.hosts[0]
-            )
-            lines.append(f"export NODE_RANK MASTER_ADDR={first}")
-        return [*lines, *exports(launch), *launch.script.splitlines()]
+    if launch.script:  # its line that sets MASTER_ADDR comes first: interfaces are found with it
+        script = launch.script.splitlines()
+        at = next((number for number, line in enumerate(script, 1) if "MASTER_ADDR=" in line), 0)
+        return [*lines, *script[:at], *exports(launch), *script[at:]]
     if several:
         lines.append(f'export NODE_RANK MASTER_ADDR MASTER_PORT="${{MASTER_PORT:-{MASTER_PORT}}}" NNODES={job.nodes}')
         lines.append(f'export PET_NNODES={job.nodes} PET_NODE_RANK="$NODE_RANK"')
@@ -110,17 +106,22 @@ def start_lines(job: ExportJob, *, several: bool = False, secrets: Mapping[str, 
     lines += exports(launch)
     if not launch.sample:
         return [*lines, f"exec {multi_line(launch.argv, secrets=secrets)}"]
-    sample = multi_line(launch.sample, separator="\n")
+    sample = re.sub(r"\S*,\S*", r"'\g<0>'", multi_line(launch.sample, separator="\n"))
     lines += [f"# Replace these, which train on generated data: {launch.missing}.", f"SAMPLE=(\n  {sample}\n)"]
     return [*lines, f'exec {multi_line(launch.argv)} \\\n  "${{SAMPLE[@]}}"']
 
 
 def exports(launch: Launch) -> list[str]:
     """Return the lines of bash that export the variables of a launch, or that check that its secrets are set."""
-    return [
-        f': "${{{name}:?set it: it is secret}}"' if is_secret(name) and value else f"export {name}={_quoted(value)}"
-        for name, value in launch.environment.items()
-    ]
+    lines = list[str]()
+    for name, value in launch.environment.items():
+        if is_secret(name) and value:
+            lines.append(f': "${{{name}:?set it: it is secret}}"')
+        elif any(each in value for each in DEVICES_OF_HOST):
+            lines += [f"{name}={_quoted(value)}", f"export {name}"]
+        else:
+            lines.append(f"export {name}={_quoted(value)}")
+    return lines
 
 
 def multi_line(words: Sequence[str], separator: str = " \\\n", secrets: Mapping[str, str] = {}) -> str:

@@ -44,7 +44,7 @@ def knobs_of(
     return engines[name].knobs
 
 
-def space_section(knobs: Sequence[Knob]) -> type[Section]:
+def space_section(knobs: Sequence[Knob], suffix: str) -> type[Section]:
     """Return the pydantic model of the section `space` for these knobs."""
     doc = "The search space: for each knob a value, a list of values, or auto (every legal value)."
     rows = [
@@ -52,14 +52,14 @@ def space_section(knobs: Sequence[Knob]) -> type[Section]:
         for knob in knobs
         if knob.searchable or knob.comparable
     ]
-    return section_of("Space", doc, rows)
+    return section_of(f"Space{suffix}", doc, rows)
 
 
-def baseline_section(knobs: Sequence[Knob]) -> type[Section]:
+def baseline_section(knobs: Sequence[Knob], suffix: str) -> type[Section]:
     """Return the pydantic model of the section `baseline` for these knobs."""
     doc = "The baseline: a value for some or all knobs. Missing knobs are off or 1; DP uses the remaining devices."
     listed = [knob for knob in knobs if knob.searchable or knob.comparable]
-    return section_of("Baseline", doc, [(knob, _nullable_type(knob), None) for knob in listed])
+    return section_of(f"Baseline{suffix}", doc, [(knob, _nullable_type(knob), None) for knob in listed])
 
 
 def candidate_section(knobs: Sequence[Knob]) -> type[Section]:
@@ -69,12 +69,12 @@ def candidate_section(knobs: Sequence[Knob]) -> type[Section]:
 
 
 @lru_cache(maxsize=64)
-def settings_section(knobs: tuple[Knob, ...]) -> type[Section]:
+def settings_section(knobs: tuple[Knob, ...], suffix: str = "") -> type[Section]:
     """Return the pydantic model of the section `settings` for these knobs."""
     settings = [knob for knob in knobs if "setting" in knob.scope]
     fields = {knob.name: (_value_type(knob) | None, Field(None, description=knob.help)) for knob in settings}
     doc = "Settings of the engine for all candidates. Missing or null: the engine's default."
-    return create_model("Settings", __base__=Section, __doc__=doc, **fields)  # type: ignore[call-overload,no-any-return]
+    return create_model(f"Settings{suffix}", __base__=Section, __doc__=doc, **fields)  # type: ignore[call-overload,no-any-return]
 
 
 def space_of(section: Section, knobs: Sequence[Knob]) -> dict[str, str | tuple[KnobValue, ...]]:

@@ -189,16 +189,21 @@ class Document(CommonSection):
 @lru_cache(maxsize=64)
 def document_of(engine: str, knobs: tuple[Knob, ...]) -> type[Document]:
     """Return the pydantic model of a spec for a training engine with these knobs."""
-    space, baseline, settings = space_section(knobs), baseline_section(knobs), settings_section(knobs)
+    suffix = f"_{engine}"  # names in the JSON Schema differ between engines
+    space, baseline = space_section(knobs, suffix), baseline_section(knobs, suffix)
+    settings = settings_section(knobs, suffix)
     set_values = rule(lambda section, _context: settings_of(section, knobs))
     listed = rule(lambda section, _context: space_of(section, knobs))
     given = rule(lambda section, _context: section and candidate_of(section, knobs, settings=True))
-    train = with_fields(TrainSection, settings=(Annotated[settings, set_values], settings()))
+    train = with_fields(TrainSection, suffix, settings=(Annotated[settings, set_values], settings()))
     tuner = with_fields(
-        TunerSection, space=(Annotated[space, listed], space()), baseline=(Annotated[baseline | None, given], None)
+        TunerSection,
+        suffix,
+        space=(Annotated[space, listed], space()),
+        baseline=(Annotated[baseline | None, given], None),
     )
     train_field = (Annotated[train, rule(train_of)], ...)
-    return with_fields(Document, f"_{engine}", train=train_field, auto_tuner=(tuner, tuner()))
+    return with_fields(Document, suffix, train=train_field, auto_tuner=(tuner, tuner()))
 
 
 def with_fields(section: type[M], suffix: str = "", **fields: Any) -> type[M]:

@@ -163,10 +163,7 @@ class _Search:
         return search_ended
 
     def _run_probes(self) -> None:
-        """Probe `control.probes` candidates before the first run.
-
-        Probes take at most the share MAX_SHARE_OF_PROBES of `control.max_time`.
-        """
+        """Probe `control.probes` candidates in the first MAX_SHARE_OF_PROBES of `control.max_time`."""
         if self.fidelity != RUN:
             return
         while len(probed := self._probed()) < self.control.probes and self._seconds_for_probes() > 0:

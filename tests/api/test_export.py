@@ -27,7 +27,8 @@ from tests.engines.megatron.command.real import MEGATRON, PACKAGES, SHIM, needs_
 from tests.pages import ROOT
 from tests.small import SHAPE
 
-SCHEMAS = json.loads(gzip.decompress((Path(__file__).parent / "exported" / "schemas.json.gz").read_bytes()))
+EXPORTED = Path(__file__).parent / "exported"
+SCHEMAS = json.loads(gzip.decompress((EXPORTED / "schemas.json.gz").read_bytes()))
 PLAN = ROOT / "examples" / "train-1024-probe.yaml"
 SMALL_TRAINING: dict[str, Any] = {
     "model": SHAPE,
@@ -103,14 +104,29 @@ def test_the_script_of_a_plan_starts_a_node_with_its_rank(plan: Path, tmp_path: 
 
 def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path) -> None:
     script = only(exported(plan, "slurm"))
-    options = dict(line[8:].removeprefix("--").split("=") for line in script.splitlines() if line.startswith("#SBATCH"))
-    assert options == {"job-name": "job", "nodes": "128", "ntasks-per-node": "1", "gpus-per-node": "8"}
+    options = {line[10:] for line in script.splitlines() if line.startswith("#SBATCH")}
+    assert options == {"job-name=job", "nodes=128", "ntasks-per-node=1", "gpus-per-node=8", "exclusive", "mem=0"}
     (tmp_path / "bin").mkdir()
     for name, text in (("scontrol", "echo node-a; echo node-b"), ("srun", 'shift; SLURM_NODEID=7 exec "$@"')):
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     words = started(script, tmp_path, "torchrun", SLURM_JOB_NODELIST="node-[a-b]")
     assert {"--node-rank=7", "--master-addr=node-a", "--nnodes=128"} <= set(words)
+
+
+@pytest.mark.parametrize("start", ["exec torchrun --node-rank=$NODE_RANK", "srun torchrun --node-rank=$SLURM_NODEID"])
+def test_a_script_is_started_once_per_node_with_the_rank_of_the_node(start: str, tmp_path: Path) -> None:
+    sizes = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --micro-batch-size 1"
+    batch = "--seq-length 64 --global-batch-size 12 --max-position-embeddings 64 --bf16"
+    header = "export NODE_RANK=0 NCCL_SOCKET_IFNAME=$(echo here0)\n"
+    (tmp_path / "run.sh").write_text(f"{header}{start} --nnodes=3 --nproc-per-node=2 pretrain_gpt.py {sizes} {batch}\n")
+    train = {**SMALL_TRAINING["train"], "command": ["bash", "run.sh"], "directory": str(tmp_path)}
+    space = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": [1, 2]}
+    data = {**SMALL_TRAINING, "train": train, "auto_tuner": {"space": space}}
+    script = only(exported(written(tmp_path, data), "slurm"))
+    words = started(script, tmp_path, "torchrun", NODE_RANK="2", MASTER_ADDR="first")
+    assert {"--nnodes=3", "--node-rank=2", "--master-addr=first", "--nproc-per-node=2"} <= set(words)
+    assert not {"srun torchrun", "here0", "run.sh"} & set(script.split())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,7 +136,9 @@ def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> N
     interface = network.interface_to(network.OUTSIDE)
     data = {**SMALL_TRAINING, "envs": {"HF_TOKEN": "hidden-4711", "MODE": "{interface}"}}
     data["train"] = {**data["train"], "command": command, "directory": str(tmp_path)}
-    text = only(exported(written(tmp_path, data), "kubernetes", options={"image": "image:1", "kind": kind}))
+    text = only(
+        exported(written(tmp_path, data), "kubernetes", options={"image": "image:1", "kind": kind, "rdma": "rdma/x"})
+    )
     manifest = checked(yaml.safe_load(text))
     first, others = (each[0] for each in found(manifest, "containers"))
     host = KINDS[kind].hosts("job", 3)[0]
@@ -129,7 +147,7 @@ def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> N
         done = subprocess.run(one["command"], env={"PATH": "/bin:/usr/bin", "HOME": "x", **ranks}, capture_output=True)
         assert done.stdout.decode().startswith(f"{rank} of 3 {host}:29500 it's $HOME")
         assert done.stdout.decode().rstrip().endswith(f"on {interface}".rstrip())
-    assert first["resources"]["limits"] == {"nvidia.com/gpu": 2, "rdma/hca_shared_devices_a": 1}
+    assert first["resources"]["limits"] == {"nvidia.com/gpu": 2, "rdma/x": 1}
     assert "hidden-4711" not in text
     assert [each["key"] for each in found(manifest, "secretKeyRef")] == ["HF_TOKEN"] * 2
 
@@ -250,6 +268,26 @@ def test_what_cannot_be_exported_is_a_usage_error_and_leaves_no_folder(
     assert not list(tmp_path.glob("out-*"))
 
 
+@pytest.mark.parametrize("place", ["new", "."])
+def test_an_interrupted_export_leaves_the_folder_as_it_was(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    spec, write, files = server(tmp_path), Path.write_text, list[Path]()
+
+    def interrupted(file: Path, *arguments: Any, **options: Any) -> int:
+        files.append(file)
+        if len(files) == 2:
+            raise KeyboardInterrupt
+        return write(file, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        api.export(spec, "compose", "instances=2, tp=2", output=place)
+    assert not list(Path().rglob("*"))
+
+
 def test_a_full_folder_is_not_overwritten(tmp_path: Path) -> None:
     spec = written(tmp_path, SMALL_TRAINING)
     exported(spec, "megatron")
@@ -324,38 +362,7 @@ def test_an_exported_llama_server_really_answers(tmp_path: Path) -> None:
 
 
 PAIRS = "prefill_decode=2xtp1+1xtp2"
-DYNAMO = {
-    "type": "object",
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "properties": {
-        "apiVersion": {"const": "nvidia.com/v1beta1"},
-        "kind": {"const": "DynamoGraphDeployment"},
-        "spec": {
-            "additionalProperties": False,
-            "properties": {
-                "backendFramework": {"enum": ["sglang", "vllm", "trtllm"]},
-                "components": {
-                    "maxItems": 25,
-                    "items": {
-                        "additionalProperties": False,
-                        "required": ["name"],
-                        "properties": {
-                            "name": {"type": "string", "pattern": "^[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?$"},
-                            "type": {"enum": ["frontend", "worker", "prefill", "decode", "planner", "epp"]},
-                            "replicas": {"type": "integer", "minimum": 0},
-                            "multinode": {
-                                "additionalProperties": False,
-                                "properties": {"nodeCount": {"type": "integer", "minimum": 2}},
-                            },
-                            "podTemplate": {"$ref": "#/definitions/io.k8s.api.core.v1.PodTemplateSpec"},
-                        },
-                    },
-                },
-            },
-        },
-    },
-    "definitions": SCHEMAS["definitions"],
-}
+DYNAMO = {**json.loads((EXPORTED / "dynamo.json").read_text()), "definitions": SCHEMAS["definitions"]}
 """The fields that exports may use, from `deploy/operator/api/v1beta1/*_types.go` of github.com/ai-dynamo/dynamo, from
 which its CRD is generated (commits 0fddc01b and 006b6e10, 2026).
 """

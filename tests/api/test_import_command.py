@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flagcore import api
 from flagcore.api.planning.estimate import build_problem_of_spec
@@ -75,90 +76,7 @@ def test_a_training_command_is_its_own_baseline(words: list[str], tmp_path: Path
     assert not values["use_recompute"]
 
 
-INPUTS = {
-    "command": (f"torchrun --nproc-per-node=4 pretrain_gpt.py {SIZED}", "megatron slurm kubernetes"),
-    "job.sbatch": (
-        "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=4\nexport NCCL_DEBUG=INFO\nsrun torchrun --nproc-per-node=4 "
-        f"--nnodes=2 --node-rank=$SLURM_NODEID pretrain_gpt.py {SIZED}",
-        "megatron slurm kubernetes",
-    ),
-    "docker": (
-        "docker run -e A=1 vllm/vllm-openai:v0.11.0 --model model -tp 2 --max-num-seqs 8 --async-scheduling",
-        "compose kubernetes",
-    ),
-    "same.sh": ("vllm serve model --port 1 &\nvllm serve model --port 2 &", "vllm slurm compose kubernetes"),
-    "config": ("vllm serve --config c.yaml -dp 2 --seed 3", "vllm slurm"),
-    "unit.service": (f"[Service]\nExecStart={SERVERS['sglang']}", "sglang slurm compose kubernetes"),
-    "hosts.sbatch": ("#SBATCH -N 2\nsrun vllm serve model -tp 8 -pp 2 --nnodes 2", "slurm kubernetes"),
-    "apart.yaml": (
-        "services: {p: {image: 'lmsysorg/sglang:v0.5.5', command: python3 -m sglang.launch_server --model-path model "
-        "--disaggregation-mode prefill}, d: {image: 'lmsysorg/sglang:v0.5.5', command: python3 -m sglang.launch_server "
-        "--model-path model --disaggregation-mode decode --tp 2}}",
-        "slurm compose kubernetes",
-    ),
-    "values.yaml": (
-        "servingEngineSpec: {modelSpec: [{repository: vllm/vllm-openai, tag: v0.11.0, modelURL: model, "
-        "replicaCount: 2, vllmConfig: {tensorParallelSize: 2}}]}",
-        "compose kubernetes",
-    ),
-    "deployment.yaml": (
-        "kind: Deployment\nspec: {replicas: 2, template: {spec: {containers: [{image: 'vllm/vllm-openai:v0.11.0', "
-        "args: [--model, model, -tp, 2], env: [{name: A, value: b}], resources: {limits: {nvidia.com/gpu: 2}}}]}}}",
-        "vllm slurm compose kubernetes",
-    ),
-    "stateful.yaml": (
-        "kind: StatefulSet\nspec: {replicas: 2, template: {spec: {containers: [{image: 'vllm/vllm-openai:v0.11.0', "
-        "args: [--model, model, -tp, 8, --nnodes, 2], resources: {limits: {nvidia.com/gpu: 4}}}]}}}",
-        "slurm kubernetes",
-    ),
-    "group.yaml": (
-        "kind: LeaderWorkerSet\nspec: {leaderWorkerTemplate: {size: 2, leaderTemplate: {spec: {containers: "
-        "[{image: 'lmsysorg/sglang:v0.5.5', command: [python3, -m, sglang.launch_server, --model-path, model, --tp, 8, "
-        "--nnodes, $(LWS_GROUP_SIZE)], resources: {limits: {nvidia.com/gpu: 4}}}]}}}}",
-        "sglang slurm kubernetes",
-    ),
-    "torch.yaml": (
-        "kind: PyTorchJob\nspec: {pytorchReplicaSpecs: {Master: {template: &pod {spec: {containers: [{image: a, "
-        f"command: [{', '.join(['torchrun', '--nnodes=2', '--nproc-per-node=4', 'pretrain_gpt.py', *SIZED.split()])}], "
-        "resources: {limits: {nvidia.com/gpu: 4}}}]}}}, Worker: {replicas: 1, template: *pod}}}",
-        "megatron slurm kubernetes",
-    ),
-    "ray.yaml": (
-        "kind: RayService\nspec: {serveConfigV2: {applications: [{args: {llm_configs: [{model_loading_config: "
-        "{model_source: model}, engine_kwargs: {tensor_parallel_size: 2}, deployment_config: {num_replicas: 2}}]}}]}}",
-        "vllm slurm compose kubernetes",
-    ),
-    "job.yaml": (
-        "kind: Job\nspec: {parallelism: 2, template: {spec: {containers: [{image: 'lmsysorg/sglang:v0.5.5', command: "
-        "[python3, -m, sglang.launch_server, --model-path, model, --tp, 8, --nnodes, 2], "
-        "resources: {limits: {nvidia.com/gpu: 4}}}]}}}",
-        "sglang slurm kubernetes",
-    ),
-    "dstack.yaml": (
-        "type: service\nimage: vllm/vllm-openai:v0.11.0\nenv: [A=1]\nresources: {gpu: 'H100:2'}\n"
-        "commands: [vllm serve model -tp $DSTACK_GPUS_NUM --max-model-len 4096]",
-        "vllm slurm compose kubernetes",
-    ),
-    "kthena.yaml": (
-        "kind: ModelBooster\nspec: {backend: {modelURI: 'hf://Qwen/Qwen3-8B', env: [{name: A, value: b}], workers: "
-        "[{type: server, image: 'vllm/vllm-openai:v0.11.0', pods: 2, resources: {limits: {nvidia.com/gpu: 4}}, "
-        "config: {tensor-parallel-size: 8, max-model-len: 4096}}]}}",
-        "slurm kubernetes",
-    ),
-    "kserve.yaml": (
-        "kind: InferenceService\nspec: {predictor: {minReplicas: 2, model: {modelFormat: {name: huggingface}, args: "
-        "[--tensor-parallel-size=2, --cudagraph-capture-sizes, 1, 2], storageUri: 'hf://Qwen/Qwen3-8B', "
-        "resources: {limits: {nvidia.com/gpu: 2}}}}}",
-        "vllm slurm compose kubernetes",
-    ),
-    "llm-service.yaml": (
-        "kind: LLMInferenceService\nspec: {replicas: 2, model: {uri: 'hf://Qwen/Qwen3-8B'}, parallelism: {tensor: 2}, "
-        "template: {containers: [{image: 'vllm/vllm-openai:v0.11.0', resources: {limits: {nvidia.com/gpu: 2}}}]}}",
-        "vllm slurm compose kubernetes",
-    ),
-    "lmdeploy": (SERVERS["lmdeploy"], "lmdeploy slurm compose kubernetes"),
-    "llama-server": ("llama-server -m model -np 4 -c 8192 --cache-ram 0", "llamacpp slurm compose kubernetes"),
-}
+INPUTS = yaml.safe_load((Path(__file__).parent / "round_trip.yaml").read_text())
 IMAGES = {"vllm": "vllm/vllm-openai:v0.11.0", "sglang": "lmsysorg/sglang:v0.5.5"}
 OWN = {"GEMS_VENDOR", "CUDA_DEVICE_MAX_CONNECTIONS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES"}
 
@@ -175,7 +93,7 @@ def shown(data: Any) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INPUTS)
 def test_an_export_comes_back_as_the_same_spec(name: str, tmp_path: Path) -> None:
-    text, targets = INPUTS[name]
+    text, targets = INPUTS[name]["input"], INPUTS[name]["targets"]
     (tmp_path / "c.yaml").write_text("model: model\nmax-model-len: 4096\n")
     (tmp_path / name).write_text(text)
     imported = api.read_command(None, [name if "." in name else text], chip="H100-SXM")

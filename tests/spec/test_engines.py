@@ -74,7 +74,7 @@ def test_an_engine_that_is_unknown_or_serves_is_an_error(engine: str, fix: str) 
 
 def test_the_schema_describes_the_knobs_of_all_engines() -> None:
     schema = json_schema(ENGINES)["$defs"]
-    assert schema["Space"]["properties"]["shards"]["description"] == "Number of shards."
+    assert schema["Space_acme"]["properties"]["shards"]["description"] == "Number of shards."
     assert schema["ServeSpace_acme-serve"]["properties"]["slots"]["description"] == "Sequences at once."
 
 
@@ -106,7 +106,7 @@ def test_an_unknown_engine_does_not_hide_other_errors() -> None:
 
 
 def test_the_schema_accepts_words_as_one_text_as_the_spec_does() -> None:
-    texts = json_schema(ENGINES)["$defs"]["Settings"]["properties"]["parts"]["anyOf"]
+    texts = json_schema(ENGINES)["$defs"]["Settings_acme"]["properties"]["parts"]["anyOf"]
     (pattern,) = [each["pattern"] for each in texts if "pattern" in each]
     for text in ("moe", "attn,moe", "attn moe"):
         assert re.search(pattern, text)

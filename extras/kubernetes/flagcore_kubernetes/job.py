@@ -23,7 +23,7 @@ from flagcore.i18n import N_, _
 from flagcore.launchers.script import MASTER_PORT
 from flagcore.spec.plain_data import dump_yaml
 from flagcore_kubernetes.join import TOKEN
-from flagcore_kubernetes.pods import Pods, device_limits, pod_options, pod_spec, rdma_resource
+from flagcore_kubernetes.pods import Pods, device_limits, pod_options, pod_spec, rdma_note
 
 HOSTS = "FLAGCORE_HOSTS"
 """Environment variable that contains the names of the job's pods, the tuning pod first."""
@@ -151,7 +151,6 @@ def export(job: ExportJob) -> Mapping[str, str]:
     hosts = KINDS[kind].hosts(job.name, job.nodes)
     environment, of_host, secrets = _environment(job, hosts)
     command = "" if job.servers is not None else _command(job, hosts, of_host)
-    hosts_each = max([job.nodes] if job.servers is None else [group.hosts for group in job.servers.groups])
     pods = Pods(
         name=job.name,
         count=job.nodes,
@@ -162,7 +161,6 @@ def export(job: ExportJob) -> Mapping[str, str]:
         limits=device_limits(job.platform, job.devices),
         devices=job.devices,
         secrets=secrets,
-        rdma=rdma_resource(job.platform, hosts_each),
         **pod_options(job.options),
     )
     if job.servers is not None:
@@ -185,11 +183,13 @@ def _notes(job: ExportJob, pods: Pods) -> list[str]:
         notes.append("The cluster must have LeaderWorkerSet, which starts each server on several hosts.")
     if pods.secrets:
         notes.append(f"Create the secret {job.name}-secrets first.")
-    weights = job.platform.task.spec.serve.weights or "" if job.is_server else ""
-    if os.path.isabs(weights) and not (pods.claim and Path(weights).is_relative_to(pods.mount)):
-        notes.append(f"The image must have the model in {weights}; --volume CLAIM:PATH mounts a volume.")
-    if pods.rdma:
-        notes.append(f"Pods request {pods.rdma}, for RDMA; --pods can set it to 0 and request that of your cluster.")
+    weights = [job.platform.task.spec.serve.weights or ""] if job.is_server else []
+    paths = dict.fromkeys(weights or [job.launch.directory or "", *job.launch.argv])
+    on_volume = [each for each in paths if pods.claim and Path(each).is_relative_to(pods.mount)]
+    if needed := [each for each in paths if os.path.isabs(each) and each not in on_volume]:
+        notes.append(f"The image must have {', '.join(needed)}; --volume CLAIM:PATH mounts a volume.")
+    hosts = max([job.nodes] if job.servers is None else [group.hosts for group in job.servers.groups])
+    notes += [f"{note[0].upper()}{note[1:]}." for note in rdma_note(job.platform, hosts, pods)]
     if not pods.user:
         notes.append("For a namespace with the Pod Security Standard restricted, add --user NUMBER.")
     return [f"# {note}" for note in notes]
@@ -276,12 +276,11 @@ def _server_groups(job: ExportJob, servers: ServerGroups, common: Pods) -> list[
         own = replace(job, launch=group.launch, name=f"{job.name}-{group.name}", replicas=group.replicas)
         environment, of_host, _secrets = _environment(replace(own, name=job.name), ())
         addressed = {name: value.replace("{own_address}", "$(POD_IP)") for name, value in environment.items()}
-        limits, rdma = device_limits(job.platform, group.devices), rdma_resource(job.platform, group.hosts)
+        limits = device_limits(job.platform, group.devices)
         pods = replace(common, name=own.name, first=_command(own, (), of_host), environment=addressed, limits=limits)
         pods = replace(
             pods,
             devices=group.devices,
-            rdma=rdma,
             others=f"{of_host}exec {' '.join(shell_quoted(word, IN_GROUP) for word in group.others)}",
         )
         if group.hosts > 1:
@@ -360,13 +359,13 @@ def manifest(
         environment={HOSTS: " ".join(hosts)},
         limits=limits,
         devices=group.devices_per_node,
-        rdma=rdma_resource(platform, group.nodes),
         secrets={TOKEN: (f"{name}-token", "token")} if len(hosts) > 1 else {},
         tunes=True,
         **pod_options(options),
     )
     secrets = {secret for secret, _key in pods.secrets.values()}
     notes = [_("create the secret {name} first", name=secret) for secret in sorted(secrets)]
+    notes = [*notes, *rdma_note(platform, group.nodes, pods)]
     return kind.manifest(pods), [*notes, *_storage_notes(pods, spec.resolve())]
 
 

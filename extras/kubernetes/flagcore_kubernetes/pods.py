@@ -8,7 +8,7 @@ from typing import Any
 
 from flagcore.contracts import Platform
 from flagcore.errors import UsageError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import read_mapping
 
 SHM_GIB_PER_DEVICE = 8
@@ -25,7 +25,7 @@ class Pods:
     `limits` are the resources of each pod. `secrets` maps variables to the name and key of their secret. `claim` is a
     persistent volume claim, mounted at `mount`; it is empty if there is none. `devices` is the number of devices of a
     pod. `queue` is the name of a queue, and `user` the number of the user of the processes; both may be empty.
-    `rdma` is the resource of network adapters; it is empty if the pods need none.
+    `rdma` is the resource of network adapters; it is empty if the pods request none.
     `changes` are fields that are merged into the spec of each pod. With `tunes`, the first pod runs `flag tune`: the
     job ends when it ends, otherwise when all pods have ended.
     """
@@ -82,10 +82,15 @@ def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
     return {support.kubernetes.name: -(-devices // devices_per_unit)}
 
 
-def rdma_resource(platform: Platform, nodes: int) -> str:
-    """Return the resource of network adapters of a job on `nodes` nodes, or an empty string if no plugin defines it."""
+def rdma_note(platform: Platform, nodes: int, pods: Pods) -> list[str]:
+    """Return a note on the option `--rdma` for pods on several nodes whose vendor has such a resource."""
     kubernetes = platform.support.kubernetes
-    return kubernetes.rdma.name if nodes > 1 and kubernetes and kubernetes.rdma else ""
+    if nodes == 1 or pods.rdma or not (kubernetes and kubernetes.rdma):
+        return []
+    text = N_(
+        "pods request no network adapters; for RDMA, add --rdma with the resource of your cluster, such as {name}"
+    )
+    return [_(text, name=kubernetes.rdma.name)]
 
 
 def pod_options(options: Mapping[str, str]) -> dict[str, Any]:
@@ -100,6 +105,7 @@ def pod_options(options: Mapping[str, str]) -> dict[str, Any]:
         "mount": mount,
         "queue": options.get("queue", ""),
         "user": user,
+        "rdma": options.get("rdma", ""),
         "changes": changes,
         "image": options["image"],
     }

@@ -150,7 +150,7 @@ def test_one_node_is_one_pod_without_a_secret(tmp_path: Path, kind: str) -> None
 @pytest.mark.parametrize(
     ("chip", "devices", "limits"),
     [
-        ("H100-SXM", 8, {"nvidia.com/gpu": 8, "rdma/hca_shared_devices_a": 1}),
+        ("H100-SXM", 8, {"nvidia.com/gpu": 8}),
         ("C550", 8, {"metax-tech.com/gpu": 8}),
         ("BI-V150", 16, {"iluvatar.com/gpu": 8}),
         ("MLU590-M9", 8, {"cambricon.com/mlu": 8}),
@@ -165,10 +165,13 @@ def test_pods_ask_for_the_devices_of_their_vendor(
     tmp_path: Path, chip: str, devices: int, limits: dict[str, int]
 ) -> None:
     file = written(tmp_path, cluster={"chip": chip, "nodes": 3, "devices_per_node": devices})
-    manifest, _ = api.manifest(file, kind="jobset", image="image:1")
+    manifest, notes = api.manifest(file, kind="jobset", image="image:1")
     assert found(checked(manifest), "limits") == [limits] * 2
-    added = [context["capabilities"] for context in found(manifest, "securityContext") if "capabilities" in context]
-    assert added == [{"add": ["IPC_LOCK"]}] * 2 * any(name.startswith("rdma/") for name in limits)
+    assert any("--rdma" in note for note in notes) == (chip == "H100-SXM")  # its plugin has a resource
+    manifest, notes = api.manifest(file, kind="jobset", image="image:1", rdma="rdma/x")
+    assert found(checked(manifest), "limits") == [{**limits, "rdma/x": 1}] * 2
+    assert found(manifest, "capabilities") == [{"add": ["IPC_LOCK"]}] * 2
+    assert not any("--rdma" in note for note in notes)
 
 
 def test_a_bad_option_or_launcher_is_refused(tmp_path: Path) -> None:

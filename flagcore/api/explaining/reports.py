@@ -399,10 +399,7 @@ def _unit(side: Subject) -> float:
 
 
 def _relative(a: Subject, b: Subject, a_s: float, b_s: float) -> float:
-    """Return the relative difference between the times of `b` and `a`, such as 0.1 if `b` takes 10% longer.
-
-    For training, times per token and device are compared.
-    """
+    """Return how much longer `b` takes than `a`, such as 0.1 for 10%. Training: per token and device."""
     return b_s / _unit(b) / (a_s / _unit(a)) - 1.0
 
 

@@ -63,11 +63,11 @@ _OF_MACHINE = re.compile(
     r"^(BASH_FUNC_.*|PATH|PWD|HOME|HOSTNAME|USER|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY"
     r"|HOSTS|(NODE_|LOCAL_)?RANK|WORLD_SIZE|NNODES|MASTER_(ADDR|PORT)|\w+_HOST_IP|(FLAGCORE|LWS|PET)_\w+)$"
 )
-_OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|JOB_NODELIST)")
+_OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|(JOB_)?NODELIST)")
 """Variables whose values differ between the hosts of a job, or between jobs."""
-_DEVICES = "VISIBLE_DEVICES"
-_OF_COPY = re.compile(r" --([\w-]*port|node.rank|[\w-]*start.rank)[= ]\S+| --headless")
-_FOLLOWER = re.compile("--node.rank[= ][1-9]|--headless")
+_DEVICES, _NIC = "VISIBLE_DEVICES", re.compile("_(IFNAME|HCA)$")
+_OF_COPY = re.compile(r" --([\w-]*port|node.rank|data-parallel-(start-)?rank)[= ]\S+| --headless")
+_FOLLOWER = re.compile("--(node|data-parallel|data-parallel-start).rank[= ][1-9]|--headless")
 """Patterns of the arguments that copies of a server have of their own, and of those of its other hosts."""
 _TOOLS = re.compile(r"(sudo )?\S*(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl) |\S*python\S* -m pip ")
 """A pattern of commands that prepare an environment: what they name is not started."""
@@ -84,10 +84,7 @@ def read_tree(
 
 
 def check_imported(found: ImportedSpec) -> None:
-    """Raise SpecError if an imported spec is invalid. It names the keys of the imported file.
-
-    The path of the model may be missing.
-    """
+    """Raise SpecError, which names keys of the file, if an imported spec is invalid. The model may be missing."""
     try:
         validate_engines(found.data, file=Path(found.file), base=Path())
     except SpecError as error:
@@ -112,7 +109,7 @@ def read_command(
     failed = next((n for n, each in enumerate(programs) if each.words[0].startswith(ENDS_WITH)), len(programs))
     first = _engines(workloads, programs[:failed])
     found = first or _engines(workloads, programs)
-    gave_up = None if first else _not_one(words, content or "", programs, {})
+    gave_up = None if first else _not_one(words, content or "", programs[: failed + 1], {})
     if error := _not_one(words, content or "", programs, found):
         raise gave_up or error
     ((name, *_words), start) = next(iter(found.items()))
@@ -207,7 +204,7 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
 def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -> dict[str, str]:
     """Return `variables` without secrets and without those of the machine or container. Add a note on each variable.
 
-    If `start` has several instances, each has its own devices. An interface that is not in `text` was computed here.
+    If `start` has several instances, each has its own devices. A network device not in `text` was computed here.
     """
     instances = start.instances
     spec_variables = dict[str, str]()
@@ -218,7 +215,7 @@ def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -
             continue
         if is_secret(name) or redact_text(value) != value:
             notes.note(name, "is a secret: not copied")
-        elif (start.hosts > 1 and _OF_HOST.fullmatch(name)) or (name.endswith("_IFNAME") and value not in text):
+        elif (start.hosts > 1 and _OF_HOST.fullmatch(name)) or (_NIC.search(name) and not (value and value in text)):
             notes.note(name, "dropped: differs between hosts")
         elif _OF_MACHINE.search(name) or (name.endswith(_DEVICES) and (instances > 1 or not re.match("[0-9]", value))):
             notes.note(name, "dropped: belongs to the machine or the container")

@@ -178,7 +178,8 @@ def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -
     launch = replace(launch, directory=launch.directory or launch.folder)
     job = replace(job, comments=(*job.comments, *script_comments), launch=launch)
     secrets = [f". {shlex.quote(str(secrets_file))} || exit 1"] if missing_secrets else []
-    return "\n".join(["#!/bin/sh", *comments(job), *secrets, *start_lines(job, secrets=names)]) + "\n"
+    lines = start_lines(job, several="--nnodes={nnodes}" in launch.argv, secrets=names)
+    return "\n".join(["#!/bin/sh", *comments(job), *secrets, *lines]) + "\n"
 
 
 def _with_secret_variables(launch: Launch) -> tuple[Launch, dict[str, str]]:
@@ -220,10 +221,7 @@ shell does not have."""
 
 
 def listing(job: ExportJob) -> str:
-    """Return a shell script that prints the command of a launch, one argument per line.
-
-    The user completes the command.
-    """
+    """Return a shell script that prints the command of a launch, which the user completes, one argument per line."""
     launch = job.launch
     lines = ["#!/bin/sh", *comments(job), f"# Add {launch.missing}.", "cat << 'END'", *exports(launch)]
     return "\n".join([*lines, multi_line(launch.argv), "END"]) + "\n"

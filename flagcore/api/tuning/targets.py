@@ -17,11 +17,12 @@ from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
 from flagcore.contracts.exchange import ANY_HOST
-from flagcore.domain.files import writable, write
+from flagcore.domain.files import writable
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Candidate
+from flagcore.domain.spec import HOSTFILE
 from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
 from flagcore.launchers.script import checked_name, job_name, start_script
@@ -61,7 +62,7 @@ def export(
     exporter = _exporter(snapshot, target)
     chosen = legal_candidate(snapshot.problem, named_columns(snapshot, candidate)[0])
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(each.name != DRAFT for each in folder.iterdir())):
         raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
     require_startable(snapshot.problem, chosen, elsewhere=True)
     with writable(folder, _("choose another folder with --output")), _whole_folder(folder) as draft:
@@ -70,7 +71,7 @@ def export(
         files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
         for file, text in files.items():
             (draft / file).parent.mkdir(exist_ok=True)
-            write(draft / file, text)
+            (draft / file).write_text(text, "utf-8", errors="surrogateescape")
             (draft / file).chmod(0o755 if text.startswith("#!") else 0o644)
     text = N_("the job trains on generated data until you replace the sample arguments; add {missing}")
     notes = (_(text, missing=job.launch.missing),) if job.launch.sample else ()
@@ -81,23 +82,29 @@ def export(
 def _whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder, which becomes `folder` at the end. It is deleted if an exception ends the context.
 
-    Its path in the text files that were written to it is replaced by that of `folder`. Raises OSError.
+    Its path in the text files that were written to it is replaced by that of `folder`. It is inside `folder` if that
+    cannot be replaced. Raises OSError.
     """
     target = folder.resolve()
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    is_fixed = target == Path.cwd() or target.is_mount() or not os.access(target.parent, os.W_OK)
+    draft = target / DRAFT if target.exists() and is_fixed else target.with_name(f".{target.name}{DRAFT}")
+    rmtree(draft, ignore_errors=True)  # of an export that was killed
     try:
         draft.mkdir(parents=True)
         yield draft
         for file in filter(Path.is_file, draft.rglob("*")):
             if str(draft) in (text := file.read_text("utf-8", errors="surrogateescape")):
                 file.write_text(text.replace(str(draft), str(target)), "utf-8", errors="surrogateescape")
-        if target.exists():  # it may be the working directory
-            for each in draft.iterdir():
-                each.replace(target / each.name)
-        else:
+        for each in draft.iterdir() if draft.parent == target else ():
+            each.rename(target / each.name)
+        if draft.parent != target:
             draft.rename(target)
     finally:
         rmtree(draft, ignore_errors=True)
+
+
+DRAFT = ".part"
+"""The end of the name of an export's folder while it is written."""
 
 
 def _require_equal_nodes(job: ExportJob, target: str) -> None:
@@ -149,10 +156,7 @@ def _job(
     name: str,
     options: Mapping[str, str],
 ) -> ExportJob:
-    """Return the job of a candidate.
-
-    For a server on several instances, it is one instance if the exporter starts them.
-    """
+    """Return the job of a candidate, or of one instance of its server if the exporter starts all instances."""
     engine: object = snapshot.problem.workload
     platform = snapshot.problem.platform
     platform = platform if exporter is None or exporter is engine else platform.without_local_devices()
@@ -172,16 +176,17 @@ def _job(
 
 
 def _elsewhere(platform: Platform, exporter: Exporter | None, engine: object) -> Platform:
-    """Return the platform for servers on other machines: programs are found there, and hosts are those of the target.
+    """Return the platform for other machines: programs of servers are found there, and hosts are those of the target.
 
-    A start script has the hosts of the spec, if it names them.
+    A start script of servers has the hosts of the spec, if it names them.
     """
-    spec = platform.task.spec
-    if not isinstance(spec.work, ServeSpec):
-        return platform
-    in_image = exporter is engine or (exporter is not None and exporter.per_server)
-    work = replace(spec.work, elsewhere="image" if in_image else "host")
+    spec, work = platform.task.spec, platform.task.spec.work
     cluster, launcher = spec.cluster, spec.launcher
+    if isinstance(work, ServeSpec):
+        in_image = exporter is engine or (exporter is not None and exporter.per_server)
+        work = replace(work, elsewhere="image" if in_image else "host")
+    elif work.command is None or any(HOSTFILE in word for word in work.command):
+        return platform
     if cluster.nodes > 1 and not (exporter is None and spec.on_each_host):
         cluster = replace(cluster, hosts=tuple(ANY_HOST.format(number) for number in range(cluster.nodes)))
         launcher = ON_HOSTS
@@ -206,7 +211,7 @@ def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
     hardware = hardware_text(task.cluster.devices, task.cluster.chips)
     work = task.spec.work
     release = f" with {work.engine} {work.engine_version}" if work.engine_version else ""
-    lines = [f"{candidate_text(candidate, knobs)} on {hardware}{release}, from {snapshot.where}"]
+    lines = [f"{candidate_text(candidate, knobs)} on {hardware}{release}, from {snapshot.where.resolve().name}"]
     for name, value in candidate.items:
         knob = knobs.get(name)
         if knob is not None and value not in (None, knob.neutral):

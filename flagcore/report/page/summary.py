@@ -1,5 +1,6 @@
 """The summary section: the best configuration, its speedup with the uncertainty, and the command that starts it."""
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
@@ -111,19 +112,20 @@ def _why_no_best(run: RunData) -> list[str]:
 
 
 def _failures(run: RunData) -> Iterator[str]:
-    """Yield the most frequent failure of the trials with its logs."""
+    """Yield the most frequent failure of the trials with its logs. Failures may differ in digits, such as times."""
     failures = [each for each in run.trials if each.state is not TrialState.INTERRUPTED]
     failures = [each for each in failures if str(each.reason) not in run.stopped_because]
     if failures:
-        (state, reason), count = Counter((each.state, each.reason) for each in failures).most_common(1)[0]
-        log = next(each.log for each in failures if (each.state, each.reason) == (state, reason))
+        kinds = [(each.state, re.sub(r"\d", "", str(each.reason))) for each in failures]
+        kind, count = Counter(kinds).most_common(1)[0]
+        first = failures[kinds.index(kind)]
         yield _(
             "{part} of {count} trials ended as '{state}': {reason} (logs in {folder})",
             part=count,
             count=len(run.trials),
-            state=state_name(state.value),
-            reason=reason,
-            folder=Path(run.folder_name, log).parent,
+            state=state_name(first.state.value),
+            reason=first.reason,
+            folder=Path(run.folder_name, first.log).parent,
         )
 
 

@@ -20,8 +20,9 @@ from tests.report.page.reading import Read, read
 EXPERTS = {**MODEL, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 256}
 HOSTILE = "</script><script>alert('log')</script> <img src=x onerror=alert(1)> a|b `c` \x1b[31mred\x1b[0m \x07"
 BROKEN = f"""\
+import os, sys
 print({HOSTILE!r})
-sys.exit("ValueError: </pre><b>it is</b> | broken")
+sys.exit("ValueError: </pre><b>it is</b> | broken in process " + str(os.getpid()))
 """
 MESHES = "old pp2 + new dp2"
 FINISHED = ("dense", "pipeline", "experts", "serving", "engines", "resumed", "estimate")

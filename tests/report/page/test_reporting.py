@@ -30,6 +30,11 @@ def test_the_stop_reason_is_in_the_language_of_the_reader(runs: Runs, kind: str)
     assert reason not in read(runs.chinese(kind)).section("summary").text
 
 
+def test_failures_that_differ_in_digits_are_counted_together(runs: Runs) -> None:
+    reasons = {trial["reason"] for trial in runs("failed").result["trials"]}
+    assert f"{len(reasons)} of {len(reasons)} trials" in runs("failed").page.section("summary").text
+
+
 @pytest.mark.parametrize("kind", ["pipeline", "serving"])
 def test_the_page_needs_neither_plugins_nor_predictions(runs: Runs, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "load_snapshot", lambda *given: pytest.fail("it was predicted again"))

@@ -4,6 +4,7 @@ For a spec without a command, it builds the launch of Megatron-LM that `best.sh`
 """
 
 import json
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -18,6 +19,7 @@ from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SLOTS, Spec, Task
 from flagcore.engines.megatron.command.arguments import Argument
 from flagcore.engines.megatron.command.trial import (
+    RENDEZVOUS_OPTIONS,
     Change,
     ChangedCommand,
     limit_to_trial,
@@ -26,6 +28,7 @@ from flagcore.engines.megatron.command.trial import (
     set_launch_options,
 )
 from flagcore.engines.megatron.command.user_command import (
+    Option,
     UserCommand,
     argument_table,
     environment,
@@ -39,11 +42,14 @@ from flagcore.engines.megatron.mixed import hetero
 from flagcore.engines.megatron.mixed.hetero import NOT_PASSED, PROGRAM, Mixed
 from flagcore.engines.megatron.mixed.meshes import SIZES
 from flagcore.engines.megatron.space.knobs import BY_NAME, SPACE_KNOBS
+from flagcore.engines.megatron.space.rules import DIST_OPT
 from flagcore.errors import LaunchError
 from flagcore.spec.script import SHELLS
 
 ARGUMENTS_FILE = "arguments.json"
 """A file in a trial's folder that contains its command and the differences from the user's command."""
+OF_HOST = re.compile("((PET_)?(NODE_RANK|MASTER_ADDR|MASTER_PORT|NNODES)|SLURM_.*|.*_(IFNAME|HCA))$")
+"""Variables that have other values on each host, unless the spec sets them."""
 
 
 def own_launch(
@@ -74,10 +80,26 @@ def own_launch(
     words, dests = _arguments(spec, command, values, mixed)
     table = argument_table(spec, command)
     replaced = replaced_arguments(command, table, dests)
-    if command.skipped is not None and (script := rerun(spec, command, replaced, words, variables)):
+    starts_all = spec.on_each_host and any(Path(word).name == "srun" for word in command.prefix)
+    can_rerun = command.skipped is not None and not starts_all  # otherwise each host would start all hosts
+    if can_rerun and (script := rerun(spec, command, replaced, words, variables)):
         argv = expand_command(script, values, (), folder)
         return Launch(argv=argv, folder=folder, environment=knob_variables, directory=train.directory, own_script=True)
-    return _launch(set_arguments(command, table, dests, words).command, values, folder, {**variables, **spec.envs})
+    real = set_arguments(command, table, dests, words).command
+    if command.skipped is not None and spec.on_each_host and spec.cluster.nodes > 1:
+        real = _of_each_host(real, spec)
+    return _launch(real, values, folder, {**variables, **spec.envs})
+
+
+def _of_each_host(command: UserCommand, spec: Spec) -> UserCommand:
+    """Return a command that a script starts here as that of each host, with the rank and the addresses of the host."""
+    own = {name: value for name, value in command.environment.items() if name in spec.envs or not OF_HOST.match(name)}
+    prefix = () if any(Path(word).name == "srun" for word in command.prefix) else command.prefix
+    names = ("nnodes", "node-rank", "master-addr", "master-port")
+    words = [Option(name=name, words=(f"--{name}={{{name.replace('-', '_')}}}",)) for name in names]
+    kept = [option for option in command.options if option.name not in (*names, *RENDEZVOUS_OPTIONS)]
+    options = (*words, *kept) if command.launcher else command.options
+    return replace(command, environment=own, prefix=prefix, options=options)
 
 
 def trial_command(
@@ -120,6 +142,8 @@ def _arguments(
     if mixed is not None:
         knobs = [knob for knob in knobs if knob.name not in hetero.NOT_PASSED]
         words += mixed.words
+    if values.get("data_parallel_size") == 1 and not values.get(DIST_OPT):  # the user's flag has no effect, and stays
+        knobs = [knob for knob in knobs if knob.name != DIST_OPT]
     names = [name for knob in knobs for flag in knob.flags for name in (flag.name, flag.off) if name]
     specs = [table.find(f"--{name}") for name in names] + [argument.spec for argument in table.parse(words)[0]]
     specs += [table.find(flag) for flag in hetero.REPLACED] if mixed is not None else []
@@ -168,8 +192,7 @@ def rerun(
 ) -> tuple[str, ...] | None:
     """Return a command that runs the script of `spec` with `values` in place of the arguments `replaced`.
 
-    `command` is the command that the script starts. Returns None if the script, when it is traced again, starts another
-    command.
+    `command` is what the script starts. Returns None if the script, when it is traced again, starts something else.
     """
     words = spec.train.command or ()
     script = words[1:] if Path(words[0]).name in SHELLS else words

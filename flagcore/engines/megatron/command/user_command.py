@@ -184,10 +184,7 @@ def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> User
 
 
 def read_command(words: Sequence[str], directory: str | None, variables: Mapping[str, str]) -> UserCommand | None:
-    """Return the parts of the command `words` in `directory`, as `user_command` does.
-
-    Raises SpecError for a script that cannot be read.
-    """
+    """Return the parts of the command `words`, as `user_command` does. Raises SpecError for an unreadable script."""
     master_variables = {name: value for name, value in MASTER_VARIABLES.items() if name not in os.environ}
     trace_variables = {**master_variables, **variables}
     command = _parse_command(tuple(words), directory, tuple(sorted(trace_variables.items())))
@@ -326,10 +323,7 @@ def _options(words: Sequence[str]) -> Iterator[Option]:
 
 
 def _interpreter(command: UserCommand, path: str | None) -> str | None:
-    """Return the path of a command's Python interpreter, or else of the one in the folder of its torchrun.
-
-    Returns None for flagcore's own interpreter.
-    """
+    """Return a command's Python interpreter, or the one next to its torchrun, or None if it is flagcore's own."""
     interpreters = [word for word in (*command.launcher, *command.program) if PYTHON.fullmatch(Path(word).name)]
     file = shutil.which((*interpreters, *command.launcher, "")[0], path=path)
     if file is None or Path(file).parent == Path(sys.executable).parent:
@@ -350,11 +344,12 @@ If a setting has no Megatron flag, its name is used as the flag, which a user's 
 
 def settings_of_command(spec: Spec) -> dict[str, SettingValue]:
     """Return the settings that the flags of `train.command` set. If a flag is repeated, its last value is used."""
-    return dict(_parse_settings(tuple(_program_arguments(spec))))
+    return dict(parse_settings(tuple(_program_arguments(spec))))
 
 
 @lru_cache(maxsize=64)
-def _parse_settings(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
+def parse_settings(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
+    """Return the settings that the flags of a command set."""
     settings: dict[str, SettingValue] = {}
     for flag, values in parse_flags(command):
         if flag in SETTINGS_BY_FLAG:
@@ -434,9 +429,6 @@ def _setting_flags(spec: Spec) -> list[str]:
 
 
 def environment(candidate: Mapping[str, KnobValue]) -> dict[str, str]:
-    """Return the knob values of `candidate` as environment variables (`FLAGCORE_MICRO_BATCH_SIZE=4`).
-
-    Switches are 1 or 0, and None is an empty text.
-    """
+    """Return the knob values of `candidate` as variables (`FLAGCORE_MICRO_BATCH_SIZE=4`). Switches are 1 or 0."""
     values = {knob: int(value) if isinstance(value, bool) else value for knob, value in candidate.items()}
     return {f"FLAGCORE_{knob.upper()}": "" if value is None else str(value) for knob, value in values.items()}

@@ -145,7 +145,7 @@ def baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dic
     samples = devices // (tensor * stages * context) * baseline["micro_batch_size"]
     if train["global_batch_size"] % samples:
         return f"{samples} samples at once do not divide a global batch of {train['global_batch_size']}"
-    has_split = any(key.startswith("num_layers_in_") or "layout" in key for key in train.get("settings", {}))
+    has_split = any(re.match("num_layers_in_|account_for_|.*layout", key) for key in train.get("settings", {}))
     if model["num_layers"] % stages and not (has_split or baseline.get(SPLIT)):
         return f"{model['num_layers']} layers cannot be split evenly over {stages} stages"
     return ""

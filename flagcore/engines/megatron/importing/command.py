@@ -9,7 +9,7 @@ from typing import Any
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote
 from flagcore.engines.megatron.command.arguments import Argument, release_table
-from flagcore.engines.megatron.command.user_command import UserCommand, detected_release, read_command
+from flagcore.engines.megatron.command.user_command import UserCommand, detected_release, parse_settings, read_command
 from flagcore.engines.megatron.importing.arguments import (
     SIZES,
     TABLES,
@@ -55,7 +55,8 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
     train = {"engine": "megatron", **sizes, **options(flags), "command": list(command), "directory": str(directory)}
     tuner: dict[str, Any] = {"baseline": baseline}
     is_known = cluster["devices_per_node"] != "auto"  # otherwise the baseline is checked when the spec is used
-    if is_known and (problem := baseline_problem(baseline, train, section, devices)):
+    settings = {"settings": parse_settings(user_command.arguments)}
+    if is_known and (problem := baseline_problem(baseline, {**train, **settings}, section, devices)):
         notes.note("baseline", f"the command cannot run: {problem}; the rule of thumb is used instead", "auto_tuner")
         tuner = {}
     notes.note("command", "runs with other values of the knobs in each trial; all its other arguments stay", "train")

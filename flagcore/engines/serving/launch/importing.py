@@ -66,7 +66,7 @@ def spec_of_command(
         problem, fix = "generates no text, which flagcore cannot tune", "give the command of a server that does"
         raise SpecError(key="model", value=path, problem=problem, fix=fix)
     check_text(arguments, "--")
-    if not path:
+    if not (path or "").strip("/ "):
         names = ("", *engine.program.model_flags)
         empty = any(strip_dashes(flag) in names and not any(values) for flag, values in pairs)
         problem, fix = "is not in the command", f"write it after {' '.join(program)}, set its variable, or add --model"
@@ -209,6 +209,8 @@ def _arguments(
             knob, _ = engine.program.knob_of(name)
             if not is_short and name != strip_dashes(flag):
                 notes.note(flag, f"is short for --{name}", "serve")
+        elif knob is not None and flag[1:2] != "-" and knob.flags:
+            name = strip_dashes(knob.flags[0].name)
         if model is None and knob is not None and len(values) > (knob.kind != "flag"):
             model = values.pop()  # the model follows a flag, as in `--enforce-eager MODEL`
         if not flag and len(values) > 1:

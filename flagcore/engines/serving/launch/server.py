@@ -30,10 +30,7 @@ TRANSFER_PORT, URL = "{transfer_port}", "{url}"
 
 
 def address(task: Task) -> str:
-    """Return the address on which servers listen.
-
-    Servers on other hosts listen on all addresses, so that the client can reach them.
-    """
+    """Return the address on which servers listen: all addresses if the client may be on another host."""
     return "0.0.0.0" if task.spec.on_each_host else "127.0.0.1"
 
 

@@ -194,7 +194,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv += ["--split-mode", "row"]
     if values.get(THREADS) is None and cores and count(values, INSTANCES) > 1:
         argv += ["--threads", str(len(cores))]
-    if "cache-ram" not in other_args and not host_cache_mib(task):
+    if "cache-ram" not in other_args and not host_cache_mib(task) and not spec.serve.elsewhere:
         argv += ["--cache-ram", "0"]
     if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity"}:
         argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
