@@ -186,8 +186,8 @@ def _knob_problems(knob: Knob, engine: str, own: set[str]) -> Iterator[Problem]:
         if need.knob not in known | own:
             text = f"{where}.needs has the knob {need.knob!r}, which {engine} lacks"
             yield Problem(text, "name a knob of the engine")
-        for value in {"true", "false"} & {str(each).casefold() for each in need.one_of if isinstance(each, str)}:
-            text = f"{where}.needs has one_of {value!r}, which no value equals"
+        for word in {"true", "false"} & {str(each).casefold() for each in need.one_of if isinstance(each, str)}:
+            text = f"{where}.needs has one_of {word!r}, which no value equals"
             yield Problem(text, "write true or false without quotes")
         if need.at_least is not None and need.at_most is not None and need.at_least > need.at_most:
             yield Problem(f"{where}.needs has at_least {need.at_least} above at_most", "correct one of them")
