@@ -88,15 +88,16 @@ class _Section:
         for each in table.get("args", ()):
             if isinstance(each, str):
                 value = self.value(each) or []
-                args += value.split() if isinstance(value, str) else [str(word) for word in value]
+                given = value.split() if isinstance(value, str) else map(str, value)
+                args += [part for word in given for part in word.split(" ", word.startswith("--"))]
             elif self.meets(each["if"]):
                 args += [self.text(word) for word in each["words"]]
         if model := self.text(table.get("model", "")):
             args = [model, *args]
         words = table.get("command") or ()
         script = self.value(table["script"]) if "script" in table else ""
-        given = self.value(words) or () if isinstance(words, str) else map(self.text, words)
-        command = [word for word in given if word]
+        found = self.value(words) or () if isinstance(words, str) else map(self.text, words)
+        command = [word for word in found if word]
         known = {key: self.value(table[key]) for key in ("devices", "hosts", "instances", "envs") if key in table}
         for place, path in table.get("mounts", {}).items():
             command, args = ([word.replace(place, self.text(path)) for word in each] for each in (command, args))

@@ -28,7 +28,7 @@ TRACE_FUNCTIONS = tuple(f"BASH_FUNC_{name}%%" for name in ("scontrol", "tee", "x
 """Functions that the tracer defines. A script may export its own, for the shells that it starts."""
 ELSEWHERE = "TRACE_ELSEWHERE"
 """The variable that is set if a script is read for another machine: to 2 if it goes on where it gives up, else to 1."""
-UNSET = "FLAGCORE_UNSET"
+UNSET = "TRACE_UNSET"
 """The variable of a `Record` with the names of the variables that were read, but are not set."""
 IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_")
 

@@ -4,22 +4,26 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import yaml
 
+from flagcore.domain.files import read_regular
 from flagcore.domain.launch import Start
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 from flagcore.spec.declared import declared_servers
-from flagcore.spec.script import ELSEWHERE, SHELLS, Record, is_script, names_script, trace_script
+from flagcore.spec.script import ELSEWHERE, SHELLS, UNSET, Record, is_script, names_script, trace_script
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 ENDS_WITH, IMAGE = "ends with ", "image "
 """The starts of the first word of a `Start`: the failure of a script, or an image with an unknown entry point."""
 CONTAINERS = ("docker", "podman", "nerdctl")
-_LAUNCHERS = ("srun", "mpirun", "mpiexec", "apptainer", "singularity", "numactl", "taskset", "timeout", "time", "sudo")
+_APPTAINER = ("apptainer", "singularity")
+_LAUNCHERS = ("srun", "mpirun", "mpiexec", *_APPTAINER, "numactl", "taskset", "timeout", "time", "sudo")
+_IMAGE_FILE = re.compile(r"^docker://|\.sif$")
 _SWITCHES = {
     *("detach", "interactive", "tty", "rm", "privileged", "init", "read-only", "publish-all", "quiet", "replace"),
     *("oom-kill-disable", "no-healthcheck", "sig-proxy", "tls-verify"),
@@ -67,12 +71,13 @@ def starts_of(
     elif _MANIFEST.match(text):
         try:
             text = re.sub(r"(?m)^\.\.\.$", "", text)  # parts of pages
+            variables = {**_dotenv(os.path.join(directory, os.path.dirname(words[-1] if words else ""))), **os.environ}
             documents = _with_runtimes(list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))))
             starts = [
                 start
                 for each in documents
                 for start in [*_declared(each, images, tables)]
-                or (*_services(_interpolated(each), images), *_pods(each, images))
+                or (*_services(_interpolated(each, variables), images, _unset(text, variables)), *_pods(each, images))
             ] or [start for each in _containers(documents) for start in _pods(each, images)]
         except yaml.YAMLError as error:
             raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
@@ -80,7 +85,7 @@ def starts_of(
             problem = _("the file has another structure than a manifest or a compose file: {reason}", reason=error)
             raise UsageError(problem) from None
     else:
-        joined = _PLACEHOLDER.sub(lambda m: "[" + "_".join(m[1].split()) + "]", _BROKEN_LINE.sub("\\\n", text))
+        joined = _readable(text)
         script = ("bash", "-c", joined, *words[1:]) if joined != text or not words else tuple(words)
         job, hosts, devices = _batch(text, directory)
         starts = [Start(words=script, job=job, hosts=hosts, devices=devices)]
@@ -107,8 +112,14 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
     inner = [n for n in range(1, len(words)) if names[0] in _LAUNCHERS and names_script(words[n:], directory)]
     is_whole = bool(words) and (len(words) > 1 or names[0] not in SHELLS) and is_script(words, directory)
     runs = [n for n, name in enumerate(names) if name in CONTAINERS and "run" in names[n + 1 : n + 3]]
+    files = [n for n, word in enumerate(words) if _IMAGE_FILE.search(word) and {*_APPTAINER} & {*names[:n]}]
     if runs and not (shells and shells[0] < runs[0]):
         yield from _inner(_container_run(start, words[names.index("run", runs[0]) + 1 :], images), images, directory)
+    elif files and "run" in names[: files[0]]:
+        image = words[files[0]].removeprefix("docker://")
+        name, _mark, tag = os.path.basename(image).removesuffix(".sif").partition("_")  # as `apptainer pull` names it
+        image = next((f"{known.partition(':')[0]}:{tag}" for known in images if f"/{name}:" in f"{known}:"), image)
+        yield _container(start, image, None, words[files[0] + 1 :], images)
     elif depth < 3 and (shells or inner or is_whole):
         script = ("bash", "-c", *_shell_text(words[shells[0] + 1 :])) if shells else start.words[(inner or [0])[0] :]
         try:
@@ -127,7 +138,13 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
 def _shell_text(words: Sequence[str]) -> Sequence[str]:
     """Return the text of `-c` and the words that follow it, from the arguments of a shell; empty without `-c`."""
     count = next((n for n, word in enumerate(words) if not word.startswith("-")), len(words))
-    return words[count:] if any(re.fullmatch(r"-\w*c", word) for word in words[:count]) else ()
+    is_text = any(re.fullmatch(r"-\w*c", word) for word in words[:count]) and count < len(words)
+    return [_readable(words[count]), *words[count + 1 :]] if is_text else ()
+
+
+def _readable(text: str) -> str:
+    """Return the text of a script with `[words]` for its placeholders, and with whole lines in place of broken ones."""
+    return _PLACEHOLDER.sub(lambda m: "[" + "_".join(m[1].split()) + "]", _BROKEN_LINE.sub("\\\n", text))
 
 
 def _container_run(start: Start, words: Sequence[str], images: Mapping[str, Sequence[str]]) -> Start:
@@ -175,28 +192,42 @@ def _filled(words: Iterable[str], pattern: str, values: Mapping[str, str]) -> tu
     return tuple(re.sub(pattern, lambda each: values.get(each[1], each[0]), word) for word in words)
 
 
-def _services(document: Any, images: Mapping[str, Sequence[str]]) -> Iterator[Start]:
-    """Yield the containers of a compose file."""
+def _services(document: Any, images: Mapping[str, Sequence[str]], unset: str) -> Iterator[Start]:
+    """Yield the containers of a compose file. `unset`: the names of its variables that are not set."""
     services = document.get("services") if isinstance(document, Mapping) else None
     for service in services.values() if isinstance(services, Mapping) else ():
         deploy = service.get("deploy") or {}
         reserved = ((deploy.get("resources") or {}).get("reservations") or {}).get("devices") or []
         counts = [len(each.get("device_ids") or []) or each.get("count") for each in reserved] or [service.get("gpus")]
         start = Start(
-            envs=_variables(service.get("environment")),
+            envs={UNSET: unset, **_variables(service.get("environment"))},
             devices=_number(counts[0]),
             instances=_number(deploy.get("replicas")) or _number(service.get("scale")) or 1,
         )
         yield _container(start, service.get("image") or "", service.get("entrypoint"), service.get("command"), images)
 
 
-def _interpolated(node: Any) -> Any:
+def _dotenv(folder: str) -> dict[str, str]:
+    """Return the variables in the file .env of a compose file's folder."""
+    with suppress(OSError):
+        text = read_regular(os.path.join(folder, ".env")).decode("utf-8", errors="replace")
+        return dict(re.findall(r"^[ \t]*(\w+)=[\"']?(.*?)[\"']?[ \t\r]*$", text, re.MULTILINE))
+    return {}
+
+
+def _unset(text: str, variables: Mapping[str, str]) -> str:
+    """Return the names of the variables of a compose file that have no value, separated by spaces."""
+    found = (each for each in _COMPOSE_VARIABLE.finditer(re.sub("(?m)#.*", "", text)) if each[3] is None)
+    return " ".join(dict.fromkeys(name for each in found if (name := each[2] or each[4]) and name not in variables))
+
+
+def _interpolated(node: Any, variables: Mapping[str, str]) -> Any:
     """Return a part of a compose file with the values of its variables. Those that are not set are empty."""
     if isinstance(node, str):
-        return _COMPOSE_VARIABLE.sub(lambda m: m[1] or os.environ.get(m[2] or m[4]) or m[3] or "", node)
+        return _COMPOSE_VARIABLE.sub(lambda m: m[1] or variables.get(m[2] or m[4]) or m[3] or "", node)
     if isinstance(node, list):
-        return [_interpolated(each) for each in node]
-    return {key: _interpolated(value) for key, value in node.items()} if isinstance(node, Mapping) else node
+        return [_interpolated(each, variables) for each in node]
+    return {key: _interpolated(value, variables) for key, value in node.items()} if isinstance(node, Mapping) else node
 
 
 def _pods(
@@ -324,10 +355,10 @@ def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks * hosts),
         **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), 0),
         **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), 1),
+        **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), "localhost"),
         **dict.fromkeys(("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE") if devices else (), devices),
         "SLURM_NTASKS_PER_NODE": tasks,
         "SLURM_CPUS_PER_TASK": options.get("cpus-per-task", 1),
-        "SLURM_JOB_NODELIST": "localhost",
         "SLURM_SUBMIT_DIR": directory,
     }
     return {name: str(value) for name, value in variables.items()}, hosts, devices or (tasks if tasks > 1 else None)

@@ -29,7 +29,7 @@ fi
 if [[ ${TRACE_ELSEWHERE-} == 2 ]]; then
   exit() { ((${1:-$?})) || builtin exit 0; }
 fi
-__fc_unset=${FLAGCORE_UNSET-}
+__fc_unset=${TRACE_UNSET-}
 
 # Split $1 at its top-level spaces into __fc_words, as written; __fc_redirections is what follows the words.
 __fc_split() {
@@ -156,7 +156,7 @@ __fc_is_here() {
 # Write the record of a command: its kind, and its words.
 __fc_record() {
   [[ -z $__fc_exports ]] || eval "export$__fc_exports"
-  { printf '%s\0' "$1" "$PWD" "$(($# - 1))" "${@:2}"; command env -0 ${__fc_unset:+FLAGCORE_UNSET="$__fc_unset"}; } > "$FLAGCORE_TRACE/$BASHPID.$RANDOM$RANDOM"
+  { printf '%s\0' "$1" "$PWD" "$(($# - 1))" "${@:2}"; command env -0 ${__fc_unset:+TRACE_UNSET="$__fc_unset"}; } > "$FLAGCORE_TRACE/$BASHPID.$RANDOM$RANDOM"
 }
 
 # Refuse a script whose blocks write files: no trap sees their redirections.
@@ -248,7 +248,7 @@ __fc_no_functions() {
 
 __fc_child() {
   [[ -z $__fc_exports ]] || eval "export$__fc_exports"
-  BASH_ENV=$BASH_ENV FLAGCORE_TRACE=$FLAGCORE_TRACE FLAGCORE_UNSET=$__fc_unset command bash ${TRACE_ELSEWHERE:+--noprofile} "$@"
+  BASH_ENV=$BASH_ENV FLAGCORE_TRACE=$FLAGCORE_TRACE TRACE_UNSET=$__fc_unset command bash ${TRACE_ELSEWHERE:+--noprofile} "$@"
 }
 
 # Act on a decision; the status says whether bash skips the command: 0 is yes.
@@ -259,7 +259,7 @@ __fc_act() {
 }
 
 exec {BASH_XTRACEFD}> /dev/null  # the output of `set -x` would contain the commands of the trap
-export -n BASH_ENV FLAGCORE_TRACE FLAGCORE_UNSET
+export -n BASH_ENV FLAGCORE_TRACE TRACE_UNSET
 [[ -n ${BASH_EXECUTION_STRING-} ]] || __fc_check_blocks "$0" || exit 0
 : &  # scripts read $! after a command that is skipped
 set -T

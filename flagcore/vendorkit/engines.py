@@ -1,49 +1,16 @@
 """Reads the files of a plugin that describe engines: `engines.yaml`, `environment.yaml`, `knobs.yaml`, `quirks.yaml`.
 
-`maturity.yaml`, the evidence of the plugin, is read here as well.
+`maturity.yaml`, the evidence of the plugin (docs/plugin-data.md), is read here as well.
 
 `engines.yaml` describes how training engines (`train`) and serving engines (`serve`) run on a vendor's chips. The keys
 of its sections are the fields of `flagcore.domain.engine.EngineSupport`; `device_type` (torch's name of the devices)
 and `distributed_backend` (torch.distributed's name) are required. Facts about single engines are in `quirks.yaml`.
 
-`environment.yaml` contains the environment variables of a vendor's software. `variables` is a list of `name`,
-`meaning`, `source`, and either `value`, which is set for trials, or `used`, the value in the source, which flagcore
-does not set. `engines`, `kinds`, `chips` and `versions` (releases of the engine) restrict an entry, and `condition`
-describes when it applies. flagcore checks two conditions: `several_nodes: true`, and `unless`, a training setting that
-must not be on. `overridden_by` is a variable that the software reads first: tasks get a note if it is set. In a value,
-each host replaces `{interface}` and `{address}` by its network interface and address to the other hosts, and
-`{adapters}` by its InfiniBand adapters that are up; a host without such a device does not set the variable.
-
-`knobs.yaml` contains the knobs that a vendor's software adds to an engine, each with its values, effect and source.
-`knobs` is a list with the keys `name` (the engine's argument, or a name with the vendor as prefix), `engine`, `says`,
-`source` and `choices`. Optional keys: `label` (short name for tables), `chips` (default: all), `versions` (default:
-all), `default` (the neutral value: null, or false for a flag), `claim` (the gain that the source claims), `effect` (the
-source of the factors: estimated with its `method` if no figure was published), `of_experts`, and `needs`, a list of
-`knob` with `at_least`, `at_most` or `one_of`. A choice has a `value` and optionally `settings` (of the core, for the
-prediction), `time` and `memory` (`value`, `low`, `high`, the ends of an 80% interval; time with the `part` of a step),
-`flags` and `environment`. If a choice lacks the last two, no source documents how to enable it.
-
-`quirks.yaml` contains these sections:
-
-- `support`: reports about an engine: `reason`, `works` (`true`, `false`) if it differs from `engines.yaml`, and
-  `install`, the origin of the vendor's build of the engine. The first entry that applies is used.
-- `refused`: values that do not work, of a knob, of a key of the job (`precision`) or of a setting (`settings.NAME`,
-  `engine_args.NAME`): `name`, `knob`, `values` or `above` (a number), `reason`.
-- `forced`: settings that must have one value: `name`, `setting`, `value`, `reason`.
-- `preferred`: settings that trials get if the user does not set them: `setting`, `value`, `reason`. If a knob has the
-  same name, `auto` in a space means this value.
-- `warmup`: first training steps, or first requests of a load, that are too slow to count: `count`, `reason`.
-- `failures`: log lines: `pattern`, `state`, `example`, and optionally `advice` and `weak` (counts only if no other
-  pattern has a line).
-- `notes`: sentences for users that no rule can express: `note`.
+`environment.yaml` contains the environment variables of a vendor's software, `knobs.yaml` the knobs that it adds to an
+engine, and `quirks.yaml` known problems. docs/plugin-data.md describes their keys.
 
 Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`train`, `serve`), `chips` and `versions`
 of the engine (`">=0.11,<0.13"`); a missing key means all. An entry also applies if the release is unknown.
-
-`maturity.yaml` lists the parts of a plugin that ran on real devices, were checked on transcripts, or are from
-documents: `run_on_hardware` is a list of entries with `what`, `chips`, `date`, `software`; `checked_on_transcripts`
-with `what`, `tool`, `chips`, `files` of the plugin's `tests/smi`; `from_documents` with `what`, `chips`; `not_checked`
-is a list of sentences.
 """
 
 from collections.abc import Mapping

@@ -114,6 +114,21 @@ def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path
     assert {"--node-rank=7", "--master-addr=node-a", "--nnodes=128"} <= set(words)
 
 
+@pytest.mark.parametrize("start", ["exec torchrun --node-rank=$NODE_RANK", "srun torchrun --node-rank=$SLURM_NODEID"])
+def test_a_script_is_started_once_per_node_with_the_rank_of_the_node(start: str, tmp_path: Path) -> None:
+    sizes = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --micro-batch-size 1"
+    batch = "--seq-length 64 --global-batch-size 12 --max-position-embeddings 64 --bf16"
+    header = "export NODE_RANK=0 NCCL_SOCKET_IFNAME=$(echo here0)\n"
+    (tmp_path / "run.sh").write_text(f"{header}{start} --nnodes=3 --nproc-per-node=2 pretrain_gpt.py {sizes} {batch}\n")
+    train = {**SMALL_TRAINING["train"], "command": ["bash", "run.sh"], "directory": str(tmp_path)}
+    space = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": [1, 2]}
+    data = {**SMALL_TRAINING, "train": train, "auto_tuner": {"space": space}}
+    script = only(exported(written(tmp_path, data), "slurm"))
+    words = started(script, tmp_path, "torchrun", NODE_RANK="2", MASTER_ADDR="first")
+    assert {"--nnodes=3", "--node-rank=2", "--master-addr=first", "--nproc-per-node=2"} <= set(words)
+    assert not {"srun torchrun", "here0", "run.sh"} & set(script.split())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> None:
     command = ["env", "sh", "-c", 'echo "$@" on $MODE', "sh", "{node_rank} of {nnodes}", "{master_addr}:{master_port}"]
@@ -251,6 +266,26 @@ def test_what_cannot_be_exported_is_a_usage_error_and_leaves_no_folder(
     with pytest.raises(UsageError):
         exported(written(tmp_path, SMALL_TRAINING), target, candidate)
     assert not list(tmp_path.glob("out-*"))
+
+
+@pytest.mark.parametrize("place", ["new", "."])
+def test_an_interrupted_export_leaves_the_folder_as_it_was(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    spec, write, files = server(tmp_path), Path.write_text, list[Path]()
+
+    def interrupted(file: Path, *arguments: Any, **options: Any) -> int:
+        files.append(file)
+        if len(files) == 2:
+            raise KeyboardInterrupt
+        return write(file, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        api.export(spec, "compose", "instances=2, tp=2", output=place)
+    assert not list(Path().rglob("*"))
 
 
 def test_a_full_folder_is_not_overwritten(tmp_path: Path) -> None:

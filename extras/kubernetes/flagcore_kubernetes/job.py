@@ -183,9 +183,11 @@ def _notes(job: ExportJob, pods: Pods) -> list[str]:
         notes.append("The cluster must have LeaderWorkerSet, which starts each server on several hosts.")
     if pods.secrets:
         notes.append(f"Create the secret {job.name}-secrets first.")
-    weights = job.platform.task.spec.serve.weights or "" if job.is_server else ""
-    if os.path.isabs(weights) and not (pods.claim and Path(weights).is_relative_to(pods.mount)):
-        notes.append(f"The image must have the model in {weights}; --volume CLAIM:PATH mounts a volume.")
+    weights = [job.platform.task.spec.serve.weights or ""] if job.is_server else []
+    paths = dict.fromkeys(weights or [job.launch.directory or "", *job.launch.argv])
+    on_volume = [each for each in paths if pods.claim and Path(each).is_relative_to(pods.mount)]
+    if needed := [each for each in paths if os.path.isabs(each) and each not in on_volume]:
+        notes.append(f"The image must have {', '.join(needed)}; --volume CLAIM:PATH mounts a volume.")
     hosts = max([job.nodes] if job.servers is None else [group.hosts for group in job.servers.groups])
     notes += [f"{note[0].upper()}{note[1:]}." for note in rdma_note(job.platform, hosts, pods)]
     if not pods.user:

@@ -63,11 +63,11 @@ _OF_MACHINE = re.compile(
     r"^(BASH_FUNC_.*|PATH|PWD|HOME|HOSTNAME|USER|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY"
     r"|HOSTS|(NODE_|LOCAL_)?RANK|WORLD_SIZE|NNODES|MASTER_(ADDR|PORT)|\w+_HOST_IP|(FLAGCORE|LWS|PET)_\w+)$"
 )
-_OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|JOB_NODELIST)")
+_OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|(JOB_)?NODELIST)")
 """Variables whose values differ between the hosts of a job, or between jobs."""
 _DEVICES, _NIC = "VISIBLE_DEVICES", re.compile("_(IFNAME|HCA)$")
-_OF_COPY = re.compile(r" --([\w-]*port|node.rank|[\w-]*start.rank)[= ]\S+| --headless")
-_FOLLOWER = re.compile("--node.rank[= ][1-9]|--headless")
+_OF_COPY = re.compile(r" --([\w-]*port|node.rank|data-parallel-(start-)?rank)[= ]\S+| --headless")
+_FOLLOWER = re.compile("--(node|data-parallel|data-parallel-start).rank[= ][1-9]|--headless")
 """Patterns of the arguments that copies of a server have of their own, and of those of its other hosts."""
 _TOOLS = re.compile(r"(sudo )?\S*(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl) |\S*python\S* -m pip ")
 """A pattern of commands that prepare an environment: what they name is not started."""
@@ -109,7 +109,7 @@ def read_command(
     failed = next((n for n, each in enumerate(programs) if each.words[0].startswith(ENDS_WITH)), len(programs))
     first = _engines(workloads, programs[:failed])
     found = first or _engines(workloads, programs)
-    gave_up = None if first else _not_one(words, content or "", programs, {})
+    gave_up = None if first else _not_one(words, content or "", programs[: failed + 1], {})
     if error := _not_one(words, content or "", programs, found):
         raise gave_up or error
     ((name, *_words), start) = next(iter(found.items()))

@@ -66,7 +66,7 @@ def spec_of_command(
         problem, fix = "generates no text, which flagcore cannot tune", "give the command of a server that does"
         raise SpecError(key="model", value=path, problem=problem, fix=fix)
     check_text(arguments, "--")
-    if not path:
+    if not (path or "").strip("/ "):
         names = ("", *engine.program.model_flags)
         empty = any(strip_dashes(flag) in names and not any(values) for flag, values in pairs)
         problem, fix = "is not in the command", f"write it after {' '.join(program)}, set its variable, or add --model"

@@ -294,7 +294,7 @@ def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: I
     if TRANSFER_FLAG not in PROGRAM.parse(task.spec).others:
         flags += [f"--{TRANSFER_FLAG}", str(values.get(TRANSFER) or "mooncake")]
     flags += ["--disaggregation-bootstrap-port", TRANSFER_PORT]
-    if in_versions(OTHER_SIDE, PROGRAM.version(task.spec)):
+    if (release := PROGRAM.version(task.spec)) and in_versions(OTHER_SIDE, release):  # a new one if it is unknown
         prefill, decode = (each.layout for each in placement.roles(str(values[PREFILL_DECODE])))
         if kind == PREFILLS:
             sizes = {"decode-tp": decode[TP] * decode[DP], "decode-dp": decode[DP]}
