@@ -150,14 +150,14 @@ def _targets() -> Sequence[str]:
 
 def _pods(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for the pods of Kubernetes to a command."""
-    for name, metavar, text in (
-        ("pods", "FILE", "YAML file with fields of a pod's spec, such as tolerations, that are merged into all pods."),
-        ("user", "NUMBER", "Run as this user, with the rights that the Pod Security Standard restricted allows."),
-        ("rdma", "RESOURCE", "Request this resource of network adapters, for RDMA, in each pod."),
-        ("queue", "NAME", "Queue of Kueue or Volcano."),
-        ("volume", "CLAIM:PATH", "Persistent volume claim and its mount point, for kubernetes and dynamo."),
+    for name, text in (
+        ("pods FILE", N_("YAML file with fields of a pod's spec, such as tolerations, that are merged into all pods.")),
+        ("user NUMBER", N_("Run as this user, with the rights that the Pod Security Standard restricted allows.")),
+        ("rdma RESOURCE", N_("Request this resource of network adapters, for RDMA, in each pod.")),
+        ("queue NAME", N_("Queue of Kueue or Volcano.")),
+        ("volume CLAIM:PATH", N_("Persistent volume claim and its mount point, for kubernetes and dynamo.")),
     ):
-        command = click.option(f"--{name}", metavar=metavar, help=text)(command)
+        command = click.option(f"--{name.split()[0]}", metavar=name.split()[1], help=text)(command)
     return command
 
 

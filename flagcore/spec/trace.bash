@@ -28,6 +28,13 @@ fi
 # With TRACE_ELSEWHERE=2, a script goes on where it gives up: for lack of a file, a tool or a variable.
 if [[ ${TRACE_ELSEWHERE-} == 2 ]]; then
   exit() { ((${1:-$?})) || builtin exit 0; }
+  # What it demands with ${NAME:?...} is a placeholder.
+  __fc_text=${BASH_EXECUTION_STRING-$(command cat -- "$0" 2> /dev/null)}
+  while [[ $__fc_text =~ \$\{([A-Za-z_][A-Za-z0-9_]*):?\? ]]; do
+    __fc_text=${__fc_text#*"${BASH_REMATCH[0]}"}
+    __fc_name=${BASH_REMATCH[1]}
+    [[ -n ${!__fc_name-} ]] || printf -v "$__fc_name" '[%s]' "$__fc_name"
+  done
 fi
 __fc_unset=${TRACE_UNSET-}
 

@@ -31,6 +31,7 @@ def facts_by_hand(plugin: Subject) -> Iterator[str]:
     """
     yield from _unlike_neighbours(plugin)
     yield from _unshared_levels(plugin)
+    yield from _unusual_ratios(plugin)
     detector = getattr(plugin.hooks, "detector", None)
     if isinstance(detector, DeviceDetector):
         variables = ", ".join(name for name in (detector.outer, *detector.visible) if name)
@@ -82,6 +83,36 @@ def _odd(chip: Chip, other: Chip) -> tuple[list[str], float] | None:
     is_slip = any(abs(most * by - 1) < 0.06 or abs(most / by - 1) < 0.06 for by in SLIPS)
     is_one = all(abs(ratio / most - 1) < 0.06 for ratio in off.values())
     return ([*off], most) if is_slip and is_one else None
+
+
+PAIRS = (("fp16", "tf32"), ("bf16", "tf32"), ("int8", "fp16"), ("int8", "bf16"), ("fp8", "fp16"), ("fp8", "bf16"))
+USUAL = (0.5, 1.0, 2.0, 4.0)
+"""Ratios of the peaks of two formats, and the formats: units take half or twice the operations of another format."""
+UNLIKE = 0.15
+"""Difference from which the ratio of two peaks is unlike that of the vendor's similar chips."""
+
+
+def _unusual_ratios(plugin: Subject) -> Iterator[str]:
+    """Yield peaks whose ratio is no power of two, or another one than on chips whose names begin alike."""
+    for chip in plugin.chips:
+        peaks = {name: fact.value for name, fact in chip.dense_flops_per_second.items()}
+        for name, base in (pair for pair in PAIRS if {*pair} <= {*peaks}):
+            ratio = peaks[name] / peaks[base]
+            if ratio > 0.2 and not any(abs(ratio / usual - 1) < 0.06 for usual in USUAL):
+                fact = shown(f"dense_flops_per_second.{name}", peaks[name])
+                yield f"{chip.name}: {fact}: {ratio:.3g} times {base}, no power of two"
+                break
+        kin = [each for each in plugin.chips if each is not chip and each.name[:4] == chip.name[:4]]
+        of_kin = [found for each in kin if (found := _to_fp32(each))]
+        if of_kin and (own := _to_fp32(chip)) and all(abs(own / each - 1) > UNLIKE for each in of_kin):
+            usual = ", ".join(f"{each:.3g}" for each in of_kin[:3])
+            yield f"{chip.name}: 16-bit peaks are {own:.3g} times fp32, and {usual} times on chips with similar names"
+
+
+def _to_fp32(chip: Chip) -> float:
+    peaks = chip.dense_flops_per_second
+    narrow = peaks.get("fp16") or peaks.get("bf16")
+    return narrow.value / peaks["fp32"].value if narrow and "fp32" in peaks else 0.0
 
 
 def _unshared_levels(plugin: Subject) -> Iterator[str]:

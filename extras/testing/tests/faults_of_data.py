@@ -104,6 +104,10 @@ OF_TESTS = (
     Fault("curves_are_plausible", CURVE, "gemm_share: 0.75", "gemm_share: 0.075", "gemm_share = 0.075", ("large_matmuls_reach_the_peak",)),
 )
 PRODUCT = '{"kernel": "gemm", "precision": "int8", "m": %d, "n": 8192, "k": 8192, "us": 30000}\n'
+SECOND = """\
+|                       |
+| 1    ACME A1          | 0000:0f:00.0         | 0%                    |
+| 40C  61W / 400W               | 120MiB / 65536MiB    |                       |"""
 OF_DERIVATIONS = (
     Fault("links_are_added_up", CHIP, "TODO: made up, one way", "links of 400 GB/s, halved", "one of its links"),
     Fault("large_products_have_one_rate", KERNELS, "", PRODUCT % 8192 + PRODUCT % 65536, "65536 x 8192 x 8192", WITHOUT_PROVENANCE),
@@ -122,6 +126,14 @@ OF_DERIVATIONS = (
     hook("measured_chips_keep_their_names", "measured_chip", "return replace(chip, name='A2')", "'A2'"),
     hook("topologies_are_of_whole_nodes", "topology", "return own if group.devices_per_node > 8 else None", "devices_per_node = 8", also=("*",)),
     Fault("knob_values_differ", KNOBS, "[{value: true, time", '[{value: 1, time: {value: 0.97, low: 0.9, high: 1.02}, environment: {ACME_OVERLAP: "1"}}, {value: 2, time', "set the same", ("*",)),
+    hook("inner_levels_have_the_rate_of_the_link", "topology", "return own and replace(own, levels=tuple(replace(each, bytes_per_second=0.1 * each.bytes_per_second) for each in own.levels))", "innermost level", also=("*",)),
+    Fault("unusable_devices_are_left_out", "tests/smi/acme-smi-1.txt", SECOND, SECOND.replace("|                       |", "| Good                  |"), "'Bad'", ("*",)),
+    Fault("notes_agree_with_peaks", CHIP, "TODO: what else a user should know", "It does not support bf16.", "does not support bf16"),
+    Fault("detector_has_tuples", DISCOVER, "dev/acme[0-9]*", "dev/acme*", "acme_manager", ("*",)),
+    Fault("knobs_name_what_the_engine_has", KNOBS, "    default: false", "    claim: 8% more throughput\n    needs: [{knob: sequence_parallel, one_of: ['true']}]\n    default: false", "'true'", ("*",)),
+    Fault("knobs_name_what_the_engine_has", KNOBS, "says: collectives run on a copy engine\n    default: false\n    effect: {kind: estimated, method: a guess}\n    choices: [{value: true, time: {value: 0.97, low: 0.9", "says: collectives run on a copy engine\n    claim: faster\n    default: false\n    effect: {kind: estimated, method: a guess}\n    choices: [{value: true, time: {value: 1.01, low: 0.9", "claim = 'faster'", ("*",)),
+    hook("health_is_of_problems", "health", "return (*(own or ()), 'a file of the driver is missing')", "without devices"),
+    Fault("values_hold_for_all_users", ENVIRONMENT, "value: '1'", "value: '1', condition: shared devices", "shared devices"),
     Fault("refused_values_are_not_those_that_work", QUIRKS, "the vendor's Megatron has uniform recompute only", "the vendor's Megatron uses block everywhere", "'block'"),
 )
 FAULTS = (*OF_DERIVATIONS, *OF_FIGURES, *OF_FILES, *OF_AGREEMENT, *OF_TESTS)

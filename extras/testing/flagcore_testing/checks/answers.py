@@ -11,7 +11,7 @@ from flagcore.plugins.entry_points import one_line
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore_testing.examples import FOREIGN_CHIP, example_calls
-from flagcore_testing.kit import Check, Problems, Subject, check
+from flagcore_testing.kit import Check, Problem, Problems, Subject, check
 
 
 @check("return None for chips of other vendors")
@@ -60,6 +60,12 @@ def health_is_of_problems(plugin: Subject) -> Problems:
         return  # another check reports it
     with mock.patch.object(machine, "query_torch", return_value=None):
         sentences = [each for chip in plugin.own_chips()[:1] for each in plugin.loaded.health(chip)]
+        detector = getattr(plugin.hooks, "detector", None)
+        of_detector = detector.problems() if isinstance(detector, DeviceDetector) else ()
+    for each in sentences if not plugin.loaded.devices() else ():
+        if of_detector and each not in of_detector:
+            text = f"flagcore_health returns {each[:80]!r} on a machine without devices"
+            yield Problem(text, "return nothing if there is no device: look for the device file first")
     for each in sentences:
         if len(each.split()) < 3:
             yield f"flagcore_health returns {each!r}, which is no problem"

@@ -285,8 +285,8 @@ def peaks_are_dense(chip: Chip) -> Problems:
 @check("remove the peak, or the sentence", each=chips)
 def notes_agree_with_peaks(chip: Chip) -> Problems:
     for name in chip.dense_flops_per_second:
-        if re.search(rf"\bno {name}\b", chip.notes, re.I):
-            yield f"{chip.name}: dense_flops_per_second has {name}, and notes say 'no {name}'"
+        if said := re.search(rf"\b(no|does not support) {name}\b", chip.notes, re.I):
+            yield f"{chip.name}: dense_flops_per_second has {name}, and notes say {said[0]!r}"
 
 
 @check("give the dense peak, and say so in the source: 'dense' or 'without sparsity'", each=chips)

@@ -267,6 +267,21 @@ def topologies_are_of_whole_nodes(plugin: Subject) -> Problems:
             yield f"flagcore_topology has no levels of {chip.name} with its own {shown}"
 
 
+SLOWER_THAN_LINK = 0.45
+"""Minimum rate of the innermost level, relative to the link of the chip."""
+
+
+@check("give the innermost level the rate of link.bytes_per_second, or restrict the topology to the chips it is of")
+def inner_levels_have_the_rate_of_the_link(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_topology")
+    for chip in plugin.own_chips():
+        topology = plugin.loaded.topology(NodeGroup(chip=chip, nodes=1, devices_per_node=chip.devices_per_node))
+        rate = topology.levels[0].bytes_per_second if topology else 0.0
+        if topology and chip.link and rate < SLOWER_THAN_LINK * chip.link.bytes_per_second.value:
+            link = chip.link.bytes_per_second.value
+            yield f"flagcore_topology: the innermost level of {chip.name} has {rate:g} B/s, and its link {link:g}"
+
+
 @check("give seconds, and shares of 1; `efficiency` is the share of the rate that large messages reach")
 def levels_are_plausible(plugin: Subject) -> Problems:
     for group in plugin.groups():
@@ -376,6 +391,7 @@ def measured_bandwidth_does_not_fall(chip: Chip, table: CollectiveTable, curve: 
 @check("give seconds and the payload of the whole tensor in bytes, or correct the rate of the link", each=_curves)
 def measured_curves_do_not_exceed_the_link(chip: Chip, table: CollectiveTable, curve: Curve, best: float) -> Problems:
     rate = best * ((curve.ranks - 1) / curve.ranks if curve.kind != "send" else 1.0)
+    rate *= 2.0 if curve.kind == "all_reduce" and chip.link and not chip.link.switch_reduces else 1.0
     if chip.link and not table.level and rate > OVER_LINK * chip.link.bytes_per_second.value:
         yield (
             f"{chip.name}: in the curve of {curve.kind} of {curve.ranks} a device sends {rate:.3g} bytes per second, "

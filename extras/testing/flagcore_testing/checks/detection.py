@@ -239,6 +239,22 @@ def torch_of_others_is_not_trusted(plugin: Subject) -> Problems:
             yield Problem(text, "write the attribute of torch that trusts looks for, or remove it")
 
 
+STATES = {"Available": "Not Available", "OK": "Critical", "Healthy": "Unhealthy", "Good": "Bad"}
+"""Words for the state of a usable device, and for one that cannot be used."""
+
+
+@check("leave out a device that the tool reports as unusable")
+def unusable_devices_are_left_out(plugin: Subject) -> Problems:
+    for each in plugin.listings:
+        for good, bad in STATES.items():
+            pattern = rf"(?<![\w ]) {good}(?=\s*\|)"
+            if len(re.findall(pattern, each.text)) < each.devices:
+                continue
+            text = re.sub(pattern + r" {0,9}", f" {bad}".ljust(len(good) + 5), each.text)
+            if found := fakes.devices(plugin, {each.tool: fakes.prints(text)}):
+                yield f"{FOLDER / each.name}: flagcore_devices returns {_device_text(found)} if each device is {bad!r}"
+
+
 @check("accept the names of all chips of the plugin, or add the names that the tool prints to aliases")
 def all_chips_are_read(plugin: Subject) -> Problems:
     listings = [each for each in plugin.listings if each.lists[0].chip in each.text]

@@ -175,6 +175,9 @@ def knobs_name_what_the_engine_has(plugin: Subject) -> Problems:
             yield from _knob_problems(each.knob, engine, {one.knob.name for one in listed})
 
 
+GAIN = re.compile(r"\d+ ?% (more throughput|faster|less time)|\bfaster\b|higher throughput")
+
+
 def _knob_problems(knob: Knob, engine: str, own: set[str]) -> Iterator[Problem]:
     where, known = f"knobs.yaml: {knob.name}", {name for one in workload(engine).knobs for name in one.names}
     if not known:
@@ -183,6 +186,9 @@ def _knob_problems(knob: Knob, engine: str, own: set[str]) -> Iterator[Problem]:
         if need.knob not in known | own:
             text = f"{where}.needs has the knob {need.knob!r}, which {engine} lacks"
             yield Problem(text, "name a knob of the engine")
+        for word in {"true", "false"} & {str(each).casefold() for each in need.one_of if isinstance(each, str)}:
+            text = f"{where}.needs has one_of {word!r}, which no value equals"
+            yield Problem(text, "write true or false without quotes")
         if need.at_least is not None and need.at_most is not None and need.at_least > need.at_most:
             yield Problem(f"{where}.needs has at_least {need.at_least} above at_most", "correct one of them")
     kinds = {type(value).__name__ for value in (*knob.effects, knob.neutral) if value is not None}
@@ -196,6 +202,15 @@ def _knob_problems(knob: Knob, engine: str, own: set[str]) -> Iterator[Problem]:
         for name in {*effect.settings} - known:
             text = f"{where}: {value!r} has settings.{name}, which {engine} lacks"
             yield Problem(text, "name a setting of the engine")
+        method = knob.effect_source.detail if knob.effect_source else ""
+        if effect.time.value > 1.0 and GAIN.search(knob.claim) and effect.memory.value >= 1.0:
+            text = f"{where}: {value!r} has the time {effect.time.value:g}, and claim = {knob.claim[:60]!r}"
+            yield Problem(
+                text, "give the time with the knob divided by the time without it: 8% more throughput are 0.93"
+            )
+        if "formula of " in method and not effect.settings:
+            text = f"{where}: {value!r} has no settings, and its effect is that of {method[:60]!r}"
+            yield Problem(text, "name the setting of the engine whose formula predicts, or give the factors")
         if 1.5 < effect.time.value <= MOST and effect.memory.value >= 1.0:
             text = f"{where}: {value!r} has the time {effect.time.value:g} and saves no memory: it is never the best"
             yield Problem(text, "give the time with the knob divided by the time without it")
@@ -249,6 +264,10 @@ def values_hold_for_all_users(plugin: Subject) -> Problems:
         if value and not each.several_nodes and re.match(r"several nodes", each.condition):
             fix = "add several_nodes: true; condition is only a text"
             yield Problem(f"{where} is set for one node, too, but its condition is {each.condition!r}", fix)
+        restricted = each.unless or each.several_nodes or each.chips or str(each.versions or "")
+        if value and each.condition and not restricted:
+            fix = "use `used` instead of `value`, or restrict it by unless, several_nodes, chips or versions"
+            yield Problem(f"{where} is always set, and condition is {each.condition!r}, which is only a text", fix)
         if each.several_nodes and not value:
             yield Problem(f"{where}: several_nodes has no effect without value", "give value, or remove it")
 

@@ -209,5 +209,8 @@ def measured_groups_exist(plugin: Subject, chip: Chip, folder: str) -> Problems:
     for curve in table.curves:
         if curve.ranks > most and not table.level:
             yield f"{where}: {curve.kind} with ranks = {curve.ranks}, but {chip.name} has devices_per_node = {most}"
+        if size and size < curve.ranks <= most and not table.level:
+            text = f"{where}: {curve.kind} with ranks = {curve.ranks} spans links of {size} devices, and has no level"
+            yield Problem(text, "write level: the name of the level of flagcore_topology on which it was measured")
         if min(curve.seconds) < SHORTEST:
             yield f"{where}: {curve.kind} with ranks = {curve.ranks} has seconds = {min(curve.seconds):g}"

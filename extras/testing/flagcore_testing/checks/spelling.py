@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from fnmatch import fnmatch
 from itertools import pairwise
 
 from flagcore.domain.engine import EngineSupport
@@ -203,6 +204,10 @@ def vendor_is_selected(plugin: Subject) -> Problems:
         yield f"discover.py reads {', '.join(detector.vendor_variables)}, but environment.yaml sets none of them"
 
 
+OTHER_FILES = ("_manager", "ctl", "_ctl", "_control")
+"""Ends of the names of files in /dev that belong to a driver and are no devices."""
+
+
 @check('write a tuple of names, with a comma after a single one: ("ACME_VISIBLE_DEVICES",)')
 def detector_has_tuples(plugin: Subject) -> Problems:
     detector = detector_of(plugin)
@@ -214,6 +219,10 @@ def detector_has_tuples(plugin: Subject) -> Problems:
     if pattern.startswith("/") or pattern.count("[") != pattern.count("]"):
         fix = "write a glob pattern below the root, such as dev/acme[0-9]*"
         yield Problem(f"discover.py: device_file = {pattern!r}", fix)
+    for other in (f"{pattern.rstrip('*')}{suffix}" for suffix in OTHER_FILES if pattern.endswith("*")):
+        if fnmatch(other, pattern) and not pattern.endswith("]*"):
+            fix = "match numbers only, such as dev/acme[0-9]*: drivers have files that are no devices"
+            yield Problem(f"discover.py: device_file = {pattern!r} matches /{other}, too", fix)
     for name in detector.pci_classes if isinstance(detector.pci_classes, tuple) else ():
         if not re.fullmatch(r"0x(03|12|0b)([0-9a-f]{2}){0,2}", name.casefold()):
             fix = "write the beginning of a class as in sysfs: 0x12 (accelerators), 0x0302 or 0x0380 (displays)"

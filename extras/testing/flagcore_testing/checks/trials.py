@@ -171,9 +171,9 @@ def processes_are_read(plugin: Subject) -> Problems:
 
 
 PRINTED = {
-    "power_watts": r"\d ?W\b",
-    "temperature_celsius": r"\b\d\d ?C\b",
-    "utilization_share": r"\b\d{1,3} ?%",
+    "power_watts": r"\d ?W\b|Power[^\"\n]*\(W\)\" *: *\"?\d",
+    "temperature_celsius": r"\b\d\d ?C\b|\(C\)\" *: *\"?\d",
+    "utilization_share": r"\b\d{1,3} ?%|\buse \(%\)\" *: *\"?\d",
 }
 """Patterns of figures that a tool prints, by the name of the figure."""
 

@@ -189,7 +189,7 @@ def test_the_start_script_ends_all_servers_when_one_ends(tmp_path: Path) -> None
     script.write_text(export.start_script([short, long]))
     start: Any = partial(subprocess.run, ["/bin/bash", str(script)], capture_output=True, text=True, timeout=60)
     done = start(check=False, env={"PATH": "/no/such/folder"})
-    assert (done.returncode, done.stderr.strip()[:22]) == (1, "nginx is not installed")
+    assert (done.returncode, done.stderr.strip()[:22]) == (2, "nginx is not installed")
     assert not any(mark.exists() for mark in marks)
     nginx.write_text("#!/bin/sh\nexec sleep 600\n")
     nginx.chmod(0o700)
