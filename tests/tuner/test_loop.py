@@ -161,6 +161,16 @@ def test_a_failed_launch_ends_the_run_and_keeps_its_measurements(bench: Bench) -
     assert TrialState.INTERRUPTED not in {trial.state for trial in resumed.plan.trials}
 
 
+def test_a_run_whose_first_trials_all_failed_resumes_when_the_cause_is_gone(bench: Bench) -> None:
+    bench.launcher = Instant(lambda tensor, micro: CRASH)
+    failed = bench.tune(max_trials=9).plan
+    assert [trial.state for trial in failed.trials] == [TrialState.FAILED] * 5
+    bench.launcher = Instant(plain)
+    resumed = bench.tune(max_trials=9).plan
+    assert knobs(resumed.best.candidate) == (2, 2)
+    assert sound(resumed)
+
+
 def test_out_of_memory_does_not_stop_the_search(bench: Bench) -> None:
     out = Exit(code=-9, ended_by="memory", duration_s=1.0)
     bench.launcher = Instant(lambda tensor, micro: plain(tensor, micro) if (tensor, micro) == (2, 1) else out)
