@@ -71,6 +71,7 @@ def starts_of(
     elif _MANIFEST.match(text):
         try:
             text = re.sub(r"(?m)^\.\.\.$", "", text)  # parts of pages
+            text = re.sub(r"(?m): \{\{ *\.?([\w.]+) *\}\}", r": '[\1]'", text)  # placeholders
             variables = {**_dotenv(os.path.join(directory, os.path.dirname(words[-1] if words else ""))), **os.environ}
             documents = _with_runtimes(list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))))
             starts = [
@@ -111,10 +112,12 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
     shells = [n for n, name in enumerate(names) if name in SHELLS and _shell_text(words[n + 1 :])]
     inner = [n for n in range(1, len(words)) if names[0] in _LAUNCHERS and names_script(words[n:], directory)]
     is_whole = bool(words) and (len(words) > 1 or names[0] not in SHELLS) and is_script(words, directory)
-    runs = [n for n, name in enumerate(names) if name in CONTAINERS and "run" in names[n + 1 : n + 3]]
+    verbs = [
+        n for n, name in enumerate(names) if name in ("run", "create") and {*CONTAINERS} & {*names[max(0, n - 2) : n]}
+    ]
     files = [n for n, word in enumerate(words) if _IMAGE_FILE.search(word) and {*_APPTAINER} & {*names[:n]}]
-    if runs and not (shells and shells[0] < runs[0]):
-        yield from _inner(_container_run(start, words[names.index("run", runs[0]) + 1 :], images), images, directory)
+    if verbs and not (shells and shells[0] < verbs[0]):
+        yield from _inner(_container_run(start, words[verbs[0] + 1 :], images), images, directory)
     elif files and "run" in names[: files[0]]:
         image = words[files[0]].removeprefix("docker://")
         name, _mark, tag = os.path.basename(image).removesuffix(".sif").partition("_")  # as `apptainer pull` names it
@@ -166,6 +169,9 @@ def _container_run(start: Start, words: Sequence[str], images: Mapping[str, Sequ
     selected = re.search(r"device=([\w,:-]+)", gpus)
     devices = len(selected[1].split(",")) if selected else int(gpus) if gpus.isdecimal() else start.devices
     start = replace(start, envs={**start.envs, **variables}, devices=devices, script=())
+    mounts = (value.split(":") for name, value in options if name in ("v", "volume") and value.count(":") in (1, 2))
+    files = {each[1]: each[0] for each in mounts if os.path.isfile(each[0])}
+    rest = [files.get(word, word) for word in rest]
     return _container(start, rest[0], given.get("entrypoint"), rest[1:], images)
 
 

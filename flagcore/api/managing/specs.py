@@ -65,7 +65,7 @@ _OF_MACHINE = re.compile(
 )
 _OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|(JOB_)?NODELIST)")
 """Variables whose values differ between the hosts of a job, or between jobs."""
-_DEVICES, _NIC = "VISIBLE_DEVICES", re.compile("_(IFNAME|HCA)$")
+_DEVICES, _NIC, _HERE = "VISIBLE_DEVICES", re.compile("_(IFNAME|HCA)$"), re.compile(r"127\.0\.0\.1|localhost")
 _OF_COPY = re.compile(r" --([\w-]*port|node.rank|data-parallel-(start-)?rank)[= ]\S+| --headless")
 _FOLLOWER = re.compile("--(node|data-parallel|data-parallel-start).rank[= ][1-9]|--headless")
 """Patterns of the arguments that copies of a server have of their own, and of those of its other hosts."""
@@ -215,7 +215,9 @@ def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -
             continue
         if is_secret(name) or redact_text(value) != value:
             notes.note(name, "is a secret: not copied")
-        elif (start.hosts > 1 and _OF_HOST.fullmatch(name)) or (_NIC.search(name) and not (value and value in text)):
+        elif (start.hosts > 1 and _OF_HOST.fullmatch(name)) or (
+            (_NIC.search(name) or _HERE.search(value)) and not (value and value in text)
+        ):
             notes.note(name, "dropped: differs between hosts")
         elif _OF_MACHINE.search(name) or (name.endswith(_DEVICES) and (instances > 1 or not re.match("[0-9]", value))):
             notes.note(name, "dropped: belongs to the machine or the container")

@@ -214,8 +214,8 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
 def _block_rule(task: Task) -> Rule:
     """Return the rule for the block sizes that the attention backend supports."""
     if not Hardware.of(task).on_cores:
-        problem = f"must be a multiple of 16, and a size that {BACKEND} supports"
-        return rules.block_rule(PROGRAM, own.BLOCK, problem, lambda sizes: sizes % 16 != 0)
+        problem = f"must be 1 or a multiple of 16, and a size that {BACKEND} supports"
+        return rules.block_rule(PROGRAM, own.BLOCK, problem, lambda sizes: (sizes % 16 != 0) & (sizes != 1))
     if task.spec.model.multi_latent_attention:
         problem = "must be 16 for vLLM's CPU kernels for latent attention"
         return rules.block_rule(PROGRAM, own.BLOCK, problem, lambda sizes: sizes != own.MLA_CPU_BLOCK)
