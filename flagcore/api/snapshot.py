@@ -84,10 +84,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
 
 
 def run_home(run: Run) -> Path:
-    """Return the folder with the trials of a run.
-
-    If several engines were tuned, it is the folder of the best engine.
-    """
+    """Return the folder with the trials of a run, of the best engine if several engines were tuned."""
     return run.folder / str(run.data["engine"]) if run.engines else run.folder
 
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
@@ -66,6 +66,12 @@ class NodeGroup:
     name: str = ""
     speed: float = 1.0
     cpus_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        """Limit a link inside of the chip's usual nodes to these nodes, which may have fewer devices."""
+        link = self.chip.link
+        if link and self.devices_per_node < (link.domain_size or 0) <= self.chip.devices_per_node:
+            object.__setattr__(self, "chip", replace(self.chip, link=replace(link, domain_size=None)))
 
     @property
     def title(self) -> str:

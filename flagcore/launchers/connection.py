@@ -322,10 +322,7 @@ class Agents:
 
     @staticmethod
     def _is_alive(connection: Connection) -> bool:
-        """Exchange messages with an idle agent.
-
-        Return whether it can still be used; otherwise, close its connection.
-        """
+        """Exchange messages with an idle agent. Return whether it can be used; otherwise, close its connection."""
         connection.read()
         connection.beat()
         if not connection.open:

@@ -74,7 +74,7 @@ def batch_script(job: ExportJob) -> str:
         'if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${NODE_RANK:-}" ]; then',
         *([f"  {address}={hostnames}", f"  export {address}{first}"] if address else []),
         "  export -f start",
-        '  [ -n "${SLURM_STEP_ID:-}" ] || exec srun --kill-on-bad-exit=1 bash -c start',
+        '  [ -n "${SLURM_STEP_ID:-}" ] || exec srun --export=ALL --kill-on-bad-exit=1 bash -c start',
         "fi",
     ]
     if several:

@@ -135,8 +135,13 @@ class _Search:
         """Failed trials of earlier calls that measured nothing. Their cause may be gone, so they are tried again."""
         cut_off = (self.store.folder(each) for each in stored_trials if each.state is TrialState.INTERRUPTED)
         dependencies.launcher.resume(filter(None, (each.lost_host for each in stored_trials)), cut_off)
-        self.can_run_on = cache(lambda nodes: SmallerTask(problem.platform, nodes).runs(problem.space.columns()))
+        known = np.isfinite(problem.predictions.step_time_s)  # steps with fewer replicas are scaled by predictions
+        self.can_run_on = cache(
+            lambda nodes: known & SmallerTask(problem.platform, nodes).runs(problem.space.columns())
+        )
         """For a number of nodes, which rows of the space can run on them with fewer replicas."""
+        self.lacks_nodes = False
+        """Whether the search ended because the open candidates need nodes that were lost."""
         self.is_stopped = False
         """Whether a listener has called `Event.stop`."""
         self.search_time = search_time(problem) if self.fidelity == RUN else None
@@ -157,9 +162,10 @@ class _Search:
         self._run_probes()
         search_ended = next((each.search_ended for each in self.state.repeats if each.search_ended), None)
         search_ended = search_ended or self._run_candidates()
-        self._repeat_finalists(search_ended)
-        if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY and self.loss:
-            raise HostLost("", f"{search_ended}: {self.loss}")
+        if not self.lacks_nodes:
+            self._repeat_finalists(search_ended)
+        if self.lacks_nodes or (self.consecutive_busy >= MAX_CONSECUTIVE_BUSY and self.loss):
+            raise HostLost("", ": ".join(filter(None, (search_ended, self.loss))))
         return search_ended
 
     def _run_probes(self) -> None:
@@ -207,11 +213,12 @@ class _Search:
         while self.pool.free_device_group is not None:
             if (reason := self._stop_reason()) is not None:
                 return reason
-            choice = rank(self.dependencies.strategy, self._context())
+            context, nodes = self._context(), self._nodes_left
+            choice = rank(self.dependencies.strategy, context)
+            self.lacks_nodes = bool(nodes and not context.open_rows.size and len(untried(self.problem, self.state)))
             if choice.row is None:
-                nodes = self._nodes_left
                 text = N_("no other candidate can run on the {nodes} nodes that are left")
-                return Message(text, nodes=nodes) if nodes else choice.because
+                return Message(text, nodes=nodes) if self.lacks_nodes else choice.because
             self._start(self._plan(self.problem.space.candidate(choice.row), Role.SEARCH, choice))
         return ""
 

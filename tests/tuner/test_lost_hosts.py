@@ -109,6 +109,21 @@ def test_fewer_nodes_are_used_after_the_wait(bench: Bench) -> None:
     assert found.plan.counts.measured == 2
 
 
+def test_candidates_that_need_a_lost_host_are_tried_when_it_is_back(bench: Bench) -> None:
+    bench.launcher = first = outage()
+    first.ends = lambda number: first.down.update(c=1e9) if number == 1 else None
+    bench.plugin = plugin(small.CHIP)
+    three = cluster(*"abc", min_nodes=2, wait=0.1, nic_bytes_per_second=1e9)
+    found = bench.tune(batch=12, cluster=three, repeats=1, max_trials=9)
+    assert isinstance(found.error, HostLost)
+    before = found.plan.counts.measured
+    bench.launcher = outage()
+    found = bench.tune(batch=12, cluster=three, repeats=1, max_trials=9)
+    assert found.error is None
+    assert found.plan.counts.measured > before
+    assert sound(found.plan)
+
+
 def test_a_host_that_is_lost_in_each_trial_ends_the_search(bench: Bench) -> None:
     bench.launcher = launcher = outage()
     launcher.ends = lambda number: Exit(code=1, ended_by="host", duration_s=1.0, detail="b: gone", lost_host="b")

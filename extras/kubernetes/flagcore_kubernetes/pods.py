@@ -163,7 +163,10 @@ def _context(user: int) -> dict[str, Any]:
 
 
 def merged(spec: Any, changes: Any) -> Any:
-    """Return `spec` with `changes`: mappings are merged, containers one by one, and other lists are joined."""
+    """Return `spec` with `changes`: mappings are merged, containers one by one, and other lists are joined.
+
+    Items of lists with the same name, or mounts with the same path, are merged.
+    """
     if isinstance(spec, dict) and isinstance(changes, dict):
         result = dict(spec)
         for key, value in changes.items():
@@ -173,4 +176,13 @@ def merged(spec: Any, changes: Any) -> Any:
             else:
                 result[key] = merged(spec[key], value) if key in spec else value
         return result
-    return [*spec, *changes] if isinstance(spec, list) and isinstance(changes, list) else changes
+    if not (isinstance(spec, list) and isinstance(changes, list)):
+        return changes
+    given = {_identity(each): each for each in changes}
+    kept = [merged(each, given[_identity(each)]) if _identity(each) in given else each for each in spec]
+    return kept + [each for each in changes if _identity(each) not in map(_identity, spec)]
+
+
+def _identity(item: Any) -> str:
+    """Return the path of a mount, the name of another named item, or the text of any other item."""
+    return str(item.get("mountPath") or item.get("name") or item) if isinstance(item, dict) else str(item)

@@ -123,6 +123,7 @@ def codes_without_a_restart(kind: str, first: dict[str, Any]) -> list[int]:
 def test_a_job_obeys_the_rules_of_its_cluster(tmp_path: Path, kind: str) -> None:
     pods = {"tolerations": [{"key": "x", "operator": "Exists"}]}
     pods |= {"containers": [{"resources": {"limits": {"memory": "64Gi"}, "requests": {"memory": "8Gi", "cpu": 4}}}]}
+    pods["volumes"] = [{"name": "shm", "emptyDir": {"sizeLimit": "9Gi"}}]
     (tmp_path / "pods.yaml").write_text(json.dumps(pods))
     options = {"queue": "q1", "user": "1000", "pods": str(tmp_path / "pods.yaml")}
     manifest, _notes = api.manifest(written(tmp_path), kind=kind, image="image:1", **options)
@@ -134,7 +135,7 @@ def test_a_job_obeys_the_rules_of_its_cluster(tmp_path: Path, kind: str) -> None
     assert "q1" in (manifest["spec"].get("queue"), *manifest["metadata"].get("labels", {}).values())
     assert found(manifest, "tolerations") == [pods["tolerations"]] * 2
     assert found(manifest, "limits") == [{"cpu": 2, "memory": "64Gi"}] * 2
-    assert found(manifest, "sizeLimit") == ["16Gi"] * 2
+    assert found(manifest, "sizeLimit") == ["9Gi"] * 2
     assert found(manifest, "automountServiceAccountToken") == [False, False]
     assert found(manifest, "ttlSecondsAfterFinished")
 

@@ -151,12 +151,12 @@ CHIPS = (
     Fault("large_matmuls_reach_the_peak", CURVE, "gemm_share: 0.75", "gemm_share: 0.25", "% of the peak in bf16"),
     Fault("figures_are_consistent", CHIP, "value: 2.5e+10", "value: 2.0e+11", "nic_bytes_per_second = 2e+11"),
     Fault("figures_are_consistent", CHIP, "devices_per_node: 8", "devices_per_node: 8\nhost_bytes_per_second: {value: 1.6e+10, source: *made_up}", "times host_bytes_per_second"),
-    Fault("figures_are_consistent", CHIP, "fp16: {value: 3.0e+14", "fp16: {value: 5.0e+13", "is 6 times"),
+    Fault("figures_are_consistent", CHIP, "fp16: {value: 3.0e+14", "fp16: {value: 5.0e+13", "is 6 times", also=("curves_are_plausible", "figures_are_of_their_class")),
     Fault("figures_are_consistent", CHIP, "bf16: {value: 3.0e+14", "bf16: {value: 6.0e+14", "is 2 times", also=("peaks_are_dense",)),
     Fault("figures_are_consistent", CHIP, "value: 2.0e+11", "value: 1.6e+12", "is 1 times memory"),
     Fault("figures_are_consistent", CHIP, "value: 1.6e+12", "value: 4.0e+10", "7.5e+03 times"),
     Fault("figures_are_plausible", CHIP, "  name: ACMELink", "  name: ACMELink\n  latency_seconds: 5.0", "= 5", also=("levels_are_plausible",)),
-    Fault("link_domains_divide_nodes", CHIP, "  name: ACMELink", "  name: ACMELink\n  domain_size: 3", "= 3 does not"),
+    Fault("link_domains_divide_nodes", CHIP, "  name: ACMELink", "  name: ACMELink\n  domain_size: 3", "= 3 does not", also=("measured_groups_exist",)),
 )
 FOREIGN = (
     *(foreign(name) for name in ("topology", "memory_model", "kernel_costs", "collective_costs", "engine_support", "knobs")),
@@ -171,7 +171,7 @@ COSTS = (
     memory("memory_model_is_in_bytes", "capacity_bytes", "lambda self: 1e9 if self.capacity < 2**33 else 1e12"),
     memory("memory_model_is_in_bytes", "workspace_bytes", "lambda self: 6e9"),
     Fault("memory_model_is_in_bytes", HOOKS, "1.2 * 2**30", "1.2 * 2**34", "device_used_bytes"),
-    Fault("memory_model_is_in_bytes", HOOKS, "1.2 * 2**30", "1.2", "device_used_bytes"),
+    Fault("memory_model_is_in_bytes", HOOKS, "1.2 * 2**30", "1.2", "device_used_bytes", also=("contexts_are_above_idle_memory",)),
     hook("memory_model_is_valid", "memory_model", "return own and 'large'", "flagcore_memory_model"),
     hook("kernel_costs_are_valid", "kernel_costs", "return own and 'fast'", "flagcore_kernel_costs"),
     kernels("kernel_times_grow_with_size", "host_copy_seconds", "lambda self, b: 1 / b"),
@@ -230,7 +230,7 @@ ENVIRONMENTS = (
 FAILURES = (
     Fault("check_task_is_valid", QUIRKS, "\"ACME out of memory\"  # TODO", "\"ACME (out of memory\"  # TODO", "does not compile"),
     Fault("failure_examples_match", QUIRKS, "RuntimeError: ACME out", "RuntimeError: ACME ran out", "failures[0].example"),
-    Fault("failure_patterns_ignore_healthy_logs", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"memory\"", "'memory' matches"),
+    Fault("failure_patterns_ignore_healthy_logs", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"memory\"", "'memory' matches", also=("memory_patterns_match_only_memory",)),
     Fault("entries_name_known_engines_and_chips", QUIRKS, "    state: out_of_memory", "    engines: [megatron, megatronn]\n    state: out_of_memory", "megatronn"),
 )
 RUNS = (
@@ -323,7 +323,7 @@ MEASURED = (
     Fault("transcripts_leave_nothing_out", SOURCES, "  lists:", "  left_out: 2\n  lists:", "expected 2"),
     Fault("transcripts_leave_nothing_out", "tests/smi/acme-smi-1.txt", "+---", "| 2    ACME A1                  | 0000:10:00.0         | 0%                    |\n| 40C  61W / 400W               | broken               |                       |\n+---", "expected 0"),
     hook("topology_uses_the_users_network", "topology", "return own and topology_of(replace(group, chip=self.flagcore_chips()[0]))", "the user stated"),
-    reading("telemetry_memory_is_that_in_use", "{**figures, 'memory_used_bytes': 65536 * 2**20}", "all of its memory"),
+    reading("telemetry_memory_is_that_in_use", "{**figures, 'memory_used_bytes': 65536 * 2**20}", "all of its memory", also=("contexts_are_above_idle_memory",)),
     Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[0])", "120 MiB", also=("telemetry_memory_is_that_in_use",)),
     Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[1] / 2**20)", "expected 2 'ACME A1' with 65536 MiB"),
 )
@@ -384,7 +384,7 @@ SLIPS = (
     Fault("memory_failures_have_their_state", QUIRKS, "state: out_of_memory", "state: failed", "failures[0].state"),
     Fault("placeholders_are_known", ENVIRONMENT, "value: '1'", "value: '${interface}'", "${interface}"),
     Fault("pci_vendor_is_the_vendors", DISCOVER, "0xFFFF", "0x19E", "four hexadecimal"),
-    Fault("detector_has_tuples", DISCOVER, "vendor_variables", 'topology="acme-smi topo -m",\n    vendor_variables', "topology = 'acme-smi topo -m'"),
+    Fault("detector_has_tuples", DISCOVER, "vendor_variables", 'topology="acme-smi topo -m",\n    vendor_variables', "topology = 'acme-smi topo -m'", also=("topology_command_is_known",)),
     Fault("variables_are_spelled_correctly", ENVIRONMENT, "", "  - {name: ACME_AFFINTY_CONF, used: '1', meaning: cores, source: *made_up}\n", "the word AFFINTY"),
     Fault("detector_has_tuples", DISCOVER, 'device_file="dev', 'device_file="/dev', "device_file", also=("*",)),
     Fault("detector_has_tuples", DISCOVER, 'tool="acme-smi"', 'tool="acme-smii"', "acme-smii", also=("readme_names_the_tool",)),

@@ -98,10 +98,7 @@ class Subject:
 
     @cached_property
     def scaled_s(self) -> float | None:
-        """The predicted step time in seconds, scaled by measured over predicted times of the trials.
-
-        None if unknown.
-        """
+        """The predicted step time in seconds, scaled by measured over predicted times of trials. None if unknown."""
         if self.row is None:
             return self.predicted_s and self.predicted_s * scale(self.snapshot)
         seconds = float(scaled_times(self.snapshot)[self.row])

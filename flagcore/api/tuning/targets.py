@@ -23,7 +23,7 @@ from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import HOSTFILE
-from flagcore.errors import FlagError, UsageError
+from flagcore.errors import FlagError, SpecError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
 from flagcore.launchers.script import checked_name, job_name, start_script
 from flagcore.report.formats import hardware_text
@@ -65,6 +65,10 @@ def export(
     if folder.exists() and (not folder.is_dir() or any(each.name != DRAFT for each in folder.iterdir())):
         raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
     require_startable(snapshot.problem, chosen, elsewhere=True)
+    work = snapshot.problem.task.spec.work
+    if isinstance(work, ServeSpec) and work.weights is None:
+        fix = N_("set the path or the name of the model that the servers load")
+        raise SpecError(key="serve.weights", problem="is missing", fix=fix)
     with writable(folder, _("choose another folder with --output")), _whole_folder(folder) as draft:
         job = _job(snapshot, chosen, exporter, draft, job_id, options or {})
         _require_equal_nodes(job, target)

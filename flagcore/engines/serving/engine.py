@@ -246,10 +246,7 @@ class Engine(EngineProfile, Workload):
         return with_measured_acceptance(task, trials)
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        """Return the failure patterns for the output of the trial program.
-
-        The program itself reads the engine's log.
-        """
+        """Return the failure patterns for the output of the trial program, which itself reads the engine's log."""
         return PATTERNS
 
 

@@ -144,10 +144,7 @@ class RunData(Plan):
         return objective_value(self.objective, trial.measurement.step_time_s)
 
     def predicted(self, trial: Trial, bound: str = "value") -> float | None:
-        """Return the predicted objective of a trial, or its `low` or `high` bound.
-
-        Returns None without a prediction.
-        """
+        """Return the predicted objective of a trial, or its `low` or `high` bound. None without a prediction."""
         key = "objective" if self.serves else "tokens_per_second_per_device"
         return predicted(trial, f"{key}.{bound}")
 

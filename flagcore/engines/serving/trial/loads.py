@@ -297,10 +297,7 @@ def shares(reports: ServerReports, start: Mapping[str, float], end: Mapping[str,
 
 
 def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> bool:
-    """Return whether the median over the repeats meets the limit, for each limited metric.
-
-    A missing metric does not.
-    """
+    """Return whether the median over the repeats meets the limit, by limited metric. A missing metric does not."""
     return all(
         statistics.median(figures.get(name, math.inf) for figures in repeats) <= limit for name, limit in limits.items()
     )
