@@ -107,7 +107,7 @@ def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path
     options = {line[10:] for line in script.splitlines() if line.startswith("#SBATCH")}
     assert options == {"job-name=job", "nodes=128", "ntasks-per-node=1", "gpus-per-node=8", "exclusive", "mem=0"}
     (tmp_path / "bin").mkdir()
-    for name, text in (("scontrol", "echo node-a; echo node-b"), ("srun", 'shift; SLURM_NODEID=7 exec "$@"')):
+    for name, text in (("scontrol", "echo node-a; echo node-b"), ("srun", 'shift 2; SLURM_NODEID=7 exec "$@"')):
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     words = started(script, tmp_path, "torchrun", SLURM_JOB_NODELIST="node-[a-b]")

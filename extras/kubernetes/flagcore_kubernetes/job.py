@@ -265,6 +265,10 @@ def _service(name: str, labels: Mapping[str, str], job: ExportJob) -> dict[str, 
     return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec}
 
 
+ROUTER_LIMITS = {"cpu": 2, "memory": "4Gi"}
+"""The limits of the pod of a router, which computes nothing. Chosen by hand, for clusters that demand limits."""
+
+
 def _server_groups(job: ExportJob, servers: ServerGroups, common: Pods) -> list[dict[str, Any]]:
     """Return a StatefulSet for each kind of server, and the router as in `_server`. A StatefulSet gives each pod a
     name.
@@ -300,7 +304,7 @@ def _server_groups(job: ExportJob, servers: ServerGroups, common: Pods) -> list[
     nothing: dict[str, Any] = {
         "changes": changes,
         "environment": {},
-        "limits": {},
+        "limits": ROUTER_LIMITS,
         "secrets": {},
         "devices": 0,
         "rdma": "",
