@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
@@ -67,12 +67,6 @@ class NodeGroup:
     speed: float = 1.0
     cpus_per_node: int | None = None
 
-    def __post_init__(self) -> None:
-        """Limit a link inside of the chip's usual nodes to these nodes, which may have fewer devices."""
-        link = self.chip.link
-        if link and self.devices_per_node < (link.domain_size or 0) <= self.chip.devices_per_node:
-            object.__setattr__(self, "chip", replace(self.chip, link=replace(link, domain_size=None)))
-
     @property
     def title(self) -> str:
         """The name of the group, or the name of its chip if the group has no name."""
@@ -82,6 +76,12 @@ class NodeGroup:
     def devices(self) -> int:
         """Number of devices in the group."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def link_domain(self) -> int:
+        """The devices that the link connects: those of a node if it has fewer than a link inside the usual nodes."""
+        size = (self.chip.link and self.chip.link.domain_size) or self.devices_per_node
+        return min(size, self.devices_per_node) if size <= self.chip.devices_per_node else size
 
     def usable(self, devices: Iterable[Device], count: int) -> tuple[Device, ...]:
         """Return those of `devices` that trials on `count` devices of a node can use.
@@ -129,8 +129,7 @@ class Cluster:
     @property
     def linked_devices(self) -> int:
         """The largest number of devices that share a host, or a link that connects several hosts."""
-        links = [(group.chip.link and group.chip.link.domain_size) or 0 for group in self.groups]
-        return max(*links, *(group.devices_per_node for group in self.groups))
+        return max(max(group.link_domain, group.devices_per_node) for group in self.groups)
 
     def peak_flops(self, precision: str) -> float | None:
         """Return the mean peak rate per device in flops per second, or None if the peak rate of a group is unknown."""

@@ -58,7 +58,7 @@ def topology_of(group: NodeGroup) -> Topology:
     chip, levels = group.chip, []
     linked = 1
     if chip.link is not None:
-        linked = min(chip.link.domain_size or group.devices_per_node, group.devices)
+        linked = min(group.link_domain, group.devices)
         levels.append(_link_level(chip.link, linked))
     if group.devices > linked:
         levels.append(

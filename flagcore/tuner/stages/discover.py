@@ -95,8 +95,7 @@ def _network(group: NodeGroup, plugins: LoadedPlugins) -> Level:
 
     A group that lies within one link domain is enlarged, so that its topology has a network level.
     """
-    devices_in_link_domain = (group.chip.link and group.chip.link.domain_size) or group.devices_per_node
-    extended = replace(group, nodes=max(group.nodes, devices_in_link_domain // group.devices_per_node + 1))
+    extended = replace(group, nodes=max(group.nodes, group.link_domain // group.devices_per_node + 1))
     return (plugins.topology(extended) or topology_of(extended)).levels[-1]
 
 

@@ -177,10 +177,9 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
     tokens = prompt + float(np.mean([load.output_len for load in loads]))
     group = task.cluster.groups[0]
     link = group.chip.link
-    domain = (link and link.domain_size) or group.devices_per_node
     on_bus = link is not None and link.topology == "pcie"
     serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt)
-    serving = replace(serving, link_domain=domain, on_bus=on_bus)
+    serving = replace(serving, link_domain=group.link_domain, on_bus=on_bus)
     if precision not in STORED_BYTES and file_bytes is None and computes(precision):
         return serving
     supported = [name for name in COMPUTE_FORMATS if computes(name)]
