@@ -210,13 +210,15 @@ class _Search:
 
     def _start_trials(self) -> str:
         """Start trials on free groups of devices. Return why no further trial may start, or an empty string."""
+        self.lacks_nodes = False
         while self.pool.free_device_group is not None:
             if (reason := self._stop_reason()) is not None:
                 return reason
             context, nodes = self._context(), self._nodes_left
             choice = rank(self.dependencies.strategy, context)
-            self.lacks_nodes = bool(nodes and not context.open_rows.size and len(untried(self.problem, self.state)))
             if choice.row is None:
+                open_rows = untried(self.problem, self.state, self._pending)
+                self.lacks_nodes = bool(nodes and open_rows.size and not context.open_rows.size)
                 text = N_("no other candidate can run on the {nodes} nodes that are left")
                 return Message(text, nodes=nodes) if self.lacks_nodes else choice.because
             self._start(self._plan(self.problem.space.candidate(choice.row), Role.SEARCH, choice))
