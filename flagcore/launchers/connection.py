@@ -36,6 +36,8 @@ SILENCE_SECONDS = 12.0
 trial."""
 MAX_LINE_BYTES = 1 << 20
 """The maximum size of a message, and of all output of a login shell before the first message."""
+BANNER_SECONDS = 5.0
+"""A login shell that still prints lines so long after its first one may print 20 of them."""
 INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error)
 """The exceptions that a malformed message can raise."""
 ENDED_BY = (None, "timeout", "memory", "disk", "full_disk", "stopped", "request", "guard")
@@ -128,7 +130,7 @@ class Connection:
         assert self.process.stdout
         self.wire = Wire(self.process.stdout.fileno(), self.process.stdin.fileno())
         self.wire.outgoing += sources()
-        self.answered, self.skipped_bytes = False, 0
+        self.answered, self.skipped_bytes, self.first_line_at = False, 0, math.inf
         """Whether the agent has sent a message, after which it must not be silent."""
         self.reading: tuple[float, Sequence[Mapping[str, Any]]] = (-math.inf, ())
         self.problem = ""
@@ -161,7 +163,10 @@ class Connection:
     def read(self) -> None:
         """Read the messages of the agent and act on them."""
         lines = self.wire.read_lines()
-        self.skipped_bytes += 0 if self.answered else sum(map(len, lines)) + len(lines)
+        if lines and not self.answered:
+            self.first_line_at = min(self.first_line_at, time.monotonic())
+            is_late = time.monotonic() - self.first_line_at > BANNER_SECONDS
+            self.skipped_bytes += sum(map(len, lines)) + len(lines) * (MAX_LINE_BYTES // 20 if is_late else 1)
         if len(self.wire.received) + self.skipped_bytes > MAX_LINE_BYTES:
             self.problem = "sent too much text that is not a message of the agent"
         for line in lines:

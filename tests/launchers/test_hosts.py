@@ -78,12 +78,13 @@ def run(script: str, folder: Path, started_by: HostsLauncher | None = None, **ho
 
 
 ENDLESS, BANNER = "head -c 3000000 /dev/zero", "yes | head -c 3000000"
-"""Print a line without an end, and lines without an end."""
+SLOW = "while echo x; do sleep 0.1; done"
+"""Print a line without an end, and lines without an end, fast and slowly."""
 
 
 def answering(*lines: str) -> Callable[[str], list[str]]:
     """Return a channel to a host that answers `lines`, and then nothing."""
-    says = [line if line in (ENDLESS, BANNER) else f"printf '%s\\n' '{line}'" for line in lines]
+    says = [line if line in (ENDLESS, BANNER, SLOW) else f"printf '%s\\n' '{line}'" for line in lines]
     script = "\n".join(["cat > /dev/null &", *says, "wait"])
     return lambda host: ["sh", "-c", script]
 
@@ -251,6 +252,7 @@ READY = '{"ready": {"time": 0, "python": "3.11", "port": 4000, "free_disk_bytes"
         [READY, *(f'{{"file": "x{n}/stdout.log", "at": 50000000, "data": ""}}' for n in range(100))],
         [READY, ENDLESS],
         [BANNER],
+        pytest.param([SLOW], marks=pytest.mark.long),
     ],
 )
 def test_a_host_that_sends_nonsense_costs_only_its_trial(tmp_path: Path, mark: str, lines: list[str]) -> None:
