@@ -276,7 +276,7 @@ def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
     known = features(space.axes, columns, predictions.take(rows), engine.sizes(engine_task(task), columns))
     assert known.knobs["acme_fused"].tolist() == columns["acme_fused"].tolist()
     codes = {"batch_size": np.array([0, 512, 2048])}  # 0 is the engine's own choice
-    known = features([Axis("batch_size", (512, 2048))], codes, predictions.take(rows[:3]), {})
+    known = features([Axis(knob="batch_size", values=(512, 2048))], codes, predictions.take(rows[:3]), {})
     own, low, high = known.knobs["batch_size"]
     assert low < own < high
 
