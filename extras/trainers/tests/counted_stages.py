@@ -7,6 +7,7 @@ import random
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 from unittest import mock
 
@@ -91,16 +92,16 @@ def drawn(seed: int, count: int) -> list[Job]:
     """Return jobs with random shapes, layouts and schedules."""
     choose, jobs = random.Random(seed), []
     while len(jobs) < count:
-        heads, channels, size = choose.choice([4, 8]), choose.choice([64, 128]), choose.choice([2, 2, 4])
+        heads, channels, size = choose.choice([4, 8]), choose.choice([64, 128]), choose.choice([2, 2, 2, 4])
         parts = choose.choice(["1f1b", "interleaved", "zbv", "dualpipev"])
         shape = {
-            "num_layers": size * choose.choice([2, 4]),
+            "num_layers": 2 * size,
             "hidden_size": heads * channels,
             "ffn_hidden_size": choose.choice([2, 3, 4]) * heads * channels,
             "num_attention_heads": heads,
             "num_query_groups": choose.choice([heads, heads // 2]),
             "kv_channels": channels,
-            "vocab_size": choose.choice([4096, 16384, 32000]),
+            "vocab_size": choose.choice([2048, 8192, 16384]),
             "untie_embeddings_and_output_weights": True,
         }
         levels = [level for level in LEVELS if level != "selective" or parts in ("1f1b", "interleaved")]
@@ -116,7 +117,7 @@ def drawn(seed: int, count: int) -> list[Job]:
             "checkpointing": choose.choice(levels),
             "reduce_dtype": choose.choice(["fp32", "fp32", "bf16"]),
         }
-        each = job(shape, candidate, choose.choice([512, 1024, 2048]), choose.choice(["bf16", "bf16", "fp32"]))
+        each = job(shape, candidate, choose.choice([256, 512, 1024]), choose.choice(["bf16", "bf16", "fp32"]))
         batch = each.train.global_batch_size // 2 * size * choose.choice([2, 3])
         jobs.append(replace(each, train=replace(each.train, global_batch_size=batch)))
     return jobs
@@ -124,7 +125,10 @@ def drawn(seed: int, count: int) -> list[Job]:
 
 if __name__ == "__main__":
     for each in drawn(int(sys.argv[1]), int(sys.argv[2])):
-        counts = [counted(each, place) for place in (0, each.candidate.pipeline - 1)]
+        counts = []
+        for place in (0, each.candidate.pipeline - 1):  # torch caches groups, so each rank has a process
+            with get_context("fork").Pool(1) as pool:
+                counts.append(pool.apply(counted, (each, place)))
         static, peak = max(counts, key=lambda count: count[1])
         guess = predicted(each)
         shape = each.model

@@ -149,7 +149,7 @@ class Transformer(nn.Module):  # type: ignore[misc]
             hidden = self.embedding(hidden)
         for layer in self.layers.values():
             hidden = layer(hidden, self.angles)
-        return hidden if self.head is None else self.head(self.norm(hidden))
+        return hidden if self.head is None or self.norm is None else self.head(self.norm(hidden))
 
 
 def rotary_angles(job: Job, positions: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -201,7 +201,7 @@ def build(job: Job, meshes: Meshes, device: torch.device, angles: torch.Tensor, 
             plan = {name: each for name, each in _edges_plan().items() if getattr(whole, name) is not None}
             parallelize_module(whole, tensor, plan, src_data_rank=None)
         is_tied = not job.model.untie_embeddings_and_output_weights
-        if is_tied:
+        if is_tied and whole.head is not None and whole.embedding is not None:
             whole.head.weight = whole.embedding.weight
         elif whole.embedding is not None:
             _shard(whole.embedding, job, mesh)

@@ -277,25 +277,27 @@ def _exchange(
     is_staged = job.pipeline > 1
     times = np.where(is_staged, 1.0, layout.microbatches)
     if costs.synchronous:  # the host computes and sends
-        return times * (forward + backward)
+        total: FloatArray = times * (forward + backward)
+        return total
     work = _busy(layout, time_s)
     window = work * FORWARD_SHARE / (1.0 + FORWARD_SHARE * again)
     share = costs.collectives.compute_share(*ring)
     exposed = np.zeros_like(work)
     # A pipeline gathers weights in its first forward, and scatters gradients when all backwards are done.
-    for total, alone, beside in (
+    for whole, alone, beside in (
         (forward, gather(table), window),
         (backward, reduce(table), np.where(is_staged, 0.0, work - window)),
     ):
-        hidden = np.minimum(total - alone, beside)
-        exposed = exposed + total - hidden + share * hidden
+        hidden = np.minimum(whole - alone, beside)
+        exposed = exposed + whole - hidden + share * hidden
     return times * exposed
 
 
 def _busy(layout: Layout, time_s: dict[str, FloatArray]) -> FloatArray:
     """Return the seconds of a rank per micro-batch."""
     parts = (time_s[name] for name in ("compute_s", "tp_comm_s", "cp_comm_s"))
-    return sum(parts, np.zeros(())) / layout.microbatches
+    total: FloatArray = sum(parts, np.zeros(())) / layout.microbatches
+    return total
 
 
 def _update(costs: Costs, job: memory.Job, shard: FloatArray) -> FloatArray:
