@@ -24,7 +24,7 @@ After number and unit, words state what the number counts: `one way` or `both wa
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -157,7 +157,7 @@ def _settings(plugin: Subject) -> Iterator[tuple[str, dict[str, str]]]:
     variables |= {f"{key}={value}": "knobs.yaml" for effect in knobs for key, value in effect.environment.items()}
     detector = detector_of(plugin)
     classes = detector.pci_classes if detector.pci_classes != DeviceDetector.pci_classes else ()
-    for key, file, names in (
+    rows: Iterable[tuple[str, str, Iterable[str | None]]] = (
         ("device", "engines.yaml", [each.device_type for each in sections]),
         ("backend", "engines.yaml", [each.distributed_backend for each in sections]),
         ("preload", "engines.yaml", [", ".join(each.preload) for each in sections]),
@@ -165,7 +165,8 @@ def _settings(plugin: Subject) -> Iterator[tuple[str, dict[str, str]]]:
         ("pci", "discover.py", [" ".join((format(int(str(detector.pci_vendor), 0), "04x"), *classes))]),
         ("kubernetes", "engines.yaml", [each.kubernetes.name for each in sections if each.kubernetes]),
         ("flags", "knobs.yaml", [" ".join(effect.flags) for effect in knobs]),
-    ):
+    )
+    for key, file, names in rows:
         yield key, {name: file for name in names if name}
     yield "variables", variables
 
