@@ -20,6 +20,8 @@ FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 """The flags that name the configuration file. HF Trainer uses the last one."""
 ZERO, MICRO, OFFLOAD = "zero_stage", "micro_batch_size", "offload_optimizer"
 OVERLAP, BUCKET = "overlap_comm", "reduce_bucket_size"
+HPZ, QUANTIZED = "zero_hpz_partition_size", ("zero_quantized_weights", "zero_quantized_gradients")
+"""ZeRO++: ranks that also hold a second copy of all weights, and 8-bit gathers and 4-bit reductions."""
 PROGRAM: Mapping[str, Any] = {
     "config": "auto",
     "knobs": {
@@ -28,6 +30,8 @@ PROGRAM: Mapping[str, Any] = {
         OFFLOAD: {"key": "zero_optimization.offload_optimizer.device", "values": {"none": 0, "cpu": 1}},
         OVERLAP: {"key": "zero_optimization.overlap_comm", "values": [False, True]},
         BUCKET: {"key": "zero_optimization.reduce_bucket_size", "values": [500_000_000, 50_000_000]},
+        HPZ: {"key": f"zero_optimization.{HPZ}", "values": [1, 2, 4, 8, 16], "label": "hpZ"},
+        **{name: {"key": f"zero_optimization.{name}", "values": [False, True]} for name in QUANTIZED},
     },
     "trial_keys": {
         "steps_per_print": 1,
@@ -78,7 +82,24 @@ class DeepSpeed(Trainer):
 
         message = f"{OFFLOAD} needs {ZERO} of at least 1"
         offload = Rule(name="offload_needs_zero", knobs=(ZERO, OFFLOAD), message=message, broken=broken)
-        return (*super().rules(task), offload)
+
+        def misses_stage(columns: Columns) -> BoolArray:
+            used = (columns[HPZ] != 1) | np.any([columns[name] != 0 for name in QUANTIZED], axis=0)
+            return np.asarray((self.numbers(task, columns)[ZERO] != 3) & used)
+
+        needs_stage = Rule(
+            name="zero_plus_plus",
+            knobs=(ZERO, HPZ, *QUANTIZED),
+            message=f"{HPZ}, {' and '.join(QUANTIZED)} need {ZERO} = 3",
+            broken=misses_stage,
+        )
+        whole_groups = Rule(
+            name="hpz_groups",
+            knobs=(HPZ,),
+            message=f"{HPZ} must divide the number of devices, {task.cluster.devices}",
+            broken=lambda columns: task.cluster.devices % np.maximum(columns[HPZ], 1) != 0,
+        )
+        return (*super().rules(task), offload, needs_stage, whole_groups)
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return the merge of candidates without ZeRO, which ignores the settings of its exchange."""

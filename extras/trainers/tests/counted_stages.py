@@ -16,7 +16,9 @@ import torch.distributed as dist
 from flagcore_trainers.fsdp2 import memory, rank
 from flagcore_trainers.fsdp2.job import Job
 from flagcore_trainers.fsdp2.model import _mask, build, own_positions, rotary_angles
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor import DTensor
@@ -30,15 +32,18 @@ from extras.trainers.tests.counted import LEVELS, job, predicted
 
 
 class Storages(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """The storages of all tensors that operators use. `peak`: the most bytes that they had at once."""
+    """The storages of all tensors that operators use. `peak`: the most bytes that they had at once.
 
-    def __init__(self) -> None:
+    `kind`: the type of the job's tensors. DTensor uses fake ones to find shapes, which a job with real ones ignores.
+    """
+
+    def __init__(self, kind: type) -> None:
         super().__init__()
-        self.live, self.peak = WeakIdKeyDictionary(), 0
+        self.kind, self.live, self.peak = kind, WeakIdKeyDictionary(), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # its local tensors follow
+        if any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types):
+            return NotImplemented  # their local tensors follow
         result = func(*args, **(kwargs or {}))
         if self.add((args, kwargs, result)):
             self.peak = max(self.peak, sum(each.nbytes() for each in self.live))
@@ -48,7 +53,7 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]  # torch is not followe
         """Add the storages of tensors. Return whether some are new."""
         before = len(self.live)
         for each in tree_leaves(tree):
-            if isinstance(each, torch.Tensor) and not isinstance(each, DTensor) and each.device.type != "meta":
+            if type(each) in (self.kind, nn.Parameter) and each.device.type != "meta":
                 self.live[each.untyped_storage()] = True
         return len(self.live) > before
 
@@ -56,6 +61,7 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]  # torch is not followe
 def counted(job: Job, place: int) -> tuple[float, float]:
     """Return the bytes of the states of a rank at `place` of its pipeline, and the peak of forward and backward."""
     each, cpu = job.candidate, torch.device("cpu")
+    kind = FakeTensor if each.tensor == 1 else torch.Tensor
     first = place * job.world_size // each.pipeline
     dist.init_process_group("fake", store=FakeStore(), rank=first, world_size=job.world_size)
     try:
@@ -72,7 +78,7 @@ def counted(job: Job, place: int) -> tuple[float, float]:
             tokens, labels = (torch.zeros(size, dtype=torch.int64) for _ in range(2))
             weights = [weight.to_local() for module in stages.values() for weight in module.parameters()]
             inputs = (tokens,) if 0 in stages else ()
-            with Storages() as storages, loss_parallel() if each.tensor > 1 else nullcontext():
+            with Storages(kind) as storages, loss_parallel() if each.tensor > 1 else nullcontext():
                 storages.add(weights)
                 runs.step(*inputs, target=labels, losses=[], return_outputs=False)
         count = sum(each.numel() for each in weights)
