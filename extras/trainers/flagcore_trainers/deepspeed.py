@@ -4,11 +4,13 @@ Sources: DeepSpeed 0.19 `runtime/config.py`, `runtime/zero/config.py` and `runti
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Workload
+from flagcore.contracts import Costs, Workload
+from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
@@ -74,6 +76,17 @@ class DeepSpeed(Trainer):
                 return value
         fix = f"add {FLAGS[0]} ds_config.json, or set train.program.config"
         raise SpecError(key="train.command", problem=_("names no configuration file of DeepSpeed"), fix=fix)
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        """Return the predictions, with the buffers in which a backward collects gradients; two if exchanges overlap."""
+        found, numbers = super().predict(task, columns, costs), self.numbers(task, columns)
+        if BUCKET not in columns:
+            return found
+        element = 4 if task.spec.train.precision == "fp32" else 2
+        count = 1 + (columns.get(OVERLAP, 0) != 0) * (numbers[ZERO] < 3)
+        buffers = np.where(numbers[ZERO] > 0, columns[BUCKET] * element * count, 0).astype(np.float64)
+        memory = ("activation_bytes", "peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
+        return replace(found, **{name: getattr(found, name) + buffers for name in memory})
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         def broken(columns: Columns) -> BoolArray:

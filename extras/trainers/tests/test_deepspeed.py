@@ -76,6 +76,16 @@ def test_zero_plus_plus_needs_stage_3(stage: int, hpz: int, rule: str | None) ->
     assert [name for name in broken if name in ("zero_plus_plus", "hpz_groups")] == ([rule] if rule else [])
 
 
+def test_buckets_of_gradients_need_memory() -> None:
+    job = task(engine="deepspeed", command=("x",))
+    plain = {knob.name: np.array([knob.axis(()).encode(knob.neutral)]) for knob in DEEPSPEED.knobs} | {
+        ZERO: np.array([2])
+    }
+    small, twice = {**plain, BUCKET: np.array([50_000_000])}, {**plain, OVERLAP: np.array([1])}
+    peaks = [DEEPSPEED.predict(job, each, costs(job)).peak_allocated_bytes[0] for each in (small, plain, twice)]
+    assert np.diff(peaks).tolist() == [2 * 450_000_000, 2 * 500_000_000]
+
+
 def test_a_spec_adds_knobs_of_the_script() -> None:
     own: dict[str, Any] = {"knobs": {"ac": {"flag": "--ac", "values": {"none": 0, "full": 2}, "meaning": "recompute"}}}
     engine = DEEPSPEED.with_program(own)

@@ -192,6 +192,8 @@ def _without_pipeline(job: Job) -> _Sizes:
         early + at_head + (u + 4.0) * logits,
         early + at_head + u * logits + u * table + act.hidden * job.tensor + ahead,
     ]
+    # The gradient of a tensor-parallel head is computed whole, and then divided (`_fsdp_param.py`).
+    moments.append(early + act.stored + gathered + edge + np.where(job.tensor > 1, u * table * (job.tensor + 1.0), 0.0))
     if not is_tied:  # the head's gradients are copied into the buffer of their reduction
         moments.append(early + act.stored + gathered + u * table + r * table * (1.0 + 1.0 / n) + act.hidden + ahead)
     for previous, number in ((head_reduce, 1.0), (r * layer, min(2.0, layers))):
