@@ -126,8 +126,9 @@ class LoadRunner:
 
         `key`: concurrency or request_rate. A load above the limits, or one that the servers refuse or do not finish, is
         tried again at once, because disturbances can only raise latencies. The highest load within the limits runs
-        `repeats` times, at least MIN_RUNS. If it then exceeds a limit, the next lower load is repeated, and so on. If no load meets the
-        limits, the only point is the lowest load that was tried. `highest` is the result of the search.
+        `repeats` times, at least MIN_RUNS. If it then exceeds a limit, the next lower load is repeated, and so on. If
+        no load meets the limits, the only point is the lowest load that was tried. `highest` is the result of the
+        search.
         """
         base, is_concurrency, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
         maximum = float((base.concurrency if is_concurrency else base.request_rate) or 1)
