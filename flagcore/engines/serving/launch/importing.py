@@ -235,6 +235,8 @@ def _arguments(
             notes.note(flag, f"dropped ({' '.join(values)}): a knob has a single value", "serve.engine_args")
         else:
             given = [_value(name, each) for each in values] or [True]
+            if knob is not None and knob.kind == "flag" and str(given[0]).lower() in ("true", "false"):
+                given[0] = str(given[0]).lower() == "true"
             arguments[name] = given if len(given) > 1 else given[0]
     known_arguments = engine.program.known_args(arguments)
     for name in [name for name in known_arguments if engine.program.knob_of(name)[0] is None]:
