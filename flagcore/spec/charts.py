@@ -7,6 +7,7 @@ import json
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,11 @@ def _formatted(text: str, *values: Any) -> str:
     return re.sub("%[vqt]", "%s", text) % tuple(each if type(each) in (int, float) else _shown(each) for each in values)
 
 
+def _item(value: Any, key: Any) -> Any:
+    known = value if isinstance(value, Mapping) else range(len(value or ()))
+    return value[key] if key in known else None
+
+
 def _number(value: Any) -> int:
     return int(float(value or 0))
 
@@ -124,7 +130,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "until": lambda n: [*range(min(_number(n), _LONGEST))], "sha256sum": lambda _x: "", "b64enc": lambda _x: "",
     "lookup": lambda *_a: {}, "kindIs": lambda kind, x: _KINDS.get(type(x)) == kind,
     "typeOf": lambda x: _KINDS[type(x)],
-    "index": lambda x, *keys: x[keys[0]] if keys[0] in (x if isinstance(x, Mapping) else range(len(x or ()))) else None,
+    "index": lambda x, *keys: reduce(_item, keys, x),
 }
 # fmt: on
 

@@ -218,7 +218,10 @@ def with_maps(documents: Sequence[Any]) -> Sequence[Any]:
         node = {key: filled_in(value) for key, value in node.items()}
         for source in node.get("envFrom") or () if isinstance(node.get("image"), str) else ():
             data = maps.get(str((source.get("configMapRef") or {}).get("name")), {})
-            node["env"] = [*({"name": key, "value": value} for key, value in data.items()), *(node.get("env") or ())]
+            node["env"] = [
+                *({"name": key, "value": value} for key, value in data.items() if key.isidentifier()),
+                *(node.get("env") or ()),
+            ]
         for key in ("command", "args"):
             words = node.get(key) if isinstance(node.get(key), list) else ()
             script = next(

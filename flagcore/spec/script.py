@@ -146,7 +146,7 @@ def _read_record(file: Path, environment: Mapping[str, str]) -> tuple[str, Recor
 def _variables(entries: Iterable[str]) -> Iterable[tuple[str, str]]:
     for entry in entries:
         name, equals, value = entry.partition("=")
-        if equals and name not in TRACE_FUNCTIONS:
+        if equals and name not in TRACE_FUNCTIONS and not name.startswith("__fc_"):  # `set -a` exports all
             yield name, value
 
 

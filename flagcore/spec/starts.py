@@ -71,8 +71,12 @@ def starts_of(
     """
     starts: Iterable[Start]
     file = Path(directory, words[-1] if words else "")
-    if text and file.is_file() and (chart := chart_of(file)) and (rendered := _from_chart(chart, file, text)):
-        text = rendered
+    unrendered: UsageError | None = None
+    if text and file.is_file() and (chart := chart_of(file)):
+        try:
+            text = _from_chart(chart, file, text) or text
+        except UsageError as error:  # a table may describe its values
+            unrendered = error
     if text is None:
         starts = [Start(words=tuple(words))]
     elif manifests := [re.sub(r"\\(?=\$)", "", each[1] or each[3]) for each in _HERE_DOCUMENT.findall(text)]:
@@ -95,7 +99,7 @@ def starts_of(
                     *services_of(interpolated(each, variables), images, unset_names(text, variables), file.parent),
                     *pods_of(each, images),
                 )
-            ] or [start for each in containers_in(documents) for start in pods_of(each, images)]
+            ] or [start for each in containers_in(documents) for start in pods_of(each, images) if not unrendered]
         except yaml.YAMLError as error:
             raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
         except (AttributeError, LookupError, TypeError) as error:  # nodes are read without a check of their types
@@ -113,6 +117,8 @@ def starts_of(
                     each for each in _inner(start, images, directory) if not each.words[0].startswith(ENDS_WITH)
                 )
             return
+    if unrendered and not starts:
+        raise unrendered
     for start in starts:
         yield from _inner(_with_files(start, file.parent), images, directory)
 
@@ -137,7 +143,7 @@ def _with_files(start: Start, folder: Path) -> Start:
             words[n] = next(
                 (str(each / Path(word).name) for each in places if (each / Path(word).name).is_file()), word
             )
-            if words[n] != word and words[max(0, n - 1)] not in SHELLS:
+            if words[n] != word and os.path.basename(words[max(0, n - 1)]) not in SHELLS:
                 words.insert(n, "bash")
                 break
     return replace(start, words=tuple(words))

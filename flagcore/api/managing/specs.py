@@ -70,8 +70,11 @@ _DEVICES, _NIC, _HERE = "VISIBLE_DEVICES", re.compile("_(IFNAME|HCA)$"), re.comp
 _OF_COPY = re.compile(r" --([\w-]*port|node.rank|data-parallel-(start-)?rank)[= ]\S+| --headless")
 _FOLLOWER = re.compile("--(node|data-parallel|data-parallel-start).rank[= ][1-9]|--headless")
 """Patterns of the arguments that copies of a server have of their own, and of those of its other hosts."""
-_TOOLS = re.compile(r"(sudo )?\S*(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl) |\S*python\S* -m pip ")
-"""A pattern of commands that prepare an environment: what they name is not started."""
+_TOOLS = re.compile(
+    r"(sudo (-\S+ )*)?\S*\b(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl|pkill|killall|pgrep|systemctl|which"
+    r"|journalctl|docker (stop|rm|logs|ps|inspect|kill|pull)|tmux kill\S*|screen -X) |\S*python\S* -m pip "
+)
+"""A pattern of commands that prepare an environment, or end programs: what they name is not started."""
 
 
 def read_tree(
@@ -128,6 +131,9 @@ def read_command(
         problem, fix = "is not set, but the script uses it", "set it, or write its value in the command"
         missing = [SpecError(key=each, problem=problem, fix=fix) for each in _unset(start)]
         raise join_errors([*(gave_up.problems if gave_up else ()), *error.problems, *missing]) from None
+    if (unset := _unset(start)) and str(data["model"]).endswith("/") and not os.path.isdir(data["model"]):
+        problem = _("ends with a variable that is not set: {names}", names=", ".join(unset))
+        raise SpecError(key="model", value=data["model"], problem=problem, fix=_("set it, or add --model"))
     if chip is not None:
         data["cluster"]["chip"] = chip
     if envs:
@@ -143,7 +149,7 @@ def _engines(workloads: Mapping[str, Workload], programs: Sequence[Start]) -> di
     found = dict[tuple[str, str, str], Start]()
     for name, workload in workloads.items():
         for start in sorted(programs, key=lambda each: bool(_FOLLOWER.search(" ".join(each.words)))):
-            if workload.starts(start.words, os.getcwd()):
+            if workload.starts(start.words, os.getcwd()) and not _TOOLS.match(shlex.join(start.words)):
                 role = start.role or workload.role(start.words)
                 key = name, role, _OF_COPY.sub("", shlex.join(start.words))
                 before = found.get(key, replace(start, instances=0))
