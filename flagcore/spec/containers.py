@@ -124,7 +124,14 @@ def services_of(document: Any, images: Mapping[str, Sequence[str]], unset: str, 
             devices=positive(counts[0]),
             instances=positive(deploy.get("replicas")) or positive(service.get("scale")) or 1,
         )
-        yield container(start, service.get("image") or "", service.get("entrypoint"), service.get("command"), images)
+        start = container(start, service.get("image") or "", service.get("entrypoint"), service.get("command"), images)
+        mounts = [each.split(":") for each in service.get("volumes") or () if isinstance(each, str) and ":" in each]
+        here = {each[1]: str(folder / each[0]) for each in mounts if (folder / each[0]).is_file()}
+        words = enumerate(start.words)
+        yield replace(
+            start,
+            words=tuple(here.get(w, w) if n < 2 or start.words[n - 1] == "--config" else w for n, w in words),
+        )
 
 
 def dotenv(file: Path) -> dict[str, str]:

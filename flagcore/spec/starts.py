@@ -41,6 +41,8 @@ ENDS_WITH = "ends with "
 """The start of the first word of a `Start` that is the failure of a script."""
 _APPTAINER = ("apptainer", "singularity")
 _LAUNCHERS = ("srun", "mpirun", "mpiexec", *_APPTAINER, "numactl", "taskset", "timeout", "time", "sudo")
+_TERMINALS = ("tmux", "screen", "pm2")
+"""Programs that start the commands in their arguments, each in one word."""
 _IMAGE_FILE = re.compile(r"^docker://|\.sif$")
 _MANIFEST = re.compile(r"\s*((#.*|\.\.\.)\n\s*)*(---|\{|[\w\"'./-]+:(\s|$))")
 _BROKEN_LINE = re.compile(r"\\[ \t]+(#.*)?\n")
@@ -81,8 +83,13 @@ def starts_of(
         starts = [Start(words=tuple(words))]
     elif manifests := [re.sub(r"\\(?=\$)", "", each[1] or each[3]) for each in _HERE_DOCUMENT.findall(text)]:
         starts = [start for each in manifests for start in starts_of(words, each, images, directory, tables)]
-    elif re.search(r"^\[Service\]", text, re.MULTILINE):
-        starts = _unit(text, file.parent)
+    elif blocks := re.findall(
+        r"(?m)^ *```(?:bash|sh|shell|console|yaml|yml|dockerfile)?[ \t]*\n((?:.*\n)*?) *```", text
+    ):
+        parts = [re.sub(r"(?m)^ *\$ ", "", each) for each in blocks]
+        starts = [start for each in parts for start in starts_of((), each, images, directory, tables)]
+    elif re.search(r"^\[(Service|Container|program:.*)\]", text, re.MULTILINE):
+        starts = _unit(text, file.parent, images)
     elif re.search(r"(?m)^FROM\s", text) and re.search(r"(?m)^(CMD|ENTRYPOINT)\s", text):
         starts = [image_start(text, images)]
     elif _MANIFEST.match(text):
@@ -106,7 +113,7 @@ def starts_of(
             problem = _("the file has another structure than a manifest or a compose file: {reason}", reason=error)
             raise UsageError(problem) from None
     else:
-        joined = _readable(text)
+        joined = _readable(text.replace("\r\n", "\n"))
         script = ("bash", "-c", joined, *words[1:]) if joined != text or not words else tuple(words)
         job, hosts, devices = _batch(text, directory)
         starts = [Start(words=script, job=job, hosts=hosts, devices=devices)]
@@ -171,6 +178,9 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
         name, _mark, tag = os.path.basename(image).removesuffix(".sif").partition("_")  # as `apptainer pull` names it
         image = next((f"{known.partition(':')[0]}:{tag}" for known in images if f"/{name}:" in f"{known}:"), image)
         yield container(start, image, None, words[files[0] + 1 :], images)
+    elif depth < 3 and names and names[0] in _TERMINALS and (lines := [word for word in words if " " in word]):
+        for line in lines:
+            yield from _inner(replace(start, words=("bash", "-c", line)), images, directory, depth + 1)
     elif depth < 3 and (shells or inner or is_whole):
         script = ("bash", "-c", *_shell_text(words[shells[0] + 1 :])) if shells else start.words[(inner or [0])[0] :]
         try:
@@ -217,25 +227,31 @@ def _declared(
         yield container(start, found["image"], command, found["args"], images)
 
 
-def _unit(text: str, folder: Path) -> Iterator[Start]:
-    """Yield the programs of a systemd unit. Raises SpecError if its file of variables is not in `folder` either."""
+def _unit(text: str, folder: Path, images: Mapping[str, Sequence[str]]) -> Iterator[Start]:
+    """Yield the programs of a unit of systemd or podman, or of supervisord. Raises SpecError.
+
+    A file of variables that is not here may be in `folder`.
+    """
     envs, missing = dict[str, str](), ""
+    found = dict(re.findall(r"(?m)^(Image|Exec|Entrypoint)=(.*)$", text.replace("\\\n", " ")))
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
         key, _equals, value = line.partition("=")
-        if key.strip() == "Environment":
-            envs |= literal_variables(split_words(value))
+        if key.strip() in ("Environment", "environment"):
+            envs |= literal_variables(split_words(value if key[0] == "E" else value.replace(",", " ")))
         elif key.strip() == "EnvironmentFile":
             file = Path(value.strip().lstrip("-"))
-            found = next((each for each in (file, folder / file.name) if each.is_file()), None)
-            envs |= dotenv(found) if found else {}
-            missing = missing if found else str(file)
-        elif key.strip() == "ExecStart" and value.strip():
+            here = next((each for each in (file, folder / file.name) if each.is_file()), None)
+            envs |= dotenv(here) if here else {}
+            missing = missing if here else str(file)
+        elif key.strip() in ("ExecStart", "command") and value.strip():
             words = filled(split_words(value.strip().lstrip("-@+!:")), r"\$\{?(\w+)\}?", envs)
             names = ", ".join(re.findall(r"\$\{?(\w+)", " ".join(words)))
             if missing and names and not re.search(r"\bsh -\w*c ", " ".join(words)):
                 problem, fix = f"is not on this machine, but sets {names}", "copy it beside the unit"
                 raise SpecError(key="EnvironmentFile", value=missing, problem=problem, fix=fix)
             yield Start(words=words, envs=dict(envs))
+    if "Image" in found:
+        yield container(Start(envs=envs), found["Image"], found.get("Entrypoint"), found.get("Exec"), images)
 
 
 def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:

@@ -71,8 +71,9 @@ _OF_COPY = re.compile(r" --([\w-]*port|node.rank|data-parallel-(start-)?rank)[= 
 _FOLLOWER = re.compile("--(node|data-parallel|data-parallel-start).rank[= ][1-9]|--headless")
 """Patterns of the arguments that copies of a server have of their own, and of those of its other hosts."""
 _TOOLS = re.compile(
-    r"(sudo (-\S+ )*)?\S*\b(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl|pkill|killall|pgrep|systemctl|which"
-    r"|journalctl|docker (stop|rm|logs|ps|inspect|kill|pull)|tmux kill\S*|screen -X) |\S*python\S* -m pip "
+    r"(sudo (-\S+ )*)?\S*\b(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl|hf|cmake|make|cp|mv|ln|rm|which"
+    r"|pkill|killall|pgrep|systemctl|journalctl|docker (stop|rm|logs|ps|inspect|kill|pull)|screen -X"
+    r"|tmux (kill|has|attach)\S*) |\S*python\S* -m pip "
 )
 """A pattern of commands that prepare an environment, or end programs: what they name is not started."""
 

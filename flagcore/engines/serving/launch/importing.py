@@ -39,6 +39,8 @@ _UNFILLED = re.compile(r"[\w./:-]*(\{\w+\}|\{\{.*\}\}|\$\{\w+\}|\$\w+|__[A-Z]\w*
 _NO_TEXT = re.compile(r"(?i)embed(?!ded)|rerank|(^|/)(bge|gte|e5)-")
 """A pattern of names of models that generate no text."""
 _HAS_PATH = re.compile("file|path|dir|template|preset")
+_NAMES = re.compile("-[stnS]|-dmS|--(target|name|container)")
+"""A pattern of flags of other programs whose value may be the name of a server."""
 _NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
 
 
@@ -162,6 +164,8 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
     """Return the start and end index of the engine's program in a command, or None if it is not there."""
     for start, word in enumerate(words):
         name, rest = os.path.basename(word), start + 1
+        if start and _NAMES.fullmatch(words[start - 1]):
+            continue
         if _PYTHON.fullmatch(name):
             name = "python"
             while rest < len(words) and re.fullmatch("-[uBEIsSO]+", words[rest]):  # options of the interpreter
