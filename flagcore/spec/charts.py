@@ -7,8 +7,10 @@ import json
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import reduce
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import yaml
@@ -20,23 +22,24 @@ from flagcore.spec.plain_data import dump_yaml
 
 _ACTION = re.compile(r"(\{\{-?(?:.|\n)*?-?\}\})")
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|`[^`]*`|:=|[()|=,]|[^\s()|=,:]+')
+_FAILURES = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError
 _DEEPEST, _LONGEST = 40, 1000
 """Limits of nested templates, and of the elements of a generated list."""
 
 
-def chart_of(file: Path) -> Path | None:
-    """Return the folder of the chart that a file of values, or a template, belongs to, or None."""
-    return next((each for each in (file.parent, *file.parents[1:3]) if (each / "templates").is_dir()), None)
+def chart_of(file: Path, text: str) -> Path | None:
+    """Return the folder of the chart if a file with this text has its values, or is one of its templates; else None."""
+    is_values = file.suffix in (".yaml", ".yml") and not re.search(r"(?m)^(kind|services|apiVersion):", text)
+    places = [*file.parents][:3] if file.is_file() and (is_values or "{{" in text) else ()
+    return next((each for each in places if (each / "templates").is_dir() and (each / "Chart.yaml").is_file()), None)
 
 
 def rendered_chart(chart: Path, file: Path) -> str:
     """Return the manifests of a chart with the values of `file`, if it is not a template. Raises UsageError."""
     values: dict[str, Any] = {}
     for each in dict.fromkeys([chart / "values.yaml", *([] if "templates" in file.parts else [file])]):
-        if each.is_file():
-            values = _merged(values, yaml.safe_load(_text(each)) or {})
-    about = yaml.safe_load(_text(chart / "Chart.yaml")) if (chart / "Chart.yaml").is_file() else {}
-    named = {f"{key[:1].upper()}{key[1:]}": value for key, value in about.items()}
+        values = _merged(values, _mapping(each))
+    named = {f"{key[:1].upper()}{key[1:]}": each for key, each in _mapping(chart / "Chart.yaml").items()}
     folder = chart / "templates"
     files = sorted(each for each in folder.rglob("*") if each.suffix in (".yaml", ".yml", ".tpl") and each.is_file())
     texts = {each: _text(each) for each in files if "tests" not in each.relative_to(folder).parts}
@@ -48,15 +51,7 @@ def rendered_chart(chart: Path, file: Path) -> str:
             part = template.rendered(nodes[each])
             list(yaml.safe_load_all(part))
             parts.append(part)
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RecursionError,
-            TypeError,
-            ValueError,
-            yaml.YAMLError,
-        ) as e:
+        except _FAILURES as e:
             if "containers:" in texts[each]:
                 reason = " ".join(str(e).split())
                 problem = _("{file} of the chart cannot be rendered here: {reason}", file=each.name, reason=reason)
@@ -68,6 +63,13 @@ def _text(file: Path) -> str:
     return read_regular(file).decode("utf-8", errors="replace")
 
 
+def _mapping(file: Path) -> dict[str, Any]:
+    with suppress(OSError, yaml.YAMLError):
+        found = yaml.safe_load(_text(file))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of a chart overridden by others."""
     both = {key: _merged(old[key], new[key]) for key in old.keys() & new.keys()
@@ -77,20 +79,6 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _yaml(value: Any) -> str:
-    return dump_yaml(value).strip().removesuffix("\n...") if value is not None else ""
-
-
-def _indent(count: int, text: Any) -> str:
-    return "\n".join(" " * min(count, _DEEPEST) + line for line in _shown(text).split("\n"))
-
-
-def _formatted(text: str, *values: Any) -> str:
-    if re.search(r"%[^a-z]*\d{3}", text):
-        raise ValueError(text)
-    return re.sub("%[vqt]", "%s", text) % tuple(each if type(each) in (int, float) else _shown(each) for each in values)
 
 
 def _item(value: Any, key: Any) -> Any:
@@ -112,8 +100,11 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "len": len,
     "and": lambda *a: next((x for x in a if not x), a[-1]), "or": lambda *a: next((x for x in a if x), a[-1]),
     "quote": lambda *a: " ".join(json.dumps(_shown(x)) for x in a), "squote": lambda x: f"'{_shown(x)}'",
-    "toYaml": _yaml, "toJson": json.dumps, "fromYaml": yaml.safe_load, "toString": _shown, "print": _shown,
-    "indent": _indent, "nindent": lambda n, text: "\n" + _indent(n, text), "printf": _formatted,
+    "toYaml": lambda x: "" if x is None else dump_yaml(x).strip().removesuffix("\n..."),
+    "toJson": json.dumps, "fromYaml": yaml.safe_load, "toString": _shown, "print": _shown,
+    "printf": lambda text, *a: reduce(lambda t, x: re.sub("%[^a-z%]*[a-z]", lambda _m: _shown(x), t, count=1), a, text),
+    "indent": lambda n, x: indent(_shown(x), " " * min(n, _DEEPEST)),
+    "nindent": lambda n, x: "\n" + indent(_shown(x), " " * min(n, _DEEPEST)),
     "lower": lambda x: _shown(x).lower(), "upper": lambda x: _shown(x).upper(), "trim": lambda x: _shown(x).strip(),
     "trunc": lambda n, x: _shown(x)[:n], "trimSuffix": lambda end, x: _shown(x).removesuffix(end),
     "trimPrefix": lambda start, x: _shown(x).removeprefix(start), "replace": lambda a, b, x: _shown(x).replace(a, b),
@@ -201,12 +192,12 @@ class _Template:
             return node
         if isinstance(node, list):
             if len(node) > 1 and node[1] in (":=", "="):
-                names[node[0]] = self._value(node[2:], dot, names)
+                names[node[0]] = self._pipeline(node[2:], dot, names)
                 return ""
-            return _shown(self._value(node, dot, names))
+            return _shown(self._pipeline([*node], dot, names))
         kind, tokens, body, other = node
         variables = [each for each in tokens[: tokens.index(":=")] if each != ","] if ":=" in tokens else []
-        value = self._value(tokens[tokens.index(":=") + 1 :] if variables else tokens, dot, names)
+        value = self._pipeline([*tokens[tokens.index(":=") + 1 if variables else 0 :]], dot, names)
         if not value:
             return self.rendered(other, dot, names)
         if kind == "range":
@@ -219,12 +210,8 @@ class _Template:
         inner = {**names, **dict.fromkeys(variables, value)} if variables else names
         return self.rendered(body, value if kind == "with" else dot, inner)
 
-    def _value(self, tokens: list[str], dot: Any, names: Mapping[str, Any]) -> Any:
-        """Return the value of a pipeline."""
-        rest = [*tokens]
-        return self._pipeline(rest, dot, names)
-
     def _pipeline(self, rest: list[str], dot: Any, names: Mapping[str, Any]) -> Any:
+        """Return the value of a pipeline, whose tokens are removed."""
         value, piped = None, list[Any]()
         while True:
             words = list[Any]()

@@ -13,26 +13,9 @@ import yaml
 from flagcore.domain.launch import Start
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
+from flagcore.spec import containers as read
 from flagcore.spec.charts import chart_of, rendered_chart
-from flagcore.spec.containers import (
-    CONTAINERS,
-    container,
-    container_run,
-    containers_in,
-    count_devices,
-    dotenv,
-    filled,
-    image_start,
-    interpolated,
-    literal_variables,
-    pods_of,
-    positive,
-    services_of,
-    split_words,
-    unset_names,
-    with_maps,
-    with_runtimes,
-)
+from flagcore.spec.containers import CONTAINERS, positive
 from flagcore.spec.declared import declared_servers
 from flagcore.spec.script import ELSEWHERE, SHELLS, Record, is_script, names_script, trace_script
 
@@ -41,9 +24,9 @@ ENDS_WITH = "ends with "
 """The start of the first word of a `Start` that is the failure of a script."""
 _APPTAINER = ("apptainer", "singularity")
 _LAUNCHERS = ("srun", "mpirun", "mpiexec", *_APPTAINER, "numactl", "taskset", "timeout", "time", "sudo")
-_TERMINALS = ("tmux", "screen", "pm2")
-"""Programs that start the commands in their arguments, each in one word."""
+_TERMINALS = ("tmux", "screen", "pm2")  # they start the commands in their arguments, each in one word
 _IMAGE_FILE = re.compile(r"^docker://|\.sif$")
+_MARKDOWN = re.compile(r"(?m)^ *```(?:bash|sh|shell|console|yaml|yml|dockerfile)?[ \t]*\n((?:.*\n)*?) *```")
 _MANIFEST = re.compile(r"\s*((#.*|\.\.\.)\n\s*)*(---|\{|[\w\"'./-]+:(\s|$))")
 _BROKEN_LINE = re.compile(r"\\[ \t]+(#.*)?\n")
 """A pattern of a line that should continue: pages often have blanks or comments after the backslash."""
@@ -74,39 +57,46 @@ def starts_of(
     starts: Iterable[Start]
     file = Path(directory, words[-1] if words else "")
     unrendered: UsageError | None = None
-    if text and file.is_file() and (chart := chart_of(file)):
+    if text and (chart := chart_of(file, text)):
         try:
-            text = _from_chart(chart, file, text) or text
+            text = rendered_chart(chart, file) or text
         except UsageError as error:  # a table may describe its values
             unrendered = error
     if text is None:
         starts = [Start(words=tuple(words))]
     elif manifests := [re.sub(r"\\(?=\$)", "", each[1] or each[3]) for each in _HERE_DOCUMENT.findall(text)]:
         starts = [start for each in manifests for start in starts_of(words, each, images, directory, tables)]
-    elif blocks := re.findall(
-        r"(?m)^ *```(?:bash|sh|shell|console|yaml|yml|dockerfile)?[ \t]*\n((?:.*\n)*?) *```", text
-    ):
+    elif blocks := _MARKDOWN.findall(text):
         parts = [re.sub(r"(?m)^ *\$ ", "", each) for each in blocks]
         starts = [start for each in parts for start in starts_of((), each, images, directory, tables)]
     elif re.search(r"^\[(Service|Container|program:.*)\]", text, re.MULTILINE):
         starts = _unit(text, file.parent, images)
     elif re.search(r"(?m)^FROM\s", text) and re.search(r"(?m)^(CMD|ENTRYPOINT)\s", text):
-        starts = [image_start(text, images)]
+        starts = [read.image_start(text, images)]
     elif _MANIFEST.match(text):
         try:
             text = re.sub(r"(?m)^\.\.\.$", "", text)  # parts of pages
             text = re.sub(r"(?m): \{\{ *\.?([\w.]+) *\}\}", r": '[\1]'", text)  # placeholders
-            variables = {**dotenv(file.with_name(".env")), **os.environ}
-            documents = with_maps(with_runtimes([*yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))]))
+            variables = {**read.dotenv(file.with_name(".env")), **os.environ}
+            documents = read.with_maps(
+                read.with_runtimes([*yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))])
+            )
             starts = [
                 start
                 for each in documents
                 for start in [*_declared(each, images, tables)]
                 or (
-                    *services_of(interpolated(each, variables), images, unset_names(text, variables), file.parent),
-                    *pods_of(each, images),
+                    *read.services_of(
+                        read.interpolated(each, variables), images, read.unset_names(text, variables), file.parent
+                    ),
+                    *read.pods_of(each, images),
                 )
-            ] or [start for each in containers_in(documents) for start in pods_of(each, images) if not unrendered]
+            ] or [
+                start
+                for each in read.containers_in(documents)
+                for start in read.pods_of(each, images)
+                if not unrendered
+            ]
         except yaml.YAMLError as error:
             raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
         except (AttributeError, LookupError, TypeError) as error:  # nodes are read without a check of their types
@@ -128,17 +118,6 @@ def starts_of(
         raise unrendered
     for start in starts:
         yield from _inner(_with_files(start, file.parent), images, directory)
-
-
-def _from_chart(chart: Path, file: Path, text: str) -> str:
-    """Return the manifests of a chart if `file` is one of its templates or has values. Raises UsageError."""
-    is_values = file.suffix in (".yaml", ".yml") and not re.search(r"(?m)^(kind|services|apiVersion):", text)
-    if not is_values and "{{" not in text:
-        return ""
-    try:
-        return rendered_chart(chart, file)
-    except yaml.YAMLError:
-        return ""
 
 
 def _with_files(start: Start, folder: Path) -> Start:
@@ -172,12 +151,12 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
     ]
     files = [n for n, word in enumerate(words) if _IMAGE_FILE.search(word) and {*_APPTAINER} & {*names[:n]}]
     if verbs and not (shells and shells[0] < verbs[0]):
-        yield from _inner(container_run(start, words[verbs[0] + 1 :], images), images, directory)
+        yield from _inner(read.container_run(start, words[verbs[0] + 1 :], images), images, directory)
     elif files and "run" in names[: files[0]]:
         image = words[files[0]].removeprefix("docker://")
         name, _mark, tag = os.path.basename(image).removesuffix(".sif").partition("_")  # as `apptainer pull` names it
         image = next((f"{known.partition(':')[0]}:{tag}" for known in images if f"/{name}:" in f"{known}:"), image)
-        yield container(start, image, None, words[files[0] + 1 :], images)
+        yield read.container(start, image, None, words[files[0] + 1 :], images)
     elif depth < 3 and names and names[0] in _TERMINALS and (lines := [word for word in words if " " in word]):
         for line in lines:
             yield from _inner(replace(start, words=("bash", "-c", line)), images, directory, depth + 1)
@@ -214,8 +193,8 @@ def _declared(
     """Yield the servers that a document describes by keys."""
     for found in declared_servers(document, tables):
         start = Start(
-            envs=literal_variables(found.get("envs")),
-            devices=count_devices(found.get("devices")),
+            envs=read.literal_variables(found.get("envs")),
+            devices=read.count_devices(found.get("devices")),
             hosts=positive(found.get("hosts")) or 1,
             instances=positive(found.get("instances")) or 1,
             role=found["role"],
@@ -224,34 +203,31 @@ def _declared(
         values["total"] = values["devices"] * values["hosts"]
         start = replace(start, job={name: str(values[quantity]) for name, quantity in found["job"].items()})
         command = ["bash", "-c", found["script"]] if found["script"] else found["command"]
-        yield container(start, found["image"], command, found["args"], images)
+        yield read.container(start, found["image"], command, found["args"], images)
 
 
 def _unit(text: str, folder: Path, images: Mapping[str, Sequence[str]]) -> Iterator[Start]:
-    """Yield the programs of a unit of systemd or podman, or of supervisord. Raises SpecError.
-
-    A file of variables that is not here may be in `folder`.
-    """
+    """Yield the programs of a unit of systemd, podman or supervisord, which is in `folder`. Raises SpecError."""
     envs, missing = dict[str, str](), ""
     found = dict(re.findall(r"(?m)^(Image|Exec|Entrypoint)=(.*)$", text.replace("\\\n", " ")))
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
         key, _equals, value = line.partition("=")
         if key.strip() in ("Environment", "environment"):
-            envs |= literal_variables(split_words(value if key[0] == "E" else value.replace(",", " ")))
+            envs |= read.literal_variables(read.split_words(value if key[0] == "E" else value.replace(",", " ")))
         elif key.strip() == "EnvironmentFile":
             file = Path(value.strip().lstrip("-"))
             here = next((each for each in (file, folder / file.name) if each.is_file()), None)
-            envs |= dotenv(here) if here else {}
+            envs |= read.dotenv(here) if here else {}
             missing = missing if here else str(file)
         elif key.strip() in ("ExecStart", "command") and value.strip():
-            words = filled(split_words(value.strip().lstrip("-@+!:")), r"\$\{?(\w+)\}?", envs)
+            words = read.filled(read.split_words(value.strip().lstrip("-@+!:")), r"\$\{?(\w+)\}?", envs)
             names = ", ".join(re.findall(r"\$\{?(\w+)", " ".join(words)))
             if missing and names and not re.search(r"\bsh -\w*c ", " ".join(words)):
                 problem, fix = f"is not on this machine, but sets {names}", "copy it beside the unit"
                 raise SpecError(key="EnvironmentFile", value=missing, problem=problem, fix=fix)
             yield Start(words=words, envs=dict(envs))
     if "Image" in found:
-        yield container(Start(envs=envs), found["Image"], found.get("Entrypoint"), found.get("Exec"), images)
+        yield read.container(Start(envs=envs), found["Image"], found.get("Entrypoint"), found.get("Exec"), images)
 
 
 def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:

@@ -244,16 +244,11 @@ def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -
 
 def _is_word(name: str, value: str, words: Sequence[str], text: str) -> bool:
     """Return whether a variable only has a word of the command: a path, the value of a flag of its name, or `$NAME`."""
-    flag = name.lower().replace("_", "-")
-    return any(
-        value == word.partition("=")[2 if word.startswith("-") else 0]
-        and (
-            "/" in value
-            or any(flag.endswith(re.sub("^--?|=.*", "", each)) for each in (before, word) if each.startswith("-"))
-            or bool(re.search(rf"\$[{{(]?{name}\b", text))
-        )
-        for before, word in zip(("", *words), words, strict=False)
-    )
+    values = [word.partition("=")[2 if word.startswith("-") else 0] for word in words]
+    flags = [re.sub("^--?|=.*", "", word) for n, word in enumerate(words)
+             if word.startswith("-") and value in values[n : n + 2]]  # fmt: skip
+    is_named = any(name.lower().replace("_", "-").endswith(flag) for flag in flags if len(flag) > 1)
+    return value in values and ("/" in value or is_named or bool(re.search(rf"\$[{{(]?{name}\b", text)))
 
 
 def _not_one(
