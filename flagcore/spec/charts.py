@@ -6,7 +6,7 @@ Sources: https://pkg.go.dev/text/template and https://helm.sh/docs/chart_templat
 import json
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
@@ -93,7 +93,7 @@ def _number(value: Any) -> int:
 _KINDS = {str: "string", bool: "bool", int: "int", float: "float64", list: "slice", dict: "map"}
 
 # fmt: off
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+_FUNCTIONS: Mapping[str, Any] = {
     "default": lambda other, value=None: value or other, "coalesce": lambda *a: next(filter(None, a), None),
     "required": lambda _text, value: value, "ternary": lambda yes, no, test: yes if test else no,
     "empty": operator.not_, "not": operator.not_, "eq": lambda a, *b: a in b, "ne": operator.ne,
@@ -119,8 +119,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "max": lambda *a: max(map(_number, a)), "mul": lambda a, b: _number(a) * _number(b),
     "div": lambda a, b: _number(a) // _number(b),
     "until": lambda n: [*range(min(_number(n), _LONGEST))], "sha256sum": lambda _x: "", "b64enc": lambda _x: "",
-    "lookup": lambda *_a: {}, "kindIs": lambda kind, x: _KINDS.get(type(x)) == kind,
-    "typeOf": lambda x: _KINDS[type(x)],
+    "true": True, "false": False, "nil": None, "lookup": lambda *_a: {},
+    "kindIs": lambda kind, x: _KINDS.get(type(x)) == kind, "typeOf": lambda x: _KINDS[type(x)],
     "index": lambda x, *keys: reduce(_item, keys, x),
 }
 # fmt: on
@@ -135,13 +135,9 @@ class _Template:
         release = {"Name": "release", "Namespace": "default", "Service": "Helm", "IsInstall": True}
         files = {"Get": lambda name: _text(chart / name) if not re.match(r"/|.*\.\.", name) else ""}
         about = {"Version": "0", "AppVersion": "latest", **about}
-        has = {
-            "APIVersions": {"Has": lambda _name: False},
-            "KubeVersion": {"Version": "v1.30.0", "GitVersion": "v1.30.0"},
-        }
-        template = {"BasePath": "templates", "Name": ""}
-        self._root = {"Values": values, "Chart": about, "Release": release, "Files": files, "Capabilities": has,
-                      "Template": template}  # fmt: skip
+        version = {"Version": "v1.30.0", "GitVersion": "v1.30.0"}
+        has = {"APIVersions": {"Has": lambda _name: False}, "KubeVersion": version}
+        self._root = {"Values": values, "Chart": about, "Release": release, "Files": files, "Capabilities": has}
 
     def parsed(self, text: str) -> list[Any]:
         """Return the tree of a template: texts, expressions, and blocks with their branches."""
@@ -230,17 +226,13 @@ class _Template:
             return self._field(value, rest.pop(0)) if rest and rest[0].startswith(".") and len(rest[0]) > 1 else value
         if token[0] in '"`':
             return json.loads(token) if token[0] == '"' else token[1:-1]
-        if token[0] == "$":
+        if token[0] in "$.":
             name, _dot, path = token.partition(".")
-            return self._field(names[name], path)
-        if token[0] == ".":
-            return self._field(dot, token)
+            return self._field(names[name] if name else dot, path)
         if token in ("include", "template", "tpl"):
             return self._tpl if token == "tpl" else self._include
         if token in _FUNCTIONS:
             return _FUNCTIONS[token]
-        if token in ("true", "false", "nil"):
-            return {"true": True, "false": False}.get(token)
         if re.fullmatch(r"-?[\d.]+", token):
             return float(token) if "." in token else int(token)
         raise LookupError(f"{token} is not known")

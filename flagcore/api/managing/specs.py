@@ -43,6 +43,7 @@ from flagcore.domain.trial import Role, Trial
 from flagcore.errors import FlagError, RunError, SpecError, SpecErrors, UsageError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.plugins import WORKLOADS, names
+from flagcore.spec.charts import chart_of
 from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.containers import IMAGE, split_words
 from flagcore.spec.convert import engines_of
@@ -121,6 +122,8 @@ def read_command(
     workload, notes = workloads[name], Notes()
     for each in programs[failed : failed + 1]:
         notes.note("command", f"the script {each.words[0]}: what follows is {'not ' if first else ''}read")
+    if content and chart_of(Path(words[-1] if words else ""), content):
+        notes.note("chart", "its templates were read without helm: compare with what `helm template` writes")
     has_script = workload.kind == "train" and bool(start.script)
     variables = {**start.envs, **start.job} if has_script else start.envs
     envs = _envs(variables, notes, start, content or shlex.join(words))
@@ -172,10 +175,8 @@ def _unset(start: Start) -> list[str]:
 def _read_start(
     workload: Workload, start: Start, model: str | None, has_script: bool, notes: Notes
 ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Return the data of a spec for a program, with notes. Raises SpecError.
-
-    With `has_script`, trials run the program's script, if it starts the program directly.
-    """
+    """Return the data of a spec for a program, with notes. Raises SpecError. With `has_script`, trials run the
+    program's script, if it starts the program directly."""
     try:
         script = replace(start, words=start.script) if has_script else start
         return workload.read_command(script, Path.cwd(), model)
@@ -212,10 +213,8 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
 
 
 def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -> dict[str, str]:
-    """Return `variables` without secrets and without those of the machine or container. Add a note on each variable.
-
-    If `start` has several instances, each has its own devices. A network device not in `text` was computed here.
-    """
+    """Return `variables` without secrets and without those of the machine or container. Add a note on each variable. If
+    `start` has several instances, each has its own devices. A network device not in `text` was computed here."""
     instances = start.instances
     spec_variables = dict[str, str]()
     for name in _unset(start):
