@@ -14,7 +14,6 @@ from flagcore.domain.launch import Start
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 from flagcore.spec import containers as read
-from flagcore.spec.charts import chart_of, rendered_chart
 from flagcore.spec.containers import CONTAINERS, positive
 from flagcore.spec.declared import declared_servers
 from flagcore.spec.script import ELSEWHERE, SHELLS, Record, is_script, names_script, trace_script
@@ -56,12 +55,6 @@ def starts_of(
     """
     starts: Iterable[Start]
     file = Path(directory, words[-1] if words else "")
-    unrendered: UsageError | None = None
-    if text and (chart := chart_of(file, text)):
-        try:
-            text = rendered_chart(chart, file) or text
-        except UsageError as error:  # a table may describe its values
-            unrendered = error
     if text is None:
         starts = [Start(words=tuple(words))]
     elif manifests := [re.sub(r"\\(?=\$)", "", each[1] or each[3]) for each in _HERE_DOCUMENT.findall(text)]:
@@ -91,12 +84,7 @@ def starts_of(
                     ),
                     *read.pods_of(each, images),
                 )
-            ] or [
-                start
-                for each in read.containers_in(documents)
-                for start in read.pods_of(each, images)
-                if not unrendered
-            ]
+            ] or [start for each in read.containers_in(documents) for start in read.pods_of(each, images)]
         except yaml.YAMLError as error:
             raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
         except (AttributeError, LookupError, TypeError) as error:  # nodes are read without a check of their types
@@ -114,8 +102,6 @@ def starts_of(
                     each for each in _inner(start, images, directory) if not each.words[0].startswith(ENDS_WITH)
                 )
             return
-    if unrendered and not starts:
-        raise unrendered
     for start in starts:
         yield from _inner(_with_files(start, file.parent), images, directory)
 

@@ -26,7 +26,6 @@ def test_an_input_comes_in_whole_or_is_refused(
     text = case["text"].replace("[TRAINING]", str(FLAGS.split())).replace("TRAINING", FLAGS)
     is_command = case["name"].endswith(".txt")
     for name, content in {**case.get("files", {}), **({} if is_command else {case["name"]: text})}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     before = sorted(os.listdir(tmp_path))
     if "error" in case:

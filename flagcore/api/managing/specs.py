@@ -43,7 +43,6 @@ from flagcore.domain.trial import Role, Trial
 from flagcore.errors import FlagError, RunError, SpecError, SpecErrors, UsageError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.plugins import WORKLOADS, names
-from flagcore.spec.charts import chart_of
 from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.containers import IMAGE, split_words
 from flagcore.spec.convert import engines_of
@@ -122,8 +121,6 @@ def read_command(
     workload, notes = workloads[name], Notes()
     for each in programs[failed : failed + 1]:
         notes.note("command", f"the script {each.words[0]}: what follows is {'not ' if first else ''}read")
-    if content and chart_of(Path(words[-1] if words else ""), content):
-        notes.note("chart", "its templates were read without helm: compare with what `helm template` writes")
     has_script = workload.kind == "train" and bool(start.script)
     variables = {**start.envs, **start.job} if has_script else start.envs
     envs = _envs(variables, notes, start, content or shlex.join(words))
@@ -198,8 +195,6 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
     """Return the words of a command, and the content of its file, if it is one. Raises UsageError."""
     if text or len(words) != 1:
         return list(words), text or None
-    if os.path.isfile(values := os.path.join(words[0], "values.yaml")):
-        words = [values]
     if os.path.isfile(words[0]):
         return ["bash", words[0]], read_text(Path(words[0]), file=words[0], key="file")
     command = split_words(words[0])
