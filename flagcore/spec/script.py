@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flagcore.domain.files import open_regular
+from flagcore.domain.files import open_regular, read_regular
 from flagcore.errors import SpecError
 
 TIMEOUT_SECONDS = 10.0
@@ -67,6 +67,11 @@ def trace_script(
     words = list(command[1:] if Path(command[0]).name in SHELLS else command)
     if not _names_file(words, directory):
         raise _script_error(command, "is a script that does not exist")
+    file = next(word for word in words if word == "-c" or not word.startswith("-"))
+    with suppress(OSError):  # bash reports a file that cannot be read
+        if file != "-c" and b"\r\n" in read_regular(Path(directory or ".", file)):
+            problem, fix = "is a script with Windows line ends", f"remove them: sed -i 's/\\r$//' {file}"
+            raise SpecError(key="train.command", value=" ".join(command), problem=problem, fix=fix)
     environment = {"USER": os.path.basename(os.path.expanduser("~")), **os.environ, **variables}
     with tempfile.TemporaryDirectory(prefix="flagcore-trace-") as folder:
         hosts = {} if "SLURM_JOB_NODELIST" in os.environ else {"BASH_FUNC_scontrol%%": HOSTS_FUNCTION}

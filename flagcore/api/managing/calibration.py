@@ -63,6 +63,7 @@ def calibrate(
             raise UsageError(_(text, asked=devices, count=len(chip_devices), chip=chip.name))
         count = devices or len(chip_devices)
         environment = {**loaded.environment(chip, engine), **device_variables(support, chip_devices[:count])}
+        warn(loaded.health(chip))
     calibrations_of_user = Calibrations.of_user()
     calibrations_of_user.check_writable()
     if on_start is not None:
