@@ -15,7 +15,7 @@ from flagcore.domain.launch import Start
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 from flagcore.spec.declared import declared_servers
-from flagcore.spec.script import ELSEWHERE, SHELLS, UNSET, Record, is_script, names_script, trace_script
+from flagcore.spec.script import ELSEWHERE, HOSTS, SHELLS, UNSET, Record, is_script, names_script, trace_script
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 ENDS_WITH, IMAGE = "ends with ", "image "
@@ -31,10 +31,15 @@ _SWITCHES = {
 """Options of `docker run` and `podman run` without a value, besides short ones."""
 _NO_DEVICE = re.compile("rdma|hca|roce|efa|nic|fuse|hugepages")
 """A pattern of extended resources of Kubernetes that are not accelerators."""
-_MANIFEST = re.compile(r"\s*((#.*|\.\.\.)\n\s*)*(---|\{|[\w\"'./-]+:(\s|$))")
+_MANIFEST = re.compile(r"\s*((#.*|\.\.\.)\n\s*)*(---|\{?\s*[\w\"'./-]+\s*:(\s|$)|\{\s*[\"'])")
 _COMPOSE_VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::?-([^}]*))?[^}]*\}|(\w+))")
 _BROKEN_LINE = re.compile(r"\\[ \t]+(#.*)?\n")
 """A pattern of a line that should continue: pages often have blanks or comments after the backslash."""
+_BLOCK = re.compile(
+    r"(?m)((?:^|;)[ \t]*(?:\}|\)|done|fi|esac)[ \t]*(?:<[^>\n]*)?)"
+    r"(?:\d*|&)>+\|?[ \t]*(?!/dev/|[&(|>\s])(?:\"[^\"\n]*\"|[^\s;&|])+"
+)
+"""A pattern of a block whose output goes to a file: nothing of it is written."""
 _PLACEHOLDER = re.compile(r"(?<![<\w)])<([A-Za-z][^<>|&;()$`'\"\n]*(?<![\s=-]))>")
 """A pattern of `<words>` that the user should replace, which a shell would read as redirections."""
 _HERE_DOCUMENT = re.compile(
@@ -46,6 +51,11 @@ _RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?(?:post|rc)\d+)?)(?![\d.])")
 _BATCH_LINE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 _MOST_RANKS = 16
 """The most hosts whose programs are read one by one, which takes seconds."""
+_OTHER_BATCHES = (
+    r"^#PBS .*?\b(?:select|nodes)=(\d+)|^#PJM .*?\bnode=(\d+)|^#BSUB .*?-nnodes (\d+)|^#\$ .*?-l rt_\w+=(\d+)",
+    r"^#PBS .*?\b(?:n?gpus|n_gpus)=(\d+)|^#PJM .*?\bgpu=(\d+)|^#BSUB .*?-gpu .*?num=(\d+)",
+)
+"""Patterns of the hosts, and of the devices per host, of PBS, Fujitsu's TCS, LSF and ABCI's Grid Engine."""
 _BATCH_SHORT = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}
 
 
@@ -146,8 +156,11 @@ def _shell_text(words: Sequence[str]) -> Sequence[str]:
 
 
 def _readable(text: str) -> str:
-    """Return the text of a script with `[words]` for its placeholders, and with whole lines in place of broken ones."""
-    return _PLACEHOLDER.sub(lambda m: "[" + "_".join(m[1].split()) + "]", _BROKEN_LINE.sub("\\\n", text))
+    """Return the text of a script with `[words]` for its placeholders, whole lines in place of broken ones, and blocks
+    that write no file.
+    """
+    text = _BLOCK.sub(lambda m: f"{m[1]}> /dev/null", _BROKEN_LINE.sub("\\\n", text))
+    return _PLACEHOLDER.sub(lambda m: "[" + "_".join(m[1].split()) + "]", text)
 
 
 def _container_run(start: Start, words: Sequence[str], images: Mapping[str, Sequence[str]]) -> Start:
@@ -261,12 +274,20 @@ def _pods(
         yield from (replace(each, job={"LWS_GROUP_SIZE": str(size)}) for each in pods)
     elif isinstance(replica_specs, Mapping):
         total = sum(_number(each.get("replicas")) or 1 for each in replica_specs.values())
-        yield from _pods(next(iter(replica_specs.values())).get("template"), images, hosts=total)
+        pods = _pods(next(iter(replica_specs.values())).get("template"), images, hosts=total)
+        yield from (replace(each, job=_rendezvous(total, each.devices)) for each in pods)
     else:
         hosts *= _number(node.get("parallelism")) or 1
         instances *= _number(node.get("replicas")) or 1
         for each in node.values():
             yield from _pods(each, images, hosts=hosts, instances=instances, role=role)
+
+
+def _rendezvous(hosts: int, devices: int | None) -> dict[str, str]:
+    """Return the environment variables of the first pod of a PyTorchJob (kubeflow training-operator)."""
+    ranks = {"MASTER_ADDR": "localhost", "MASTER_PORT": "23456"}
+    pet = {"NNODES": hosts, "NPROC_PER_NODE": devices or "auto", "NODE_RANK": 0, **ranks}
+    return {"WORLD_SIZE": str(hosts), "RANK": "0", **ranks, **{f"PET_{name}": str(each) for name, each in pet.items()}}
 
 
 def _with_runtimes(documents: Sequence[Any]) -> list[Any]:
@@ -350,7 +371,9 @@ def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
                 name, value, equals = _BATCH_SHORT.get(word[1:2], word[1:2]), word[2:].lstrip("="), word[2:]
             options[name] = value if equals else "".join(words[number + 1 : number + 2])
     if not options:
-        return {}, 1, None
+        found = [re.search(pattern, text, re.MULTILINE) for pattern in _OTHER_BATCHES]
+        count, per_host = (int(each[each.lastindex or 0]) if each else None for each in found)
+        return ({HOSTS: str(count)} if count else {}), count or 1, per_host
     hosts = _number(options.get("nodes", "1").rpartition("-")[2]) or 1
     tasks = _number(options.get("ntasks-per-node")) or -(-(_number(options.get("ntasks")) or hosts) // hosts)
     per_node = options.get("gpus-per-node") or re.sub(r"^(?!gpu).*|,.*", "", options.get("gres", ""))

@@ -53,7 +53,7 @@ from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.script import UNSET
 from flagcore.spec.serving import ProfileSection, ServeSection
 from flagcore.spec.starts import ENDS_WITH, IMAGE, split_words, starts_of
-from flagcore.spec.validate import Section
+from flagcore.spec.validate import LONGEST_TEXT, Section
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.predict import record
@@ -109,24 +109,37 @@ def read_command(
     failed = next((n for n, each in enumerate(programs) if each.words[0].startswith(ENDS_WITH)), len(programs))
     first = _engines(workloads, programs[:failed])
     found = first or _engines(workloads, programs)
-    gave_up = None if first else _not_one(words, content or "", programs[: failed + 1], {})
-    if error := _not_one(words, content or "", programs, found):
+    shown = " ".join(words[1:] if content else words) or None
+    gave_up = None if first else _not_one(shown, content or "", programs[: failed + 1], {})
+    if error := _untuned(shown, content or "", programs, found):
+        raise error
+    if error := _not_one(shown, content or "", programs, found):
         raise gave_up or error
     ((name, *_words), start) = next(iter(found.items()))
-    workload, notes = workloads[name], Notes()
-    for each in programs[failed : failed + 1]:
-        notes.note("command", f"the script {each.words[0]}: what follows is {'not ' if first else ''}read")
+    workload, path = workloads[name], absolute_model(model, Path()) if model is not None else None
     has_script = workload.kind == "train" and bool(start.script)
-    variables = {**start.envs, **start.job} if has_script else start.envs
-    envs = _envs(variables, notes, start, content or shlex.join(words))
-    path = absolute_model(model, Path()) if model is not None else None
-    read = replace(start, envs={**start.job, **envs} if has_script else envs)
-    try:
-        data, engine_notes = _read_start(workload, read, path, has_script, notes)
-    except SpecError as error:
-        problem, fix = "is not set, but the script uses it", "set it, or write its value in the command"
-        missing = [SpecError(key=each, problem=problem, fix=fix) for each in _unset(start)]
-        raise gave_up or join_errors([*error.problems, *missing]) from None
+    is_long = has_script and max(map(len, start.script)) > LONGEST_TEXT  # it has placeholders, and is no file as it is
+    for with_script in [True, False] if has_script and not is_long else [False]:
+        notes = Notes()
+        for each in programs[failed : failed + 1]:
+            notes.note("command", f"the script {each.words[0]}: what follows is {'not ' if first else ''}read")
+        if has_script and not with_script:
+            text = "is the program without the script, which " + ("is long" if is_long else "cannot start it in trials")
+            notes.note("train.command", text, "train.command")
+        variables = {**start.envs, **start.job} if with_script else start.envs
+        envs = _envs(variables, notes, start, content or shlex.join(words))
+        read = (
+            replace(start, words=start.script, envs={**start.job, **envs}) if with_script else replace(start, envs=envs)
+        )
+        try:
+            data, engine_notes = workload.read_command(read, Path.cwd(), path)
+            break
+        except SpecError as error:
+            if with_script and error.key == "train.command":
+                continue
+            problem, fix = "is not set, but the script uses it", "set it, or write its value in the command"
+            missing = [SpecError(key=each, problem=problem, fix=fix) for each in _unset(start)]
+            raise gave_up or join_errors([*error.problems, *missing]) from None
     if chip is not None:
         data["cluster"]["chip"] = chip
     if envs:
@@ -159,24 +172,6 @@ def _unset(start: Start) -> list[str]:
     """Return the names of the variables in a program's script that are not set, without those of a machine."""
     names = start.envs.get(UNSET, "").split()
     return [each for each in names if not (is_secret(each) or _OF_MACHINE.search(each) or _OF_HOST.fullmatch(each))]
-
-
-def _read_start(
-    workload: Workload, start: Start, model: str | None, has_script: bool, notes: Notes
-) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Return the data of a spec for a program, with notes. Raises SpecError.
-
-    With `has_script`, trials run the program's script, if it starts the program directly.
-    """
-    try:
-        script = replace(start, words=start.script) if has_script else start
-        return workload.read_command(script, Path.cwd(), model)
-    except SpecError as error:
-        if not has_script or error.key != "train.command":
-            raise
-    data, engine_notes = workload.read_command(start, Path.cwd(), model)
-    notes.note("train.command", "is the program without the script, which starts it in another shell", "train.command")
-    return data, engine_notes
 
 
 def _engine_table(name: str) -> Mapping[str, Mapping[str, Any]]:
@@ -228,20 +223,29 @@ def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -
     return spec_variables
 
 
-def _not_one(
-    words: Sequence[str], text: str, programs: Sequence[Start], found: Mapping[tuple[str, str, str], Start]
+def _untuned(
+    value: str | None, text: str, programs: Sequence[Start], found: Mapping[tuple[str, str, str], Start]
 ) -> SpecError | None:
-    """Return the error for an input that starts no engine (with what flagcore does not tune) or several, or None."""
-    commands, value = [shlex.join(each.words) for each in programs], " ".join(words[1:] if text else words) or None
-    unknown = [each.words[0] for each in programs if each.words[0].startswith(IMAGE) and each.words[1:]]
+    """Return the error for an input that starts what flagcore does not tune, by its name, or None."""
+    commands = [each for start in programs if not _TOOLS.match(each := shlex.join(start.words))]
+    is_image = len(programs) > 1 and any(each.words[0].startswith(IMAGE) and each.words[1:] for each in programs)
     for name, row in _engine_table("untuned").items():
-        if (found or (unknown and len(programs) > 1)) and not row.get("always"):
+        if (found or is_image) and not row.get("always"):
             continue
-        in_words = "words" in row and any(re.search(row["words"], each) for each in commands if not _TOOLS.match(each))
+        in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
         if in_words or ("text" in row and re.search(row["text"], text, re.MULTILINE)):
             fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
             problem = _("starts {name}, which `flag import` does not read", name=name)
             return SpecError(key="command", value=value, problem=problem, fix=row.get("fix") or fix)
+    return None
+
+
+def _not_one(
+    value: str | None, text: str, programs: Sequence[Start], found: Mapping[tuple[str, str, str], Start]
+) -> SpecError | None:
+    """Return the error for an input that does not start exactly one engine, or None."""
+    commands = [shlex.join(each.words) for each in programs]
+    unknown = [each.words[0] for each in programs if each.words[0].startswith(IMAGE) and each.words[1:]]
     if len(found) == 1:
         return None
     failure = next((each.words[0] for each in programs if each.words[0].startswith(ENDS_WITH)), "")
