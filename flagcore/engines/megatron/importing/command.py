@@ -25,7 +25,7 @@ from flagcore.i18n import _
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import load_json
-from flagcore.spec.public import find_public, public_models
+from flagcore.spec.public import public_models, public_name
 
 
 def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
@@ -67,7 +67,10 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
 def _flags(command: UserCommand, notes: Notes) -> Flags:
     """Return the arguments of a command by name. If an argument is repeated, its last value is used, as in argparse."""
     table = release_table(detected_release(command, {}))
-    own = {f"--{name.replace('_', '-')}": ArgumentSpec(flags=(), dest=name, type="int") for name in TABLES["of_forks"]}
+    own = {
+        f"--{name.replace('_', '-')}": ArgumentSpec(flags=(), dest=name, type=kind)
+        for name, kind in TABLES["of_forks"].items()
+    }
     table = replace(table, by_flag={**release_table(None).by_flag, **own, **table.by_flag})  # forks take over others
     words = [new for each in command.arguments for new in _renamed(*each.partition("="))]
     arguments, problems = table.parse(words)
@@ -136,7 +139,7 @@ def _of_launcher(command: UserCommand, notes: Notes, hosts: int) -> tuple[int, i
         return (int(given[1]) if given else hosts), per
     if given and not per:  # -N of Open MPI
         per = int(given[1])
-    count = (tasks[1] or tasks[2] or "") if tasks else ""
+    count = re.sub("^-.*", "", tasks[1] or tasks[2] or "") if tasks else ""
     if tasks and not (count.isdecimal() and int(count)):
         fix = "set the variables of the batch system that the script uses, as in NHOSTS=4 flag import FILE"
         notes.report(tasks[0].split()[0], "has no number of processes", value=count or None, fix=fix)
@@ -179,9 +182,11 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
         if flags.has(name) and path.is_file() and path.suffix == ".json" and (size := _size_in(path, keys)):
             flags.note("vocab_size", f"{size}, from {path}", "model.vocab_size")
             return size
-    if (found := find_public(str(flags.get("tokenizer_model")))) and (size := found[0].get("vocab_size")):
-        flags.note("vocab_size", f"{size}, that of the public model with this tokenizer", "model.vocab_size")
-        return int(size)
+    for part in [part for name in _TOKENIZERS for part in Path(str(flags.get(name, ""))).parts[:-3:-1]]:
+        known = public_name(part.removeprefix("models--").replace("--", "/"))
+        if known and (size := public_models()[known].get("vocab_size")):
+            flags.note("vocab_size", f"{size}, that of {known}, which the tokenizer's path names", "model.vocab_size")
+            return int(size)
     if name := _of_shape(flags):
         size = public_models()[name]["vocab_size"]
         flags.note("vocab_size", f"{size}, that of {name}, which has this shape", "model.vocab_size")
@@ -195,6 +200,7 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
     return None
 
 
+_TOKENIZERS = ("tokenizer_model", "tokenizer_name_or_path")
 _SHAPE = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
