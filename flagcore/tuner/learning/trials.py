@@ -105,10 +105,7 @@ def fastest_open_rows(context: SearchContext) -> IntArray:
 
 
 def expected_step_times(context: SearchContext, rows: IntArray) -> FloatArray:
-    """Return the expected step time of each candidate in `rows`, in seconds.
-
-    It is the prediction corrected by all trials so far.
-    """
+    """Return the predicted step time of each candidate in `rows`, corrected by all trials so far, in seconds."""
     ratio = _expected_times(context, observed_times(context), rows)
     return np.asarray(predicted_times(context)[rows] * np.exp(ratio))
 
@@ -154,10 +151,7 @@ def observed_memory(context: SearchContext) -> Observations:
 
 
 def observed_figure(context: SearchContext, name: str) -> Observations:
-    """Return the ratios of measured to predicted values of a serving metric for the trials of the search.
-
-    `name`: the metric, such as a latency.
-    """
+    """Return the ratios of measured to predicted values of the serving metric `name` for the trials of the search."""
     predicted = context.predictions.figures[name]
     figures = [
         (row, figure, FIGURE_NOISE)
@@ -171,20 +165,14 @@ def observed_figure(context: SearchContext, name: str) -> Observations:
 def _observed(
     context: SearchContext, figures: Sequence[tuple[int, float, float]], predicted: FloatArray
 ) -> Observations:
-    """Return the ratios of measured values to `predicted`.
-
-    `figures` contains the row, the measured value and the relative noise of each trial.
-    """
+    """Return the ratios to `predicted`. `figures`: the row, the measured value and the relative noise of each trial."""
     rows = np.array([row for row, _, _ in figures], dtype=np.int64)
     ratio = np.log(np.array([value for _, value, _ in figures], dtype=np.float64)) - np.log(predicted[rows])
     return _observations(context, rows, ratio, np.array([noise for _, _, noise in figures]))
 
 
 def predicted_times(context: SearchContext) -> FloatArray:
-    """Return the predicted step time of every candidate, in seconds.
-
-    Unknown times are replaced by the median of the known ones, or by one second if all are unknown.
-    """
+    """Return each candidate's predicted step time in seconds; if unknown, their median or one second."""
     step = context.predictions.step_time_s
     is_known = np.isfinite(step)
     return np.where(is_known, step, np.median(step[is_known])) if is_known.any() else np.ones_like(step)

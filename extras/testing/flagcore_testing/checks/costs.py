@@ -255,6 +255,9 @@ def outer_levels_are_not_faster(plugin: Subject) -> Problems:
                     f"{group.chip.name}, {group.nodes} x {group.devices_per_node}: level {outer.name} has "
                     f"{outer.bytes_per_second:g} B/s, {inner.name} inside it {inner.bytes_per_second:g}"
                 )
+            elif outer.devices <= group.devices_per_node and outer.bytes_per_second > 0.999 * inner.bytes_per_second:
+                text = f"{group.chip.name}: level {outer.name} has the rate of {inner.name} inside it"
+                yield Problem(text, "give one device's share of what connects the groups, or leave out the level")
 
 
 @check("devices_per_node counts devices, not cards; or let flagcore_topology answer for whole nodes")

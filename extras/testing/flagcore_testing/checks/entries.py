@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.engine import ForcedSetting, RefusedValues
-from flagcore.domain.knob import Knob
+from flagcore.domain.knob import WHOLE_STEP, Knob
 from flagcore.errors import SpecError
 from flagcore.plugins import kind_of, workload
 from flagcore.vendorkit.engines import all_knobs, read_quirks, read_variables
@@ -175,6 +175,8 @@ def knobs_name_what_the_engine_has(plugin: Subject) -> Problems:
             yield from _knob_problems(each.knob, engine, {one.knob.name for one in listed})
 
 
+LARGE_GAIN = 0.85
+"""A smaller factor of the whole step needs a published figure."""
 GAIN = re.compile(r"\d+ ?% (more throughput|faster|less time)|\bfaster\b|higher throughput")
 
 
@@ -211,6 +213,11 @@ def _knob_problems(knob: Knob, engine: str, own: set[str]) -> Iterator[Problem]:
         if "formula of " in method and not effect.settings:
             text = f"{where}: {value!r} has no settings, and its effect is that of {method[:60]!r}"
             yield Problem(text, "name the setting of the engine whose formula predicts, or give the factors")
+        if effect.part == WHOLE_STEP and effect.time.value < LARGE_GAIN and not re.search(r"\d", knob.claim):
+            text = f"{where}: {value!r} has the time {effect.time.value:g} of the whole step, and claim has no figure"
+            yield Problem(
+                text, "name the part of the step that gets faster, such as part: tp_comm_s, or quote the gain"
+            )
         if 1.5 < effect.time.value <= MOST and effect.memory.value >= 1.0:
             text = f"{where}: {value!r} has the time {effect.time.value:g} and saves no memory: it is never the best"
             yield Problem(text, "give the time with the knob divided by the time without it")
