@@ -56,7 +56,7 @@ _OTHER_BATCHES = (
     r"^#PBS .*?\b(?:n?gpus|n_gpus)=(\d+)|^#PJM .*?\bgpu=(\d+)|^#BSUB .*?-gpu .*?num=(\d+)",
 )
 """Patterns of the hosts, and of the devices per host, of PBS, Fujitsu's TCS, LSF and ABCI's Grid Engine."""
-_BATCH_SHORT = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}
+_BATCH_SHORT = {"N": "nodes", "J": "job-name", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}
 
 
 def starts_of(
@@ -387,6 +387,8 @@ def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
         **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), "localhost"),
         **dict.fromkeys(("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE") if devices else (), devices),
         "SLURM_NTASKS_PER_NODE": tasks,
+        "SLURM_TASKS_PER_NODE": f"{tasks}(x{hosts})" if hosts > 1 else tasks,
+        "SLURM_JOB_NAME": options.get("job-name", "job"),
         "SLURM_CPUS_PER_TASK": options.get("cpus-per-task", 1),
         "SLURM_SUBMIT_DIR": directory,
     }

@@ -6,6 +6,7 @@ Sources: DeepSpeed 0.19 `launcher/runner.py` and `runtime/config.py`; the recipe
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,6 @@ from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import read_text
 from flagcore.spec.public import absolute_model, public_name
 from flagcore_trainers import start as files
-
-with suppress(ImportError):  # Python 3.10
-    import tomllib
 
 Imported = tuple[dict[str, Any], Sequence[ImportNote]]
 MODEL_FLAGS = ("model_name_or_path", "model_name", "model", "pretrained_model_name_or_path", "base_model")
@@ -212,7 +210,8 @@ def _titan_names(content: Mapping[str, Any], words: Sequence[str]) -> list[str]:
     """Return the possible names of a model: of its files, of its kind and size, and of its configuration."""
     section = content.get("model") or {}
     paths = [section.get("hf_assets_path"), section.get("tokenizer_path")]
-    kinds = [f"{section.get('name')}-{section.get('flavor')}", str(option(words, "config") or "").replace("_", "-")]
+    own = str(option(words, "config") or "").replace("_", "-")
+    kinds = [each for each in (f"{section['name']}-{section.get('flavor')}" if "name" in section else "", own) if each]
     spelled = [re.sub(r"(?i)^(llama)-?(\d)(?:_(\d))?", r"\1-\2.\3", each).replace(".-", "-") for each in kinds]
     return [*(str(each) for each in paths if each), *spelled, *kinds]
 
@@ -221,8 +220,10 @@ def _toml(file: str, directory: Path) -> dict[str, Any]:
     """Return the content of a TOML file. Raises SpecError."""
     text = read_text(Path(directory, file), file=file, key="--job.config_file")
     try:
-        return tomllib.loads(text)
-    except NameError:
+        content: dict[str, Any] = import_module("tomllib").loads(text)
+    except ImportError:
         raise SpecError(key="--job.config_file", value=file, problem="needs Python 3.11", fix="use it") from None
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(key="--job.config_file", value=file, problem=f"is not valid TOML: {error}", fix="") from None
+    except ValueError as error:
+        fix = "correct it"
+        raise SpecError(key="--job.config_file", value=file, problem=f"is not valid TOML: {error}", fix=fix) from None
+    return content

@@ -69,6 +69,7 @@ _DEVICES, _NIC, _HERE = "VISIBLE_DEVICES", re.compile("_(IFNAME|HCA)$"), re.comp
 _OF_COPY = re.compile(r" --([\w-]*port|node.rank|data-parallel-(start-)?rank)[= ]\S+| --headless")
 _FOLLOWER = re.compile("--(node|data-parallel|data-parallel-start).rank[= ][1-9]|--headless")
 """Patterns of the arguments that copies of a server have of their own, and of those of its other hosts."""
+_SCRIPT = re.compile(r"\b(?:ba|da)?sh (?:-\w+ )*([^\s'\"]+\.(?:sh|bash|slurm|sbatch))\b")
 _TOOLS = re.compile(r"(sudo )?\S*(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl) |\S*python\S* -m pip ")
 """A pattern of commands that prepare an environment: what they name is not started."""
 
@@ -110,7 +111,7 @@ def read_command(
     first = _engines(workloads, programs[:failed])
     found = first or _engines(workloads, programs)
     shown = " ".join(words[1:] if content else words) or None
-    gave_up = None if first else _not_one(shown, content or "", programs[: failed + 1], {})
+    gave_up = None if first or failed == len(programs) else _not_one(shown, content or "", programs, {})
     if error := _untuned(shown, content or "", programs, found):
         raise error
     if error := _not_one(shown, content or "", programs, found):
@@ -252,7 +253,13 @@ def _not_one(
     if failure and not found:
         problem = _("starts no engine: it {failure}", failure=redact_text(failure))
         fix = _("give its arguments, as in `flag import -- bash FILE ARGUMENT`, set its variables, or give its command")
-        return SpecError(key="command", value=value, problem=problem, fix=fix)
+        return SpecError(key="command", value=value, problem=problem, fix=_with_unset(fix, programs))
+    if not found and (
+        missing := [each[1] for each in map(_SCRIPT.search, commands) if each and not os.path.isfile(each[1])]
+    ):
+        problem = _("starts no engine: the script {file}, which it starts, is not here", file=redact_text(missing[0]))
+        fix = _("give that script, or start from the folder to which its path belongs")
+        return SpecError(key="command", value=value, problem=problem, fix=_with_unset(fix, programs))
     listed = [redact_text(shlex.join(each.words))[:60] for each in [*(found.values() or programs)][-4:]]
     shown = ", ".join(listed) or _("nothing")
     problem = _("must start exactly one engine, but starts {n}; its commands are {shown}", n=len(found), shown=shown)
@@ -266,6 +273,12 @@ def _not_one(
     elif unknown:
         fix = _("the entry point of the image is not known: write the program before its arguments")
     return SpecError(key="command", value=value, problem=problem, fix=fix)
+
+
+def _with_unset(fix: str, programs: Sequence[Start]) -> str:
+    """Return a fix with the names of the variables of a script that are not set."""
+    names = dict.fromkeys(name for each in programs for name in _unset(each))
+    return _("{fix}; not set: {names}", fix=fix, names=", ".join([*names][:6])) if names else fix
 
 
 TRAINING: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}

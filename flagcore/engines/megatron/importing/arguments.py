@@ -206,6 +206,9 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     """
     section: dict[str, Any] = {key: value for key in TABLES["model"] if (value := flags.get(key)) is not None}
     problems = []
+    if not {"num_layers", "hidden_size", "num_attention_heads"} & section.keys():
+        problem, fix = "are not in the command: it reads them from a checkpoint, or is another program", "give --model"
+        raise flags.source.error("--num-layers, --hidden-size and --num-attention-heads", problem, fix=fix)
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         if key not in section:
             problems.append(flags.source.error(flags.key(key), "is missing", fix=_MISSING))

@@ -187,13 +187,13 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
         if known and (size := public_models()[known].get("vocab_size")):
             flags.note("vocab_size", f"{size}, that of {known}, which the tokenizer's path names", "model.vocab_size")
             return int(size)
-    if name := _of_shape(flags):
-        size = public_models()[name]["vocab_size"]
-        flags.note("vocab_size", f"{size}, that of {name}, which has this shape", "model.vocab_size")
-        return int(size)
     tokenizer = str(flags.get("tokenizer_type", "GPT2BPETokenizer"))  # GPT2BPETokenizer is pretrain_gpt.py's default
     if size := TABLES["vocabularies"].get(tokenizer):
         flags.note("vocab_size", f"{size}, the usual vocabulary of {tokenizer}", "model.vocab_size")
+        return int(size)
+    if name := _of_shape(flags):
+        size = public_models()[name]["vocab_size"]
+        flags.note("vocab_size", f"{size}, that of {name}, which has this shape", "model.vocab_size")
         return int(size)
     fix = "add it to the command, or give the model's Hugging Face directory as --model"
     flags.source.report("--vocab-size", "is missing, and the tokenizer's files do not give it", fix=fix)
@@ -213,7 +213,7 @@ _SHAPE = {
 def _of_shape(flags: Flags) -> str:
     """Return the public model with the shape of the command, or an empty text if none or different ones have it."""
     wanted = [flags.get(name) for name in _SHAPE]
-    if None in wanted[:-1]:
+    if None in wanted[:-1] or flags.has("num_experts"):
         return ""
     wanted[-1] = wanted[-1] or wanted[-2]
     found = dict[object, str]()
