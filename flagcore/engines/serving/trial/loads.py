@@ -324,10 +324,8 @@ def _warm_up(load: Load, servers: int, most: int) -> Load:
 
 
 def _load_failure(result: LoadResult, name: str, servers: Sequence[Served]) -> TrialFailure:
-    """Return the failure of a load. A cause in a server's log takes precedence over the client's view.
-
-    Raises the failure of a server that has ended or ends soon, because connections may be lost before the server ends.
-    """
+    """Return the failure of a load. A cause in a server's log takes precedence over the client's view. Raises the
+    failure of a server that has ended or ends soon, because connections may be lost before the server ends."""
     reason = result.problems[0] if result.problems else "unknown reason"
     state = STATES_BY_PROBLEM.get(reason.partition(":")[0], TrialState.FAILED)
     if state is TrialState.INVALID and re.match(r"refused: HTTP (5\d\d|408|429)", reason):
