@@ -339,7 +339,7 @@ def test_an_exported_llama_server_really_answers(tmp_path: Path) -> None:
     data["serve"]["weights"] = str(weights)
     exported(written(tmp_path, data), "llamacpp", "instances=1, parallel=4")
     program = tmp_path / "llama-server"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m flagcore.engines.serving.llamacpp.server "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m flagcore_llamacpp.server "$@"\n')
     program.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     process = subprocess.Popen([tmp_path / "out-llamacpp" / "job.sh"], env=environment, start_new_session=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import yaml
+from flagcore_llamacpp import profile as llamacpp
 
 from extras.kubernetes.tests.test_manifest import CRDS, problems, require_restricted
 from flagcore import api
 from flagcore.api.tuning import targets
-from flagcore.engines.serving.llamacpp import profile as llamacpp
 from flagcore.engines.serving.space.knobs import arguments
 from flagcore.errors import FlagError
 from tests.api.test_export import DYNAMO, SCHEMAS, server, started, written

@@ -15,10 +15,10 @@ from importlib.resources import files
 from typing import Any
 
 import yaml
+from flagcore_llamacpp.profile import KNOBS as LLAMACPP
 
 from flagcore.contracts import ImportedSpec
 from flagcore.engines.megatron.importing.arguments import flag_name
-from flagcore.engines.serving.llamacpp.profile import KNOBS as LLAMACPP
 from flagcore.engines.serving.sglang.profile import KNOBS as SGLANG
 from flagcore.engines.serving.vllm.knobs import KNOBS as VLLM
 from flagcore.errors import SpecError, join_errors

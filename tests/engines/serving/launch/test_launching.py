@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from flagcore_kubernetes.job import export as kubernetes
+from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
 
 from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.chip import Device, Support
@@ -21,7 +22,6 @@ from flagcore.domain.spec import ClusterSpec
 from flagcore.engines.serving.launch import export
 from flagcore.engines.serving.launch.server import Instance, Job, as_text, read_job
 from flagcore.engines.serving.launch.start import instances_of
-from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.load.routing import NIXL
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.errors import SpecError, UsageError

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore_lmdeploy.profile import WORKLOAD as LMDEPLOY
 
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Images, Load
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.load.images import Image
 from flagcore.engines.serving.model.disaggregated import Disaggregated, Prefill
 from flagcore.engines.serving.model.simulation import Price, Simulation

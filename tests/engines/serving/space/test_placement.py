@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
 
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import Instance
-from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
 from flagcore.engines.serving.space import placement
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, PREFILL_DECODE, TP, Hardware

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
 
 from flagcore.domain.serving import HighestLoad
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
-from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.trial.reading import NoMetrics
 from tests.engines.serving.engines.tasks import serving
 

@@ -16,10 +16,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
 
 from flagcore.contracts import Platform
 from flagcore.engines.serving.launch.server import read_job
-from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.trial.__main__ import running_servers
 from tests.engines.serving.engines.starting import tiny_model
 from tests.engines.serving.trial import trials

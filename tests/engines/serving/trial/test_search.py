@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
 
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.launch.server import Instance, Job
-from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.load.progress import RESOLUTION
 from flagcore.engines.serving.load.result import LoadResult
 from flagcore.engines.serving.trial import loads

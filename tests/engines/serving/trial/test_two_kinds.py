@@ -20,7 +20,7 @@ from tests.engines.serving.trial.trials import SERVER, requests_sent
 pytestmark = pytest.mark.slow
 
 LOAD = Load(input_len=16, output_len=8, num_prompts=8, concurrency=4)
-ENGINE = "flagcore.engines.serving.llamacpp.reports:REPORTS"
+ENGINE = "flagcore_llamacpp.reports:REPORTS"
 
 
 def job(folder: Path, behaviour: str) -> Job:

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
+
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
@@ -14,7 +16,6 @@ from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
 from flagcore.engines.serving.launch.server import read_job
-from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.trial import __main__ as program
 from flagcore.engines.serving.trial.failures import TrialFailure
 from flagcore.launchers.local import LAUNCHER

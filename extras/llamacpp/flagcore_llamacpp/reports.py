@@ -47,4 +47,4 @@ def _memory(log: str) -> dict[str, float]:
     return figures
 
 
-REPORTS = ServerReports.read("flagcore.engines.serving.llamacpp", effective=effective, own_memory=_memory)
+REPORTS = ServerReports.read("flagcore_llamacpp", effective=effective, own_memory=_memory)

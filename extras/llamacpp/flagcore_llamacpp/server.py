@@ -1,6 +1,6 @@
 """A llama-server from the xllamacpp wheel: llama.cpp's own HTTP server with the flags of llama-server.
 
-    python -m flagcore.engines.serving.llamacpp.server -m model.gguf --port 8080 -np 4 -c 4096
+    python -m flagcore_llamacpp.server -m model.gguf --port 8080 -np 4 -c 4096
 
 Its flags are in `flags.json`: spellings and defaults of llama.cpp `tools/server/README.md` (00dc8057), and fields of
 `xllamacpp.CommonParams` (2026.10). The module imports nothing large, because the process of the server does.

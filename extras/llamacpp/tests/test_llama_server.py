@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_llamacpp.profile import WORKLOAD as ENGINE
 
 from flagcore.domain.serving import Load
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
 from flagcore.engines.serving.load.traffic import traffic
 from flagcore.engines.serving.model.simulated_load import cached_tokens, prompt_parts
 from flagcore.engines.serving.trial.failures import TrialFailure, log_text

@@ -3,9 +3,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from flagcore_llamacpp.profile import WORKLOAD as ENGINE
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
 from flagcore.engines.serving.space.hardware import Hardware
 from flagcore.errors import SpecError
 from tests.engines.serving.engines.tasks import LOAD, broken, figures, merged, server, serving, settings, space_of

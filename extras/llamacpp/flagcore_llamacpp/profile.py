@@ -17,7 +17,6 @@ from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
-from flagcore.engines.serving.llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
 from flagcore.engines.serving.space.knobs import CONTEXT, KV, SPECULATION, Auto, or_default
@@ -34,6 +33,7 @@ from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token, unusable_weights
 from flagcore.errors import FlagError, NoDevice
 from flagcore.spec.models import context_length
+from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
 N_BATCH, N_UBATCH = "batch_size", "ubatch_size"
@@ -92,7 +92,7 @@ LAYERS_OF_DEVICES = Auto(
     lambda task: (-1,) if Hardware.of(task).on_cores else (task.spec.model.num_layers + 1,), "all; on cores auto"
 )
 PROGRAM = LlamaProgram.read(
-    "flagcore.engines.serving.llamacpp",
+    "flagcore_llamacpp",
     {
         "slots": SLOTS,
         "layers": LAYERS_OF_DEVICES,
@@ -173,7 +173,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     )
 
 
-RUNNER = "flagcore.engines.serving.llamacpp.server"
+RUNNER = "flagcore_llamacpp.server"
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -311,7 +311,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
 
 WORKLOAD = Engine(
     name="llamacpp",
-    where="flagcore.engines.serving.llamacpp.reports:REPORTS",
+    where="flagcore_llamacpp.reports:REPORTS",
     program=PROGRAM,
     modules={PACKAGE: PACKAGE},
     rules=rules,
