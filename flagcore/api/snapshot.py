@@ -50,6 +50,11 @@ class Snapshot:
         """The fidelity of the run's trials. For a spec, it is the fidelity of the trials that it would run."""
         return self.run.fidelity if self.run else RUN
 
+    @property
+    def has_trials(self) -> bool:
+        """Whether anything was measured or probed."""
+        return bool(self.search_state.trials or self.search_state.probes)
+
     def pruned_by(self, columns: Columns) -> list[str]:
         """Return the messages of the pruning rules that remove a candidate, which may be outside the space."""
         predictions = predict_columns(self.problem.platform, columns)

@@ -206,7 +206,7 @@ def command_command(context: click.Context, /, command: tuple[str, ...], output:
     """
     from flagcore import api
 
-    text = sys.stdin.read() if command == ("-",) else ""
+    text = sys.stdin.read().replace("\r\n", "\n") if command == ("-",) else ""
     imported = api.read_command(context.info_name, () if text else command, text=text, **given)
     options.print_notes(imported.notes)
     options.write_new(imported, output)

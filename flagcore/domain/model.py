@@ -174,6 +174,8 @@ class Model:
     add_qkv_bias: bool = False
     num_moe_experts: int | None = None
     moe_router_topk: int = 0
+    moe_router_num_groups: int = 0
+    moe_router_group_topk: int = 0
     moe_ffn_hidden_size: int | None = None
     moe_shared_expert_intermediate_size: int | None = None
     moe_first_dense_layers: int = 0

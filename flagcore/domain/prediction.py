@@ -405,8 +405,16 @@ def features(
             for code, word in enumerate(axis.words):
                 knobs[f"{axis.knob}={word}"] = WORD_DISTANCE * (codes == code)
         else:
-            knobs[axis.knob] = np.sign(codes) * np.log2(1.0 + np.abs(codes))
+            knobs[axis.knob] = _octaves(codes)
+            known = [axis.encode(value) for value in axis.values if value]
+            if axis.neutral is None and known:  # code 0 is not the number 0, but the engine's own choice
+                knobs[axis.knob] = np.where(codes == 0, _octaves(np.array(known)).mean(), knobs[axis.knob])
+                knobs[f"{axis.knob}=None"] = WORD_DISTANCE * (codes == 0)
     return Features(parts, {name: np.asarray(values, dtype=np.float64) for name, values in sizes.items()}, knobs)
+
+
+def _octaves(codes: IntArray) -> FloatArray:
+    return np.asarray(np.sign(codes) * np.log2(1.0 + np.abs(codes)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

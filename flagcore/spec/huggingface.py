@@ -83,6 +83,8 @@ class Config(BaseModel):
     index_n_heads: Size | None = None
     index_head_dim: Size | None = None
     index_topk: Size | None = None
+    n_group: Size | None = None
+    topk_group: Size | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return all fields of `Model` except its name. Raises SpecError for unsupported features."""
@@ -106,10 +108,8 @@ class Config(BaseModel):
         }
 
     def _other_layers(self) -> dict[str, Any]:
-        """Return the fields of `Model` for layers that do not attend to all tokens.
-
-        If `layer_types` is missing, every n-th layer has full attention, where n is `full_attention_interval`.
-        """
+        """Return the fields of `Model` for layers that do not attend to all tokens. If `layer_types` is missing, every
+        n-th layer has full attention, where n is `full_attention_interval`."""
         other, interval = LINEAR if self.linear_num_key_heads else WINDOWED, self.full_attention_interval
         types = self.layer_types or [
             FULL if interval and (layer + 1) % interval == 0 else other for layer in range(self.num_hidden_layers)
@@ -158,10 +158,13 @@ class Config(BaseModel):
             problem = "has dense layers after layers with experts, which is not supported"
             raise spec_error(key, problem, value=getattr(self, key), fix="only leading layers can be dense")
         width = self.moe_intermediate_size or self.intermediate_size
+        groups = self.n_group if self.n_group and self.n_group > 1 else 0
         shared = self.shared_expert_intermediate_size or (self.n_shared_experts or 0) * width
         return {
             "num_moe_experts": self.num_experts,
             "moe_router_topk": self.num_experts_per_tok or 0,
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": (self.topk_group or groups) if groups else 0,
             "moe_ffn_hidden_size": width,
             "moe_shared_expert_intermediate_size": shared or None,
             "moe_first_dense_layers": len(dense),

@@ -125,7 +125,11 @@ MAX_BYTES = 1 << 20
 
 def spec_as_data(path: Path) -> dict[str, Any]:
     """Return the content of a spec file as JSON-serialisable data, without validating its keys. Raises SpecError."""
-    return read_mapping(path, file=str(path))
+    data = read_mapping(path, file=str(path))
+    if "model_type" in data:
+        fix = _("give its folder as model, or plan it: flag estimate --model {folder} --chip CHIP", folder=path.parent)
+        raise spec_error("", _("is the config.json of a model, not a spec"), fix=fix, file=str(path))
+    return data
 
 
 def read_mapping(path: Path, *, file: str, key: str = "file") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flagcore.domain.files import open_regular
+from flagcore.domain.files import open_regular, read_regular
 from flagcore.errors import SpecError
 
 TIMEOUT_SECONDS = 10.0
@@ -67,6 +67,11 @@ def trace_script(
     words = list(command[1:] if Path(command[0]).name in SHELLS else command)
     if not _names_file(words, directory):
         raise _script_error(command, "is a script that does not exist")
+    file = next(word for word in words if word == "-c" or not word.startswith("-"))
+    with suppress(OSError):  # bash reports a file that cannot be read
+        if file != "-c" and b"\r\n" in read_regular(Path(directory or ".", file)):
+            problem, fix = "is a script with Windows line ends", f"remove them: sed -i 's/\\r$//' {file}"
+            raise SpecError(key="train.command", value=" ".join(command), problem=problem, fix=fix)
     environment = {"USER": os.path.basename(os.path.expanduser("~")), **os.environ, **variables}
     with tempfile.TemporaryDirectory(prefix="flagcore-trace-") as folder:
         hosts = {} if "SLURM_JOB_NODELIST" in os.environ else {"BASH_FUNC_scontrol%%": HOSTS_FUNCTION}
@@ -97,9 +102,7 @@ def _names_shell(file: Path) -> bool:
 
 def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping[str, str]) -> str:
     """Run a traced script until all its processes end. Return why it failed, or an empty string if it succeeded.
-
-    Processes of a pipeline may outlive the script. They inherit a pipe, which closes when the last process ends.
-    """
+    Processes of a pipeline may outlive the script. They inherit a pipe, which closes when the last process ends."""
     read_end, write_end = os.pipe()
     inherited_pipe = fcntl.fcntl(write_end, fcntl.F_DUPFD, 100)  # scripts use lower file descriptors
     os.close(write_end)
@@ -146,7 +149,7 @@ def _read_record(file: Path, environment: Mapping[str, str]) -> tuple[str, Recor
 def _variables(entries: Iterable[str]) -> Iterable[tuple[str, str]]:
     for entry in entries:
         name, equals, value = entry.partition("=")
-        if equals and name not in TRACE_FUNCTIONS:
+        if equals and name not in TRACE_FUNCTIONS and not name.startswith("__fc_"):  # `set -a` exports all
             yield name, value
 
 

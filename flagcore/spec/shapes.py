@@ -40,6 +40,10 @@ class Shape(Section):
     """Number of routed experts of an MoE layer; null: a dense model."""
     moe_router_topk: NoSize | None = None
     """Number of experts per token."""
+    moe_router_num_groups: NoSize | None = None
+    """Number of groups of experts, of which a token uses moe_router_group_topk; null or 0: routing without groups."""
+    moe_router_group_topk: NoSize | None = None
+    """Number of groups of experts per token."""
     moe_ffn_hidden_size: Size | None = None
     """Width of one routed expert; null: ffn_hidden_size."""
     moe_shared_expert_intermediate_size: NoSize | None = None
@@ -63,7 +67,11 @@ class Shape(Section):
 
 
 _MLA_SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_MOE_SIZES = ("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_first_dense_layers")
+_MOE_GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
+_MOE_SIZES = (
+    *("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_first_dense_layers"),
+    *_MOE_GROUPS,
+)
 
 
 def model_of_shape(shape: Shape) -> Model:
@@ -103,7 +111,7 @@ def model_of_shape(shape: Shape) -> Model:
                 text = _("must be divisible by {name} = {value}", name="num_attention_heads", value=heads)
                 fail("hidden_size", text, _("change it, or give kv_channels"))
     sizes["num_query_groups"] = shape.num_query_groups or heads
-    for key in ("moe_router_topk", "moe_first_dense_layers", "mtp_num_layers"):
+    for key in ("moe_router_topk", *_MOE_GROUPS, "moe_first_dense_layers", "mtp_num_layers"):
         sizes[key] = sizes[key] or 0
     sizes["moe_shared_expert_intermediate_size"] = shape.moe_shared_expert_intermediate_size or None
     model = Model(**sizes)
@@ -142,6 +150,11 @@ def _contradictions(model: Model, names: Mapping[str, str]) -> dict[str, SpecErr
     if experts is not None and not 1 <= model.moe_router_topk <= experts:
         problem = f"must be from 1 to {names.get('num_moe_experts', 'num_moe_experts')} = {experts}"
         fail("moe_router_topk", problem, f"use {experts} or fewer")
+    if experts is not None and model.moe_router_num_groups and experts % model.moe_router_num_groups:
+        fail("moe_router_num_groups", f"must divide the number of experts, {experts}", "use a divisor, or remove it")
+    elif not min(1, model.moe_router_num_groups) <= model.moe_router_group_topk <= model.moe_router_num_groups:
+        problem = f"must be from 1 to moe_router_num_groups = {model.moe_router_num_groups}"
+        fail("moe_router_group_topk", problem, "change it, or remove both keys")
     if experts is not None and model.moe_first_dense_layers >= model.num_layers:
         layers = f"{names.get('num_layers', 'num_layers')} = {model.num_layers}"
         problem, fix = f"must be below {layers} in a model with experts", f"use {model.num_layers - 1} or fewer"

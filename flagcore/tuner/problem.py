@@ -31,7 +31,8 @@ def build_problem(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, pla
     machine, the problem uses the defaults of production on the chip. Raises NothingFits if no combination is legal; the
     message counts the combinations that each rule removed.
     """
-    platform = complete(spec, plugins, workload, plan=plan or spec.control.fidelity == ESTIMATE)
+    plan = plan or spec.control.fidelity == ESTIMATE
+    platform = complete(spec, plugins, workload, plan=plan)
     legal = legality(platform)
     smaller = smaller_task(platform)
     legal = replace(legal, rules=(*legal.rules, smaller.rule())) if smaller else legal

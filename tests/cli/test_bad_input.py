@@ -29,16 +29,16 @@ def test_a_file_that_is_not_a_spec(flag: Flag, tmp_path: Path) -> None:
     for command in ("tune", "estimate", "explain"):
         refused(flag(command, str(tmp_path / "spec.yaml")), 2, "not UTF-8", "spec.yaml")
     assert os.listdir(tmp_path) == ["spec.yaml"]
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    refused(flag("estimate", str(tmp_path / "config.json")), 2, "--model")
+    (tmp_path / "windows.sh").write_bytes(b"vllm serve Qwen/Qwen3-8B --tensor-parallel-size 2\r\n")
+    refused(flag("import", str(tmp_path / "windows.sh")), 2, "windows.sh", "sed -i")
 
 
 @pytest.mark.parametrize(
     ("tuner", "code", "words"),  # tests/spec has other errors of code 2
     [
-        (
-            {"baseline": {"tensor_model_parallel_size": 3, "data_parallel_size": 3}},
-            2,
-            ("num_attention_heads", "number of devices"),
-        ),
+        ({"baseline": {"tensor_model_parallel_size": 3, "data_parallel_size": 3}}, 2, ("attention_heads", "devices")),
         ({"space": {"meshes": ["cpu dp2"]}}, 2, ("auto_tuner.space.meshes",)),
         ({"space": {"tensor_model_parallel_size": 3}}, 3, ("no legal candidate", "attention_heads")),
     ],

@@ -98,11 +98,12 @@ def test_defaults_come_from_the_family(at: At) -> None:
 
 
 def test_deepseek_v3_keeps_latent_sizes_shared_experts_and_prediction_layers(at: At) -> None:
-    model = read_model("Some-Model", at(DEEPSEEK_V3 | {"n_shared_experts": 2, "num_nextn_predict_layers": 1}))
+    keys = {"n_shared_experts": 2, "num_nextn_predict_layers": 1, "n_group": 8, "topk_group": 4}
+    model = read_model("Some-Model", at(DEEPSEEK_V3 | keys))
     assert (model.q_lora_rank, model.kv_lora_rank, model.qk_head_dim, model.v_head_dim) == (1536, 512, 128, 128)
     assert (model.num_moe_experts, model.moe_router_topk, model.moe_ffn_hidden_size) == (256, 8, 2048)
     assert (model.moe_shared_expert_intermediate_size, model.moe_first_dense_layers) == (4096, 3)
-    assert model.mtp_num_layers == 1
+    assert (model.mtp_num_layers, model.moe_router_num_groups, model.moe_router_group_topk) == (1, 8, 4)
 
 
 def test_text_part_of_a_larger_model_is_read(at: At) -> None:

@@ -214,6 +214,7 @@ LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 MODEL_KEYS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "qk_layernorm"),
     *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_router_num_groups", "moe_router_group_topk"),
     *("moe_layer_freq", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"),
     *("v_head_dim", "mtp_num_layers", "add_bias_linear", "add_qkv_bias", "attention_backend", "transformer_impl"),
     *("experimental_attention_variant", "window_size", "attention_output_gate", "hybrid_override_pattern"),

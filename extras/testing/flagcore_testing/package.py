@@ -10,6 +10,7 @@ acme-smi-1.txt:
   tool: acme-smi
   lists: {chip: ACME A1, devices: 8, memory_mib: 65536, driver: "1.2"}   # or a list of these; missing: no device
   left_out: 1   # how many devices are reported as unusable; missing: none
+  reads: {device: 0, used_mib: 120, watts: 60, limit_watts: 400, celsius: 41, percent: 0}   # as a person reads one
 ```
 """
 
@@ -144,6 +145,8 @@ class Transcript:
     lists: tuple[Listed, ...] = ()
     left_out: int = 0
     """Number of devices that are left out, each with a warning."""
+    reads: Mapping[str, float] = field(default_factory=dict)
+    """The figures of one device as a person reads them in the text, and the index of the device."""
 
     @property
     def devices(self) -> int:

@@ -42,6 +42,12 @@ BY_ATTRIBUTE = """torch_device="{device}",
     trusts=lambda report: "{device}" in report.attributes,"""
 """How the vendor's torch is recognized. Several vendors use the device `cuda`; another device identifies the vendor."""
 
+MADE_UP = (
+    "memory: 64 GB, bandwidth: 1.6 TB/s, fp32: 40 TFLOP/s, bf16: 300 TFLOP/s dense, fp16: 300 TFLOP/s dense, "
+    "link: 400 GB/s both ways, nic: 200 Gb/s, node: 8"
+)
+"""The made-up figures of a chip in `template`, in the units of data sheets."""
+
 
 def new_plugin(
     name: str,
@@ -72,7 +78,8 @@ def new_plugin(
     folder = Path(directory) / f"flagcore-{name}"
     if folder.exists():
         raise UsageError(f"{folder} exists already; give another NAME or --directory, or remove it")
-    words = {**_words(name, chips, values), "preload": f", preload: [{', '.join(preload)}]" if preload else ""}
+    modules = ", ".join(preload)
+    words = {**_words(name, chips, values), "modules": modules, "preload": f", preload: [{modules}]" if preload else ""}
     try:
         for path, text in _rendered(words, chips):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -127,6 +134,7 @@ def _words(name: str, chips: Sequence[str], values: Mapping[str, str]) -> dict[s
         "chips": ", ".join(chips),
         "quoted_chips": ", ".join(f'"{chip}"' for chip in chips),
         "rows": "\n".join(f"| {chip} | TODO | TODO | TODO | `{program}` | TODO |" for chip in chips),
+        "entries": "\n".join(f'  "{chip}": {{{MADE_UP}}}' for chip in chips),
         "release": ".".join(__version__.split(".")[:2]),
         "next": _next(__version__),
     }

@@ -9,6 +9,8 @@ from extras.testing.tests.faulty import (
     DISCOVER,
     ENGINES_FILE,
     ENVIRONMENT,
+    FACTS,
+    HOOKS,
     KNOBS,
     MATURITY,
     PYPROJECT,
@@ -44,6 +46,18 @@ OF_FIGURES = (
     Fault("architectures_are_alike", CHIP, "devices_per_node: 8", "devices_per_node: 8\narchitecture: A 1", "'A 1'"),
     Fault("figures_are_those_of_their_sources", CHIP, BF16, f"bf16: {{value: 3.0e+14, source: {SHEET % '280 dense bf16 TFLOP/s'}}}", "280 dense bf16"),
     Fault("sources_can_be_found", CHIP, BF16, "bf16: {value: 3.0e+14, source: {kind: published, where: a catalogue}}", "'a catalogue'"),
+)
+OF_SECOND_ENTRIES = (
+    Fault("figures_agree_with_their_second_entry", CHIP, "value: 1.6e+12", "value: 1.7e+12", "bandwidth: 1.6 TB/s, which is 1.6e+12"),
+    Fault("figures_agree_with_their_second_entry", FACTS, "link: 400 GB/s both ways", "link: 400 GB/s", "write 'one way' or 'both ways'"),
+    Fault("figures_agree_with_their_second_entry", FACTS, "300 TFLOP/s dense,", "300 TFLOP/s sparse,", "which is 1.5e+14"),
+    Fault("settings_agree_with_their_second_entry", KNOBS, 'ACME_OVERLAP: "1"', 'ACME_OVERLAP: "2"', "ACME_OVERLAP=2"),
+    Fault("constants_have_the_size_that_they_state", HOOKS, "CONTEXT_BYTES = 1.2 * 2**30", "CONTEXT_BYTES = 1.2 * 2**20", "CONTEXT_BYTES = 1.2 MiB", ("*",)),
+    Fault("knobs_name_what_the_engine_has", KNOBS, "value: 0.97, low: 0.9", "value: 0.7, low: 0.6", "0.7 of the whole step"),
+    Fault("collectives_of_one_group_agree", COLLECTIVES, "", "  - {kind: all_gather, ranks: 4, payload_bytes: [67108864], seconds: [6.9e-03]}\n", "all_gather", ("*",)),
+    quirk("preferred_values_are_those_of_their_reasons", "preferred", "engine: vllm, setting: engine_args.block-size, value: 16, reason: blocks of 128 tokens", "blocks of 128"),
+    Fault("variables_are_not_those_that_notes_warn_of", QUIRKS, "the first step compiles for a minute", "leave ACME_QUEUES unset", "ACME_QUEUES"),
+    Fault("telemetry_is_what_a_person_reads", SOURCES, "watts: 60", "watts: 61", "power_watts of flagcore_telemetry is 60"),
 )
 OF_FILES = (
     Fault("measured_kernels_are_possible", KERNELS, "", '{"kernel": "copy", "bytes": 1073741824, "us": 7}\n', "us = 7", WITHOUT_PROVENANCE),
@@ -136,4 +150,4 @@ OF_DERIVATIONS = (
     Fault("values_hold_for_all_users", ENVIRONMENT, "value: '1'", "value: '1', condition: shared devices", "shared devices"),
     Fault("refused_values_are_not_those_that_work", QUIRKS, "the vendor's Megatron has uniform recompute only", "the vendor's Megatron uses block everywhere", "'block'"),
 )
-FAULTS = (*OF_DERIVATIONS, *OF_FIGURES, *OF_FILES, *OF_AGREEMENT, *OF_TESTS)
+FAULTS = (*OF_DERIVATIONS, *OF_FIGURES, *OF_SECOND_ENTRIES, *OF_FILES, *OF_AGREEMENT, *OF_TESTS)

@@ -37,6 +37,7 @@ MATURITY = "flagcore_acme/maturity.yaml"
 KNOBS = "flagcore_acme/knobs.yaml"
 CURVE = "flagcore_acme/costs/a1/curve.yaml"
 COLLECTIVES = "flagcore_acme/costs/a1/collectives.yaml"
+FACTS = "tests/facts.yaml"
 SOURCES = "tests/smi/sources.yaml"
 ENGINES_FILE = "flagcore_acme/engines.yaml"
 PYPROJECT = "pyproject.toml"
@@ -132,6 +133,7 @@ def healthy(folder: Path) -> Path:
         plugin_folder / ENVIRONMENT,
         "  - {name: ACME_QUEUES, value: '1', meaning: queues of a device, source: *made_up}\n",
     )
+    edit(plugin_folder / FACTS, "GEMS_VENDOR=acme", "GEMS_VENDOR=acme, ACME_QUEUES=1, ACME_OVERLAP=1")
     edit(plugin_folder / ENVIRONMENT, "source: {kind", "source: &made_up {kind")
     edit(plugin_folder / MATURITY, "not_checked:", "  - {what: collectives of four devices, chips: [A1]}\nnot_checked:")
     return plugin_folder

@@ -4,11 +4,13 @@ Sources: DeepSpeed 0.19 `runtime/config.py`, `runtime/zero/config.py` and `runti
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Workload
+from flagcore.contracts import Costs, Workload
+from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
@@ -20,6 +22,8 @@ FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 """The flags that name the configuration file. HF Trainer uses the last one."""
 ZERO, MICRO, OFFLOAD = "zero_stage", "micro_batch_size", "offload_optimizer"
 OVERLAP, BUCKET = "overlap_comm", "reduce_bucket_size"
+HPZ, QUANTIZED = "zero_hpz_partition_size", ("zero_quantized_weights", "zero_quantized_gradients")
+"""ZeRO++: ranks that also hold a second copy of all weights, and 8-bit gathers and 4-bit reductions."""
 PROGRAM: Mapping[str, Any] = {
     "config": "auto",
     "knobs": {
@@ -28,6 +32,8 @@ PROGRAM: Mapping[str, Any] = {
         OFFLOAD: {"key": "zero_optimization.offload_optimizer.device", "values": {"none": 0, "cpu": 1}},
         OVERLAP: {"key": "zero_optimization.overlap_comm", "values": [False, True]},
         BUCKET: {"key": "zero_optimization.reduce_bucket_size", "values": [500_000_000, 50_000_000]},
+        HPZ: {"key": f"zero_optimization.{HPZ}", "values": [1, 2, 4, 8, 16], "label": "hpZ"},
+        **{name: {"key": f"zero_optimization.{name}", "values": [False, True]} for name in QUANTIZED},
     },
     "trial_keys": {
         "steps_per_print": 1,
@@ -71,6 +77,17 @@ class DeepSpeed(Trainer):
         fix = f"add {FLAGS[0]} ds_config.json, or set train.program.config"
         raise SpecError(key="train.command", problem=_("names no configuration file of DeepSpeed"), fix=fix)
 
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        """Return the predictions, with the buffers in which a backward collects gradients; two if exchanges overlap."""
+        found, numbers = super().predict(task, columns, costs), self.numbers(task, columns)
+        if BUCKET not in columns:
+            return found
+        element = 4 if task.spec.train.precision == "fp32" else 2
+        count = 1 + (columns.get(OVERLAP, 0) != 0) * (numbers[ZERO] < 3)
+        buffers = np.where(numbers[ZERO] > 0, columns[BUCKET] * element * count, 0).astype(np.float64)
+        memory = ("activation_bytes", "peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
+        return replace(found, **{name: getattr(found, name) + buffers for name in memory})
+
     def rules(self, task: Task) -> tuple[Rule, ...]:
         def broken(columns: Columns) -> BoolArray:
             numbers = self.numbers(task, columns)
@@ -78,7 +95,24 @@ class DeepSpeed(Trainer):
 
         message = f"{OFFLOAD} needs {ZERO} of at least 1"
         offload = Rule(name="offload_needs_zero", knobs=(ZERO, OFFLOAD), message=message, broken=broken)
-        return (*super().rules(task), offload)
+
+        def misses_stage(columns: Columns) -> BoolArray:
+            used = (columns[HPZ] != 1) | np.any([columns[name] != 0 for name in QUANTIZED], axis=0)
+            return np.asarray((self.numbers(task, columns)[ZERO] != 3) & used)
+
+        needs_stage = Rule(
+            name="zero_plus_plus",
+            knobs=(ZERO, HPZ, *QUANTIZED),
+            message=f"{HPZ}, {' and '.join(QUANTIZED)} need {ZERO} = 3",
+            broken=misses_stage,
+        )
+        whole_groups = Rule(
+            name="hpz_groups",
+            knobs=(HPZ,),
+            message=f"{HPZ} must divide the number of devices, {task.cluster.devices}",
+            broken=lambda columns: task.cluster.devices % np.maximum(columns[HPZ], 1) != 0,
+        )
+        return (*super().rules(task), offload, needs_stage, whole_groups)
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return the merge of candidates without ZeRO, which ignores the settings of its exchange."""

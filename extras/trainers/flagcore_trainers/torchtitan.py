@@ -18,7 +18,21 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore_trainers.fsdp2 import predict as fsdp2
-from flagcore_trainers.fsdp2.space import AC, COMPILE, CP, MBS, OFFLOAD, PARTS, REDUCE, REPLICATE, RESHARD, SHARD, TP
+from flagcore_trainers.fsdp2.space import (
+    AC,
+    COMPILE,
+    CP,
+    MBS,
+    OFFLOAD,
+    PARTS,
+    PP,
+    REDUCE,
+    REPLICATE,
+    RESHARD,
+    SCHEDULE,
+    SHARD,
+    TP,
+)
 from flagcore_trainers.trainer import Trainer
 
 CHECKPOINTING = "activation-checkpoint:"
@@ -83,6 +97,8 @@ class TorchTitan(Trainer):
             SHARD: numbers["data_parallel_size"],
             TP: numbers[TP],
             CP: numbers[CP],
+            PP: ones,
+            SCHEDULE: ones,
             MBS: numbers[MBS],
             AC: 1 + numbers["recompute"],
             RESHARD: 1 - is_value(RESHARD, "never"),

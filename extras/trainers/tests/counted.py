@@ -19,6 +19,7 @@ from flagcore_trainers.fsdp2 import memory
 from flagcore_trainers.fsdp2.job import Candidate, Job, Train
 from flagcore_trainers.fsdp2.model import _mask, build, own_positions, rotary_angles
 from flagcore_trainers.fsdp2.rank import device_meshes
+from flagcore_trainers.fsdp2.space import SCHEDULES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor.parallel import loss_parallel
@@ -56,15 +57,15 @@ def counted(job: Job) -> tuple[float, float]:
     try:
         meshes = device_meshes(job)
         with FakeTensorMode() if candidate.tensor == 1 else contextlib.nullcontext():
-            model = build(job, meshes, cpu)
             angles = rotary_angles(job, own_positions(job.train.seq_length, candidate.context, 0), cpu)
+            model = build(job, meshes, cpu, angles)
             tracker = FSDPMemTracker(model)
             size = (candidate.micro_batch, job.train.seq_length // candidate.context)
             batches = [torch.zeros(size, dtype=torch.int64) for _ in range(2)]
             with tracker, loss_parallel() if candidate.tensor > 1 else contextlib.nullcontext():
                 for tokens in batches:
                     tracker.reset_mod_stats()
-                    logits = model(tokens, angles).flatten(0, 1).float()
+                    logits = model(tokens).flatten(0, 1).float()
                     loss = functional.cross_entropy(logits, torch.zeros_like(tokens).flatten())
                     del logits
                     (loss / 2).backward()
@@ -93,12 +94,14 @@ def predicted(job: Job) -> tuple[float, float]:
             tensor=one(each.tensor),
             context=one(each.context),
             tokens=one(each.micro_batch * job.train.seq_length / each.context),
-            microbatches=one(2.0),
+            microbatches=one(job.num_microbatches),
             reshard=np.array([each.reshard_after_forward]),
             checkpointing=one(LEVELS[each.checkpointing]),
             reduce_bytes=one(2.0 if is_narrow and each.reduce_dtype == "bf16" else 4.0),
             offload=np.array([False]),
             replicated=np.array([each.replicate > 1]),
+            pipeline=one(each.pipeline),
+            schedule=np.array([1 + SCHEDULES.index(each.schedule)]),
             fused_norm=False,
         )
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_trainers.deepspeed import BUCKET, DEEPSPEED, MICRO, OFFLOAD, OVERLAP, ZERO
+from flagcore_trainers.deepspeed import BUCKET, DEEPSPEED, HPZ, MICRO, OFFLOAD, OVERLAP, QUANTIZED, ZERO
 from flagcore_trainers.trainer import Trainer
 
 from flagcore import api
@@ -32,7 +32,8 @@ def test_a_candidate_is_a_changed_copy_of_the_configuration(tmp_path: Path, flag
         launch = DEEPSPEED.launch(platform, candidate, str(tmp_path / "0"), for_real=for_real)
         (path,) = (word.rpartition("=")[2] for word in launch.argv if word.endswith("candidate.json"))
         written = json.loads(Path(path).read_text())
-        zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, OVERLAP: False, BUCKET: 500_000_000}
+        zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, OVERLAP: False, BUCKET: 500_000_000, HPZ: 1}
+        zero |= dict.fromkeys(QUANTIZED, False)
         assert written["zero_optimization"] == zero
         assert written["train_micro_batch_size_per_gpu"] == 2
         assert written["train_batch_size"] == 8
@@ -65,13 +66,34 @@ def test_settings_without_effect_are_one_candidate_and_offload_needs_zero() -> N
     assert offload({ZERO: np.array([0, 0]), OFFLOAD: np.array([1, 2])}).tolist() == [True, False]
 
 
+@pytest.mark.parametrize(("stage", "hpz", "rule"), [(3, 2, None), (2, 2, "zero_plus_plus"), (3, 8, "hpz_groups")])
+def test_zero_plus_plus_needs_stage_3(stage: int, hpz: int, rule: str | None) -> None:
+    columns = {knob.name: np.array([knob.axis(()).encode(knob.neutral)]) for knob in DEEPSPEED.knobs}
+    columns |= {ZERO: np.array([stage]), HPZ: np.array([hpz])}
+    broken = [
+        each.name for each in DEEPSPEED.rules(task(engine="deepspeed", command=("x",))) if each.broken(columns)[0]
+    ]
+    assert [name for name in broken if name in ("zero_plus_plus", "hpz_groups")] == ([rule] if rule else [])
+
+
+def test_buckets_of_gradients_need_memory() -> None:
+    job = task(engine="deepspeed", command=("x",))
+    plain = {knob.name: np.array([knob.axis(()).encode(knob.neutral)]) for knob in DEEPSPEED.knobs} | {
+        ZERO: np.array([2])
+    }
+    small, twice = {**plain, BUCKET: np.array([50_000_000])}, {**plain, OVERLAP: np.array([1])}
+    peaks = [DEEPSPEED.predict(job, each, costs(job)).peak_allocated_bytes[0] for each in (small, plain, twice)]
+    assert np.diff(peaks).tolist() == [2 * 450_000_000, 2 * 500_000_000]
+
+
 def test_a_spec_adds_knobs_of_the_script() -> None:
     own: dict[str, Any] = {"knobs": {"ac": {"flag": "--ac", "values": {"none": 0, "full": 2}, "meaning": "recompute"}}}
     engine = DEEPSPEED.with_program(own)
-    assert [knob.name for knob in engine.knobs] == [ZERO, MICRO, OFFLOAD, OVERLAP, BUCKET, "ac"]
+    assert [knob.name for knob in engine.knobs] == [ZERO, MICRO, OFFLOAD, OVERLAP, BUCKET, HPZ, *QUANTIZED, "ac"]
     train = {"engine": "deepspeed", "seq_length": 64, "global_batch_size": 8, "precision": "bf16", "command": ["x"]}
     spec = {"model": SHAPE, "cluster": {"chip": "H100-SXM", "devices_per_node": 4}, "train": {**train, "program": own}}
-    space = {ZERO: [1, 3], MICRO: [1, 2], OFFLOAD: "none", OVERLAP: False, BUCKET: 500_000_000}
+    space = {ZERO: [1, 3], MICRO: [1, 2], OFFLOAD: "none", OVERLAP: False, BUCKET: 500_000_000, HPZ: 1}
+    space |= dict.fromkeys(QUANTIZED, False)
     with pytest.raises(SpecError) as refused:
         api.estimate({**spec, "auto_tuner": {"space": {**space, "ac": "half"}}})
     assert refused.value.key == "auto_tuner.space.ac"

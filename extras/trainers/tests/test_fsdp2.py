@@ -3,13 +3,27 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from flagcore_trainers.fsdp2.engine import FIELDS, FSDP2
-from flagcore_trainers.fsdp2.space import AC, CP, MBS, OFFLOAD, REDUCE, REPLICATE, RESHARD, SHARD, TP
+from flagcore_trainers.fsdp2.space import (
+    AC,
+    CP,
+    MBS,
+    OFFLOAD,
+    PP,
+    REDUCE,
+    REPLICATE,
+    RESHARD,
+    SCHEDULE,
+    SCHEDULES,
+    SHARD,
+    TP,
+)
 
 from flagcore import api
 from flagcore.contracts import Platform
@@ -20,6 +34,7 @@ from flagcore.errors import LaunchError, SpecError
 from tests.small import DENSE, EXPERTS, SHAPE, costs, task
 
 NEUTRAL = {knob.name: knob.neutral for knob in FSDP2.knobs}
+UNTIED = replace(DENSE, untie_embeddings_and_output_weights=True)
 CPU = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
 
 
@@ -38,10 +53,15 @@ def columns(**values: Any) -> dict[str, Any]:
         ({TP: 4}, "tensor_parallel"),
         ({REPLICATE: 4}, "sharded_replicas"),
         ({SHARD: 4, REDUCE: "bf16"}, "reduce_in_fp32"),
+        ({PP: 4, RESHARD: False}, None),
+        ({PP: 4}, "pipeline_weights"),
+        ({PP: 4, RESHARD: False, SCHEDULE: "interleaved"}, "pipeline_layers"),
+        ({PP: 4, RESHARD: False, MBS: 4}, "pipeline_microbatches"),
+        ({PP: 2, SHARD: 2, RESHARD: False, SCHEDULE: "zbv", AC: "selective"}, "split_backward"),
     ],
 )
 def test_rules(values: dict[str, Any], rule: str | None) -> None:
-    job = task(engine="fsdp2", precision="fp32")
+    job = task(UNTIED, engine="fsdp2", precision="fp32")
     broken = [each.name for each in FSDP2.rules(job) if each.broken(columns(**values))[0]]
     assert broken == ([] if rule is None else [rule])
 
@@ -62,7 +82,7 @@ def test_no_candidates_have_no_predictions() -> None:
 
 
 def test_predictions_follow_the_knobs() -> None:
-    job = task(engine="fsdp2", devices=8, global_batch_size=16)
+    job = task(UNTIED, engine="fsdp2", devices=8, global_batch_size=16)
 
     def predicted(**values: Any) -> Any:
         return FSDP2.predict(job, columns(**{SHARD: 8, **values}), costs(job))
@@ -71,6 +91,9 @@ def test_predictions_follow_the_knobs() -> None:
     assert predicted(**{AC: "full"}).step_time_s > predicted(**{AC: "selective"}).step_time_s > plain.step_time_s
     assert predicted(**{RESHARD: False}).time_s["dp_comm_exposed_s"] < plain.time_s["dp_comm_exposed_s"]
     assert predicted(**{SHARD: 4, REPLICATE: 2}).static_bytes > plain.static_bytes
+    staged, looped = (predicted(**{SHARD: 4, PP: 2, RESHARD: False, SCHEDULE: name}) for name in SCHEDULES[:2])
+    assert staged.time_s["pp_bubble_s"] > looped.time_s["pp_bubble_s"] > 0
+    assert staged.peak_allocated_bytes < looped.peak_allocated_bytes
 
 
 @pytest.mark.slow
@@ -79,20 +102,21 @@ def test_predictions_follow_the_knobs() -> None:
     [
         ({}, {"shard": 8, "checkpointing": "selective"}),
         ({"untie_embeddings_and_output_weights": False}, {"shard": 4, "tensor": 2, "micro_batch": 2}),
+        ({"untie_embeddings_and_output_weights": True}, {"shard": 2, "pipeline": 2}),
     ],
 )
 def test_memory_is_what_torch_counts(shape: dict[str, Any], candidate: dict[str, Any]) -> None:
     pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
-    from extras.trainers.tests import counted
+    from extras.trainers.tests import counted, counted_stages
 
     job = counted.job({"num_layers": 2, **shape}, candidate)
-    static, peak = counted.counted(job)
+    static, peak = counted_stages.counted(job, 1) if "pipeline" in candidate else counted.counted(job)
     assert counted.predicted(job) == (pytest.approx(static, rel=0.01), pytest.approx(peak, rel=0.05))
 
 
 def trial(folder: Path, **values: Any) -> Any:
     """Run a trial of two ranks, and return its measurement."""
-    job = task(DENSE, devices=2, engine="fsdp2", seq_length=32, precision="fp32")
+    job = task(UNTIED, devices=2, engine="fsdp2", seq_length=32, precision="fp32")
     folder.mkdir()
     candidate = Candidate.of({**NEUTRAL, **values})
     launch = FSDP2.launch(Platform(task=job, workload=FSDP2, costs=costs(job), support=CPU), candidate, str(folder))
@@ -110,6 +134,8 @@ def test_layouts_have_the_same_losses(tmp_path: Path) -> None:
         {SHARD: 2, MBS: 2, AC: "selective"},
         {TP: 2, MBS: 4, AC: "full"},
         {CP: 2, MBS: 8, RESHARD: False, OFFLOAD: True},
+        {PP: 2, MBS: 2, RESHARD: False},
+        {PP: 2, MBS: 2, RESHARD: False, SCHEDULE: "zbv", AC: "full"},
     ]
     first, *others = (trial(tmp_path / str(number), **values) for number, values in enumerate(layouts))
     assert first.losses[-1] < first.losses[0]

@@ -80,7 +80,8 @@ def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]
         lines += [needs_text(predicted["memory"]), *(_("it would be removed: {rule}", rule=each) for each in pruned_by)]
         return OUTSIDE, lines, []
     rules = _pruning_rules(snapshot, subject.row)
-    if any(trial.fidelity == snapshot.fidelity and trial.role is not Role.IMPORTED for trial in subject.trials):
+    own = (trial for trial in subject.trials if trial.role is not Role.IMPORTED)
+    if any(trial.fidelity == snapshot.fidelity != ESTIMATE for trial in own):
         ends = [_end_of_trial(snapshot, trial) for trial in subject.trials]
         return RAN, [*ends, *_all_runs(subject)], rules
     probes = [_end_of_trial(snapshot, trial) for trial in subject.trials if trial.fidelity != ESTIMATE]
@@ -413,7 +414,7 @@ def _times(a: Subject, b: Subject) -> tuple[tuple[float, float] | None, str]:
         steps = ([run.measurement.step_time_s / _unit(side) for run in side.runs if run.measurement] for side in (a, b))
         is_clear = significant(longer, a.runs, b.runs) and not overlap(*steps)
         return (a.measured_s, b.measured_s), SIGNIFICANT if is_clear else NOT_SIGNIFICANT
-    has_trials = all(side.snapshot.search_state.trials or side.snapshot.search_state.probes for side in (a, b))
+    has_trials = a.snapshot.has_trials and b.snapshot.has_trials
     if has_trials and a.expected_s and b.expected_s:
         return (a.expected_s, b.expected_s), CORRECTED
     if a.predicted_s and b.predicted_s:

@@ -93,7 +93,7 @@ class Subject:
         It is None for a spec, or if the run has no trials.
         """
         snapshot, row = self.snapshot, self.row
-        has_trials = snapshot.search_state.trials or snapshot.search_state.probes or len(snapshot.context.past.time)
+        has_trials = snapshot.has_trials or len(snapshot.context.past.time)
         return believed(snapshot.context, row) if snapshot.run and row is not None and has_trials else None
 
     @cached_property
@@ -140,7 +140,7 @@ class Subject:
         if other.expected_s is None:
             return ""
         are_measured = bool(self.measured_s and other.measured_s)
-        expected = _("expected after trials") if self.snapshot.run else _("predicted")
+        expected = _("expected after trials") if self.snapshot.has_trials else _("predicted")
         seconds, source = (other.expected_s, self.expected_s), _("measured") if are_measured else expected
         return self.causes_against(other, name, seconds, source, has_rounds=is_best and are_measured)
 

@@ -41,7 +41,7 @@ from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Control, Spec, TrainSpec
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
-from flagcore.errors import EveryTrialFailed, FlagError, HostLost, Interrupted, NothingFits, RunError
+from flagcore.errors import EveryTrialFailed, FlagError, HostLost, Interrupted, NothingFits, RunError, UsageError
 from flagcore.i18n import N_, _, ngettext
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.report.page.summary import no_best
@@ -279,7 +279,7 @@ def each_engine(
     """Tune `data` with each of `engines` in a folder below `run_dir`, and return the outcome of the best engine.
 
     Each engine gets an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a
-    warning. If no engine can be tuned, the error of the first is raised.
+    warning. If none can be tuned, an error of the first one's kind is raised.
     """
     done: dict[str, Outcome] = {}
     failed: dict[str, FlagError] = {}
@@ -291,10 +291,13 @@ def each_engine(
         except (Interrupted, HostLost):
             raise
         except FlagError as error:
+            same = next((name for name, other in failed.items() if str(other) == str(error)), None)
+            warn([f"{engine}: {error}" if same is None else _("{engine}: like {other}", engine=engine, other=same)])
             failed[engine] = error
-            warn([f"{engine}: {error}"])
     if not done:
-        raise next(iter(failed.values()))
+        first = next(iter(failed.values()))
+        kind = UsageError if isinstance(first, UsageError) else type(first)
+        raise kind(_("no engine can be tuned: {engines}", engines=", ".join(failed))) from first
     order = sorted(done, key=lambda engine: _best_s(done[engine].plan))
     winner = done[order[0]]
     parts = {engine: done[engine].data for engine in order} | {e: {"error": str(failed[e])} for e in failed}

@@ -320,14 +320,20 @@ LONG_LIMITS = {"ttft_s": 100.0, "tpot_s": 5.0, "itl_s": 5.0}
 def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     """Yield a one-line warning for each doubtful setting of a spec.
 
-    Doubtful settings are an unknown release, limits that look like milliseconds, too few requests, an objective that
-    the load determines, speculation with unknown acceptance, and weights that are missing or of another format.
+    Doubtful settings are an unknown release, unknown flags, limits that look like milliseconds, too few requests, an
+    objective that the load determines, speculation with unknown acceptance, and weights that are missing or of another
+    format.
     """
     serve = spec.serve
     yield from unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)
+    flags = program.flags_of(spec)
     for name in program.split(spec).others:
-        if (found := program.flag_problem(name, program.flags_of(spec), program.version(spec))) and found.removed:
-            yield f"serve.engine_args.{name} {found.problem}; {found.fix}, or set serve.engine_version to your release"
+        key = f"serve.engine_args.{name}"
+        if found := program.flag_problem(name, flags, program.version(spec)):
+            release = ", or set serve.engine_version to your release" if found.removed else ""
+            yield f"{key} {found.problem}; {found.fix}{release}"
+        elif program.flags and name not in flags and not program.knows_flag(name):
+            yield f"{key} is not known to flagcore: it is passed to the engine unchanged"
     for name, limit in serve.slo.items():
         if limit >= LONG_LIMITS.get(name.partition(".")[0], math.inf):
             yield f"serve.slo.{name}: {limit:g} s is a very long limit; limits are in seconds: 200 ms is 0.2"

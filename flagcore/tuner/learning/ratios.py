@@ -24,9 +24,7 @@ from flagcore.domain.space import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Standard deviations of the prior of log(measured / predicted).
-
-    Each is the deviation of one term of the sum (see the module). Length scales are in octaves.
+    """Standard deviations of the terms of the prior of log(measured / predicted). Length scales are in octaves.
 
     - `chip`, `task`: errors that all candidates on a chip, or of a task, share.
     - `part`, `part_of_task`: the error of a part of the step, on a chip and in one task.
@@ -34,8 +32,7 @@ class Scales:
     - `knob`: the smooth function of one knob.
     - `own`: the smooth function of all knobs together, which is different in each task.
     - `row`: the error of a single candidate.
-    - `slowdown`: replaces `task` in rare runs that are slower as a whole, as on a busy machine. 0 means that there are
-      none.
+    - `slowdown`: replaces `task` in rare runs that are slower as a whole, as on a busy machine; 0 for none.
     - `size_length`, `knob_length`: the length scales of the smooth functions.
     """
 
@@ -85,10 +82,7 @@ def time_scales(predictions: Predictions) -> Scales:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Features of candidates as matrices with one row per candidate.
-
-    `task`: the task number, in one column. `parts`, `sizes`, `knobs`: one column per feature.
-    """
+    """Features of candidates, one row each. `task`: the task number, in one column. Others: one column per feature."""
 
     task: FloatArray
     parts: FloatArray
@@ -112,10 +106,7 @@ class Points:
 
 
 def covariance(scales: Scales, left: Points, right: Points) -> FloatArray:
-    """Return the prior covariance of each of `left` with each of `right`.
-
-    The errors of single candidates are not included.
-    """
+    """Return the prior covariance of each of `left` with each of `right`, without the errors of single candidates."""
     same_task = left.task == right.task.T
     total: FloatArray = scales.chip**2 + scales.task**2 * same_task
     if left.parts.shape[1] and scales.part:
@@ -174,10 +165,9 @@ MIN_PROBABILITY = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """The posterior of log(measured / predicted), as a mixture of processes.
+    """The posterior of log(measured / predicted), as a mixture of processes with `probabilities`.
 
-    `means` and `deviations` have the shape (processes, candidates). `probabilities` contains the probability of each
-    process.
+    `means` and `deviations` have the shape (processes, candidates).
     """
 
     probabilities: FloatArray
@@ -262,11 +252,7 @@ class _TaskPrior:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """A task prior that is fitted to the trials of the task.
-
-    - `row`: the standard deviation of the single candidate's error.
-    - `probability`: the posterior probability of the process.
-    """
+    """A task prior fitted to the task's trials, the deviation of a single candidate's error, and its probability."""
 
     task_prior: _TaskPrior
     fit: _Fit
@@ -296,7 +282,8 @@ class Ratios:
 
     def posterior(self, rows: Features) -> Posterior:
         """Return the posterior of the log ratio of each candidate in `rows`."""
-        points = self._points(rows)
+        aligned = Features.join((self._features.take(np.zeros(0, dtype=np.int64)), rows))
+        points = Points.from_features(aligned, np.zeros(len(rows)))
         means, deviations = [], []
         for process, mean, roots in self._posteriors(points):
             prior_variance = variance(process.task_prior.scales, points)
@@ -322,10 +309,6 @@ class Ratios:
             mean, root, cross = by_prior[id(task_prior)]
             explained = scipy.linalg.solve_triangular(process.fit.root, cross, lower=True, check_finite=False)
             yield process, mean + process.fit.weights @ cross, (root, explained)
-
-    def _points(self, rows: Features) -> Points:
-        aligned = Features.join((self._features.take(np.zeros(0, dtype=np.int64)), rows))
-        return Points.from_features(aligned, np.zeros(len(rows)))
 
 
 def _past_prior(scales: Scales, past: Points, measured: FloatArray, noise: FloatArray) -> _TaskPrior:

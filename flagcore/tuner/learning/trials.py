@@ -62,16 +62,19 @@ def observed_times(context: SearchContext) -> Observations:
     timed_trials = [(trial, row, measured) for trial, row in trial_rows(context) if (measured := _timed(trial))]
     spreads = [_spread(measured) for trial, _, measured in timed_trials if trial.state is TrialState.MEASURED]
     min_spread = median(spreads or [0.0])
-    values = []
+    values, predicted = [], predicted_times(context)
     for trial, row, measured in timed_trials:
-        noise = max(PROBE_NOISE if trial.number in probes else MIN_NOISE, _noise(trial, measured, min_spread))
-        values.append((row, measured.step_time_s, noise))
+        # programs on the same cores may slow a trial down by any factor: a large one is not credible
+        excess = abs(math.log(measured.step_time_s / predicted[row]))
+        disturbance = share_of_others(measured.telemetry) * (1.0 + excess)
+        least = PROBE_NOISE if trial.number in probes else MIN_NOISE
+        values.append((row, measured.step_time_s, max(least, disturbance, _noise(trial, measured, min_spread))))
     for trial, row in trial_rows(context):
         if trial.has_only_finished_steps:
             steps = trial.finished_steps_s
             noise = UNFINISHED_NOISE if len(steps) > 1 else FIRST_STEP_NOISE
             values.append((row, median(steps[1:] or steps), noise))
-    observations = _observed(context, values, predicted_times(context))
+    observations = _observed(context, values, predicted)
     return Observations.join((observations, _time_bounds(context, observations)))
 
 
@@ -105,10 +108,7 @@ def fastest_open_rows(context: SearchContext) -> IntArray:
 
 
 def expected_step_times(context: SearchContext, rows: IntArray) -> FloatArray:
-    """Return the expected step time of each candidate in `rows`, in seconds.
-
-    It is the prediction corrected by all trials so far.
-    """
+    """Return the predicted step time of each candidate in `rows`, corrected by all trials so far, in seconds."""
     ratio = _expected_times(context, observed_times(context), rows)
     return np.asarray(predicted_times(context)[rows] * np.exp(ratio))
 
@@ -154,10 +154,7 @@ def observed_memory(context: SearchContext) -> Observations:
 
 
 def observed_figure(context: SearchContext, name: str) -> Observations:
-    """Return the ratios of measured to predicted values of a serving metric for the trials of the search.
-
-    `name`: the metric, such as a latency.
-    """
+    """Return the ratios of measured to predicted values of the serving metric `name` for the trials of the search."""
     predicted = context.predictions.figures[name]
     figures = [
         (row, figure, FIGURE_NOISE)
@@ -171,20 +168,14 @@ def observed_figure(context: SearchContext, name: str) -> Observations:
 def _observed(
     context: SearchContext, figures: Sequence[tuple[int, float, float]], predicted: FloatArray
 ) -> Observations:
-    """Return the ratios of measured values to `predicted`.
-
-    `figures` contains the row, the measured value and the relative noise of each trial.
-    """
+    """Return the ratios to `predicted`. `figures`: the row, the measured value and the relative noise of each trial."""
     rows = np.array([row for row, _, _ in figures], dtype=np.int64)
     ratio = np.log(np.array([value for _, value, _ in figures], dtype=np.float64)) - np.log(predicted[rows])
     return _observations(context, rows, ratio, np.array([noise for _, _, noise in figures]))
 
 
 def predicted_times(context: SearchContext) -> FloatArray:
-    """Return the predicted step time of every candidate, in seconds.
-
-    Unknown times are replaced by the median of the known ones, or by one second if all are unknown.
-    """
+    """Return each candidate's predicted step time in seconds; if unknown, their median or one second."""
     step = context.predictions.step_time_s
     is_known = np.isfinite(step)
     return np.where(is_known, step, np.median(step[is_known])) if is_known.any() else np.ones_like(step)
@@ -233,8 +224,7 @@ def _noise(trial: Trial, measured: Measurement, least: float) -> float:
     estimate.
     """
     spread = max(_spread(measured), least) / math.sqrt(max(len(measured.step_times_s), 1))
-    share = share_of_others(measured.telemetry)  # of the cores, by which the trial may have been slowed down
-    return max(PARTIAL_NOISE if measured.partial else MIN_NOISE, spread, trial.interval, share)
+    return max(PARTIAL_NOISE if measured.partial else MIN_NOISE, spread, trial.interval)
 
 
 def full_trial_seconds(context: SearchContext, log_time: FloatArray) -> FloatArray:

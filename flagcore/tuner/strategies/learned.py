@@ -30,10 +30,10 @@ from flagcore.tuner.learning.trials import (
     trial_rows,
 )
 
-FULL_TRIALS = 20
-"""The search stops when the largest expected gain is below the indifference times the share of this number that is
-measured, 1 at most. Chosen on 44 of vTrain's sweeps and two CPU sweeps, which then end after 9.5 trials: none is missed
-by more than 1%. With 10, 2 of 88 are missed, by up to 6%."""
+TRIALS_PER_DEVIATION = 110
+"""The search stops when the largest expected gain is below the indifference times a share, 1 at most: the measurements
+over this number times the median deviation of open candidates. The best of many uncertain ones may be better than the
+largest expected gain of one. Chosen on 15 of vTrain's sweeps and made-up ones (benchmarks/README.md)."""
 
 MIN_GAIN = 0.01
 """Measurements confirm earlier runs only if no open candidate could be faster than the best by this share. Chosen by
@@ -171,7 +171,7 @@ def _finished_because(
     """Return why the search ends, or None if it continues.
 
     `gain`: the expected gain of each evaluated candidate. `best`: the logarithm of the step time of `best_trial`.
-    The search ends if the largest expected gain is below the indifference (see FULL_TRIALS), now and before the last
+    The search ends if the largest expected gain is below a share of the indifference, now and before the last
     trial. The latter is not needed if the measurements confirm earlier runs. If the spec gives a number of planned
     steps, the search ends when no trial saves more time than it takes.
     """
@@ -186,7 +186,8 @@ def _finished_because(
             gain=max_gain,
         )
     successful = sum(trial.state in SUCCESS_STATES for trial in context.trials)
-    least = min(1.0, successful / FULL_TRIALS) * indifference(control, [best_trial])
+    enough = TRIALS_PER_DEVIATION * float(np.median(evaluation.posterior.deviation))
+    least = min(1.0, successful / enough) * indifference(control, [best_trial])
     if max_gain >= least:
         return None
     was_below_before = successful >= MIN_MEASURED and _last_max_gain(context) < least

@@ -6,7 +6,7 @@ from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_amd.discover import DETECTOR
 
 DRIVER_BYTES = 284 * 2**20
-"""Memory in use on an idle MI300X and MI308X (gpustack/runtime, samples of its detector @88026d62)."""
+"""284 MiB are in use on an idle MI300X and MI308X (gpustack/runtime, samples of its detector @88026d62)."""
 
 CONTEXT_BYTES = 1.5 * 2**30
 """Estimated memory of the HIP context and RCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not

@@ -11,11 +11,11 @@ DRIVER_BYTES = 3460 * 2**20
 (issue 19; sgl-project/sglang issue 29838)."""
 
 CONTEXT_BYTES = 0.5 * 2**30
-"""Estimated memory of a process's context, without HCCL's buffers. Not measured on an NPU."""
+"""Estimated memory of a process's context, 0.5 GiB, without HCCL's buffers. Not measured on an NPU."""
 
 COMMUNICATOR_BYTES = 2 * 200 * 2**20
-"""Each communicator allocates twice HCCL_BUFFSIZE (default: 200 MB), for data that is sent and for data that is
-received (CANN 9.0, reference of environment variables, envref_07_0080)."""
+"""Each communicator allocates 400 MiB: twice HCCL_BUFFSIZE (default: 200 MB), for data that is sent and for data that
+is received (CANN 9.0, reference of environment variables, envref_07_0080)."""
 
 SLACK = 0.02
 """Estimated: torch_npu's allocator is modelled on torch's, which reserves 0.05% to 3% more than it allocates on other

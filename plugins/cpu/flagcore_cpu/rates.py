@@ -33,7 +33,7 @@ CROWDED_SECONDS = 0.3
 differ by up to 15%, but the time to start a reduction by a factor of 6."""
 
 MAPPED_BYTES = 32 * 2**20
-"""Size from which glibc returns the memory of a tensor to the system, so that the next one has new pages:
+"""32 MiB: the size from which glibc returns the memory of a tensor to the system, so that the next one has new pages:
 DEFAULT_MMAP_THRESHOLD_MAX of its malloc."""
 
 NEW_SHARE = 4 / 46

@@ -6,7 +6,7 @@ from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_hygon.discover import DETECTOR
 
 DRIVER_BYTES = 2 * 2**20
-"""Memory in use on an idle K100_AI and BW1000 (gpustack/runtime, samples of its detector @88026d62; public logs of
+"""2 MiB are in use on an idle K100_AI and BW1000 (gpustack/runtime, samples of its detector @88026d62; public logs of
 hy-smi)."""
 
 CONTEXT_BYTES = 1.5 * 2**30

@@ -6,7 +6,7 @@ from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_kunlunxin.discover import DETECTOR
 
 DRIVER_BYTES = 100 * 2**20
-"""Memory in use on an idle P800 in a container (PaddlePaddle's guide to the P800). Other sources show 0 to 4 MiB."""
+"""100 MiB are in use on an idle P800 in a container (PaddlePaddle's guide). Other sources show 0 to 4 MiB."""
 
 CONTEXT_BYTES = 1.5 * 2**30
 """Estimated memory of the context and BKCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured

@@ -53,6 +53,8 @@ WIDE, DEEP = {"tensor": 8.0, "sequence_parallel": 1.0, "data": 1.0}, {"pipeline"
 FOUR = {"pipeline": 4.0}
 FEW, LONG, SHORT = {**DEEP, "microbatches": 16.0}, {**FOUR, "microbatches": 64.0}, {"microbatches": 4.0}
 EXPERTS = (MOE, {"expert": 8.0})
+FLEX: Job = (with_options(MOE, dispatcher="flex"), EXPERTS[1])
+GROUPED = replace(MOE, model=replace(SPARSE, moe_router_num_groups=4, moe_router_group_topk=2))
 HIDDEN = with_options(overlap_grad_reduce=True, overlap_param_gather=True)
 RECOMPUTED = (TRAIN, {**FOUR, "block": 2.0})
 COMPARED: dict[str, tuple[str, Job, Job, float, float]] = {
@@ -73,12 +75,13 @@ COMPARED: dict[str, tuple[str, Job, Job, float, float]] = {
         *((TRAIN, {**FOUR, "virtual": 4.0}), 10.0, 1e3),
     ),
     "narrow formats, not in attention": ("compute_s", (replace(TRAIN, precision="fp8"), {}), ONE, 0.5, 0.9),
-    "overlap of experts": ("ep_comm_s", (with_options(MOE, overlap_expert_comm=True), EXPERTS[1]), EXPERTS, 0.0, 0.5),
-    "copies of dispatchers": ("ep_comm_s", (with_options(MOE, dispatcher="flex"), EXPERTS[1]), EXPERTS, 0.1, 0.99),
+    "overlap of experts": ("ep_comm_s", (with_options(MOE, overlap_expert_comm=True), EXPERTS[1]), EXPERTS, 0.05, 0.5),
+    "copies of dispatchers": ("ep_comm_s", FLEX, EXPERTS, 0.1, 0.99),
     "copies between nodes": (
         *("ep_comm_s", (with_options(MOE, dispatcher="flex", linked_devices=8.0), {**EXPERTS[1], "expert": 16.0})),
         *((with_options(MOE, dispatcher="flex"), {**EXPERTS[1], "expert": 16.0}), 0.2, 0.9),
     ),
+    "groups of experts": ("ep_comm_s", (with_options(GROUPED, dispatcher="flex"), EXPERTS[1]), FLEX, 0.5, 0.9),
     "busiest expert": ("step", (with_options(MOE, expert_imbalance=1.5), EXPERTS[1]), EXPERTS, 1.1, 1.6),
     "launches of single experts": ("step", (with_options(MOE, grouped_gemm=False), {}), (MOE, {}), 1.0001, 20.0),
     "gradients of adapters": ("compute_s", (with_options(adapters=True), {}), ONE, 0.5, 0.75),

@@ -17,6 +17,7 @@ from flagcore_testing.checks import (
     module,
     packaging,
     published,
+    second_entry,
     sources,
     spelling,
     trials,
@@ -49,6 +50,7 @@ MODULES = (
     detection,
     published,
     packaging,
+    second_entry,
 )
 _ALL = [check for each in MODULES for check in _checks(each)]
 CHECKS: tuple[Check, ...] = tuple(sorted(_ALL, key=lambda check: check.__name__ not in (LOADS, SLOW)))

@@ -53,7 +53,8 @@ def contexts_are_above_idle_memory(plugin: Subject) -> Problems:
     idle = idle_bytes(plugin)
     for chip, model in _models(plugin):
         used = float(model.device_used_bytes(np.zeros(1))[0])
-        least = idle.get(chip.name, 0.0) + CONTEXT_BYTES
+        memory = chip.memory_bytes.value if chip.memory_bytes else np.inf
+        least = idle.get(chip.name, 0.0) + min(CONTEXT_BYTES, memory / 32)
         if 0 < used < least:
             shown = f"{least:.3g}: {idle.get(chip.name, 0.0):.3g} of an idle device in tests/smi and a context"
             yield f"{chip.name}: device_used_bytes(0) of hooks.py = {used:.3g} is below {shown}"
@@ -255,6 +256,9 @@ def outer_levels_are_not_faster(plugin: Subject) -> Problems:
                     f"{group.chip.name}, {group.nodes} x {group.devices_per_node}: level {outer.name} has "
                     f"{outer.bytes_per_second:g} B/s, {inner.name} inside it {inner.bytes_per_second:g}"
                 )
+            elif outer.devices <= group.devices_per_node and outer.bytes_per_second > 0.999 * inner.bytes_per_second:
+                text = f"{group.chip.name}: level {outer.name} has the rate of {inner.name} inside it"
+                yield Problem(text, "give one device's share of what connects the groups, or leave out the level")
 
 
 @check("devices_per_node counts devices, not cards; or let flagcore_topology answer for whole nodes")

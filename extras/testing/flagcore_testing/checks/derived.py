@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from flagcore_testing.checks.chips import BANDWIDTH, PEAK
+from flagcore_testing.checks.chips import BANDWIDTH, LINK, PEAK
 from flagcore_testing.kit import Problems, Subject, check
 
 CLOCK = re.compile(r"\bat (\d+(?:\.\d+)?) ?(GHz|MHz)")
@@ -25,12 +25,21 @@ def figures_follow_from_their_sources(plugin: Subject) -> Problems:
                 yield f"{chip.name}: {key} = {fact.value:g}, but its source has {shown}"
 
 
+TAKEN = re.compile(r"\b([\d.]+) GB/s\b[^;]*?\btaken as (\d+)% of (?:the|a) link")
+LINKS = re.compile(r"\b(two|three|four|six|seven|eight) links")
+NUMBERS = {"two": 2.0, "three": 3.0, "four": 4.0, "six": 6.0, "seven": 7.0, "eight": 8.0}
+
+
 def _derived(key: str, detail: str) -> Iterator[tuple[str, float]]:
     """Yield the text and the value of each figure that a source allows to compute."""
     if key == BANDWIDTH:
         for match in TRANSFERS.finditer(detail):
             bits, clock = float(match[1]), float(match[2]) * HERTZ[match[3]]
             yield f"{match[1]} bit x {match[2]} {match[3]}", bits / 8 * clock * (2 if match[4] else 1)
+    if key == LINK and (taken := TAKEN.search(detail)):
+        links = LINKS.search(detail)
+        rate = float(taken[1]) * 1e9 / (int(taken[2]) / 100) * (NUMBERS[links[1]] if links else 1.0)
+        yield f"{links[0] + ' of ' if links else ''}{taken[1]} GB/s / {taken[2]}%", rate
     clock_found, units = CLOCK.search(detail), UNITS.findall(detail)
     if key.startswith(PEAK) and "multiply-adds" in detail and clock_found and units:
         clock = float(clock_found[1]) * HERTZ[clock_found[2]]

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.engine import ForcedSetting, RefusedValues
-from flagcore.domain.knob import Knob
+from flagcore.domain.knob import WHOLE_STEP, Knob
 from flagcore.errors import SpecError
 from flagcore.plugins import kind_of, workload
 from flagcore.vendorkit.engines import all_knobs, read_quirks, read_variables
@@ -167,6 +167,30 @@ def warmups_are_short(plugin: Subject) -> Problems:
             yield f"quirks.yaml: warmup[{place}].count = {each.count}"
 
 
+UNSET = re.compile(r"\b(?:leave|unset|do not set) ([A-Z][A-Z0-9_]{4,})")
+
+
+@check("remove the value, or the note")
+def variables_are_not_those_that_notes_warn_of(plugin: Subject) -> Problems:
+    warned = {name: each.note for each in plugin.quirks.notes for name in UNSET.findall(each.note)}
+    for each in plugin.variables:
+        if each.value and each.name in warned:
+            yield f"environment.yaml: {each.name} = {each.value!r}, and quirks.yaml has {warned[each.name][:80]!r}"
+
+
+@check("write the value that the reason states, or correct the reason")
+def preferred_values_are_those_of_their_reasons(plugin: Subject) -> Problems:
+    for place, each in enumerate(plugin.quirks.preferred):
+        numbers = re.findall(r"(?<![\w.])\d+(?![\w.])", each.reason)
+        if (
+            isinstance(each.value, int)
+            and not isinstance(each.value, bool)
+            and numbers
+            and str(each.value) not in numbers
+        ):
+            yield f"quirks.yaml: preferred[{place}].value = {each.value}, and its reason is {each.reason[:80]!r}"
+
+
 @check()
 def knobs_name_what_the_engine_has(plugin: Subject) -> Problems:
     listed = plugin.shipped("knobs.yaml", all_knobs)
@@ -175,6 +199,8 @@ def knobs_name_what_the_engine_has(plugin: Subject) -> Problems:
             yield from _knob_problems(each.knob, engine, {one.knob.name for one in listed})
 
 
+LARGE_GAIN = 0.85
+"""A smaller factor of the whole step needs a published figure."""
 GAIN = re.compile(r"\d+ ?% (more throughput|faster|less time)|\bfaster\b|higher throughput")
 
 
@@ -211,6 +237,11 @@ def _knob_problems(knob: Knob, engine: str, own: set[str]) -> Iterator[Problem]:
         if "formula of " in method and not effect.settings:
             text = f"{where}: {value!r} has no settings, and its effect is that of {method[:60]!r}"
             yield Problem(text, "name the setting of the engine whose formula predicts, or give the factors")
+        if effect.part == WHOLE_STEP and effect.time.value < LARGE_GAIN and not re.search(r"\d", knob.claim):
+            text = f"{where}: {value!r} has the time {effect.time.value:g} of the whole step, and claim has no figure"
+            yield Problem(
+                text, "name the part of the step that gets faster, such as part: tp_comm_s, or quote the gain"
+            )
         if 1.5 < effect.time.value <= MOST and effect.memory.value >= 1.0:
             text = f"{where}: {value!r} has the time {effect.time.value:g} and saves no memory: it is never the best"
             yield Problem(text, "give the time with the knob divided by the time without it")

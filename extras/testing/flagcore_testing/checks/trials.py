@@ -152,6 +152,40 @@ def telemetry_is_of_the_right_field(plugin: Subject) -> Problems:
                 yield f"flagcore_telemetry: {name} is the field {same[0]!r} of the tool"
 
 
+READ = {
+    "used_mib": (USED, 2.0**20),
+    "watts": ("power_watts", 1.0),
+    "limit_watts": ("power_limit_watts", 1.0),
+    "celsius": ("temperature_celsius", 1.0),
+    "percent": ("utilization_share", 0.01),
+    "mhz": ("clock_hertz", 1e6),
+}
+"""The figure of each key of `reads` in sources.yaml, and its unit."""
+
+
+@check("read the text of the transcript again, and correct smi.py or `reads` of sources.yaml")
+def telemetry_is_what_a_person_reads(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_telemetry")
+    known = [each for each in plugin.listings if any(plugin.loaded.find_chip(listed.chip) for listed in each.lists)]
+    if known and not any(each.reads for each in known):
+        fix = f"add reads of a device in use, with {', '.join(READ)}, such as {{device: 0, watts: 60, celsius: 41}}"
+        yield Problem(f"sources.yaml: {known[0].name} and the others have no reads", fix)
+    for each in (each for each in known if each.reads):
+        place = each.reads.get("device", 0)
+        with fakes.machine(fakes.printing(each)), fakes.uncached():
+            readers = [plugin.loaded.telemetry(device) for device in fakes.ask(plugin) if device.index == place]
+            sample = next((reader.sample() for reader in readers if reader), {})
+        for key in sorted({*each.reads} - {"device", *READ}):
+            yield Problem(f"sources.yaml: {each.name}: reads has {key!r}", f"write device, {', '.join(READ)}")
+        for key, (name, unit) in READ.items():
+            found, read = sample.get(name), each.reads.get(key)
+            is_equal = found is not None and read is not None and math.isclose(found, read * unit, rel_tol=1e-3)
+            if not is_equal and found != read:
+                shown = "missing" if found is None else f"{found / unit:g}"
+                text = f"{each.name}, device {place:g}: reads has {key}: {'no value' if read is None else f'{read:g}'}"
+                yield f"{text}, and {name} of flagcore_telemetry is {shown}"
+
+
 PROCESS = re.compile(r"(?m)^[| ]*\d+\b[^%\n]*\b\d{3,7}\b[^%\n]*\b[a-z][\w./:-]{2,}[^%\n]*\b\d+ *(MiB|MB)?\b.*[| ]*$")
 """A line of a table of processes: the device, the process, its name, and its memory."""
 

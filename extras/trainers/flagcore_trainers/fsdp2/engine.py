@@ -26,7 +26,20 @@ from flagcore.engines.results import METRICS, NoMetrics, read_metrics
 from flagcore.errors import LaunchError, NoDevice, SpecError
 from flagcore_trainers.fsdp2 import predict as prediction
 from flagcore_trainers.fsdp2 import space
-from flagcore_trainers.fsdp2.space import AC, COMPILE, CP, MBS, OFFLOAD, REDUCE, REPLICATE, RESHARD, SHARD, TP
+from flagcore_trainers.fsdp2.space import (
+    AC,
+    COMPILE,
+    CP,
+    MBS,
+    OFFLOAD,
+    PP,
+    REDUCE,
+    REPLICATE,
+    RESHARD,
+    SCHEDULE,
+    SHARD,
+    TP,
+)
 
 PROGRAM = "flagcore_trainers.fsdp2"
 SEED = 1234
@@ -36,6 +49,8 @@ FIELDS = {
     SHARD: "shard",
     TP: "tensor",
     CP: "context",
+    PP: "pipeline",
+    SCHEDULE: "schedule",
     MBS: "micro_batch",
     AC: "checkpointing",
     RESHARD: "reshard_after_forward",

@@ -32,6 +32,8 @@ class Candidate:
     shard: int = 1
     tensor: int = 1
     context: int = 1
+    pipeline: int = 1
+    schedule: str = "1f1b"
     micro_batch: int = 1
     reshard_after_forward: bool = True
     checkpointing: str = "none"
@@ -59,7 +61,21 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        return self.replicas * self.candidate.context * self.candidate.tensor
+        each = self.candidate
+        return self.replicas * each.context * each.tensor * each.pipeline
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of the pipeline. With other schedules than 1F1B, a rank has two."""
+        each = self.candidate
+        return each.pipeline * (1 if each.pipeline == 1 or each.schedule == "1f1b" else 2)
+
+    def stages_of(self, place: int) -> tuple[int, ...]:
+        """Return the stages of the rank at `place` of its pipeline: `place`, and the one that loops or folds back."""
+        size = self.candidate.pipeline
+        if self.stages == size:
+            return (place,)
+        return (place, size + place if self.candidate.schedule == "interleaved" else 2 * size - 1 - place)
 
     @property
     def processes(self) -> int:
@@ -80,8 +96,8 @@ class Job:
 class Meshes:
     """The device meshes of the ranks, with named dimensions from the outermost to the innermost.
 
-    `weights`: how weights are distributed, `replicate`, `fsdp` and `tp`. `samples`: how samples are, `replica`, `cp`
-    and `tp`. The ranks of `fsdp` are those of several replicas, each with its context-parallel ranks.
+    `weights`: how weights are distributed, `pp`, `replicate`, `fsdp` and `tp`. `samples`: how samples are, `pp`,
+    `replica`, `cp` and `tp`. The ranks of `fsdp` are those of several replicas, each with its context-parallel ranks.
     """
 
     weights: Any

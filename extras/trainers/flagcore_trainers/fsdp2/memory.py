@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.domain.model import Model
-from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore_trainers.fsdp2.space import DUALPIPEV, INTERLEAVED, ZBV
 
 MAIN_BYTES, ADAM_BYTES = 4.0, 8.0
 """Bytes per sharded weight, which is fp32, and of both moments of Adam. A sharded gradient is fp32, too."""
@@ -33,6 +34,7 @@ class Job:
     """What the memory of candidates depends on. Arrays have one element per candidate.
 
     `ranks`: ranks that share each weight. `replicated`: whether gradients are also summed over replicas.
+    `schedule`: the code of the schedule of a pipeline, as in `space`.
     `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced.
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
     """
@@ -49,16 +51,22 @@ class Job:
     reduce_bytes: FloatArray
     offload: BoolArray
     replicated: BoolArray
+    pipeline: FloatArray
+    schedule: IntArray
     fused_norm: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bytes:
-    """Bytes of one rank: between steps, above it at the peak of forward and backward, and the peak of the step."""
+    """Bytes of the rank that needs the most, and its stage.
+
+    They are the bytes between steps, above it at the peak of forward and backward, and the peak of the step.
+    """
 
     static: FloatArray
     activation: FloatArray
     peak: FloatArray
+    stage: IntArray
 
 
 def unit_weights(job: Job) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -83,7 +91,74 @@ def _padded(weights: Sequence[tuple[FloatArray | float, FloatArray | float]], ra
 
 
 def of_rank(job: Job) -> Bytes:
-    """Return the memory of a rank. All ranks need about the same."""
+    """Return the memory of a rank. Without a pipeline, all ranks need about the same."""
+    alone, (staged, stage) = _without_pipeline(job), _with_pipeline(job)
+    is_staged = job.pipeline > 1
+    static, activation, peak = (np.where(is_staged, *each) for each in zip(staged, alone, strict=True))
+    return Bytes(static=static, activation=activation, peak=peak, stage=np.where(is_staged, stage, 0))
+
+
+_Sizes = tuple[FloatArray, FloatArray, FloatArray]
+"""The bytes between steps, above it at the peak, and at the peak."""
+
+
+def stage_weights(job: Job) -> tuple[FloatArray, FloatArray]:
+    """Return the numbers of weights of the first and the last rank of a pipeline, which have the most."""
+    layer, table, rest = unit_weights(job)
+    layers = layer * job.model.num_layers / job.pipeline
+    is_folded = (job.schedule >= ZBV) | (job.pipeline == 1)
+    tables = np.where(is_folded & job.model.untie_embeddings_and_output_weights, table, 0.0)
+    return layers + table + tables + np.where(is_folded, rest, 0.0), layers + np.where(is_folded, 0.0, table + rest)
+
+
+def in_flight(job: Job, place: FloatArray) -> FloatArray:
+    """Return the largest number of micro-batches whose activations the rank at `place` of its pipeline stores.
+
+    Source: torch 2.13 `distributed/pipelining/schedules.py`. Interleaved stages run rounds of micro-batches.
+    """
+    size, count = job.pipeline, job.microbatches
+    after = size - 1.0 - place
+    round_size = count / np.maximum(count // size, 1.0)
+    kinds = [job.schedule == INTERLEAVED, job.schedule == ZBV, job.schedule == DUALPIPEV]
+    held = np.select(kinds, [(2.0 * after + round_size + 1.0) / 2.0, size, size + 0.5], after + 1.0)
+    return np.minimum(held, count)
+
+
+def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
+    """Return the memory of the rank of a pipeline that needs the most, and its place.
+
+    A step gathers all weights of a rank once, and gradients of all micro-batches add up before they are scattered.
+    There are buffers for the tensors that all micro-batches receive.
+    """
+    u, r, n, size = job.value_bytes, job.reduce_bytes, job.ranks, job.pipeline
+    layer, table, rest = unit_weights(job)
+    act, logits = _activations(job), job.tokens * job.model.vocab_size / job.tensor
+    splits, parts = job.schedule >= ZBV, np.where(job.schedule >= INTERLEAVED, 2.0, 1.0)
+    loss = (LOSS_BYTES + SPLIT_LOSS_BYTES * (job.tensor > 1) + u) * logits + act.head_input
+    found = []
+    for place in (np.zeros_like(size), size - 1.0):  # others have as many layers, but no embedding or head
+        first, last = place == 0, np.where(splits, place == 0, place == size - 1.0)
+        weights = layer * job.model.num_layers / size + table * first + (table + rest) * last
+        # The gradients of a backward in two passes wait for the next pass in their own data type.
+        waiting = np.where((job.schedule == ZBV) & (r != u), u * weights, 0.0)
+        held = (MAIN_BYTES + ADAM_BYTES) * weights / n + (u + r) * weights + waiting
+        buffers = act.hidden * job.microbatches * (2.0 * parts - first - last)
+        flight = in_flight(job, place)
+        stored = flight * (act.stored / size + act.hidden * (parts - last))
+        moments = [held + buffers + stored + extra for extra in act.backward]
+        moments.append(held + buffers + stored + loss * last)
+        one = act.stored / size / parts
+        moments.append(held + buffers + stored - one + (u * table + act.hidden) * first)
+        moments.append(held + buffers + r * np.where(first, table, layer) * (1.0 + 1.0 / n))
+        static = (2.0 * MAIN_BYTES + ADAM_BYTES) * weights / n
+        found.append((static, np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)))
+    (first_static, first_peak), (last_static, last_peak) = found
+    is_last = last_peak > first_peak
+    static, peak = np.where(is_last, last_static, first_static), np.maximum(first_peak, last_peak)
+    return (static, peak - static, peak), np.where(is_last, size - 1.0, 0.0).astype(np.int64)
+
+
+def _without_pipeline(job: Job) -> _Sizes:
     model, u, r, n = job.model, job.value_bytes, job.reduce_bytes, job.ranks
     layer, table, rest = unit_weights(job)
     is_tied, layers = not model.untie_embeddings_and_output_weights, float(model.num_layers)
@@ -117,6 +192,8 @@ def of_rank(job: Job) -> Bytes:
         early + at_head + (u + 4.0) * logits,
         early + at_head + u * logits + u * table + act.hidden * job.tensor + ahead,
     ]
+    # The gradient of a tensor-parallel head is computed whole, and then divided (`_fsdp_param.py`).
+    moments.append(early + act.stored + gathered + edge + np.where(job.tensor > 1, u * table * (job.tensor + 1.0), 0.0))
     if not is_tied:  # the head's gradients are copied into the buffer of their reduction
         moments.append(early + act.stored + gathered + u * table + r * table * (1.0 + 1.0 / n) + act.hidden + ahead)
     for previous, number in ((head_reduce, 1.0), (r * layer, min(2.0, layers))):
@@ -132,7 +209,7 @@ def of_rank(job: Job) -> Bytes:
     moments.append(end + u * table + np.maximum(u * table + r * layer, r * table * (1.0 + 1.0 / n)) + late)
     moments.append(gradients + summed * shard * n)
     above: FloatArray = np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)
-    return Bytes(static=states + gradients, activation=above - gradients, peak=states + above)
+    return states + gradients, above - gradients, states + above
 
 
 @dataclass(frozen=True, slots=True)

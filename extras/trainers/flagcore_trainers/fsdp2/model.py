@@ -1,8 +1,8 @@
 """The model of a trial in plain torch, and how it is sharded: tensor and context parallelism, checkpoints, FSDP2.
 
-The units of `fully_shard` are the embedding, each layer, the head, and the rest; a tied head is in the rest with the
-embedding. Initial weights do not depend on the layout: the seed of a weight is derived from its name, and each rank
-keeps its part of the whole weight.
+A rank has one stage of a pipeline, or two; without a pipeline, the stage is the whole model. The units of `fully_shard`
+are the embedding, each layer, the head, and the rest; a tied head is in the rest with the embedding. Initial weights do
+not depend on the layout: the seed of a weight is derived from its name, and each rank keeps its part of the weight.
 """
 
 from __future__ import annotations
@@ -130,20 +130,26 @@ class Layer(nn.Module):  # type: ignore[misc]
 
 
 class Transformer(nn.Module):  # type: ignore[misc]
-    """A decoder: embedding, layers, final norm and head. It returns the logits, [batch, sequence, vocabulary]."""
+    """A stage of a decoder: the embedding on the first one, layers, and the final norm and the head on the last one.
 
-    def __init__(self, model: Model) -> None:
+    It takes tokens, or the last stage's tensor between layers, and returns such a tensor, [batch, sequence, hidden], or
+    logits, [batch, sequence, vocabulary]. `angles`: see `rotary_angles`.
+    """
+
+    def __init__(self, model: Model, angles: torch.Tensor, *, first: bool, last: bool) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.angles = angles
+        self.embedding = nn.Embedding(model.vocab_size, model.hidden_size) if first else None
         self.layers = nn.ModuleDict()
-        self.norm = Norm(model.hidden_size)
-        self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.norm = Norm(model.hidden_size) if last else None
+        self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if last else None
 
-    def forward(self, tokens: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens)
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.embedding is not None:
+            hidden = self.embedding(hidden)
         for layer in self.layers.values():
-            hidden = layer(hidden, angles)
-        return self.head(self.norm(hidden))
+            hidden = layer(hidden, self.angles)
+        return hidden if self.head is None or self.norm is None else self.head(self.norm(hidden))
 
 
 def rotary_angles(job: Job, positions: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -180,8 +186,8 @@ def own_positions(length: int, size: int, rank: int) -> torch.Tensor:
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
-def build(job: Job, meshes: Meshes, device: torch.device) -> Transformer:
-    """Return the model of this rank.
+def build(job: Job, meshes: Meshes, device: torch.device, angles: torch.Tensor, stage: int = 0) -> Transformer:
+    """Return a stage of the model.
 
     One layer after the other is created, split and sharded, so that no rank holds the whole model.
     """
@@ -189,16 +195,18 @@ def build(job: Job, meshes: Meshes, device: torch.device) -> Transformer:
     tensor = mesh["tp"] if candidate.tensor > 1 else None
     context = meshes.samples["cp"] if candidate.context > 1 else None
     with torch.device(device):
-        whole = Transformer(job.model)
+        whole = Transformer(job.model, angles, first=stage == 0, last=stage == job.stages - 1)
         set_weights(whole, job.train.seed, "")
         if tensor is not None:
-            parallelize_module(whole, tensor, _edges_plan(), src_data_rank=None)
+            plan = {name: each for name, each in _edges_plan().items() if getattr(whole, name) is not None}
+            parallelize_module(whole, tensor, plan, src_data_rank=None)
         is_tied = not job.model.untie_embeddings_and_output_weights
-        if is_tied:
+        if is_tied and whole.head is not None and whole.embedding is not None:
             whole.head.weight = whole.embedding.weight
-        else:
+        elif whole.embedding is not None:
             _shard(whole.embedding, job, mesh)
-        for number in range(job.model.num_layers):
+        count = job.model.num_layers // job.stages
+        for number in range(stage * count, (stage + 1) * count):
             layer: nn.Module = Layer(job.model, context)
             set_weights(layer, job.train.seed, f"layer{number}.")
             if tensor is not None:
@@ -209,7 +217,7 @@ def build(job: Job, meshes: Meshes, device: torch.device) -> Transformer:
                 layer.compile()
             _shard(layer, job, mesh)
             whole.layers[str(number)] = layer
-        if not is_tied:
+        if whole.head is not None and not is_tied:
             _shard(whole.head, job, mesh, stays=True)
     _shard(whole, job, mesh, stays=True)
     return whole
@@ -223,7 +231,7 @@ def _shard(module: nn.Module, job: Job, mesh: DeviceMesh, *, stays: bool = False
     fully_shard(
         module,
         mesh=mesh["replicate", "fsdp"] if candidate.replicate > 1 else mesh["fsdp"],
-        reshard_after_forward=candidate.reshard_after_forward and not stays,
+        reshard_after_forward=candidate.reshard_after_forward and candidate.pipeline == 1 and not stays,
         mp_policy=MixedPrecisionPolicy() if dtype is torch.float32 else policy,
         offload_policy=CPUOffloadPolicy(pin_memory=job.device.type != "cpu") if candidate.offload else OffloadPolicy(),
     )

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
@@ -32,10 +34,17 @@ from flagcore.engines.rank_device import (
     write_metrics,
 )
 from flagcore_trainers.fsdp2.job import Job, Meshes
-from flagcore_trainers.fsdp2.model import Transformer, build, own_positions, rotary_angles
+from flagcore_trainers.fsdp2.model import DTYPES, build, own_positions, rotary_angles
 
 LEARNING_RATE = 1e-3
 MAX_GRADIENT_NORM = 1.0
+SCHEDULES = {
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+"""The schedule of `torch.distributed.pipelining` of each value of the knob."""
 
 
 def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: float) -> None:
@@ -72,25 +81,50 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
 def device_meshes(job: Job) -> Meshes:
     """Return the meshes of all ranks."""
     each, kind = job.candidate, job.device.type
-    weights = (each.replicate, each.shard * each.context, each.tensor)
-    samples = (job.replicas, each.context, each.tensor)
+    weights = (each.pipeline, each.replicate, each.shard * each.context, each.tensor)
+    samples = (each.pipeline, job.replicas, each.context, each.tensor)
     return Meshes(
-        init_device_mesh(kind, weights, mesh_dim_names=("replicate", "fsdp", "tp")),
-        init_device_mesh(kind, samples, mesh_dim_names=("replica", "cp", "tp")),
+        init_device_mesh(kind, weights, mesh_dim_names=("pp", "replicate", "fsdp", "tp")),
+        init_device_mesh(kind, samples, mesh_dim_names=("pp", "replica", "cp", "tp")),
     )
 
 
+def pipeline(job: Job, meshes: Meshes, stages: dict[int, Any], device: torch.device) -> Any:
+    """Return the schedule of a rank's stages. The tensors between stages are those between layers."""
+    train, each = job.train, job.candidate
+    length = train.seq_length // each.context
+    tokens = torch.empty((each.micro_batch, length), dtype=torch.long, device="meta")
+    size = (each.micro_batch, length // each.tensor, job.model.hidden_size)
+    hidden = torch.empty(size, dtype=DTYPES[train.precision], device="meta", requires_grad=True)
+    group = meshes.weights.get_group("pp")
+    parts = [
+        PipelineStage(
+            module, number, job.stages, device, input_args=hidden if number else tokens, output_args=hidden, group=group
+        )
+        for number, module in stages.items()
+    ]
+    schedule = get_schedule_class(SCHEDULES[each.schedule])
+    return schedule(parts if len(parts) > 1 else parts[0], job.num_microbatches, loss_fn=loss_of)
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of logits, [batch, sequence, vocabulary]."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
 class Trainer:
-    """The model and the optimizer of a rank."""
+    """The stages of the model and the optimizer of a rank. `pipeline` is None without a pipeline."""
 
     def __init__(self, job: Job, meshes: Meshes, rank_device: RankDevice) -> None:
         self.job, self.meshes, self.rank_device = job, meshes, rank_device
         self.device = rank_device.device
-        self.model: Transformer = build(job, meshes, self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=0.01, fused=True)
-        self.replica, place, _ = meshes.samples.get_coordinate()
+        stage, self.replica, place, _ = meshes.samples.get_coordinate()
         self.positions = own_positions(job.train.seq_length, job.candidate.context, place)
-        self.angles = rotary_angles(job, self.positions, self.device)
+        angles = rotary_angles(job, self.positions, self.device)
+        self.stages = {each: build(job, meshes, self.device, angles, each) for each in job.stages_of(stage)}
+        self.pipeline = pipeline(job, meshes, self.stages, self.device) if job.candidate.pipeline > 1 else None
+        self.weights = [weight for each in self.stages.values() for weight in each.parameters()]
+        self.optimizer = torch.optim.AdamW(self.weights, lr=0.0, weight_decay=0.01, fused=True)
 
     def timed_step(self, number: int, times: list[float], planned: int) -> tuple[dict[str, Any], int]:
         """Run a step. Return its times and loss, and how many steps rank 0 plans. `times`: those of earlier steps."""
@@ -108,7 +142,8 @@ class Trainer:
         times = [*times, end - start]
         if self.job.ends_at is not None and len(times) >= MIN_STEPS:
             planned = steps_in_time(times, planned, self.job.ends_at - time.monotonic())
-        shared = torch.tensor([sum(losses), len(losses), planned * (dist.get_rank() == 0)], device=self.device)
+        counts = [sum(losses, 0.0), float(len(losses)), float(planned * (dist.get_rank() == 0))]
+        shared = torch.tensor(counts, device=self.device)
         dist.all_reduce(shared)
         step = {
             "step": number,
@@ -130,22 +165,32 @@ class Trainer:
         self.rank_device.end_memory_measurement(self.rank_device.peak_bytes())
 
     def forward_backward(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-        """Run forward and backward of all micro-batches, and return their losses.
+        """Run forward and backward of all micro-batches, and return their losses on the last stage.
 
-        Each micro-batch scatters its gradients, so that gradients stay sharded.
+        Each micro-batch scatters its gradients, so that gradients stay sharded. A pipeline scatters them at the end.
         """
-        losses = []
-        is_split = self.job.candidate.tensor > 1
-        for tokens, labels in batches:
-            with loss_parallel() if is_split else contextlib.nullcontext():
-                loss = functional.cross_entropy(self.model(tokens, self.angles).flatten(0, 1).float(), labels.flatten())
-                (loss / len(batches)).backward()
-            losses.append(loss.detach())
-        return [float(_whole(loss)) for loss in losses]
+        losses = list[torch.Tensor]()
+        with loss_parallel() if self.job.candidate.tensor > 1 else contextlib.nullcontext():
+            if self.pipeline is not None:
+                tokens, labels = (torch.cat(each) for each in zip(*batches, strict=True))
+                inputs = (tokens,) if 0 in self.stages else ()
+                self.pipeline.step(*inputs, target=labels, losses=losses, return_outputs=False)
+            else:
+                (model,) = self.stages.values()
+                for tokens, labels in batches:
+                    loss = loss_of(model(tokens), labels)
+                    (loss / len(batches)).backward()
+                    losses.append(loss.detach())
+        return [float(_whole(loss.detach())) for loss in losses]
 
     def update(self) -> float:
         """Clip the gradients, run the optimizer, and free the gradients. Return the norm of the gradients."""
-        norm = _whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM))
+        norm = _whole(torch.nn.utils.get_total_norm([each.grad for each in self.weights if each.grad is not None]))
+        if self.pipeline is not None:
+            squared = norm**2
+            dist.all_reduce(squared, group=self.meshes.weights.get_group("pp"))
+            norm = squared.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(self.weights, MAX_GRADIENT_NORM, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
@@ -175,13 +220,18 @@ class Trainer:
 
     def effective(self) -> dict[str, Any]:
         """Return the values in use, as torch's objects have them."""
-        layer: Any = next(iter(self.model.layers.values()))
+        model = next(iter(self.stages.values()))
+        layer: Any = next(iter(model.layers.values()))
         state = layer._get_fsdp_state()
         group = state._fsdp_param_group
         info, policy = group.post_forward_mesh_info, group.mp_policy
-        replicate, fsdp, tensor = (self.meshes.weights.size(place) for place in range(3))
-        context = self.meshes.samples.size(1)
+        stages, replicate, fsdp, tensor = self.meshes.weights.mesh.shape
+        context = self.meshes.samples["cp"].size()
+        names = {each: knob for knob, each in SCHEDULES.items()}
+        schedule = type(self.pipeline).__name__.removeprefix("Schedule")
         return {
+            "pipeline_model_parallel_size": stages,
+            "pipeline_schedule": names.get(schedule, "1f1b"),
             "data_parallel_replicate_size": replicate,
             "data_parallel_shard_size": fsdp // context,
             "tensor_model_parallel_size": tensor,

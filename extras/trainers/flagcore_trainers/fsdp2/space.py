@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import Columns, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.space.knobs import divisors
 from flagcore.errors import SpecError
@@ -15,6 +15,10 @@ from flagcore.errors import SpecError
 REPLICATE, SHARD, TP = "data_parallel_replicate_size", "data_parallel_shard_size", "tensor_model_parallel_size"
 CP, MBS, RESHARD = "context_parallel_size", "micro_batch_size", "reshard_after_forward"
 AC, REDUCE, OFFLOAD, COMPILE = "activation_checkpointing", "reduce_dtype", "cpu_offload", "compile"
+PP, SCHEDULE = "pipeline_model_parallel_size", "pipeline_schedule"
+SCHEDULES = ("1f1b", "interleaved", "zbv", "dualpipev")
+INTERLEAVED, ZBV, DUALPIPEV, SELECTIVE = 2, 3, 4, 2
+"""Codes of the schedules after the first one, whose code is 1, and of selective checkpoints."""
 
 
 def _devices(task: Task) -> Sequence[KnobValue]:
@@ -45,6 +49,17 @@ KNOBS: tuple[Knob, ...] = (
     _size(SHARD, "FSDP", "Replicas that share weights, gradients and optimizer states.", shows_neutral=True),
     _size(TP, "TP", "Devices that split each layer's matrices, and the sequence between layers.", linked=True),
     _size(CP, "CP", "Devices that split each sequence. They share weights as replicas do.", linked=True),
+    _size(PP, "PP", "Stages of ranks that each hold a part of the layers, gathered during a step."),
+    Knob(
+        name=SCHEDULE,
+        label="schedule",
+        help="Order of the micro-batches in a pipeline. With all but 1f1b, a rank has two parts of the layers.",
+        kind="word",
+        words=SCHEDULES,
+        neutral="1f1b",
+        auto=lambda task: SCHEDULES,
+        auto_help="all",
+    ),
     Knob(
         name=MBS,
         label="MBS",
@@ -131,9 +146,9 @@ def rules(task: Task) -> tuple[Rule, ...]:
     return (
         Rule(
             name="world_size",
-            knobs=(REPLICATE, SHARD, TP, CP),
-            message=f"{REPLICATE} x {SHARD} x {TP} x {CP} must be the number of devices, {devices}",
-            broken=lambda c: c[REPLICATE] * c[SHARD] * c[TP] * c[CP] != devices,
+            knobs=(REPLICATE, SHARD, TP, CP, PP),
+            message=f"{REPLICATE} x {SHARD} x {TP} x {CP} x {PP} must be the number of devices, {devices}",
+            broken=lambda c: c[REPLICATE] * c[SHARD] * c[TP] * c[CP] * c[PP] != devices,
         ),
         Rule(
             name="global_batch_size",
@@ -165,14 +180,71 @@ def rules(task: Task) -> tuple[Rule, ...]:
             message=f"{REDUCE} must be fp32 with the precision fp32",
             broken=lambda c: (c[REDUCE] == 2) & (precision == "fp32"),
         ),
+        *_pipeline_rules(task),
     )
 
 
-def merges(task: Task) -> tuple[Merge, ...]:
-    """Return the merge of candidates on one rank, whose weights are always gathered."""
+def _pipeline_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules of pipelines. Source: torch 2.13 `distributed/pipelining/schedules.py`."""
+    model, batch = task.spec.model, task.spec.train.global_batch_size
 
-    def canonical(columns: Columns) -> Columns:
-        alone = columns[SHARD] * columns[CP] == 1
+    def microbatches_broken(c: Columns) -> BoolArray:
+        count, name = batch // np.maximum(c[MBS] * c[REPLICATE] * c[SHARD], 1), c[SCHEDULE]
+        short = count < c[PP] * np.where(name == DUALPIPEV, 2, 1)
+        uneven = (name == INTERLEAVED) & (count % np.maximum(count // c[PP], 1) != 0)
+        return np.asarray((c[PP] > 1) & (short | uneven))
+
+    return (
+        Rule(
+            name="pipeline_layers",
+            knobs=(PP, SCHEDULE),
+            message=f"num_layers = {model.num_layers} must be a multiple of {PP}, twice that without {SCHEDULES[0]}",
+            broken=lambda c: (c[PP] > 1) & (model.num_layers % (c[PP] * parts(c)) != 0),
+        ),
+        Rule(
+            name="pipeline_microbatches",
+            knobs=(REPLICATE, SHARD, MBS, PP, SCHEDULE),
+            message=f"a pipeline needs at least {PP} micro-batches, dualpipev twice as many, interleaved equal rounds",
+            broken=microbatches_broken,
+        ),
+        Rule(
+            name="pipeline_weights",
+            knobs=(PP, RESHARD, OFFLOAD),
+            message=f"{PP} > 1 keeps weights gathered on the device: {RESHARD} and {OFFLOAD} must be false",
+            broken=lambda c: (c[PP] > 1) & ((c[RESHARD] > 0) | (c[OFFLOAD] > 0)),
+        ),
+        Rule(
+            name="pipeline_head",
+            knobs=(PP,),
+            message=f"{PP} > 1 needs a model whose head is not tied to the embedding",
+            broken=lambda c: (c[PP] > 1) & (not model.untie_embeddings_and_output_weights),
+        ),
+        Rule(
+            name="split_backward",
+            knobs=(PP, SCHEDULE, AC, COMPILE),
+            message=f"{' and '.join(SCHEDULES[2:])} split the backward: no {COMPILE}, and {AC} not selective",
+            broken=lambda c: (c[PP] > 1) & (c[SCHEDULE] >= ZBV) & ((c[COMPILE] > 0) | (c[AC] == SELECTIVE)),
+        ),
+    )
+
+
+def parts(columns: Columns) -> IntArray:
+    """Return how many parts of the model a rank has."""
+    return np.where((columns[PP] > 1) & (columns[SCHEDULE] >= INTERLEAVED), 2, 1)
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return the merges: one rank always has all weights, and without a pipeline there is no schedule."""
+
+    def reshard(columns: Columns) -> Columns:
+        alone = (columns[SHARD] * columns[CP] == 1) & (columns[PP] == 1)
         return {RESHARD: np.where(alone, 1, columns[RESHARD])}
 
-    return (Merge(name="reshard_of_one", knobs=(SHARD, CP, RESHARD), canonical=canonical),)
+    return (
+        Merge(name="reshard_of_one", knobs=(SHARD, CP, PP, RESHARD), canonical=reshard),
+        Merge(
+            name="no_pipeline",
+            knobs=(PP, SCHEDULE),
+            canonical=lambda columns: {SCHEDULE: np.where(columns[PP] == 1, 1, columns[SCHEDULE])},
+        ),
+    )

@@ -269,7 +269,10 @@ SIZES_OF_MODEL = (
     "mtp_num_layers",
 )
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-EXPERT_SIZES = (*("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),)
+EXPERT_SIZES = (
+    *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_router_num_groups", "moe_router_group_topk"),
+)
 SWITCHES_OF_MODEL = (
     *("gated_linear_unit", "untie_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias"),
     "multi_latent_attention",

@@ -145,10 +145,8 @@ def optimizer_config(job: Job, config: Any) -> Any:
 
 
 def _fusions(job: Job) -> dict[str, bool]:
-    """Return the enabled kernel fusions: Megatron-LM's defaults with transformer-engine, none without it.
-
-    Without transformer-engine, fused kernels need further libraries, which are not available on every device.
-    """
+    """Return the enabled kernel fusions: Megatron-LM's defaults with transformer-engine, none without it. Without
+    transformer-engine, fused kernels need further libraries, which are not available on every device."""
     if not job.transformer_engine:
         return dict.fromkeys(_FUSIONS, False)
     return dict.fromkeys(_FUSIONS, True) | {
@@ -185,6 +183,8 @@ def _expert_values(job: Job) -> dict[str, Any]:
     return {
         "num_moe_experts": model.num_moe_experts,
         "moe_router_topk": model.moe_router_topk,
+        "moe_router_num_groups": model.moe_router_num_groups or None,
+        "moe_router_group_topk": model.moe_router_group_topk or None,
         "moe_router_pre_softmax": model.moe_router_topk == 1,  # Megatron requires it for one expert per token
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,

@@ -148,6 +148,12 @@ def mean_error(values: FloatArray) -> float:
     return float(T_QUANTILE * means.std(ddof=1) / math.sqrt(BATCHES) / means.mean()) if means.mean() > 0 else 0.0
 
 
+def decode_error(answers: Sequence[Answer]) -> float:
+    """Return the relative uncertainty of the decode time per token, the noise of a closed loop. 0 if unknown."""
+    values = _values(answers, "tpot_s")
+    return mean_error(values) if values.size >= 2 * BATCHES else 0.0
+
+
 def _known(answers: Sequence[Answer], name: str) -> FloatArray:
     values = _values(answers, name)
     return values if values.size else np.zeros(1)

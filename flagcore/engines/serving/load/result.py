@@ -132,7 +132,7 @@ class LoadResult:
       and `requests` are the answers so far.
     - `slow`: whether the load was stopped because it was very likely too slow. It has the figures of its answers.
     - `window`: the time in which the requests that count were sent, in seconds after the first send; None if all count.
-    - `error`: the relative uncertainty of the means if the load ended before they were precise.
+    - `error`: the relative uncertainty of the means, if the load ended before they were precise or is a closed loop.
     - `progress`: the progress of a load that did not end in its time; None for others. Such a load has figures if
       enough requests were answered.
     """

@@ -19,7 +19,14 @@ import psutil
 from flagcore.domain.serving import Load
 from flagcore.domain.space import IntArray
 from flagcore.engines.serving.load.client import Pairs, send_request, session
-from flagcore.engines.serving.load.figures import PRECISION, SteadyState, duration_s, figures_of, steady_figures
+from flagcore.engines.serving.load.figures import (
+    PRECISION,
+    SteadyState,
+    decode_error,
+    duration_s,
+    figures_of,
+    steady_figures,
+)
 from flagcore.engines.serving.load.progress import Request, Watch
 from flagcore.engines.serving.load.result import (
     CHAT,
@@ -257,6 +264,8 @@ class _LoadSender:
                 error = watch.window.error if watch.window.error > PRECISION else 0.0
             if error:
                 notes = (*notes, f"the load ended early: its metrics are precise to {error:.0%}")
+            elif self._requests[0].arrive_s is None:
+                error = decode_error(answers)
             figures |= client_load
             if client_load["client_cpu_share"] > NEAR_LIMIT:
                 share = f"{client_load['client_cpu_share']:.2f}"

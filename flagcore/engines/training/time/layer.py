@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.contracts import AttentionShape, Costs
-from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.domain.space import FloatArray
 from flagcore.engines.training.layout import Layout, Training
 from flagcore.engines.training.stages import padded_vocab
 from flagcore.engines.training.time.passes import (
@@ -14,6 +14,7 @@ from flagcore.engines.training.time.passes import (
     Seconds,
     TensorCollectives,
     activation_seconds,
+    as_integers,
     context_collective,
     expert_dispatch,
     linear,
@@ -268,7 +269,10 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
     block = Block(forward, backward, experts.weight_gradient + router.weight_gradient, repeated)
     if model.moe_shared_expert_intermediate_size:
         block = block + _shared_expert_block(train, layout, costs, tp)
-    return _overlap_dispatch(block, layout.pairs(model)) if options.overlap_expert_comm else block
+    if not options.overlap_expert_comm:
+        return block
+    share = costs.collectives.compute_share(as_integers(layout.expert), as_integers(layout.expert_tensor))
+    return _overlap_dispatch(block, layout.pairs(model) * (1.0 - share))
 
 
 def _shared_expert_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
@@ -286,11 +290,12 @@ def _shared_expert_block(train: Training, layout: Layout, costs: Costs, tp: Tens
     return Block(forward, backward, products.weight_gradient, repeated)
 
 
-def _overlap_dispatch(block: Block, overlap: BoolArray) -> Block:
-    """Return a block whose token dispatch overlaps the kernels of another micro-batch, as long as its own."""
+def _overlap_dispatch(block: Block, hidden: FloatArray) -> Block:
+    """Return a block whose token dispatch overlaps the kernels of another micro-batch, as long as its own. `hidden` is
+    the share of an overlapping second that is gained; the rest is the slowdown of the kernels."""
 
     def expose(seconds: Seconds, kernels: FloatArray) -> Seconds:
-        return replace(seconds, expert=np.maximum(seconds.expert - overlap * kernels, 0.0))
+        return replace(seconds, expert=seconds.expert - hidden * np.minimum(seconds.expert, kernels))
 
     forward = expose(block.forward, block.forward.compute)
     return replace(block, forward=forward, backward=expose(block.backward, block.backward.compute + block.weight))

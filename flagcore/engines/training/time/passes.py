@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
+from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Training
 from flagcore.engines.training.stages import layer_input_bytes
@@ -195,8 +196,8 @@ def expert_dispatch(train: Training, layout: Layout, costs: Costs) -> FloatArray
     """Return the seconds to dispatch tokens to the expert-parallel ranks; a combine takes as long.
 
     A rank sends each token to `topk` experts. The flex dispatcher sends a token once to each node, whose devices
-    forward it to each rank once (DeepEP, `docs/legacy.md`). With random routing to k of the experts on n ranks or
-    nodes, these are n (1 - (1 - 1/n)^k) copies (derived). The allgather dispatcher gathers all tokens.
+    forward it to each rank once (DeepEP, `docs/legacy.md`), see `_distinct`. The allgather dispatcher gathers all
+    tokens.
     """
     options, ranks, stride = train.options, layout.expert, layout.expert_tensor
     tokens, topk = layer_input_bytes(train, layout), float(train.model.moe_router_topk)
@@ -204,13 +205,25 @@ def expert_dispatch(train: Training, layout: Layout, costs: Costs) -> FloatArray
     near = ranks
     if options.dispatcher == "flex":
         near = np.minimum(ranks, np.maximum(np.floor(options.linked_devices / stride), 1.0))
-        sent, copies = (np.minimum(n * (1.0 - (1.0 - 1.0 / n) ** topk), topk) for n in (ranks / near, ranks))
+        sent, copies = (_distinct(train.model, n) for n in (ranks / near, ranks))
     dispatch = collective(costs, "all_to_all", copies * tokens, near, stride)
     if options.dispatcher == "allgather":
         dispatch = collective(costs, "all_gather", tokens * ranks, ranks, stride)
     elif (near < ranks).any():
         dispatch = np.maximum(dispatch, collective(costs, "all_to_all", sent * tokens, ranks, stride))
     return dispatch + collective(costs, "all_gather", copies * tokens * stride, stride)
+
+
+def _distinct(model: Model, n: FloatArray) -> FloatArray:
+    """Return on how many of the n ranks or nodes that share the experts a token's experts are, in the mean.
+
+    With random routing to k experts, these are n (1 - (1 - 1/n)^k) (derived). With groups of experts, a token's experts
+    are in a few groups (DeepSeek-V3, arXiv 2412.19437), so on the ranks that have these.
+    """
+    if model.moe_router_num_groups:
+        chosen, all_groups = float(model.moe_router_group_topk), float(model.moe_router_num_groups)
+        n = np.where(n < all_groups, n * (1.0 - (1.0 - 1.0 / n) ** chosen), n * (chosen / all_groups))
+    return np.minimum(n * (1.0 - (1.0 - 1.0 / np.maximum(n, 1.0)) ** model.moe_router_topk), model.moe_router_topk)
 
 
 @dataclass(frozen=True, slots=True)

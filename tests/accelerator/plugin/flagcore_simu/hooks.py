@@ -7,7 +7,7 @@ from flagcore.physics.cost_stack import PlainMemory
 from flagcore.vendorkit.plugin import VendorPlugin
 
 CONTEXT_BYTES = 64 * 2**20
-"""What simu-smi shows in use before a process's first tensor."""
+"""64 MiB, which simu-smi shows in use before a process's first tensor."""
 
 
 def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
