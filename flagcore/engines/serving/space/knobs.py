@@ -86,7 +86,8 @@ def wide_values(task: Task, fixed: Mapping[str, KnobValue]) -> dict[str, tuple[K
     search, or if the baseline or `fixed` sets one of these knobs.
     """
     copies = (None, (task.spec.model.num_moe_experts or 0) // 8)
-    recipe = {REDUNDANT: copies, BALANCING: (False, True), "mem_fraction_static": (None, RECIPE_SHARE)}
+    recipe: dict[str, tuple[KnobValue, ...]] = {REDUNDANT: copies, BALANCING: (False, True)}
+    recipe["mem_fraction_static"] = (None, RECIPE_SHARE)
     is_set = {PREFILL_DECODE, *recipe} & {*fixed, *(task.spec.baseline or {})}
     pairs = placement.balanced_roles(task) if task.spec.serve.default_space and not is_set else ()
     return {PREFILL_DECODE: pairs, **recipe} if len(pairs) > 1 else {}
