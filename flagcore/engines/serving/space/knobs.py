@@ -64,7 +64,7 @@ def axes(
             extra_values.append(knob.parse(baseline_value, f"auto_tuner.baseline.{knob.name}"))
         by_default = task.spec.serve.default_space and any(name in (*DEFAULT_SPACE, CONTEXT) for name in knob.names)
         searched = task.listed_values(knob, AUTO if by_default and knob.name not in fixed else [value])
-        if knob.name in wide:
+        if knob.name in wide and knob.is_available(version):
             searched = wide[knob.name]
         if not knob.is_available(version) and AUTO in (knob.value_in(task.spec.space), by_default and AUTO):
             searched = (knob.neutral,)
