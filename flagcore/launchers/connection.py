@@ -201,10 +201,8 @@ class Connection:
             self.problem = f"sent an invalid message: {line[:80]!r}"
 
     def _take_ready(self, ready: Mapping[str, Any]) -> None:
-        """Store the state of the host before a trial. Set `problem` if the host cannot run a trial.
-
-        Raises one of INVALID.
-        """
+        """Store the state of the host before a trial. Set `problem` if the host cannot run a trial. Raises one of
+        INVALID."""
         numbers = {name: int(ready[name]) for name in ("port", "free_disk_bytes", "left")}
         clock_s = float(ready["time"]) - time.time()
         texts = {name: _plain(ready.get(name, "")) for name in ("python", "machine", "owner")}
@@ -217,10 +215,8 @@ class Connection:
             self.problem = f"is used by another search: {texts['owner']}"
 
     def _take_piece(self, name: str, at: int, text: str) -> None:
-        """Store new content of a file. Set `problem` if all files together exceed the limit of the trial.
-
-        Raises one of INVALID for a malformed message.
-        """
+        """Store new content of a file. Set `problem` if all files together exceed the limit of the trial. Raises one of
+        INVALID for a malformed message."""
         if os.path.isabs(name) or ".." in Path(name).parts or not 0 <= at <= agent.MAX_FILE_BYTES:
             raise ValueError(name)
         data, old_size = base64.b64decode(text, validate=True), self.sizes.get(name, 0)

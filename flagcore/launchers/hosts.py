@@ -228,10 +228,8 @@ class HostsRunning:
             return guarded.start(launch.client, {}, launch.folder, launch.folder, limits, spawn=spawn)
 
     def _until(self, done: Callable[[Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
-        """Wait until `done` is true for all connections.
-
-        Raises HostLost for the first host with a problem, and LaunchError if no host can start the program.
-        """
+        """Wait until `done` is true for all connections. Raises HostLost for the first host with a problem, and
+        LaunchError if no host can start the program."""
         deadline = time.monotonic() + seconds
         while waiting := [each for each in self.connections if not (done(each) or each.refused)]:
             self._exchange(0.2)

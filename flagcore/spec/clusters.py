@@ -136,10 +136,8 @@ def read_hosts(path: Path, *, file: str) -> tuple[HostLine, ...]:
 
 
 def _problem(name: str, pairs: Sequence[str], options: dict[str, str], before: Sequence[HostLine]) -> str:
-    """Return why a line of a host file is invalid, or an empty string.
-
-    `name`: the host, with its user if there is one. `before`: the hosts of the lines above it.
-    """
+    """Return why a line of a host file is invalid, or an empty string. `name`: the host, with its user if there is one.
+    `before`: the hosts of the lines above it."""
     if not _HOST.fullmatch(name):
         return "does not start with the name of a host"
     if any(name.rpartition("@")[2] == line.host for line in before):

@@ -82,10 +82,8 @@ def check_engines(data: Mapping[str, Any], *, file: str, base: Path, engines: En
 def _document(
     data: Any, file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]
 ) -> tuple[CommonSection | None, list[SpecError]]:
-    """Validate a spec. Return the document, or None if it is invalid, and its problems.
-
-    The sections of the document are already converted to records of `flagcore.domain`.
-    """
+    """Validate a spec. Return the document, or None if it is invalid, and its problems. The sections of the document
+    are already converted to records of `flagcore.domain`."""
     data = plain(data, file=file)
     if not isinstance(data, dict):
         raise spec_error((), _("must be a mapping with the keys model, cluster and train"), value=data, file=file)

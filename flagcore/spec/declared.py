@@ -96,6 +96,7 @@ class _Section:
             args = [model, *args]
         words = table.get("command") or ()
         script = self.value(table["script"]) if "script" in table else ""
+        script = re.sub(r"\\?\n\s*(?!$)", " ", script) if table.get("is_one_line") and script else script
         found = self.value(words) or () if isinstance(words, str) else map(self.text, words)
         command = [word for word in found if word]
         known = {key: self.value(table[key]) for key in ("devices", "hosts", "instances", "envs") if key in table}

@@ -108,10 +108,8 @@ class Config(BaseModel):
         }
 
     def _other_layers(self) -> dict[str, Any]:
-        """Return the fields of `Model` for layers that do not attend to all tokens.
-
-        If `layer_types` is missing, every n-th layer has full attention, where n is `full_attention_interval`.
-        """
+        """Return the fields of `Model` for layers that do not attend to all tokens. If `layer_types` is missing, every
+        n-th layer has full attention, where n is `full_attention_interval`."""
         other, interval = LINEAR if self.linear_num_key_heads else WINDOWED, self.full_attention_interval
         types = self.layer_types or [
             FULL if interval and (layer + 1) % interval == 0 else other for layer in range(self.num_hidden_layers)

@@ -124,10 +124,8 @@ class _Record(_AnyRecord):
 
 @lru_cache(maxsize=64)
 def _record_of(knobs: tuple[Knob, ...]) -> type[_Record]:
-    """Return the pydantic model of a training record for an engine with these knobs.
-
-    Settings are accepted in `train`, in `train.settings` and in `candidate`.
-    """
+    """Return the pydantic model of a training record for an engine with these knobs. Settings are accepted in `train`,
+    in `train.settings` and in `candidate`."""
     settings = settings_section(knobs)
     fields: dict[str, Any] = {name: (field.annotation, field) for name, field in settings.model_fields.items()}
     train = create_model("_Train", __base__=_Train, **fields, settings=(settings, settings()))
@@ -199,10 +197,8 @@ def _serve_job(
 
 
 def _reject_misplaced_keys(line: Mapping[str, object], record: type[_AnyRecord], sections: Mapping[str, str]) -> None:
-    """Raise SpecError for a misspelled or misplaced key of a record. Other unknown keys are allowed.
-
-    `sections`: for each key that may be misplaced, the section to which it belongs.
-    """
+    """Raise SpecError for a misspelled or misplaced key of a record. Other unknown keys are allowed. `sections`: for
+    each key that may be misplaced, the section to which it belongs."""
     known_keys = list(record.model_fields)
     for key in line:
         if key in known_keys or not isinstance(key, str):

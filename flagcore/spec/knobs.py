@@ -222,10 +222,8 @@ def _listed(kind: Any) -> Any:
 
 
 def _compared_type(knob: Knob) -> Any:
-    """Return the type of a setting in a space: a value, a list of values, or `auto`.
-
-    A value of kind words is one string, because a list means several values.
-    """
+    """Return the type of a setting in a space: a value, a list of values, or `auto`. A value of kind words is one
+    string, because a list means several values."""
     if knob.kind != "words":
         return _listed(_value_type(knob) | None)
     word: Any = Literal[knob.words or ("",)]
@@ -241,10 +239,8 @@ def _words_text(knob: Knob) -> Any:
 
 
 def _value_type(knob: Knob) -> Any:
-    """Return the type of a knob's values, including alternative spellings.
-
-    For a knob with effects, valid values depend on the chip, so the type includes any boolean, integer, string or null.
-    """
+    """Return the type of a knob's values, including alternative spellings. For a knob with effects, valid values depend
+    on the chip, so the type includes any boolean, integer, string or null."""
     if knob.effects:
         return bool | int | str | None
     number: Any = Annotated[int, Field(ge=-1 if knob.minimum is None else knob.minimum, le=knob.maximum or 2**31)]

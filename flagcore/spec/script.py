@@ -102,9 +102,7 @@ def _names_shell(file: Path) -> bool:
 
 def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping[str, str]) -> str:
     """Run a traced script until all its processes end. Return why it failed, or an empty string if it succeeded.
-
-    Processes of a pipeline may outlive the script. They inherit a pipe, which closes when the last process ends.
-    """
+    Processes of a pipeline may outlive the script. They inherit a pipe, which closes when the last process ends."""
     read_end, write_end = os.pipe()
     inherited_pipe = fcntl.fcntl(write_end, fcntl.F_DUPFD, 100)  # scripts use lower file descriptors
     os.close(write_end)
@@ -151,7 +149,7 @@ def _read_record(file: Path, environment: Mapping[str, str]) -> tuple[str, Recor
 def _variables(entries: Iterable[str]) -> Iterable[tuple[str, str]]:
     for entry in entries:
         name, equals, value = entry.partition("=")
-        if equals and name not in TRACE_FUNCTIONS:
+        if equals and name not in TRACE_FUNCTIONS and not name.startswith("__fc_"):  # `set -a` exports all
             yield name, value
 
 

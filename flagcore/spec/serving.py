@@ -240,10 +240,8 @@ def _slo_of(section: SloSection) -> dict[str, float]:
 
 
 def _highest(section: ServeSection, slo: Mapping[str, float]) -> str | None:
-    """Return the key of `profile` whose highest value each trial searches for, or None.
-
-    Raises SpecError if there is no limit, or if the load comes from a trace.
-    """
+    """Return the key of `profile` whose highest value each trial searches for, or None. Raises SpecError if there is no
+    limit, or if the load comes from a trace."""
     name = next((key for key in ("concurrency", "request_rate") if getattr(section.profile, key) == AUTO), None)
     if name is None:
         return None

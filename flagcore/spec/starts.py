@@ -4,35 +4,29 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from flagcore.domain.files import read_regular
 from flagcore.domain.launch import Start
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
+from flagcore.spec import containers as read
+from flagcore.spec.containers import CONTAINERS, positive
 from flagcore.spec.declared import declared_servers
-from flagcore.spec.script import ELSEWHERE, SHELLS, UNSET, Record, is_script, names_script, trace_script
+from flagcore.spec.script import ELSEWHERE, SHELLS, Record, is_script, names_script, trace_script
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-ENDS_WITH, IMAGE = "ends with ", "image "
-"""The starts of the first word of a `Start`: the failure of a script, or an image with an unknown entry point."""
-CONTAINERS = ("docker", "podman", "nerdctl")
+ENDS_WITH = "ends with "
+"""The start of the first word of a `Start` that is the failure of a script."""
 _APPTAINER = ("apptainer", "singularity")
 _LAUNCHERS = ("srun", "mpirun", "mpiexec", *_APPTAINER, "numactl", "taskset", "timeout", "time", "sudo")
+_TERMINALS = ("tmux", "screen", "pm2")  # they start the commands in their arguments, each in one word
 _IMAGE_FILE = re.compile(r"^docker://|\.sif$")
-_SWITCHES = {
-    *("detach", "interactive", "tty", "rm", "privileged", "init", "read-only", "publish-all", "quiet", "replace"),
-    *("oom-kill-disable", "no-healthcheck", "sig-proxy", "tls-verify"),
-}
-"""Options of `docker run` and `podman run` without a value, besides short ones."""
-_NO_DEVICE = re.compile("rdma|hca|roce|efa|nic|fuse|hugepages")
-"""A pattern of extended resources of Kubernetes that are not accelerators."""
+_MARKDOWN = re.compile(r"(?m)^ *```(?:bash|sh|shell|console|yaml|yml|dockerfile)?[ \t]*\n((?:.*\n)*?) *```")
 _MANIFEST = re.compile(r"\s*((#.*|\.\.\.)\n\s*)*(---|\{|[\w\"'./-]+:(\s|$))")
-_COMPOSE_VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::?-([^}]*))?[^}]*\}|(\w+))")
 _BROKEN_LINE = re.compile(r"\\[ \t]+(#.*)?\n")
 """A pattern of a line that should continue: pages often have blanks or comments after the backslash."""
 _PLACEHOLDER = re.compile(r"(?<![<\w)])<([A-Za-z][^<>|&;()$`'\"\n]*(?<![\s=-]))>")
@@ -41,8 +35,6 @@ _HERE_DOCUMENT = re.compile(
     r"kubectl .*<<-? *['\"]?(\w+)['\"]?.*\n((?:.*\n)*?)\1\b|<<-? *['\"]?(\w+)['\"]? *\| *kubectl .*\n((?:.*\n)*?)\3\b"
 )
 """Manifests in a script that gives them to kubectl."""
-_REPEATS = re.compile(r"(\S*/)?(python[\d.]* -m |[\w.-]+ serve )")  # the program of the image
-_RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?(?:post|rc)\d+)?)(?![\d.])")
 _BATCH_LINE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 _MOST_RANKS = 16
 """The most hosts whose programs are read one by one, which takes seconds."""
@@ -62,31 +54,44 @@ def starts_of(
     `declared_servers`.
     """
     starts: Iterable[Start]
+    file = Path(directory, words[-1] if words else "")
     if text is None:
         starts = [Start(words=tuple(words))]
     elif manifests := [re.sub(r"\\(?=\$)", "", each[1] or each[3]) for each in _HERE_DOCUMENT.findall(text)]:
         starts = [start for each in manifests for start in starts_of(words, each, images, directory, tables)]
-    elif re.search(r"^\[Service\]", text, re.MULTILINE):
-        starts = _unit(text)
+    elif blocks := _MARKDOWN.findall(text):
+        parts = [re.sub(r"(?m)^ *\$ ", "", each) for each in blocks]
+        starts = [start for each in parts for start in starts_of((), each, images, directory, tables)]
+    elif re.search(r"^\[(Service|Container|program:.*)\]", text, re.MULTILINE):
+        starts = _unit(text, file.parent, images)
+    elif re.search(r"(?m)^FROM\s", text) and re.search(r"(?m)^(CMD|ENTRYPOINT)\s", text):
+        starts = [read.image_start(text, images)]
     elif _MANIFEST.match(text):
         try:
             text = re.sub(r"(?m)^\.\.\.$", "", text)  # parts of pages
             text = re.sub(r"(?m): \{\{ *\.?([\w.]+) *\}\}", r": '[\1]'", text)  # placeholders
-            variables = {**_dotenv(os.path.join(directory, os.path.dirname(words[-1] if words else ""))), **os.environ}
-            documents = _with_runtimes(list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))))
+            variables = {**read.dotenv(file.with_name(".env")), **os.environ}
+            documents = read.with_maps(
+                read.with_runtimes([*yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))])
+            )
             starts = [
                 start
                 for each in documents
                 for start in [*_declared(each, images, tables)]
-                or (*_services(_interpolated(each, variables), images, _unset(text, variables)), *_pods(each, images))
-            ] or [start for each in _containers(documents) for start in _pods(each, images)]
+                or (
+                    *read.services_of(
+                        read.interpolated(each, variables), images, read.unset_names(text, variables), file.parent
+                    ),
+                    *read.pods_of(each, images),
+                )
+            ] or [start for each in read.containers_in(documents) for start in read.pods_of(each, images)]
         except yaml.YAMLError as error:
             raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
         except (AttributeError, LookupError, TypeError) as error:  # nodes are read without a check of their types
             problem = _("the file has another structure than a manifest or a compose file: {reason}", reason=error)
             raise UsageError(problem) from None
     else:
-        joined = _readable(text)
+        joined = _readable(text.replace("\r\n", "\n"))
         script = ("bash", "-c", joined, *words[1:]) if joined != text or not words else tuple(words)
         job, hosts, devices = _batch(text, directory)
         starts = [Start(words=script, job=job, hosts=hosts, devices=devices)]
@@ -98,7 +103,22 @@ def starts_of(
                 )
             return
     for start in starts:
-        yield from _inner(start, images, directory)
+        yield from _inner(_with_files(start, file.parent), images, directory)
+
+
+def _with_files(start: Start, folder: Path) -> Start:
+    """Return `start` with the path of a script of another machine or image replaced by the file here of that name."""
+    words = list(start.words)
+    for n, word in enumerate(words[:3]):
+        if re.fullmatch(r"\S*/\S+\.(sh|bash)|\[?\S*/\S+\.sh", word) and not os.path.isfile(word):
+            places = (folder, folder / "scripts", folder.parent, folder.parent / "scripts")
+            words[n] = next(
+                (str(each / Path(word).name) for each in places if (each / Path(word).name).is_file()), word
+            )
+            if words[n] != word and os.path.basename(words[max(0, n - 1)]) not in SHELLS:
+                words.insert(n, "bash")
+                break
+    return replace(start, words=tuple(words))
 
 
 def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, depth: int = 0) -> Iterator[Start]:
@@ -117,12 +137,15 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
     ]
     files = [n for n, word in enumerate(words) if _IMAGE_FILE.search(word) and {*_APPTAINER} & {*names[:n]}]
     if verbs and not (shells and shells[0] < verbs[0]):
-        yield from _inner(_container_run(start, words[verbs[0] + 1 :], images), images, directory)
+        yield from _inner(read.container_run(start, words[verbs[0] + 1 :], images), images, directory)
     elif files and "run" in names[: files[0]]:
         image = words[files[0]].removeprefix("docker://")
         name, _mark, tag = os.path.basename(image).removesuffix(".sif").partition("_")  # as `apptainer pull` names it
         image = next((f"{known.partition(':')[0]}:{tag}" for known in images if f"/{name}:" in f"{known}:"), image)
-        yield _container(start, image, None, words[files[0] + 1 :], images)
+        yield read.container(start, image, None, words[files[0] + 1 :], images)
+    elif depth < 3 and names and names[0] in _TERMINALS and (lines := [word for word in words if " " in word]):
+        for line in lines:
+            yield from _inner(replace(start, words=("bash", "-c", line)), images, directory, depth + 1)
     elif depth < 3 and (shells or inner or is_whole):
         script = ("bash", "-c", *_shell_text(words[shells[0] + 1 :])) if shells else start.words[(inner or [0])[0] :]
         try:
@@ -150,191 +173,47 @@ def _readable(text: str) -> str:
     return _PLACEHOLDER.sub(lambda m: "[" + "_".join(m[1].split()) + "]", _BROKEN_LINE.sub("\\\n", text))
 
 
-def _container_run(start: Start, words: Sequence[str], images: Mapping[str, Sequence[str]]) -> Start:
-    """Return what `docker run` with these words starts."""
-    options, rest = list[tuple[str, str]](), list(words)
-    while rest and rest[0].startswith("-"):
-        name, equals, value = rest.pop(0).partition("=")
-        if (is_short := not name.startswith("--")) and len(name) > 2 and name[1] in "evpuwhm":  # such as -eNAME=VALUE
-            name, value, equals = name[:2], name[2:] + equals + value, "="
-        is_switch = set(name[1:]) <= set("ditqP") if is_short else name[2:] in _SWITCHES
-        if not equals and not is_switch and rest:
-            value = rest.pop(0)
-        options.append((name.lstrip("-"), value))
-    if not rest:
-        return replace(start, words=())
-    given = dict(options)
-    variables = _variables([value for name, value in options if name in ("e", "env")])
-    gpus = given.get("gpus", "").strip("\"'")
-    selected = re.search(r"device=([\w,:-]+)", gpus)
-    devices = len(selected[1].split(",")) if selected else int(gpus) if gpus.isdecimal() else start.devices
-    start = replace(start, envs={**start.envs, **variables}, devices=devices, script=())
-    mounts = (value.split(":") for name, value in options if name in ("v", "volume") and value.count(":") in (1, 2))
-    files = {each[1]: each[0] for each in mounts if os.path.isfile(each[0])}
-    rest = [files.get(word, word) for word in rest]
-    return _container(start, rest[0], given.get("entrypoint"), rest[1:], images)
-
-
-def _container(start: Start, image: str, entry: Any, args: Any, images: Mapping[str, Sequence[str]]) -> Start:
-    """Return `start` with a container's command, and with the engine release that the tag of its image names."""
-    path, _at, _digest = image.partition("@")
-    repository, _colon, tag = path.rpartition(":") if ":" in path.rpartition("/")[2] else (path, "", "")
-    program: Sequence[str] = _words(entry)
-    release = None
-    for name, entry_point in images.items():
-        known, _colon, tags = name.partition(":")
-        if f"/{repository}".endswith(f"/{known}") and tag.startswith(tags):
-            program = entry_point if entry is None else program
-            release = release or (_RELEASE.match(tag) if "/" in known else None)  # others number images of their own
-    program = () if entry is None and _REPEATS.match(" ".join(_words(args))) else program
-    words = _filled((*program, *_words(args)), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
-    if image and (not words or words[0].startswith("-")):
-        words = (IMAGE + image, *words)
-    return replace(start, words=words, version=release[1] if release else "")
-
-
-def _filled(words: Iterable[str], pattern: str, values: Mapping[str, str]) -> tuple[str, ...]:
-    """Return `words` with each match of `pattern` replaced by the value of the variable that its group names."""
-    return tuple(re.sub(pattern, lambda each: values.get(each[1], each[0]), word) for word in words)
-
-
-def _services(document: Any, images: Mapping[str, Sequence[str]], unset: str) -> Iterator[Start]:
-    """Yield the containers of a compose file. `unset`: the names of its variables that are not set."""
-    services = document.get("services") if isinstance(document, Mapping) else None
-    for service in services.values() if isinstance(services, Mapping) else ():
-        deploy = service.get("deploy") or {}
-        reserved = ((deploy.get("resources") or {}).get("reservations") or {}).get("devices") or []
-        counts = [len(each.get("device_ids") or []) or each.get("count") for each in reserved] or [service.get("gpus")]
-        start = Start(
-            envs={UNSET: unset, **_variables(service.get("environment"))},
-            devices=_number(counts[0]),
-            instances=_number(deploy.get("replicas")) or _number(service.get("scale")) or 1,
-        )
-        yield _container(start, service.get("image") or "", service.get("entrypoint"), service.get("command"), images)
-
-
-def _dotenv(folder: str) -> dict[str, str]:
-    """Return the variables in the file .env of a compose file's folder."""
-    with suppress(OSError):
-        text = read_regular(os.path.join(folder, ".env")).decode("utf-8", errors="replace")
-        return dict(re.findall(r"^[ \t]*(\w+)=[\"']?(.*?)[\"']?[ \t\r]*$", text, re.MULTILINE))
-    return {}
-
-
-def _unset(text: str, variables: Mapping[str, str]) -> str:
-    """Return the names of the variables of a compose file that have no value, separated by spaces."""
-    found = (each for each in _COMPOSE_VARIABLE.finditer(re.sub("(?m)#.*", "", text)) if each[3] is None)
-    return " ".join(dict.fromkeys(name for each in found if (name := each[2] or each[4]) and name not in variables))
-
-
-def _interpolated(node: Any, variables: Mapping[str, str]) -> Any:
-    """Return a part of a compose file with the values of its variables. Those that are not set are empty."""
-    if isinstance(node, str):
-        return _COMPOSE_VARIABLE.sub(lambda m: m[1] or variables.get(m[2] or m[4]) or m[3] or "", node)
-    if isinstance(node, list):
-        return [_interpolated(each, variables) for each in node]
-    return {key: _interpolated(value, variables) for key, value in node.items()} if isinstance(node, Mapping) else node
-
-
-def _pods(
-    node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, instances: int = 1, role: str = ""
-) -> Iterator[Start]:
-    """Yield the containers of a manifest, each with its pod's number of hosts, number of copies, and role."""
-    if isinstance(node, list):
-        for each in node:
-            yield from _pods(each, images, hosts=hosts, instances=instances, role=role)
-    if not isinstance(node, Mapping):
-        return
-    role = str(node.get("name")) if node.get("name") in ("prefill", "decode") and "template" in node else role
-    replica_specs = next((each for key, each in node.items() if str(key).endswith("ReplicaSpecs")), None)
-    if "containers" in node:
-        for each in node["containers"]:
-            resources = each.get("resources") or {}
-            devices = _count(resources.get("limits") or resources.get("requests"))
-            envs = _variables(each.get("env"))
-            start = Start(envs=envs, devices=devices, hosts=hosts, instances=instances, role=role)
-            yield _container(start, each.get("image") or "", each.get("command"), each.get("args"), images)
-    elif isinstance(group := node.get("leaderWorkerTemplate"), Mapping):
-        template = group.get("leaderTemplate") or group.get("workerTemplate")
-        copies, size = _number(node.get("replicas")) or 1, _number(group.get("size")) or 1
-        pods = _pods(template, images, hosts=size, instances=copies, role=role)
-        yield from (replace(each, job={"LWS_GROUP_SIZE": str(size)}) for each in pods)
-    elif isinstance(replica_specs, Mapping):
-        total = sum(_number(each.get("replicas")) or 1 for each in replica_specs.values())
-        yield from _pods(next(iter(replica_specs.values())).get("template"), images, hosts=total)
-    else:
-        hosts *= _number(node.get("parallelism")) or 1
-        instances *= _number(node.get("replicas")) or 1
-        for each in node.values():
-            yield from _pods(each, images, hosts=hosts, instances=instances, role=role)
-
-
-def _with_runtimes(documents: Sequence[Any]) -> list[Any]:
-    """Return documents without the serving runtimes of KServe that services among them name, but with their container.
-
-    The arguments of the runtime precede those of the service (KServe, `MergeRuntimeContainers`).
-    """
-    found = [each for each in documents if isinstance(each, Mapping) and "kind" in each]
-    runtimes = {
-        str(each.get("metadata", {}).get("name")): each for each in found if "ServingRuntime" in str(each["kind"])
-    }
-    services = [each["spec"]["predictor"] for each in found if each["kind"] == "InferenceService"]
-    for model in [each.get("model") or {} for each in services]:
-        if runtime := runtimes.get(str(model.get("runtime"))):
-            container = runtime["spec"]["containers"][0]
-            model |= {**container, **model, "args": [*(container.get("args") or ()), *(model.get("args") or ())]}
-            documents = [each for each in documents if each is not runtime]
-    return list(documents)
-
-
-def _containers(node: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of a document that look like a container, whatever their key, each as a pod."""
-    if isinstance(node, Mapping) and isinstance(node.get("image", ""), str) and {"command", "args"} & node.keys():
-        yield {"containers": [node]}
-    elif isinstance(node, (Mapping, list)):
-        for each in node.values() if isinstance(node, Mapping) else node:
-            yield from _containers(each)
-
-
 def _declared(
     document: Any, images: Mapping[str, Sequence[str]], tables: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Start]:
     """Yield the servers that a document describes by keys."""
     for found in declared_servers(document, tables):
         start = Start(
-            envs=_variables(found.get("envs")),
-            devices=_count(found.get("devices")),
-            hosts=_number(found.get("hosts")) or 1,
-            instances=_number(found.get("instances")) or 1,
+            envs=read.literal_variables(found.get("envs")),
+            devices=read.count_devices(found.get("devices")),
+            hosts=positive(found.get("hosts")) or 1,
+            instances=positive(found.get("instances")) or 1,
             role=found["role"],
         )
         values = {"devices": start.devices or 1, "hosts": start.hosts, "rank": 0}
         values["total"] = values["devices"] * values["hosts"]
         start = replace(start, job={name: str(values[quantity]) for name, quantity in found["job"].items()})
         command = ["bash", "-c", found["script"]] if found["script"] else found["command"]
-        yield _container(start, found["image"], command, found["args"], images)
+        yield read.container(start, found["image"], command, found["args"], images)
 
 
-def _count(value: Any) -> int | None:
-    """Return the number of accelerators in a number, a text such as `NAME:8` or `80GB:4..8`, or resources."""
-    if isinstance(value, Mapping):
-        counts = [_number(count) for key, count in value.items() if "/" in key and not _NO_DEVICE.search(key)]
-        named = (_number(count) or _count(key) for key, count in value.items() if "/" not in key and key[:1].isupper())
-        return next(iter((*counts, *named, *([_count(value["count"])] if "count" in value else []))), None)
-    fields = re.findall(r"(?<![^:])(\d+)(?:\.\.\d*)?(?![^:])", str(value))
-    return _number(fields[-1]) if fields else None
-
-
-def _unit(text: str) -> Iterator[Start]:
-    """Yield the programs of a systemd unit."""
-    envs = dict[str, str]()
+def _unit(text: str, folder: Path, images: Mapping[str, Sequence[str]]) -> Iterator[Start]:
+    """Yield the programs of a unit of systemd, podman or supervisord, which is in `folder`. Raises SpecError."""
+    envs, missing = dict[str, str](), ""
+    found = dict(re.findall(r"(?m)^(Image|Exec|Entrypoint)=(.*)$", text.replace("\\\n", " ")))
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
         key, _equals, value = line.partition("=")
-        if key.strip() == "Environment":
-            envs |= _variables(split_words(value))
-        elif key.strip() == "ExecStart" and value.strip():
-            words = split_words(value.strip().lstrip("-@+!:"))
-            yield Start(words=_filled(words, r"\$\{?(\w+)\}?", envs), envs=dict(envs))
+        if key.strip() in ("Environment", "environment"):
+            envs |= read.literal_variables(read.split_words(value if key[0] == "E" else value.replace(",", " ")))
+        elif key.strip() == "EnvironmentFile":
+            file = Path(value.strip().lstrip("-"))
+            here = next((each for each in (file, folder / file.name) if each.is_file()), None)
+            envs |= read.dotenv(here) if here else {}
+            missing = missing if here else str(file)
+        elif key.strip() in ("ExecStart", "command") and value.strip():
+            words = read.filled(read.split_words(value.strip().lstrip("-@+!:")), r"\$\{?(\w+)\}?", envs)
+            names = ", ".join(re.findall(r"\$\{?(\w+)", " ".join(words)))
+            if missing and names and not re.search(r"\bsh -\w*c ", " ".join(words)):
+                problem, fix = f"is not on this machine, but sets {names}", "copy it beside the unit"
+                raise SpecError(key="EnvironmentFile", value=missing, problem=problem, fix=fix)
+            yield Start(words=words, envs=dict(envs))
+    if "Image" in found:
+        yield read.container(Start(envs=envs), found["Image"], found.get("Entrypoint"), found.get("Exec"), images)
 
 
 def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
@@ -351,11 +230,11 @@ def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
             options[name] = value if equals else "".join(words[number + 1 : number + 2])
     if not options:
         return {}, 1, None
-    hosts = _number(options.get("nodes", "1").rpartition("-")[2]) or 1
-    tasks = _number(options.get("ntasks-per-node")) or -(-(_number(options.get("ntasks")) or hosts) // hosts)
+    hosts = positive(options.get("nodes", "1").rpartition("-")[2]) or 1
+    tasks = positive(options.get("ntasks-per-node")) or -(-(positive(options.get("ntasks")) or hosts) // hosts)
     per_node = options.get("gpus-per-node") or re.sub(r"^(?!gpu).*|,.*", "", options.get("gres", ""))
-    total, of_task = (_number(options.get(name, "").rpartition(":")[2]) or 0 for name in ("gpus", "gpus-per-task"))
-    devices = _number(per_node.rpartition(":")[2]) or total // hosts or of_task * tasks or None
+    total, of_task = (positive(options.get(name, "").rpartition(":")[2]) or 0 for name in ("gpus", "gpus-per-task"))
+    devices = positive(per_node.rpartition(":")[2]) or total // hosts or of_task * tasks or None
     variables = {
         **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), hosts),
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks * hosts),
@@ -368,32 +247,3 @@ def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
         "SLURM_SUBMIT_DIR": directory,
     }
     return {name: str(value) for name, value in variables.items()}, hosts, devices or (tasks if tasks > 1 else None)
-
-
-def _variables(entries: Any) -> dict[str, str]:
-    """Return the environment variables with literal values in a mapping, a list of NAME=VALUE, or a manifest's list."""
-    if isinstance(entries, Mapping):
-        pairs: Iterable[tuple[Any, Any]] = entries.items()
-    else:
-        rows = [dict(zip(("name", "value"), each.split("=", 1), strict=False)) if isinstance(each, str) else each
-                for each in entries or ()]  # fmt: skip
-        pairs = [(each.get("name"), each.get("value")) for each in rows]
-    return {str(name): str(value) for name, value in pairs if value is not None}
-
-
-def _words(value: Any) -> list[str]:
-    """Return the words of a command, which is a string, a list, or missing."""
-    return split_words(value) if isinstance(value, str) else [str(each) for each in value or ()]
-
-
-def split_words(text: str) -> list[str]:
-    """Return the words of a command as a shell splits them. Raises UsageError."""
-    try:
-        return shlex.split(text.replace("\\\n", " "))
-    except ValueError as error:
-        raise UsageError(_("the command cannot be split into words: {reason}", reason=error)) from None
-
-
-def _number(value: Any) -> int | None:
-    """Return a number or text as a positive integer, or None for other values, such as `all`."""
-    return int(value) if str(value).isdecimal() and int(value) > 0 else None

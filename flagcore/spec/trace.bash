@@ -20,7 +20,7 @@ xargs() { cat > /dev/null; local __fc_busy=1; __fc_exports= __fc_record skipped 
 
 # A script that is read for another machine may enter folders and read files that are only there.
 if [[ -n ${TRACE_ELSEWHERE-} ]]; then
-  cd() { builtin cd "$@" 2> /dev/null || true; }
+  cd() { if builtin cd "$@" 2> /dev/null; then __fc_away=; else __fc_away=${*: -1}; fi; }
   pushd() { builtin pushd "$@" &> /dev/null || builtin pushd . > /dev/null; }
   git() { pwd; }
 fi
@@ -179,6 +179,7 @@ __fc_check_blocks() {
 # Functions that write a file run here, without that, and their commands are traced.
 __fc_decide() {
   trap - DEBUG
+  set +a  # else the variables below are exported
   if [[ ${__fc_call[0]-} == command && ${__fc_call[1]-} == -[vV] ]] && ! __fc_is_here "${__fc_call[2]-}"; then return 0; fi
   local IFS=$' \t\n' first=${__fc_call[0]-}
   ((${#__fc_call[@]})) || return 1
@@ -207,7 +208,8 @@ __fc_leave() {
     bash) __fc_child "${__fc_call[@]:1}" ;;
     sh | dash) __fc_no_functions; __fc_child "${__fc_call[@]:1}" ;;
     ssh) __fc_remote "${__fc_call[@]:1}" ;;
-    *) if ! __fc_is_script "${__fc_call[0]}"; then __fc_record skipped "${__fc_call[@]}"; return; fi
+    *) [[ -z ${__fc_away-} || ${__fc_call[0]} != ./* ]] || __fc_call[0]=$__fc_away/${__fc_call[0]#./}
+       if ! __fc_is_script "${__fc_call[0]}"; then __fc_record skipped "${__fc_call[@]}"; return; fi
        [[ $__fc_first == *bash* ]] || __fc_no_functions
        __fc_child "${__fc_call[@]}" ;;
   esac

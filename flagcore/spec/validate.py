@@ -281,10 +281,8 @@ def _initials(key: str) -> tuple[str, ...]:
 
 
 def _hint(value: object, options: list[Schema]) -> str:
-    """Return how to fix a value that is almost valid, or an empty string if there is no suggestion.
-
-    `options`: the alternatives of the value's JSON Schema.
-    """
+    """Return how to fix a value that is almost valid, or an empty string if there is no suggestion. `options`: the
+    alternatives of the value's JSON Schema."""
     if value is None:
         return _("give a value, or remove the key")
     if all("items" in option for option in options) and isinstance(value, (bool, int, float, str)):

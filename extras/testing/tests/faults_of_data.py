@@ -54,6 +54,9 @@ OF_SECOND_ENTRIES = (
     Fault("settings_agree_with_their_second_entry", KNOBS, 'ACME_OVERLAP: "1"', 'ACME_OVERLAP: "2"', "ACME_OVERLAP=2"),
     Fault("constants_have_the_size_that_they_state", HOOKS, "CONTEXT_BYTES = 1.2 * 2**30", "CONTEXT_BYTES = 1.2 * 2**20", "CONTEXT_BYTES = 1.2 MiB", ("*",)),
     Fault("knobs_name_what_the_engine_has", KNOBS, "value: 0.97, low: 0.9", "value: 0.7, low: 0.6", "0.7 of the whole step"),
+    Fault("collectives_of_one_group_agree", COLLECTIVES, "", "  - {kind: all_gather, ranks: 4, payload_bytes: [67108864], seconds: [6.9e-03]}\n", "all_gather", ("*",)),
+    quirk("preferred_values_are_those_of_their_reasons", "preferred", "engine: vllm, setting: engine_args.block-size, value: 16, reason: blocks of 128 tokens", "blocks of 128"),
+    Fault("variables_are_not_those_that_notes_warn_of", QUIRKS, "the first step compiles for a minute", "leave ACME_QUEUES unset", "ACME_QUEUES"),
     Fault("telemetry_is_what_a_person_reads", SOURCES, "watts: 60", "watts: 61", "power_watts of flagcore_telemetry is 60"),
 )
 OF_FILES = (

@@ -79,10 +79,8 @@ def calibrate(
 
 
 def _run_measurement(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
-    """Run the benchmark program with a job and return its measurements.
-
-    Raises RunError with the last line of its log if it fails, and Interrupted.
-    """
+    """Run the benchmark program with a job and return its measurements. Raises RunError with the last line of its log
+    if it fails, and Interrupted."""
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         file, output = Path(folder, "job.json"), Path(folder, "found.json")
         file.write_text(json.dumps({**job, "output": str(output)}), encoding="utf-8")

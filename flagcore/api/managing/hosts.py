@@ -159,10 +159,8 @@ def _with_ports(
 
 
 def _speeds(launcher: HostsLauncher, reports: Sequence[HostReport]) -> list[HostSpeed]:
-    """Measure the speed of the usable hosts, and warn about slow devices and networks.
-
-    The result is empty without torch. Hosts of different kinds are not compared.
-    """
+    """Measure the speed of the usable hosts, and warn about slow devices and networks. The result is empty without
+    torch. Hosts of different kinds are not compared."""
     usable_reports = [report for report in reports if not list(host_problems(report, reports))]
     if len(kinds := dict.fromkeys(report.kind for report in usable_reports)) > 1:
         of_kinds = ([report for report in usable_reports if report.kind == kind] for kind in kinds)

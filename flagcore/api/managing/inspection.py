@@ -135,10 +135,8 @@ def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
 
 
 def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
-    """Yield one record per module that an engine needs.
-
-    The fix names the vendor's build for `chips`, or the extra of flagcore if no vendor has one.
-    """
+    """Yield one record per module that an engine needs. The fix names the vendor's build for `chips`, or the extra of
+    flagcore if no vendor has one."""
     try:
         engine = plugins.workload(name)
     except FlagError as error:

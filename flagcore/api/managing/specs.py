@@ -44,6 +44,7 @@ from flagcore.errors import FlagError, RunError, SpecError, SpecErrors, UsageErr
 from flagcore.i18n import N_, _
 from flagcore.plugins import WORKLOADS, names
 from flagcore.spec.clusters import ClusterSection
+from flagcore.spec.containers import IMAGE, split_words
 from flagcore.spec.convert import engines_of
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
@@ -52,7 +53,7 @@ from flagcore.spec.public import absolute_model
 from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.script import UNSET
 from flagcore.spec.serving import ProfileSection, ServeSection
-from flagcore.spec.starts import ENDS_WITH, IMAGE, split_words, starts_of
+from flagcore.spec.starts import ENDS_WITH, starts_of
 from flagcore.spec.validate import Section
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.problem import candidate_columns
@@ -60,17 +61,21 @@ from flagcore.tuner.stages.predict import record
 from flagcore.tuner.store.directory import RunDirectory
 
 _OF_MACHINE = re.compile(
-    r"^(BASH_FUNC_.*|PATH|PWD|HOME|HOSTNAME|USER|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY"
+    r"^(BASH_FUNC_.*|PATH|PWD|HOME|HOSTNAME|USER|TMPDIR|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY"
     r"|HOSTS|(NODE_|LOCAL_)?RANK|WORLD_SIZE|NNODES|MASTER_(ADDR|PORT)|\w+_HOST_IP|(FLAGCORE|LWS|PET)_\w+)$"
 )
 _OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|(JOB_)?NODELIST)")
 """Variables whose values differ between the hosts of a job, or between jobs."""
-_DEVICES, _NIC, _HERE = "VISIBLE_DEVICES", re.compile("_(IFNAME|HCA)$"), re.compile(r"127\.0\.0\.1|localhost")
+_DEVICES, _NIC, _HERE = "VISIBLE_DEVICES", re.compile("_(IFNAME|HCA)$"), re.compile(r"127\.0\.0\.1|localhost|//:")
 _OF_COPY = re.compile(r" --([\w-]*port|node.rank|data-parallel-(start-)?rank)[= ]\S+| --headless")
 _FOLLOWER = re.compile("--(node|data-parallel|data-parallel-start).rank[= ][1-9]|--headless")
 """Patterns of the arguments that copies of a server have of their own, and of those of its other hosts."""
-_TOOLS = re.compile(r"(sudo )?\S*(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl) |\S*python\S* -m pip ")
-"""A pattern of commands that prepare an environment: what they name is not started."""
+_TOOLS = re.compile(
+    r"(sudo (-\S+ )*)?\S*\b(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl|hf|cmake|make|cp|mv|ln|rm|which"
+    r"|pkill|killall|pgrep|systemctl|journalctl|docker (stop|rm|logs|ps|inspect|kill|pull)|screen -X"
+    r"|tmux (kill|has|attach)\S*) |\S*python\S* -m pip "
+)
+"""A pattern of commands that prepare an environment, or end programs: what they name is not started."""
 
 
 def read_tree(
@@ -126,7 +131,10 @@ def read_command(
     except SpecError as error:
         problem, fix = "is not set, but the script uses it", "set it, or write its value in the command"
         missing = [SpecError(key=each, problem=problem, fix=fix) for each in _unset(start)]
-        raise gave_up or join_errors([*error.problems, *missing]) from None
+        raise join_errors([*(gave_up.problems if gave_up else ()), *error.problems, *missing]) from None
+    if (unset := _unset(start)) and str(data["model"]).endswith("/") and not os.path.isdir(data["model"]):
+        problem = _("ends with a variable that is not set: {names}", names=", ".join(unset))
+        raise SpecError(key="model", value=data["model"], problem=problem, fix=_("set it, or add --model"))
     if chip is not None:
         data["cluster"]["chip"] = chip
     if envs:
@@ -142,7 +150,7 @@ def _engines(workloads: Mapping[str, Workload], programs: Sequence[Start]) -> di
     found = dict[tuple[str, str, str], Start]()
     for name, workload in workloads.items():
         for start in sorted(programs, key=lambda each: bool(_FOLLOWER.search(" ".join(each.words)))):
-            if workload.starts(start.words, os.getcwd()):
+            if workload.starts(start.words, os.getcwd()) and not _TOOLS.match(shlex.join(start.words)):
                 role = start.role or workload.role(start.words)
                 key = name, role, _OF_COPY.sub("", shlex.join(start.words))
                 before = found.get(key, replace(start, instances=0))
@@ -164,10 +172,8 @@ def _unset(start: Start) -> list[str]:
 def _read_start(
     workload: Workload, start: Start, model: str | None, has_script: bool, notes: Notes
 ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Return the data of a spec for a program, with notes. Raises SpecError.
-
-    With `has_script`, trials run the program's script, if it starts the program directly.
-    """
+    """Return the data of a spec for a program, with notes. Raises SpecError. With `has_script`, trials run the
+    program's script, if it starts the program directly."""
     try:
         script = replace(start, words=start.script) if has_script else start
         return workload.read_command(script, Path.cwd(), model)
@@ -202,10 +208,8 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
 
 
 def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -> dict[str, str]:
-    """Return `variables` without secrets and without those of the machine or container. Add a note on each variable.
-
-    If `start` has several instances, each has its own devices. A network device not in `text` was computed here.
-    """
+    """Return `variables` without secrets and without those of the machine or container. Add a note on each variable. If
+    `start` has several instances, each has its own devices. A network device not in `text` was computed here."""
     instances = start.instances
     spec_variables = dict[str, str]()
     for name in _unset(start):
@@ -221,11 +225,24 @@ def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -
             notes.note(name, "dropped: differs between hosts")
         elif _OF_MACHINE.search(name) or (name.endswith(_DEVICES) and (instances > 1 or not re.match("[0-9]", value))):
             notes.note(name, "dropped: belongs to the machine or the container")
+        elif not value and start.script:
+            notes.note(name, "dropped: its value is not known here")
+        elif _is_word(name, value, start.words, text):
+            notes.note(name, "dropped: it is part of the command")
         else:
             spec_variables[name] = value
             effect = "restricts the devices of all trials" if name.endswith(_DEVICES) else "is set in all trials"
             notes.note(name, effect, f"envs.{name}")
     return spec_variables
+
+
+def _is_word(name: str, value: str, words: Sequence[str], text: str) -> bool:
+    """Return whether a variable only has a word of the command: a path, the value of a flag of its name, or `$NAME`."""
+    values = [word.partition("=")[2 if word.startswith("-") else 0] for word in words]
+    flags = [re.sub("^--?|=.*", "", word) for n, word in enumerate(words)
+             if word.startswith("-") and value in values[n : n + 2]]  # fmt: skip
+    is_named = any(name.lower().replace("_", "-").endswith(flag) for flag in flags if len(flag) > 1)
+    return value in values and ("/" in value or is_named or bool(re.search(rf"\$[{{(]?{name}\b", text)))
 
 
 def _not_one(
@@ -241,6 +258,8 @@ def _not_one(
         if in_words or ("text" in row and re.search(row["text"], text, re.MULTILINE)):
             fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
             problem = _("starts {name}, which `flag import` does not read", name=name)
+            if row.get("is"):
+                problem = _("is {name}, which `flag import` does not read", name=name)
             return SpecError(key="command", value=value, problem=problem, fix=row.get("fix") or fix)
     if len(found) == 1:
         return None
@@ -249,8 +268,11 @@ def _not_one(
         problem = _("starts no engine: it {failure}", failure=redact_text(failure))
         fix = _("give its arguments, as in `flag import -- bash FILE ARGUMENT`, set its variables, or give its command")
         return SpecError(key="command", value=value, problem=problem, fix=fix)
-    listed = [redact_text(shlex.join(each.words))[:60] for each in [*(found.values() or programs)][-4:]]
-    shown = ", ".join(listed) or _("nothing")
+    texts = [redact_text(shlex.join(each.words)) for each in [*(found.values() or programs)][-4:]]
+    common = next((n for n, each in enumerate(zip(*texts, strict=False)) if len({*each}) > 1), 0) * (len(found) > 1)
+    common = texts[0].rfind(" ", 0, common) + 1 if texts else 0
+    shown = ", ".join(f"{'... ' if common > 40 else ''}{each[common * (common > 40) :][:60]}" for each in texts)
+    shown = shown or _("nothing")
     problem = _("must start exactly one engine, but starts {n}; its commands are {shown}", n=len(found), shown=shown)
     fix = _("give the command of one of {engines}", engines=", ".join(plugins.command_readers()))
     if found:

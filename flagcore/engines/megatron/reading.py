@@ -318,10 +318,8 @@ def _max_over_ranks(ranks: Sequence[Mapping[str, Any]], metric: str) -> int | No
 
 
 def _program_values(candidate: Candidate, effective: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each knob and setting with which the trial program ran.
-
-    Settings that the candidate leaves to the engine are omitted.
-    """
+    """Yield the name and value of each knob and setting with which the trial program ran. Settings that the candidate
+    leaves to the engine are omitted."""
     candidate_values = candidate.as_dict()
     for name, value in effective.items():
         is_setting = name in candidate_values and name in BY_NAME and BY_NAME[name].comparable
@@ -333,9 +331,7 @@ def _program_values(candidate: Candidate, effective: Mapping[str, Any]) -> Itera
 
 def _command_values(candidate: Candidate, log: MegatronLog) -> dict[str, KnobValue]:
     """Return the values that Megatron printed for the candidate's knobs, with the types of the candidate's values.
-
-    Megatron prints a derived split as a layout, which includes the virtual stages.
-    """
+    Megatron prints a derived split as a layout, which includes the virtual stages."""
     effective: dict[str, KnobValue] = {}
     derived = (LAYERS_PER_VIRTUAL,) if candidate.as_dict().get(SPLIT) == "balanced" else ()
     for name, candidate_value in candidate.items:

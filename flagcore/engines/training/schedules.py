@@ -264,10 +264,8 @@ def _fill_and_drain(
     weight: FloatArray,
     latency: FloatArray,
 ) -> FloatArray:
-    """Return the time to fill and drain the pipeline in seconds: the maximum of the linear functions in `forms`.
-
-    Their arguments are the mean times of the passes over all stages.
-    """
+    """Return the time to fill and drain the pipeline in seconds: the maximum of the linear functions in `forms`. Their
+    arguments are the mean times of the passes over all stages."""
     p = float(len(forward))
     means = [x.mean(axis=0) for x in (forward, backward, weight)]
     longest = np.zeros_like(latency)
@@ -281,9 +279,7 @@ def _fill_and_drain(
 
 def _pairs(times: StageTimes, *, mirrored: bool) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
     """Return the seconds of each device for overlapped F and B, the passes in series, W, and B + W, and the latency.
-
-    With `mirrored` a device does half of its work for stage r and half for stage p - 1 - r.
-    """
+    With `mirrored` a device does half of its work for stage r and half for stage p - 1 - r."""
     forward, backward, weight, latency = _with_sends(times)
     serial = forward + backward + weight
     paired = serial if times.paired is None else np.minimum(times.paired, serial)

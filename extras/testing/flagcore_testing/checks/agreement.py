@@ -200,10 +200,10 @@ def topology_command_is_known(plugin: Subject) -> Problems:
         yield f"discover.py: topology runs `{command}`, which no other file of the plugin has"
 
 
-UNSELECTABLE = re.compile(r"0x|[^\w-]")
+UNSELECTABLE = re.compile(r"0x|[^\w-]|^GPU-.*[^0-9a-fA-F-]")
 
 
-@check("return the form that the variables accept, such as GPU-1234abcd: without 0x, spaces and brackets")
+@check("return the form that the variables accept, such as GPU-1234abcd: hexadecimal digits, without 0x and brackets")
 def uuids_can_be_selected(plugin: Subject) -> Problems:
     for each in plugin.listings:
         with fakes.machine(fakes.printing(each)):

@@ -167,6 +167,30 @@ def warmups_are_short(plugin: Subject) -> Problems:
             yield f"quirks.yaml: warmup[{place}].count = {each.count}"
 
 
+UNSET = re.compile(r"\b(?:leave|unset|do not set) ([A-Z][A-Z0-9_]{4,})")
+
+
+@check("remove the value, or the note")
+def variables_are_not_those_that_notes_warn_of(plugin: Subject) -> Problems:
+    warned = {name: each.note for each in plugin.quirks.notes for name in UNSET.findall(each.note)}
+    for each in plugin.variables:
+        if each.value and each.name in warned:
+            yield f"environment.yaml: {each.name} = {each.value!r}, and quirks.yaml has {warned[each.name][:80]!r}"
+
+
+@check("write the value that the reason states, or correct the reason")
+def preferred_values_are_those_of_their_reasons(plugin: Subject) -> Problems:
+    for place, each in enumerate(plugin.quirks.preferred):
+        numbers = re.findall(r"(?<![\w.])\d+(?![\w.])", each.reason)
+        if (
+            isinstance(each.value, int)
+            and not isinstance(each.value, bool)
+            and numbers
+            and str(each.value) not in numbers
+        ):
+            yield f"quirks.yaml: preferred[{place}].value = {each.value}, and its reason is {each.reason[:80]!r}"
+
+
 @check()
 def knobs_name_what_the_engine_has(plugin: Subject) -> Problems:
     listed = plugin.shipped("knobs.yaml", all_knobs)

@@ -196,6 +196,28 @@ SHORTEST = 1e-6
 """Seconds that a collective takes at least."""
 
 
+PARTS, PART_OF = ("all_gather", "reduce_scatter"), (0.2, 1.5)
+"""Halves of an all-reduce, and the range of their time relative to it: 0.45 to 0.55 is known."""
+
+
+@check("correct the slower or the faster of them: an all-reduce is a reduce-scatter and an all-gather", each=_folders)
+def collectives_of_one_group_agree(plugin: Subject, chip: Chip, folder: str) -> Problems:
+    with suppress(SpecError):  # another check reports it
+        table = collective_table(plugin.package, chip)
+        times = {
+            (curve.kind, curve.ranks, payload): seconds
+            for curve in (table.curves if table else ())
+            for payload, seconds in zip(curve.payload_bytes, curve.seconds, strict=False)
+        }
+        for (kind, ranks, payload), seconds in times.items():
+            whole = times.get(("all_reduce", ranks, payload))
+            if kind in PARTS and whole and not PART_OF[0] <= seconds / whole <= PART_OF[1]:
+                text = (
+                    f"{folder}/collectives.yaml: {kind} of {payload:g} bytes with ranks = {ranks} takes {seconds:g} s"
+                )
+                yield f"{text}, and the all_reduce {whole:g}"
+
+
 @check("give the number of devices that take part, and seconds", each=_folders)
 def measured_groups_exist(plugin: Subject, chip: Chip, folder: str) -> Problems:
     table: CollectiveTable | None = None

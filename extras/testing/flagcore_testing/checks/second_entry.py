@@ -12,6 +12,7 @@ settings:
   preload: torch_acme
   visible: ACME_VISIBLE_DEVICES
   pci: 1d0f 0x12
+  files: dev/acme[0-9]*
   kubernetes: acme.com/npu
   variables: [GEMS_VENDOR=acme, ACME_OVERLAP=1]
   flags: --use-acme-overlap
@@ -163,6 +164,7 @@ def _settings(plugin: Subject) -> Iterator[tuple[str, dict[str, str]]]:
         ("preload", "engines.yaml", [", ".join(each.preload) for each in sections]),
         ("visible", "discover.py", [", ".join(filter(None, (detector.outer, *detector.visible)))]),
         ("pci", "discover.py", [" ".join((format(int(str(detector.pci_vendor), 0), "04x"), *classes))]),
+        ("files", "discover.py", [detector.device_file]),
         ("kubernetes", "engines.yaml", [each.kubernetes.name for each in sections if each.kubernetes]),
         ("flags", "knobs.yaml", [" ".join(effect.flags) for effect in knobs]),
     )

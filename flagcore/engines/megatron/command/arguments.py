@@ -144,10 +144,8 @@ class ArgumentTable:
         return values
 
     def _split_flags(self, words: Sequence[str]) -> Iterator[tuple[int, str, tuple[str, ...], list[str]]]:
-        """Yield the position of each flag, the flag, the value after its equals sign, and the values that follow.
-
-        The flag is empty for values that follow no flag.
-        """
+        """Yield the position of each flag, the flag, the value after its equals sign, and the values that follow. The
+        flag is empty for values that follow no flag."""
         position = 0
         while position < len(words):
             flag, equals, value = self._split_flag(words[position])
@@ -191,10 +189,8 @@ def _count(spec: ArgumentSpec, values: Sequence[str]) -> int | None:
 
 
 def _wrong_count(flag: str, spec: ArgumentSpec, inline: Sequence[str]) -> ArgumentProblem:
-    """Return the problem that a flag has the wrong number of values.
-
-    The flag has too few values, or it is written as `--flag=value` although it requires none or several.
-    """
+    """Return the problem that a flag has the wrong number of values. The flag has too few values, or it is written as
+    `--flag=value` although it requires none or several."""
     expected_count = _COUNTS.get(spec.values, f"{spec.values} values")
     fix = f"write {flag} {' '.join(map(str, spec.choices[:1])) or 'VALUE'}" if spec.values else f"write {flag}"
     return ArgumentProblem(flag, " ".join(inline), f"takes {expected_count}", fix)

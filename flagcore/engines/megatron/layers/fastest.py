@@ -314,9 +314,7 @@ def _layers_beside_empty_stage(train: Training, layout: Layout, *, early: bool) 
 
 def _limits(train: Training, layout: Layout, costs: Costs, requested: BoolArray, *ends: FloatArray) -> FloatArray:
     """Return the maximum number of layers that fits, as (candidates, leading layers, stages); 0 where not `requested`.
-
-    `ends` are the stages with the final norm and with multi-token prediction, by default the last one.
-    """
+    `ends` are the stages with the final norm and with multi-token prediction, by default the last one."""
     last, most = layout.pipeline - 1.0, np.zeros(requested.shape)
     rows, leading, stage = np.nonzero(requested)
     end_stages = [each[rows] for each in ends or (last, last)]

@@ -78,10 +78,8 @@ class Fronts:
 
     @classmethod
     def _late(cls, leading: int) -> Iterator[Fronts]:
-        """Yield the placements of `leading` leading layers without early multi-token prediction.
-
-        The first placement has all of them on the first stage.
-        """
+        """Yield the placements of `leading` leading layers without early multi-token prediction. The first placement
+        has all of them on the first stage."""
         yield cls((leading,))
         if leading > MAX_LEADING:
             for size in range(1, leading):
@@ -354,10 +352,8 @@ def _of_rows(paces: Sequence[Pace], rows: IntArray) -> list[Pace]:
 
 
 def _seconds(fronts: Fronts, paces: Sequence[Pace], middles: Sequence[Middles], layers: FloatArray) -> FloatArray:
-    """Return the seconds of each of the first and last stages, and of the slowest middle stage on each node group.
-
-    They are -inf for a node group without middle stages. If times are unknown, the result is the number of layers.
-    """
+    """Return the seconds of each of the first and last stages, and of the slowest middle stage on each node group. They
+    are -inf for a node group without middle stages. If times are unknown, the result is the number of layers."""
     last, stage_seconds = len(fronts.leading) - 1, []
     for place, (pace, leading) in enumerate(zip(paces, fronts.leading, strict=False)):
         is_first, has_mtp, is_last = place == 0, place == last - fronts.early, place == last

@@ -92,10 +92,8 @@ def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int, *,
 
 
 def _wraps_around(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool) -> bool:
-    """Return whether a device has leading layers on several virtual stages, because it has too few other layers.
-
-    Every virtual stage has a layer, except the very last one and, with early multi-token prediction, the one before it.
-    """
+    """Return whether a device has leading layers on several virtual stages, because it has too few other layers. Every
+    virtual stage has a layer, except the very last one and, with early multi-token prediction, the one before it."""
     if virtual == 1 or not all(leading):
         return False
     least = [virtual - 1] * (len(layers) - 1 - early) + [virtual - 2] * (1 + early)

@@ -119,10 +119,8 @@ def _largest(task: Task, switch: str) -> int:
 
 
 def _step_seconds(train: Training, layout: Layout, costs: Costs, stage: Stage, seconds: FloatArray) -> FloatArray:
-    """Return the time of a stage for gradient reduction and optimizer step, in seconds.
-
-    `seconds` is the stage's time per micro-batch. A third of it is assumed to be forward.
-    """
+    """Return the time of a stage for gradient reduction and optimizer step, in seconds. `seconds` is the stage's time
+    per micro-batch. A third of it is assumed to be forward."""
     params = split_parameters(stage_parameters(train, layout, stage))
     forward, backward = Seconds.from_compute(seconds / 3.0), Seconds.from_compute(seconds * 2.0 / 3.0)
     time = StageTime(forward, backward, np.zeros_like(seconds))

@@ -158,10 +158,8 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
 
 
 def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float, int, int]]:
-    """Yield a lower bound of the step time, a context-parallel size, and the number of samples per micro-batch.
-
-    The samples are the total over all replicas. The bound is in seconds.
-    """
+    """Yield a lower bound of the step time, a context-parallel size, and the number of samples per micro-batch. The
+    samples are the total over all replicas. The bound is in seconds."""
     layers, batch = task.spec.model.num_layers, task.spec.train.global_batch_size
     keys = {key for each in options for key in zip(each.context.tolist(), each.samples.tolist(), strict=True)}
     for context, samples in keys:
@@ -215,10 +213,8 @@ def _microbatches(task: Task, options: Sequence[MeshOptions]) -> float:
 
 
 def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[FloatArray, list[MeshOptions]]:
-    """Return the shortest step times, at most `limit` seconds, in ascending order, and the options that give them.
-
-    The options are one MeshOptions per mesh, in the order of the pipeline.
-    """
+    """Return the shortest step times, at most `limit` seconds, in ascending order, and the options that give them. The
+    options are one MeshOptions per mesh, in the order of the pipeline."""
     legal = np.flatnonzero(_legal(options, shares_weights=tied(task)))
     chosen = [each[legal] for each in options]
     if not legal.size:
@@ -373,10 +369,8 @@ def _replica_text(name: str, rows: Rows, place: int, words: Sequence[str], usual
 
 
 def _replicas_columns(task: Task, group: int) -> dict[str, IntArray]:
-    """Return the columns of all legal sizes for the replicas of one node group.
-
-    The column `shape` encodes the sizes that must be equal in the replicas of all groups.
-    """
+    """Return the columns of all legal sizes for the replicas of one node group. The column `shape` encodes the sizes
+    that must be equal in the replicas of all groups."""
     columns = mesh_columns(task, group, has_share=True)
     columns[SPLIT] = np.zeros_like(columns[SPLIT])
     columns["shape"] = np.ravel_multi_index((columns[TP], columns[PP], columns[CP]), (1 << 20,) * 3)
@@ -439,10 +433,8 @@ def _fastest_replicas(rows: Rows, places: IntArray) -> list[int]:
 
 
 def _level(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int) -> FloatArray:
-    """Return the time in which the replicas of all kinds together process the batch, in seconds.
-
-    `start` and `pace` are seconds per step and per micro-batch. Numbers of micro-batches are not rounded.
-    """
+    """Return the time in which the replicas of all kinds together process the batch, in seconds. `start` and `pace` are
+    seconds per step and per micro-batch. Numbers of micro-batches are not rounded."""
     rate = samples / pace
     level: FloatArray = (batch + (rate * start).sum(axis=1)) / rate.sum(axis=1)
     return level

@@ -131,10 +131,8 @@ def devices_of(task: Task, candidate: Candidate) -> dict[int, int]:
 
 
 def _in_order(task: Task, candidate: Candidate, counts: Sequence[int]) -> list[int]:
-    """Return the indices of all nodes or devices, sorted by the candidate's meshes.
-
-    `counts` are the numbers of nodes or devices of each group.
-    """
+    """Return the indices of all nodes or devices, sorted by the candidate's meshes. `counts` are the numbers of nodes
+    or devices of each group."""
     ends = list(accumulate(counts))
     order = groups_of_row(task, {MESHES: encoded(task, candidate.as_dict().get(MESHES))})
     return [index for group in order for index in range(ends[group] - counts[group], ends[group])]

@@ -201,10 +201,8 @@ def numbers(text: SettingValue) -> tuple[int, ...]:
 
 
 def _grad_bytes(precision: str, settings: Settings) -> int:
-    """Return the bytes of one gradient element: by default 4 with bf16 weights, otherwise the same as a weight.
-
-    Source: Megatron-LM `arguments.py`, which enables fp32 accumulation for bf16 by default.
-    """
+    """Return the bytes of one gradient element: by default 4 with bf16 weights, otherwise the same as a weight. Source:
+    Megatron-LM `arguments.py`, which enables fp32 accumulation for bf16 by default."""
     if precision == "fp32" or settings.get("accumulate_allreduce_grads_in_fp32"):
         return 4
     fp32 = precision != "fp16" and settings.get("accumulate_allreduce_grads_in_fp32", True)
@@ -212,10 +210,8 @@ def _grad_bytes(precision: str, settings: Settings) -> int:
 
 
 def _imbalance(settings: Settings) -> float:
-    """Return the number of tokens of the busiest expert rank, relative to the mean over ranks.
-
-    A capacity factor limits the load. With padding to the capacity, the load equals the factor.
-    """
+    """Return the number of tokens of the busiest expert rank, relative to the mean over ranks. A capacity factor limits
+    the load. With padding to the capacity, the load equals the factor."""
     load, capacity = float(settings.get("moe_expert_imbalance") or 1.0), settings.get("moe_expert_capacity_factor")
     if not capacity:
         return load

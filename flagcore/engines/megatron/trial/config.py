@@ -145,10 +145,8 @@ def optimizer_config(job: Job, config: Any) -> Any:
 
 
 def _fusions(job: Job) -> dict[str, bool]:
-    """Return the enabled kernel fusions: Megatron-LM's defaults with transformer-engine, none without it.
-
-    Without transformer-engine, fused kernels need further libraries, which are not available on every device.
-    """
+    """Return the enabled kernel fusions: Megatron-LM's defaults with transformer-engine, none without it. Without
+    transformer-engine, fused kernels need further libraries, which are not available on every device."""
     if not job.transformer_engine:
         return dict.fromkeys(_FUSIONS, False)
     return dict.fromkeys(_FUSIONS, True) | {

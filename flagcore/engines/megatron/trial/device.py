@@ -77,9 +77,7 @@ def _cuda_type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _splits_to_numpy(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
     """Convert the split sizes of the token dispatcher to host arrays, at the `point` at which Megatron copies them.
-
-    Megatron copies them on a side stream.
-    """
+    Megatron copies them on a side stream."""
     if point == dispatcher.cuda_dtoh_point and not dispatcher.drop_and_pad:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             value = getattr(dispatcher, name)
@@ -155,10 +153,8 @@ class _CompletedRequest:
 
 
 def _with_messages(communicate: Any) -> Any:
-    """Wrap `communicate` so that received messages are small random numbers.
-
-    Uninitialized memory may contain NaN, and then a router sends every token to the same experts.
-    """
+    """Wrap `communicate` so that received messages are small random numbers. Uninitialized memory may contain NaN, and
+    then a router sends every token to the same experts."""
 
     @functools.wraps(communicate)
     def communicate_random(*args: Any, **kwargs: Any) -> Any:

@@ -180,10 +180,8 @@ _HAS_SHARED_KEYS = "enable_gqa" in (_attention.__doc__ or "")  # torch 2.5 and l
 
 
 def _has_fused_norm(device: str) -> bool:
-    """Return whether torch has a kernel for RMS norms on devices of this type, or whether it is a CPU.
-
-    Torch before 2.9 and the builds of some vendors have none.
-    """
+    """Return whether torch has a kernel for RMS norms on devices of this type, or whether it is a CPU. Torch before 2.9
+    and the builds of some vendors have none."""
     with suppress(RuntimeError):  # torch does not know the operator or the device
         key = torch._C._dispatch_key_for_device(device)
         return device == "cpu" or torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", key)

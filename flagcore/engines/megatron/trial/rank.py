@@ -100,10 +100,8 @@ def _make_groups(job: Job) -> None:
 
 
 def _embedding_ranks(job: Job, ranks: list[int]) -> list[int]:
-    """Return the ranks of a pipeline that share the embedding, as in Megatron-LM's `pretrain_gpt.py`.
-
-    They are the first rank, the rank with multi-token prediction, and the last rank if its head is tied.
-    """
+    """Return the ranks of a pipeline that share the embedding, as in Megatron-LM's `pretrain_gpt.py`. They are the
+    first rank, the rank with multi-token prediction, and the last rank if its head is tied."""
     stages, tied = job.stage_layers, not job.model.untie_embeddings_and_output_weights
     mtp = [place % len(ranks) for place, stage in enumerate(stages) if stage.mtp] or [-1]
     return sorted({ranks[0], ranks[mtp[0]], *ranks[-1:] * tied})

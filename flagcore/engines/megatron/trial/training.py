@@ -155,10 +155,8 @@ def _loss(token_losses: torch.Tensor, weight: float) -> tuple[torch.Tensor, dict
 
 
 def _agree(job: Job, losses: list[dict[str, torch.Tensor]], planned: int, device: torch.device) -> tuple[float, int]:
-    """Return the mean loss of the global batch, and the number of steps that rank 0 plans, on all ranks.
-
-    Only the last pipeline stage computed the loss.
-    """
+    """Return the mean loss of the global batch, and the number of steps that rank 0 plans, on all ranks. Only the last
+    pipeline stage computed the loss."""
     total, samples = torch.zeros(3, device=device), job.candidate.micro_batch_size if job.replica else 1
     for loss in losses:
         total[0] += loss["loss"] * samples

@@ -39,6 +39,8 @@ _UNFILLED = re.compile(r"[\w./:-]*(\{\w+\}|\{\{.*\}\}|\$\{\w+\}|\$\w+|__[A-Z]\w*
 _NO_TEXT = re.compile(r"(?i)embed(?!ded)|rerank|(^|/)(bge|gte|e5)-")
 """A pattern of names of models that generate no text."""
 _HAS_PATH = re.compile("file|path|dir|template|preset")
+_NAMES = re.compile("-[stnS]|-dmS|--(target|name|container)")
+"""A pattern of flags of other programs whose value may be the name of a server."""
 _NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
 
 
@@ -56,6 +58,7 @@ def spec_of_command(
     is_default = tuple(program) == tuple(engine.program.program)
     flags, version = engine.program.installed_release() if is_default and not start.version else ((), start.version)
     pairs = _with_config(engine, list(_split(engine, words[place[1] :])), directory, notes)
+    pairs = [*_of_variables(engine, start.envs), *pairs]
     pairs = pairs if model else _with_model(engine, pairs, notes)
     path, arguments, hosts, local = _arguments(engine, pairs, flags, version, notes)
     path = model or _weights(path, directory, notes)
@@ -162,6 +165,8 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
     """Return the start and end index of the engine's program in a command, or None if it is not there."""
     for start, word in enumerate(words):
         name, rest = os.path.basename(word), start + 1
+        if start and _NAMES.fullmatch(words[start - 1]):
+            continue
         if _PYTHON.fullmatch(name):
             name = "python"
             while rest < len(words) and re.fullmatch("-[uBEIsSO]+", words[rest]):  # options of the interpreter
@@ -192,13 +197,19 @@ def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, note
     return [*first, *added, *(pair for pair in pairs if pair[0] and strip_dashes(pair[0]) != name)]
 
 
+def _of_variables(engine: EngineProfile, envs: Mapping[str, str]) -> Iterator[Pair]:
+    """Yield the flags that variables stand for. Those of the command override them."""
+    for name, value in envs.items():
+        if (prefix := engine.program.env_prefix) and name.startswith(prefix):
+            flag = name.removeprefix(prefix).lower().replace("_", "-")
+            yield f"--{engine.program.env_flags.get(flag, flag)}", [value]
+
+
 def _arguments(
     engine: EngineProfile, pairs: Sequence[Pair], installed_flags: Collection[str], version: str, notes: Notes
 ) -> tuple[str | None, dict[str, Any], int, int]:
     """Return a command line's model, flags with values (True if none), hosts, and data-parallel ranks per host (or 0).
-
-    `installed_flags`: as in `Program.check`. Raises SpecError for misspelt flags.
-    """
+    `installed_flags`: as in `Program.check`. Raises SpecError for misspelt flags."""
     model, arguments, hosts, local, problems = None, dict[str, Any](), 1, 0, list[SpecError]()
     for flag, values in pairs:
         name = strip_dashes(flag)
@@ -235,6 +246,8 @@ def _arguments(
             notes.note(flag, f"dropped ({' '.join(values)}): a knob has a single value", "serve.engine_args")
         else:
             given = [_value(name, each) for each in values] or [True]
+            if knob is not None and knob.kind == "flag" and str(given[0]).lower() in ("true", "false", "1", "0"):
+                given[0] = str(given[0]).lower() in ("true", "1")
             arguments[name] = given if len(given) > 1 else given[0]
     known_arguments = engine.program.known_args(arguments)
     for name in [name for name in known_arguments if engine.program.knob_of(name)[0] is None]:

@@ -247,9 +247,7 @@ def _explicit(
     engine: EngineProfile, task: Task, values: Mapping[str, KnobValue], argv: Sequence[str]
 ) -> tuple[str, ...]:
     """Return the arguments by which the user set the engine's own values, which the candidate's `values` leave out.
-
-    They stay, because the values of another release may differ. `argv`: the command without these arguments.
-    """
+    They stay, because the values of another release may differ. `argv`: the command without these arguments."""
     words, version = list[str](), engine.program.version(task.spec)
     baseline = knobs.parse(task.spec.baseline or {}, engine.knobs, engine.name)
     given = {**baseline, **engine.program.parse(task.spec).fixed}

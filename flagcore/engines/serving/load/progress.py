@@ -280,17 +280,13 @@ class Watch:
 
     @property
     def _answered_until_s(self) -> float:
-        """The latest time, in seconds after the first send, before which all sent requests are answered.
-
-        It is at most the send time of the last answered request.
-        """
+        """The latest time, in seconds after the first send, before which all sent requests are answered. It is at most
+        the send time of the last answered request."""
         return next(iter(self._unanswered.values()), self._last_s)
 
     def _estimated_s(self, count: int) -> float:
-        """Estimate the seconds from the first send until the first `count` requests are answered.
-
-        The estimate is 0 if no token has arrived. An event of an incomplete answer counts as one token.
-        """
+        """Estimate the seconds from the first send until the first `count` requests are answered. The estimate is 0 if
+        no token has arrived. An event of an incomplete answer counts as one token."""
         arrived = sum(answer.output_tokens for answer in self.answers)
         arrived += sum(len(stream.times) for stream in self._unanswered)
         return (time.perf_counter() - self.start) * self._outputs[count - 1] / arrived if arrived else 0.0

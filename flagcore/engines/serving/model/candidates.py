@@ -135,10 +135,8 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
 
 
 def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
-    """Return the metrics of a load on one candidate.
-
-    `kinds`: for each kind of the candidate's instances, its row in `context` and its number of instances.
-    """
+    """Return the metrics of a load on one candidate. `kinds`: for each kind of the candidate's instances, its row in
+    `context` and its number of instances."""
     overheads = replace(context.overheads, prompt_token=TOKENIZER) if load.is_text else context.overheads
     prices = [
         (Price(context.times, row, _lane(context, load, row), overheads, partial(context.encoding, row)), count)
@@ -203,10 +201,8 @@ def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
 
 
 def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
-    """Return the limits of one lane (instance) of a candidate. Limits that the load cannot reach are removed.
-
-    A cache that is too small for one request is treated as unlimited: the memory check already excludes the candidate.
-    """
+    """Return the limits of one lane (instance) of a candidate. Limits that the load cannot reach are removed. A cache
+    that is too small for one request is treated as unlimited: the memory check already excludes the candidate."""
     settings, stages = context.settings, float(context.settings.pipeline[row])
     ranks, block = float(context.settings.data[row]), float(settings.block_size[row])
     flight, longest = load.flight(int(context.kinds.lanes[row])), load.longest
@@ -314,10 +310,8 @@ def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, Float
 
 
 def _best_rows(context: Candidates, figures: Mapping[str, FloatArray], rows: IntArray, limit: int) -> IntArray:
-    """Return the `limit` best rows by objective in closed form.
-
-    Rows whose cache holds the longest request come first.
-    """
+    """Return the `limit` best rows by objective in closed form. Rows whose cache holds the longest request come
+    first."""
     name = figure_name(context.task.spec.objective)
     base = figures.get(name, figures["output_tokens_per_s"])[rows]
     if name.endswith("per_device"):

@@ -107,10 +107,8 @@ class Disaggregated(Simulation):
         heappush(self.ready, (batch.done, self.batches, batch))
 
     def _prompt_seconds(self, batch: _Batch) -> float:
-        """Return the time of a batch on a prefill instance, in seconds.
-
-        A prompt beyond the limit of tokens takes several iterations.
-        """
+        """Return the time of a batch on a prefill instance, in seconds. A prompt beyond the limit of tokens takes
+        several iterations."""
         price, budget = self.prefill.price, self.prefill.price.lane.budget
         if batch.tokens <= budget:
             return price.mixed(0, batch.tokens, batch.longest, batch.pairs, len(batch.members))

@@ -247,9 +247,7 @@ def _stages(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArr
 
 def _attention_rates(serving: Serving, settings: Settings, kernels: KernelCosts) -> tuple[FloatArray, FloatArray]:
     """Return the seconds per cached token of a decoding sequence, and per query-key pair of a prompt, over all layers.
-
-    Absorbed latent attention reads one latent vector for all heads. Most of the vector is both key and value.
-    """
+    Absorbed latent attention reads one latent vector for all heads. Most of the vector is both key and value."""
     model = serving.model
     heads = model.num_attention_heads / settings.tensor
     if model.multi_latent_attention:

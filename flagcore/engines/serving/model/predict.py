@@ -136,10 +136,8 @@ def crowding(task: Task, kinds: InstanceKinds, settings: Settings) -> FloatArray
 def _memory_and_times(
     task: Task, serving: Serving, settings: Settings, costs: Costs
 ) -> tuple[ServingMemory, IterationCosts]:
-    """Return the memory and the iteration costs of candidates.
-
-    Each candidate may set a weight format and a host time.
-    """
+    """Return the memory and the iteration costs of candidates. Each candidate may set a weight format and a host
+    time."""
     serve, overheads = task.spec.serve, serving.overheads
     memory, times = serving_memory(serving, settings, costs), iteration_costs(serving, settings, costs)
     if settings.quantized.any() and serve.precision in COMPUTE_FORMATS:
@@ -192,10 +190,8 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
 
 
 def _file_weight_bytes(task: Task) -> float | None:
-    """Return the bytes per weight in the task's weights file.
-
-    Returns None if the task has no weights file, or if the file has 16 or more bits per weight.
-    """
+    """Return the bytes per weight in the task's weights file. Returns None if the task has no weights file, or if the
+    file has 16 or more bits per weight."""
     weights = task.spec.serve.weights
     if weights is None or not os.path.isfile(weights):
         return None

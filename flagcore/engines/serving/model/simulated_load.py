@@ -326,10 +326,8 @@ class SimulatedLoad:
         return np.asarray(self.hits[key] // page * page)
 
     def _rows(self, lanes: int) -> IntArray:
-        """Return the indices of the requests on one of `lanes` equal lanes.
-
-        A prefix-aware router divides requests unevenly, so the lane with the median number of requests is used.
-        """
+        """Return the indices of the requests on one of `lanes` equal lanes. A prefix-aware router divides requests
+        unevenly, so the lane with the median number of requests is used."""
         if lanes not in self.rows:
             self.rows[lanes] = np.arange(0, self.input_len.size, lanes)
             if self.prefix_aware and self.parts and lanes > 1:

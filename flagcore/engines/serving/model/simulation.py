@@ -242,10 +242,8 @@ class Simulation:
             self._enter(index)
 
     def _add_images(self, price: Price, images: Sequence[ImageWork]) -> None:
-        """Set the seconds that the images of each request take.
-
-        `price`: the times of the instance with the vision tower.
-        """
+        """Set the seconds that the images of each request take. `price`: the times of the instance with the vision
+        tower."""
         for request, work, encode in zip(self.requests, images, price.encoding(images), strict=False):
             request.read, request.encode = work.read_s, encode
 
@@ -262,10 +260,8 @@ class Simulation:
         return self.outcome
 
     def _enter(self, index: int) -> None:
-        """Pass a request through the front end.
-
-        The front end parses simultaneous requests together: all are ready when the last one is.
-        """
+        """Pass a request through the front end. The front end parses simultaneous requests together: all are ready when
+        the last one is."""
         arrival = self.requests[index].arrival
         if not self.parse_ends or arrival != self.group_arrival:
             self.parse_ends.append(max(self.parse_ends[-1] if self.parse_ends else 0.0, arrival))
@@ -296,10 +292,8 @@ class Simulation:
         return request.prompt + request.made - self.lane.shared_prefix + 0.5 * (self.lane.block - 1.0)
 
     def _admit(self, ended: int) -> bool:
-        """Admit the first request of the queue if a slot and enough cache are free; return whether it was admitted.
-
-        If no other sequence runs, the request is admitted even if the cache is too small.
-        """
+        """Admit the first request of the queue if a slot and enough cache are free; return whether it was admitted. If
+        no other sequence runs, the request is admitted even if the cache is too small."""
         if not self.queue or self.running + len(self.partial) + ended >= self.lane.running:
             return False
         request = self.queue[0]
@@ -371,10 +365,8 @@ class Simulation:
         return True
 
     def _start(self, request: Request) -> None:
-        """Start to decode a request whose prompt was just computed, which yielded one token.
-
-        This token is the first one of the request or, after a preemption, its next one.
-        """
+        """Start to decode a request whose prompt was just computed, which yielded one token. This token is the first
+        one of the request or, after a preemption, its next one."""
         if request.first < 0:
             request.first = self.now
         self.promised -= request.output - request.made
@@ -397,10 +389,8 @@ class Simulation:
         heappush(self.heap, (self.step + request.output - request.made, self.tickets, request))
 
     def _advance(self, steps: int, time: float) -> None:
-        """Add `steps` tokens to all running sequences in `time` seconds.
-
-        The first gap includes the time for which sequences waited for prompts.
-        """
+        """Add `steps` tokens to all running sequences in `time` seconds. The first gap includes the time for which
+        sequences waited for prompts."""
         gap = time / steps
         self.outcome.gaps.append((gap + self.stalled, self.running))
         if steps > 1:
@@ -463,10 +453,8 @@ class Simulation:
 
 
 def _steps_within(base: float, growth: float, wait: float, limit: int) -> int:
-    """Return the number of iterations until `wait` seconds have passed, at most `limit`.
-
-    The first iteration takes `base` seconds, and each further one `growth` seconds more than the one before.
-    """
+    """Return the number of iterations until `wait` seconds have passed, at most `limit`. The first iteration takes
+    `base` seconds, and each further one `growth` seconds more than the one before."""
     if base * limit <= wait:
         return limit
     half = base - 0.5 * growth

@@ -65,6 +65,7 @@ class Program:
       applies only to a flag with a key after a dot.
     - `roles`: patterns of the arguments of servers that only prefill or only decode, by `prefill` and `decode`.
       `role_flags`: a pattern of the flags of such servers that each trial sets itself.
+    - `env_prefix`, `env_flags`: the start of variables that stand for flags, and the flags of some that differ in name.
     - `digit_flags`: flags of one letter that a digit may follow without a space, as in `-O3`.
     - `abbreviations`: whether the engine accepts the unique start of a long flag, as argparse does by default.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
@@ -96,6 +97,8 @@ class Program:
     roles: Mapping[str, str] = field(default_factory=dict)
     role_flags: str = ""
     short_flags: Mapping[str, str] = field(default_factory=dict)
+    env_prefix: str = ""
+    env_flags: Mapping[str, str] = field(default_factory=dict)
     digit_flags: str = ""
     abbreviations: bool = False
     expert_switch: str = ""

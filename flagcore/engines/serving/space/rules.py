@@ -59,10 +59,8 @@ def split_rules(
 
 
 def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule, ...]:
-    """Return the rule that each instance must fit on a host, or on whole hosts if it may `span` them.
-
-    There is no such rule for one host or for CPU cores. The first of `knobs` is the number of instances.
-    """
+    """Return the rule that each instance must fit on a host, or on whole hosts if it may `span` them. There is no such
+    rule for one host or for CPU cores. The first of `knobs` is the number of instances."""
 
     def misplaced(c: Columns) -> BoolArray:
         width = np.maximum(np.prod([c[knob] for knob in knobs[1:]], axis=0), 1)

@@ -123,10 +123,8 @@ def running_servers(job: Job, reports: ServerReports, folder: Path, deadline: fl
 
 
 def _read_back(job: Job, reports: ServerReports, servers: Sequence[Served]) -> dict[str, KnobValue]:
-    """Return the knob values that the servers report and that are equal on all of them.
-
-    Raises TrialFailure if a server uses another value than requested.
-    """
+    """Return the knob values that the servers report and that are equal on all of them. Raises TrialFailure if a server
+    uses another value than requested."""
     reported: list[Mapping[str, KnobValue]] = []
     for server, instance in zip(servers, job.instances, strict=True):
         wait_until_quiet(server.log)

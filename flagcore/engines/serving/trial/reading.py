@@ -105,9 +105,7 @@ class _Point:
 
 def _minimal_goodput(name: str, figures: Mapping[str, float], answer_count: object) -> float:
     """Return a goodput of half a request within the SLO, so that loads without any such request can be compared.
-
-    Returns 0 for other metrics than goodput.
-    """
+    Returns 0 for other metrics than goodput."""
     if name != GOODPUT or not isinstance(answer_count, int) or answer_count < 1:
         return 0.0
     return figures["requests_per_s"] / (2 * answer_count)

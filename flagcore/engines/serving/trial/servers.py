@@ -226,10 +226,8 @@ class Server(Served):
         return f"127.0.0.1 port {self.port}" + (f", only at {', '.join(sorted(others))}" if others else "")
 
     def _is_taken(self) -> bool:
-        """Return whether another process listens on the server's port.
-
-        Checks twice, because a child process of the server may just be opening the port.
-        """
+        """Return whether another process listens on the server's port. Checks twice, because a child process of the
+        server may just be opening the port."""
         for _ in range(2):
             if not listeners(self.port) or is_owned_by(self.port, self.pids()):
                 return False

@@ -297,10 +297,8 @@ def _early(stage: Stage) -> BoolArray:
 
 
 def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the numbers of dense and of MoE layers that block recompute does not recompute.
-
-    `block` is the number of recomputed layers at the start of each virtual stage.
-    """
+    """Return the numbers of dense and of MoE layers that block recompute does not recompute. `block` is the number of
+    recomputed layers at the start of each virtual stage."""
     recomputed = np.minimum(block * layout.virtual, stage.layers)
     dense = np.minimum(recomputed, stage.dense)
     return stage.dense - dense, stage.moe - (recomputed - dense)

@@ -426,10 +426,8 @@ class _Estimate:
         return Memory(static=static, activation=activation, peak=peak, worst_stage=stage_.index.astype(np.int64))
 
     def _may_hold_more(self) -> bool:
-        """Return whether recompute may leave more bytes allocated after a step than less recompute would.
-
-        This is the case in mixture-of-experts models, for full recompute and for recompute of the module `moe`.
-        """
+        """Return whether recompute may leave more bytes allocated after a step than less recompute would. This is the
+        case in mixture-of-experts models, for full recompute and for recompute of the module `moe`."""
         options, layout = self.kinds.train.options, self.kinds.layout
         if self.kinds.train.model.num_moe_experts is None:
             return False
@@ -437,10 +435,8 @@ class _Estimate:
         return bool(recomputes_layers or ("moe" in options.recompute_modules and layout.selective.any()))
 
     def _peak_without_full(self, stage_: Stage, rows: IntArray, step: FloatArray, gathered: FloatArray) -> FloatArray:
-        """Return the peak bytes of a step with less recompute, for the candidates `rows`.
-
-        It is the lower of two estimates: selective recompute with and without the module `moe`.
-        """
+        """Return the peak bytes of a step with less recompute, for the candidates `rows`. It is the lower of two
+        estimates: selective recompute with and without the module `moe`."""
         modules, stage_of_rows, peaks = self.kinds.train.options.recompute_modules, stage_[rows], []
         gathered = gathered if gathered.ndim == 0 else gathered[rows]
         for recomputed_modules in {modules - {"moe"}, modules}:

@@ -291,10 +291,8 @@ def _shared_expert_block(train: Training, layout: Layout, costs: Costs, tp: Tens
 
 
 def _overlap_dispatch(block: Block, hidden: FloatArray) -> Block:
-    """Return a block whose token dispatch overlaps the kernels of another micro-batch, as long as its own.
-
-    `hidden` is the share of an overlapping second that is gained; the rest is the slowdown of the kernels.
-    """
+    """Return a block whose token dispatch overlaps the kernels of another micro-batch, as long as its own. `hidden` is
+    the share of an overlapping second that is gained; the rest is the slowdown of the kernels."""
 
     def expose(seconds: Seconds, kernels: FloatArray) -> Seconds:
         return replace(seconds, expert=seconds.expert - hidden * np.minimum(seconds.expert, kernels))

@@ -150,9 +150,7 @@ def gradient_time(
 
 
 def _exposed(seconds: FloatArray, window: FloatArray, share: FloatArray) -> FloatArray:
-    """Return the exposed time of a collective that overlaps `window` seconds of kernels, in seconds.
-
-    It includes the slowdown of the kernels. `share` is the share of compute that the collective uses.
-    """
+    """Return the exposed time of a collective that overlaps `window` seconds of kernels, in seconds. It includes the
+    slowdown of the kernels. `share` is the share of compute that the collective uses."""
     overlap = np.minimum(seconds, window)
     return seconds - overlap + share * overlap
