@@ -1,6 +1,8 @@
 """Compares published runs, those that the installed plugins ship and those of job files, with their predictions.
 
-python benchmarks/published.py [VENDOR|FILE.jsonl ...]
+python benchmarks/published.py [VENDOR|FILE.jsonl ...] [unseen]
+
+With `unseen`, only those that no fit has used.
 """
 
 import json
@@ -16,8 +18,10 @@ def main() -> None:
     with loaded_plugins(()) as loaded:
         records = loaded.published_runs()
         vendors = {chip.name: chip.vendor for chip in loaded.chips()}
-    chosen = sys.argv[1:] or sorted(set(vendors.values()))
+    chosen = [each for each in sys.argv[1:] if each != "unseen"] or sorted(set(vendors.values()))
     records = [each for each in records if vendors.get(each["cluster"]["chip"]) in chosen]
+    if "unseen" in sys.argv:
+        records = [each for each in records if each.get("unseen")]
     for file in (Path(each) for each in chosen if each.endswith(".jsonl")):
         records += [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     for record, answer in zip(records, api.estimate_jobs(records), strict=True):

@@ -223,7 +223,7 @@ def left_out(costs: Costs, chip: Chip, source: str) -> Costs:
     for name, family in FAMILIES.items():
         if chip.name in family.chips and source in reported[name]["sources"]:
             parameters = reported[name]["sources"][source]["left_out_parameters"]
-            return replace(costs, kernels=Roofline(chip=chip, curve=curve_of(family, parameters)))
+            return replace(costs, kernels=Roofline(chip=chip, curve=curve_of(family, parameters, chip.name)))
     return costs
 
 

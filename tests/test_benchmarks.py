@@ -78,7 +78,7 @@ def test_shipped_curves_have_the_fixed_values_of_a_refit(name: str) -> None:
             part, _, precision = key.partition(".")
             if key != "host_bytes_per_second":  # a chip's own is kept
                 assert (shipped[part][precision] if precision else shipped[part]) == value, (chip, key)
-        start_arguments = fit_curves._arguments(family, family.start)
+        start_arguments = fit_curves._arguments(family, family.start, chip)
         assert start_arguments.keys() == shipped.keys()
         assert start_arguments["gemm_shares"].keys() == shipped["gemm_shares"].keys()
 

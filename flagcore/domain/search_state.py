@@ -240,6 +240,9 @@ MAX_DISTURBED = 2
 """The maximum number of trials that run again because other programs used their cores. Chosen to limit the cost of
 repeats."""
 
+SURE_GAIN = 10.0
+"""The gain, relative to the noise, from which one repeat of the baseline is enough. Chosen by hand."""
+
 EXTRA_ROUNDS = 2
 """The maximum number of rounds of repeats beyond `control.repeats`. They run while it is undecided whether the best is
 better than a rival. Chosen to limit the cost of repeats."""
@@ -291,12 +294,19 @@ def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, 
     """Return the minimum number of repeats of each finalist.
 
     It is `control.repeats` if there are several finalists, else 0. It is at least 1 for a finalist whose run was not
-    final. Unless `control.repeats` is 0, it is 1 for other disturbed trials.
+    final. Unless `control.repeats` is 0, it is 1 for other disturbed trials, and for a baseline that is slower than the
+    best by more than SURE_GAIN times the noise.
     """
     trials = search_state.finalists
     rounds = control.repeats if len(trials) > 1 else 0
     disturbed = {trial.candidate: min(control.repeats, 1) for trial in search_state.disturbed}
-    return disturbed | {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in trials}
+    least = disturbed | {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in trials}
+    baseline, best = search_state.baseline, search_state.best
+    if baseline and best and baseline.candidate in least:
+        gain = search_state.speed_of(best.candidate) / search_state.speed_of(baseline.candidate) - 1.0
+        if gain > SURE_GAIN * max(noise(search_state.runs_of(each.candidate)) for each in (baseline, best)):
+            least[baseline.candidate] = min(least[baseline.candidate], 1)
+    return least
 
 
 def next_repeat(control: Control, search_state: SearchState) -> Trial | None:

@@ -31,14 +31,6 @@ TRAINING = (
     "--use-distributed-optimizer --attention-dropout 0 --hidden-dropout 0 --tokenizer-type HuggingFaceTokenizer "
     "--tokenizer-model model --lr 1e-4 --train-iters 100"
 )
-SERVERS = {
-    "vllm": "vllm serve model -tp 2 --max-num-seqs 64 --max-model-len 4k --port 8000 --enforce-eager --seed 1",
-    "sglang": "python3 -m sglang.launch_server --model-path model --tp 2 --max-running-requests 64 --port=30000 "
-    "--context-length 4096 --random-seed 1",
-    "lmdeploy": "lmdeploy serve api_server model --tp 2 --max-batch-size 64 --server-port 23333",
-}
-
-SIZED = TRAINING.replace("--tokenizer-type HuggingFaceTokenizer --tokenizer-model model", "--vocab-size 32000")
 
 
 @pytest.fixture(autouse=True)

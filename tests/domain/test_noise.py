@@ -104,6 +104,12 @@ def test_a_larger_indifference_ends_the_race_earlier() -> None:
     assert order == ["base", "a", "b"]
 
 
+@pytest.mark.parametrize(("best", "runs"), [(150.0, 1), (55.0, 3)])
+def test_a_baseline_that_is_far_slower_runs_again_once(best: float, runs: int) -> None:
+    order, _ = again(first(base=50.0, a=best), Control(repeats=3), base=[50.0], a=[best])
+    assert order.count("base") == runs
+
+
 def shortened(known: Trial, interval: float) -> Trial:
     """The trial as if its steps had been scaled, with an 80% interval of that share either way."""
     measured = known.measurement

@@ -16,7 +16,7 @@ from flagcore.contracts import Problem
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.knob import Effect, Factor, Knob, Requirement
 from flagcore.domain.prediction import Predictions, features
-from flagcore.domain.space import IntArray
+from flagcore.domain.space import Axis, IntArray
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
@@ -275,6 +275,10 @@ def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
     columns = space.columns(rows)
     known = features(space.axes, columns, predictions.take(rows), engine.sizes(engine_task(task), columns))
     assert known.knobs["acme_fused"].tolist() == columns["acme_fused"].tolist()
+    codes = {"batch_size": np.array([0, 512, 2048])}  # 0 is the engine's own choice
+    known = features([Axis(knob="batch_size", values=(512, 2048))], codes, predictions.take(rows[:3]), {})
+    own, low, high = known.knobs["batch_size"]
+    assert low < own < high
 
 
 @pytest.mark.parametrize(("settings", "allowed"), [({}, {False}), ({"overlap_grad_reduce": True}, {False, True})])

@@ -46,10 +46,12 @@ def _nearest(task: Task, loaded: LoadedPlugins, *, others: bool = False) -> list
 
     chips, engines, found = {group.chip.name for group in task.cluster.groups}, plugins.engines(), []
     for record in () if isinstance(task.spec.work, ServeSpec) else loaded.published_runs():
-        with suppress(FlagError):
+        with suppress(FlagError, KeyError):
+            chip = loaded.find_chip(record["cluster"]["chip"])
+            if chip is None or (chip.name in chips) == others:
+                continue
             job = read_job(record, engines)
-            chip = loaded.find_chip(job.chip)
-            if chip and (chip.name not in chips) == others and not isinstance(job.work, ServeSpec):
+            if not isinstance(job.work, ServeSpec):
                 found.append((_distance(task, job), job, record))
     return [(job, record) for _, job, record in sorted(found, key=lambda each: each[0])]
 

@@ -62,16 +62,19 @@ def observed_times(context: SearchContext) -> Observations:
     timed_trials = [(trial, row, measured) for trial, row in trial_rows(context) if (measured := _timed(trial))]
     spreads = [_spread(measured) for trial, _, measured in timed_trials if trial.state is TrialState.MEASURED]
     min_spread = median(spreads or [0.0])
-    values = []
+    values, predicted = [], predicted_times(context)
     for trial, row, measured in timed_trials:
-        noise = max(PROBE_NOISE if trial.number in probes else MIN_NOISE, _noise(trial, measured, min_spread))
-        values.append((row, measured.step_time_s, noise))
+        # programs on the same cores may slow a trial down by any factor: a large one is not credible
+        excess = abs(math.log(measured.step_time_s / predicted[row]))
+        disturbance = share_of_others(measured.telemetry) * (1.0 + excess)
+        least = PROBE_NOISE if trial.number in probes else MIN_NOISE
+        values.append((row, measured.step_time_s, max(least, disturbance, _noise(trial, measured, min_spread))))
     for trial, row in trial_rows(context):
         if trial.has_only_finished_steps:
             steps = trial.finished_steps_s
             noise = UNFINISHED_NOISE if len(steps) > 1 else FIRST_STEP_NOISE
             values.append((row, median(steps[1:] or steps), noise))
-    observations = _observed(context, values, predicted_times(context))
+    observations = _observed(context, values, predicted)
     return Observations.join((observations, _time_bounds(context, observations)))
 
 
@@ -221,8 +224,7 @@ def _noise(trial: Trial, measured: Measurement, least: float) -> float:
     estimate.
     """
     spread = max(_spread(measured), least) / math.sqrt(max(len(measured.step_times_s), 1))
-    share = share_of_others(measured.telemetry)  # of the cores, by which the trial may have been slowed down
-    return max(PARTIAL_NOISE if measured.partial else MIN_NOISE, spread, trial.interval, share)
+    return max(PARTIAL_NOISE if measured.partial else MIN_NOISE, spread, trial.interval)
 
 
 def full_trial_seconds(context: SearchContext, log_time: FloatArray) -> FloatArray:

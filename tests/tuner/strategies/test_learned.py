@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import SearchContext
+from flagcore.domain.chip import CORES, OTHERS_CORES
 from flagcore.domain.prediction import Observations, PastMeasurements, Predictions
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
@@ -20,6 +21,7 @@ from flagcore.tuner.learning.trials import (
     MIN_NOISE,
     PARTIAL_NOISE,
     PROBE_NOISE,
+    expected_step_times,
     expected_times,
     full_trial_seconds,
     observed_memory,
@@ -160,6 +162,16 @@ def test_noise_is_the_spread_of_the_run_over_the_root_of_a_trial_s_steps() -> No
     noise = observed_times(search_context(KNOWN, [even, noisy, default, interrupted])).noise
     assert noise.tolist() == pytest.approx([0.1 / 2, 0.4 / 2, 0.1 / 2, 0.1 / np.sqrt(2)])
     assert observed_times(search_context(KNOWN, [even, interrupted])).noise.tolist() == [MIN_NOISE, PARTIAL_NOISE]
+
+
+@pytest.mark.parametrize(("others", "times"), [(0.0, 4.0), (1.0, 2.0)])
+def test_a_large_ratio_of_a_trial_on_shared_cores_is_not_credible(others: float, times: float) -> None:
+    slow = trial_of(0, 5.0 * float(KNOWN.step_time_s[0]), 0)
+    assert slow.measurement is not None
+    measured = replace(slow.measurement, telemetry={CORES: 2.0, OTHERS_CORES: others})
+    context = search_context(KNOWN, [replace(slow, measurement=measured)])
+    expected = expected_step_times(context, np.arange(50))
+    assert (np.median(expected / KNOWN.step_time_s[:50]) > times) is not bool(others)
 
 
 def test_with_planned_steps_the_search_ends_when_a_trial_costs_more_than_it_may_save() -> None:

@@ -13,6 +13,7 @@ from flagcore.engines.serving.load.figures import (
     MIN_COUNTED,
     SteadyState,
     Window,
+    decode_error,
     duration_s,
     figures_of,
     goodput,
@@ -152,6 +153,12 @@ def test_intervals_contain_the_mean() -> None:
         mean = np.mean([each.e2e_s for each in window.counted(sent)])
         inside += bool(abs(mean - 1.0) <= window.error * mean)
     assert inside / 200 > 0.88
+
+
+def test_a_decode_time_that_varies_is_the_noise_of_a_load() -> None:
+    assert decode_error(answers([1.0] * 32)) == pytest.approx(0.0)
+    assert 0.05 < decode_error(answers([1.0] * 16 + [1.1] * 16)) < 0.1
+    assert decode_error(answers([1.0] * 9)) == 0.0
 
 
 def test_a_load_that_takes_too_long_ends_with_any_steady_state() -> None:
