@@ -6,12 +6,14 @@ keeps only the thread that forks.
 
 import contextlib
 import ctypes
+import importlib
 import os
 import shutil
 import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,35 @@ class _Stopped(BaseException):
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
+
+
+def import_all(*modules: str) -> float:
+    """Import modules in order, and return the seconds that this took."""
+    start = time.perf_counter()
+    for name in modules:
+        importlib.import_module(name)
+    return time.perf_counter() - start
+
+
+def check_uninitialized(device_type: str) -> None:
+    """Raise RuntimeError if this process has initialized the device, which its forks could not use then."""
+    if device_type != "cpu" and getattr(sys.modules["torch"], device_type).is_initialized():
+        raise RuntimeError(f"importing its modules initializes {device_type}")
+
+
+def run_on_host(processes: int, nodes: int, work: Work) -> int:
+    """Run this host's `processes` ranks of a job on `nodes` hosts. Several hosts have NODE_RANK and MASTER_PORT."""
+    if nodes == 1:
+        return run_ranks(processes, work)
+    first = int(os.environ["NODE_RANK"]) * processes
+    return run_ranks(processes, work, first=first, address=("", int(os.environ["MASTER_PORT"])))
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End the process. At a normal exit, a failed rank would wait for collectives that never complete."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def run_ranks(count: int, work: Work, *, first: int = 0, address: tuple[str, int] = ("127.0.0.1", 0)) -> int:

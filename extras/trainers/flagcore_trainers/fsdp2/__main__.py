@@ -8,7 +8,6 @@ import importlib
 import os
 import socket
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -29,11 +28,7 @@ def main(arguments: list[str]) -> int:
         import_s = _import(job) if job.device.type == "cpu" else 0.0
     except Exception as error:
         return report(error)
-    work = partial(_run, job, import_s)
-    if job.nodes == 1:
-        return ranks.run_ranks(job.processes, work)
-    first = int(os.environ["NODE_RANK"]) * job.processes
-    return ranks.run_ranks(job.processes, work, first=first, address=("", int(os.environ["MASTER_PORT"])))
+    return ranks.run_on_host(job.processes, job.nodes, partial(_run, job, import_s))
 
 
 def ready(arguments: list[str]) -> None:
@@ -41,8 +36,7 @@ def ready(arguments: list[str]) -> None:
     job = _job(arguments)
     os.environ["OMP_NUM_THREADS"] = str(job.device.threads_per_rank)
     _import(job)
-    if job.device.type != "cpu" and getattr(sys.modules["torch"], job.device.type).is_initialized():
-        raise RuntimeError(f"importing its modules initializes {job.device.type}")
+    ranks.check_uninitialized(job.device.type)
 
 
 def _job(arguments: list[str]) -> Job:
@@ -53,10 +47,7 @@ def _job(arguments: list[str]) -> Job:
 
 def _import(job: Job) -> float:
     """Import torch, the modules that register the device, and the rank's program. Return the seconds that this took."""
-    start = time.perf_counter()
-    for name in ("torch", *job.device.preload, RANK):
-        importlib.import_module(name)
-    return time.perf_counter() - start
+    return ranks.import_all("torch", *job.device.preload, RANK)
 
 
 def _run(job: Job, import_s: float, number: int, listener: socket.socket | None) -> int:
@@ -70,7 +61,4 @@ def _run(job: Job, import_s: float, number: int, listener: socket.socket | None)
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # at a normal exit, a failed rank would wait for collectives that never complete
+    ranks.exit_at_once(main(sys.argv[1:]))

@@ -5,12 +5,10 @@ accelerator import in parallel after the fork, because they have enough cores. E
 configuration, 3 out of memory, 1 other errors, 128 + signal if a signal ended it.
 """
 
-import importlib
 import json
 import os
 import socket
 import sys
-import time
 import traceback
 import warnings
 from functools import partial
@@ -87,11 +85,7 @@ def main(arguments: list[str]) -> int:
         import_s = import_rank(job) if job.device.type == "cpu" else 0.0
     except Exception as error:
         return report(error)
-    task = partial(run_forked_rank, job, import_s)
-    if job.nodes == 1:
-        return ranks.run_ranks(job.processes, task)
-    first = int(os.environ["NODE_RANK"]) * job.processes
-    return ranks.run_ranks(job.processes, task, first=first, address=("", int(os.environ["MASTER_PORT"])))
+    return ranks.run_on_host(job.processes, job.nodes, partial(run_forked_rank, job, import_s))
 
 
 def ready(arguments: list[str]) -> None:
@@ -102,8 +96,7 @@ def ready(arguments: list[str]) -> None:
     job = read_job(arguments)
     prepare(job)
     import_rank(job)
-    if job.device.type != "cpu" and getattr(sys.modules["torch"], job.device.type).is_initialized():
-        raise RuntimeError(f"importing its modules initializes {job.device.type}")
+    ranks.check_uninitialized(job.device.type)
 
 
 def read_job(arguments: list[str]) -> Job:
@@ -135,10 +128,7 @@ def prepare(job: Job) -> None:
 
 def import_rank(job: Job) -> float:
     """Import torch, the modules that register the device, and the rank's program. Return the seconds that this took."""
-    start = time.perf_counter()
-    for name in ("torch", *job.device.preload, "flagcore.engines.megatron.trial.rank"):
-        importlib.import_module(name)
-    return time.perf_counter() - start
+    return ranks.import_all("torch", *job.device.preload, "flagcore.engines.megatron.trial.rank")
 
 
 def run_forked_rank(job: Job, import_s: float, number: int, listener: socket.socket | None) -> int:
@@ -157,7 +147,4 @@ def run_forked_rank(job: Job, import_s: float, number: int, listener: socket.soc
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # at a normal exit, a failed rank would wait for collectives that never complete
+    ranks.exit_at_once(main(sys.argv[1:]))
