@@ -159,6 +159,13 @@ def interpolated(node: Any, variables: Mapping[str, str]) -> Any:
     return {key: interpolated(value, variables) for key, value in node.items()} if isinstance(node, Mapping) else node
 
 
+def _rendezvous(hosts: int, devices: int | None) -> dict[str, str]:
+    """Return the environment variables of the first pod of a PyTorchJob (kubeflow training-operator)."""
+    ranks = {"MASTER_ADDR": "localhost", "MASTER_PORT": "23456"}
+    pet = {"NNODES": hosts, "NPROC_PER_NODE": devices or "auto", "NODE_RANK": 0, **ranks}
+    return {"WORLD_SIZE": str(hosts), "RANK": "0", **ranks, **{f"PET_{name}": str(each) for name, each in pet.items()}}
+
+
 def pods_of(
     node: Any, images: Mapping[str, Sequence[str]], *, hosts: int = 1, instances: int = 1, role: str = ""
 ) -> Iterator[Start]:
@@ -185,7 +192,8 @@ def pods_of(
         yield from (replace(each, job={"LWS_GROUP_SIZE": str(size)}) for each in found)
     elif isinstance(replica_specs, Mapping):
         total = sum(positive(each.get("replicas")) or 1 for each in replica_specs.values())
-        yield from pods_of(next(iter(replica_specs.values())).get("template"), images, hosts=total)
+        found = pods_of(next(iter(replica_specs.values())).get("template"), images, hosts=total)
+        yield from (replace(each, job=_rendezvous(total, each.devices)) for each in found)
     else:
         hosts *= positive(node.get("parallelism")) or 1
         instances *= positive(node.get("replicas")) or 1

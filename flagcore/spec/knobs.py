@@ -32,7 +32,7 @@ def knobs_of(
     Raises SpecError if the engine is not installed, or if it is not of this `kind`.
     """
     if name not in engines:
-        similar = get_close_matches(name, engines, n=3)
+        similar = get_close_matches(name.lower(), engines, n=3)
         fix = _("installed: {names}", names=", ".join(engines) or _("none"))
         fix = _(DID_YOU_MEAN, name=", ".join(similar)) if similar else fix
         raise spec_error(key, _("is not an installed engine"), value=name, fix=fix, file=file)

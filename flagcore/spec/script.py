@@ -28,6 +28,9 @@ TRACE_FUNCTIONS = tuple(f"BASH_FUNC_{name}%%" for name in ("scontrol", "tee", "x
 """Functions that the tracer defines. A script may export its own, for the shells that it starts."""
 ELSEWHERE = "TRACE_ELSEWHERE"
 """The variable that is set if a script is read for another machine: to 2 if it goes on where it gives up, else to 1."""
+HOSTS = "NHOSTS"
+"""The number of hosts that batch systems other than Slurm allocate. A trace has a file with their names."""
+_HOSTS_FILES = ("PBS_NODEFILE", "SGE_JOB_HOSTLIST", "PE_HOSTFILE", "PJM_O_NODEINF", "LSB_DJOB_HOSTFILE")
 UNSET = "TRACE_UNSET"
 """The variable of a `Record` with the names of the variables that were read, but are not set."""
 IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_")
@@ -73,7 +76,14 @@ def trace_script(
             problem, fix = "is a script with Windows line ends", f"remove them: sed -i 's/\\r$//' {file}"
             raise SpecError(key="train.command", value=" ".join(command), problem=problem, fix=fix)
     environment = {"USER": os.path.basename(os.path.expanduser("~")), **os.environ, **variables}
-    with tempfile.TemporaryDirectory(prefix="flagcore-trace-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="flagcore-trace-") as folder,
+        tempfile.NamedTemporaryFile("w", prefix="flagcore-hosts-") as names,
+    ):
+        if HOSTS in variables:
+            names.write("localhost\n" * int(variables[HOSTS]))
+            names.flush()
+            environment |= dict.fromkeys(_HOSTS_FILES, names.name)
         hosts = {} if "SLURM_JOB_NODELIST" in os.environ else {"BASH_FUNC_scontrol%%": HOSTS_FUNCTION}
         trace_variables = {**hosts, "BASH_ENV": str(Path(__file__).with_name("trace.bash")), "FLAGCORE_TRACE": folder}
         problem = _run_traced([bash, *words], directory, {**environment, **trace_variables})

@@ -16,7 +16,7 @@ from flagcore.i18n import _
 from flagcore.spec import containers as read
 from flagcore.spec.containers import CONTAINERS, positive
 from flagcore.spec.declared import declared_servers
-from flagcore.spec.script import ELSEWHERE, SHELLS, Record, is_script, names_script, trace_script
+from flagcore.spec.script import ELSEWHERE, HOSTS, SHELLS, Record, is_script, names_script, trace_script
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 ENDS_WITH = "ends with "
@@ -26,9 +26,14 @@ _LAUNCHERS = ("srun", "mpirun", "mpiexec", *_APPTAINER, "numactl", "taskset", "t
 _TERMINALS = ("tmux", "screen", "pm2")  # they start the commands in their arguments, each in one word
 _IMAGE_FILE = re.compile(r"^docker://|\.sif$")
 _MARKDOWN = re.compile(r"(?m)^ *```(?:bash|sh|shell|console|yaml|yml|dockerfile)?[ \t]*\n((?:.*\n)*?) *```")
-_MANIFEST = re.compile(r"\s*((#.*|\.\.\.)\n\s*)*(---|\{|[\w\"'./-]+:(\s|$))")
+_MANIFEST = re.compile(r"\s*((#.*|\.\.\.)\n\s*)*(---|\{?\s*[\w\"'./-]+\s*:(\s|$)|\{\s*[\"'])")
 _BROKEN_LINE = re.compile(r"\\[ \t]+(#.*)?\n")
 """A pattern of a line that should continue: pages often have blanks or comments after the backslash."""
+_BLOCK = re.compile(
+    r"(?m)((?:^|;)[ \t]*(?:\}|\)|done|fi|esac)[ \t]*(?:<[^>\n]*)?)"
+    r"(?:\d*|&)>+\|?[ \t]*(?!/dev/|[&(|>\s])(?:\"[^\"\n]*\"|[^\s;&|])+"
+)
+"""A pattern of a block whose output goes to a file: nothing of it is written."""
 _PLACEHOLDER = re.compile(r"(?<![<\w)])<([A-Za-z][^<>|&;()$`'\"\n]*(?<![\s=-]))>")
 """A pattern of `<words>` that the user should replace, which a shell would read as redirections."""
 _HERE_DOCUMENT = re.compile(
@@ -38,7 +43,12 @@ _HERE_DOCUMENT = re.compile(
 _BATCH_LINE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 _MOST_RANKS = 16
 """The most hosts whose programs are read one by one, which takes seconds."""
-_BATCH_SHORT = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}
+_OTHER_BATCHES = (
+    r"^#PBS .*?\b(?:select|nodes)=(\d+)|^#PJM .*?\bnode=(\d+)|^#BSUB .*?-nnodes (\d+)|^#\$ .*?-l rt_\w+=(\d+)",
+    r"^#PBS .*?\b(?:n?gpus|n_gpus)=(\d+)|^#PJM .*?\bgpu=(\d+)|^#BSUB .*?-gpu .*?num=(\d+)",
+)
+"""Patterns of the hosts, and of the devices per host, of PBS, Fujitsu's TCS, LSF and ABCI's Grid Engine."""
+_BATCH_SHORT = {"N": "nodes", "J": "job-name", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}
 
 
 def starts_of(
@@ -169,8 +179,11 @@ def _shell_text(words: Sequence[str]) -> Sequence[str]:
 
 
 def _readable(text: str) -> str:
-    """Return the text of a script with `[words]` for its placeholders, and with whole lines in place of broken ones."""
-    return _PLACEHOLDER.sub(lambda m: "[" + "_".join(m[1].split()) + "]", _BROKEN_LINE.sub("\\\n", text))
+    """Return the text of a script with `[words]` for its placeholders, whole lines in place of broken ones, and blocks
+    that write no file.
+    """
+    text = _BLOCK.sub(lambda m: f"{m[1]}> /dev/null", _BROKEN_LINE.sub("\\\n", text))
+    return _PLACEHOLDER.sub(lambda m: "[" + "_".join(m[1].split()) + "]", text)
 
 
 def _declared(
@@ -229,7 +242,9 @@ def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
                 name, value, equals = _BATCH_SHORT.get(word[1:2], word[1:2]), word[2:].lstrip("="), word[2:]
             options[name] = value if equals else "".join(words[number + 1 : number + 2])
     if not options:
-        return {}, 1, None
+        found = [re.search(pattern, text, re.MULTILINE) for pattern in _OTHER_BATCHES]
+        count, per_host = (int(each[each.lastindex or 0]) if each else None for each in found)
+        return ({HOSTS: str(count)} if count else {}), count or 1, per_host
     hosts = positive(options.get("nodes", "1").rpartition("-")[2]) or 1
     tasks = positive(options.get("ntasks-per-node")) or -(-(positive(options.get("ntasks")) or hosts) // hosts)
     per_node = options.get("gpus-per-node") or re.sub(r"^(?!gpu).*|,.*", "", options.get("gres", ""))
@@ -243,6 +258,8 @@ def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
         **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), "localhost"),
         **dict.fromkeys(("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE") if devices else (), devices),
         "SLURM_NTASKS_PER_NODE": tasks,
+        "SLURM_TASKS_PER_NODE": f"{tasks}(x{hosts})" if hosts > 1 else tasks,
+        "SLURM_JOB_NAME": options.get("job-name", "job"),
         "SLURM_CPUS_PER_TASK": options.get("cpus-per-task", 1),
         "SLURM_SUBMIT_DIR": directory,
     }

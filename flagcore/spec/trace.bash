@@ -9,7 +9,7 @@ __fc_tools=' arch awk basename bc cat comm cut date df dirname du egrep expr fal
  mx-smi ixsmi cnmon sed seq shuf sort ss stat tac tail test tr true uname uniq wc which whoami '
 __fc_tools=${__fc_tools//$'\n'/ }
 __fc_skipped_builtins=' bind caller compgen complete coproc enable fc hash history kill logout suspend trap ulimit '
-__fc_block='(^[[:space:]]*|;[[:space:]]*)(\}|\)|done|fi|esac)[[:space:]]*([0-9]*|&)>+\|?[[:space:]]*[^&(|>[:space:]]'
+__fc_block='(^[[:space:]]*|;[[:space:]]*)(\}|\)|done|fi|esac)[[:space:]]*(<[^>]*)?([0-9]*|&)>+\|?[[:space:]]*[^&(|>[:space:]]'
 __fc_assignment='^[A-Za-z_][A-Za-z0-9_]*(\[[^]]*\])?\+?='
 __fc_count=0 __fc_busy=0
 
@@ -23,6 +23,7 @@ if [[ -n ${TRACE_ELSEWHERE-} ]]; then
   cd() { if builtin cd "$@" 2> /dev/null; then __fc_away=; else __fc_away=${*: -1}; fi; }
   pushd() { builtin pushd "$@" &> /dev/null || builtin pushd . > /dev/null; }
   git() { pwd; }
+  wait() { :; }
 fi
 
 # With TRACE_ELSEWHERE=2, a script goes on where it gives up: for lack of a file, a tool or a variable.
@@ -104,6 +105,10 @@ __fc_name_unset() {
   local rest=$1 name
   [[ -n ${TRACE_ELSEWHERE-} ]] || return 0
   while [[ $rest =~ \'[^\']*\' ]]; do rest=${rest/"${BASH_REMATCH[0]}"/}; done
+  while [[ $rest =~ \$\(\(([^()]*)\)\) ]]; do  # names in arithmetic
+    rest=${rest/"${BASH_REMATCH[0]}"/}
+    for name in ${BASH_REMATCH[1]//[!A-Za-z0-9_]/ }; do [[ $name != [A-Za-z_]* ]] || rest+=" \$$name"; done
+  done
   while [[ $rest =~ \$(([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\}) ]]; do
     name=${BASH_REMATCH[2]}${BASH_REMATCH[3]} rest=${rest#*"${BASH_REMATCH[0]}"}
     [[ -n ${!name+set} || $name == *PATH || " $__fc_unset " == *" $name "* ]] || __fc_unset+="${__fc_unset:+ }$name"

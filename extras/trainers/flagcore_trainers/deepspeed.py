@@ -3,19 +3,23 @@
 Sources: DeepSpeed 0.19 `runtime/config.py`, `runtime/zero/config.py` and `runtime/engine.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flagcore.contracts import Costs, Workload
+from flagcore.domain.launch import Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, Merge, Rule
 from flagcore.domain.spec import Spec, Task
+from flagcore.engines.megatron.command.user_command import parse
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore_trainers import start
+from flagcore_trainers.importing import Imported, spec_of_deepspeed
 from flagcore_trainers.trainer import Trainer
 
 FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
@@ -65,6 +69,15 @@ class DeepSpeed(Trainer):
             if isinstance(merged[name], Mapping):
                 merged[name] = {**PROGRAM[name], **merged[name]}
         return super().with_program(merged)
+
+    def starts(self, command: Sequence[str], directory: str) -> bool:
+        """Return whether a command passes a configuration of DeepSpeed to a script that is not Megatron-LM's."""
+        named = [value for flag in FLAGS if isinstance(value := start.flag_value(command, flag), str)]
+        program = parse(command, directory)
+        return any(Path(each).suffix in start.SUFFIXES for each in named) and not (program and program.is_megatron)
+
+    def read_command(self, start: Start, directory: Path, model: str | None) -> Imported:
+        return spec_of_deepspeed(start, FLAGS, directory, model)
 
     def config_of(self, spec: Spec) -> str | None:
         """Return the path of the configuration file that the command names. Raises SpecError."""

@@ -6,17 +6,19 @@ configuration. Activation checkpointing is a subcommand, so it is the last word.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flagcore.contracts import Costs, Platform, Workload
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
 from flagcore.domain.spec import Task
+from flagcore.engines.megatron.command.user_command import parse
 from flagcore_trainers.fsdp2 import predict as fsdp2
 from flagcore_trainers.fsdp2.space import (
     AC,
@@ -33,6 +35,7 @@ from flagcore_trainers.fsdp2.space import (
     SHARD,
     TP,
 )
+from flagcore_trainers.importing import Imported, spec_of_torchtitan, starts_torchtitan
 from flagcore_trainers.trainer import Trainer
 
 CHECKPOINTING = "activation-checkpoint:"
@@ -76,6 +79,12 @@ class TorchTitan(Trainer):
     def with_program(self, program: object) -> Workload:
         """Return the engine with further knobs and arguments of `program`."""
         return super().with_program(_merged(program))
+
+    def starts(self, command: Sequence[str], directory: str) -> bool:
+        return starts_torchtitan(parse(command, directory))
+
+    def read_command(self, start: Start, directory: Path, model: str | None) -> Imported:
+        return spec_of_torchtitan(start, directory, model, list(PROGRAM["knobs"]))
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         """Return the predictions of the engine `fsdp2`, or those of ZeRO 3 for models that it does not have."""

@@ -54,7 +54,7 @@ from flagcore.spec.schema import CommonSection, TrainSection
 from flagcore.spec.script import UNSET
 from flagcore.spec.serving import ProfileSection, ServeSection
 from flagcore.spec.starts import ENDS_WITH, starts_of
-from flagcore.spec.validate import Section
+from flagcore.spec.validate import LONGEST_TEXT, Section
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.predict import record
@@ -70,6 +70,7 @@ _DEVICES, _NIC, _HERE = "VISIBLE_DEVICES", re.compile("_(IFNAME|HCA)$"), re.comp
 _OF_COPY = re.compile(r" --([\w-]*port|node.rank|data-parallel-(start-)?rank)[= ]\S+| --headless")
 _FOLLOWER = re.compile("--(node|data-parallel|data-parallel-start).rank[= ][1-9]|--headless")
 """Patterns of the arguments that copies of a server have of their own, and of those of its other hosts."""
+_SCRIPT = re.compile(r"\b(?:ba|da)?sh (?:-\w+ )*([^\s'\"]+\.(?:sh|bash|slurm|sbatch))\b")
 _TOOLS = re.compile(
     r"(sudo (-\S+ )*)?\S*\b(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl|hf|cmake|make|cp|mv|ln|rm|which"
     r"|pkill|killall|pgrep|systemctl|journalctl|docker (stop|rm|logs|ps|inspect|kill|pull)|screen -X"
@@ -114,24 +115,35 @@ def read_command(
     failed = next((n for n, each in enumerate(programs) if each.words[0].startswith(ENDS_WITH)), len(programs))
     first = _engines(workloads, programs[:failed])
     found = first or _engines(workloads, programs)
-    gave_up = None if first else _not_one(words, content or "", programs[: failed + 1], {})
-    if error := _not_one(words, content or "", programs, found):
+    shown = " ".join(words[1:] if content else words) or None
+    gave_up = None if first or failed == len(programs) else _not_one(shown, content or "", programs, {})
+    if error := _untuned(shown, content or "", programs, found):
+        raise error
+    if error := _not_one(shown, content or "", programs, found):
         raise gave_up or error
     ((name, *_words), start) = next(iter(found.items()))
-    workload, notes = workloads[name], Notes()
-    for each in programs[failed : failed + 1]:
-        notes.note("command", f"the script {each.words[0]}: what follows is {'not ' if first else ''}read")
+    workload, path = workloads[name], absolute_model(model, Path()) if model is not None else None
     has_script = workload.kind == "train" and bool(start.script)
-    variables = {**start.envs, **start.job} if has_script else start.envs
-    envs = _envs(variables, notes, start, content or shlex.join(words))
-    path = absolute_model(model, Path()) if model is not None else None
-    read = replace(start, envs={**start.job, **envs} if has_script else envs)
-    try:
-        data, engine_notes = _read_start(workload, read, path, has_script, notes)
-    except SpecError as error:
-        problem, fix = "is not set, but the script uses it", "set it, or write its value in the command"
-        missing = [SpecError(key=each, problem=problem, fix=fix) for each in _unset(start)]
-        raise join_errors([*(gave_up.problems if gave_up else ()), *error.problems, *missing]) from None
+    is_long = has_script and max(map(len, start.script)) > LONGEST_TEXT  # it has placeholders, and is no file as it is
+    for with_script in [True, False] if has_script and not is_long else [False]:
+        notes = Notes()
+        for each in programs[failed : failed + 1]:
+            notes.note("command", f"the script {each.words[0]}: what follows is {'not ' if first else ''}read")
+        if has_script and not with_script:
+            why = "is long" if is_long else "cannot start it in trials"
+            notes.note("train.command", f"is the program without the script, which {why}", "train.command")
+        envs = _envs({**start.envs, **(start.job if with_script else {})}, notes, start, content or shlex.join(words))
+        read = replace(start, envs=envs)
+        read = replace(read, envs={**start.job, **envs}, words=start.script) if with_script else read
+        try:
+            data, engine_notes = workload.read_command(read, Path.cwd(), path)
+            break
+        except SpecError as error:
+            if with_script and error.key == "train.command":
+                continue
+            problem, fix = "is not set, but the script uses it", "set it, or write its value in the command"
+            missing = [SpecError(key=each, problem=problem, fix=fix) for each in _unset(start)]
+            raise join_errors([*(gave_up.problems if gave_up else ()), *error.problems, *missing]) from None
     if (unset := _unset(start)) and str(data["model"]).endswith("/") and not os.path.isdir(data["model"]):
         problem = _("ends with a variable that is not set: {names}", names=", ".join(unset))
         raise SpecError(key="model", value=data["model"], problem=problem, fix=_("set it, or add --model"))
@@ -167,22 +179,6 @@ def _unset(start: Start) -> list[str]:
     """Return the names of the variables in a program's script that are not set, without those of a machine."""
     names = start.envs.get(UNSET, "").split()
     return [each for each in names if not (is_secret(each) or _OF_MACHINE.search(each) or _OF_HOST.fullmatch(each))]
-
-
-def _read_start(
-    workload: Workload, start: Start, model: str | None, has_script: bool, notes: Notes
-) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Return the data of a spec for a program, with notes. Raises SpecError. With `has_script`, trials run the
-    program's script, if it starts the program directly."""
-    try:
-        script = replace(start, words=start.script) if has_script else start
-        return workload.read_command(script, Path.cwd(), model)
-    except SpecError as error:
-        if not has_script or error.key != "train.command":
-            raise
-    data, engine_notes = workload.read_command(start, Path.cwd(), model)
-    notes.note("train.command", "is the program without the script, which starts it in another shell", "train.command")
-    return data, engine_notes
 
 
 def _engine_table(name: str) -> Mapping[str, Mapping[str, Any]]:
@@ -245,29 +241,43 @@ def _is_word(name: str, value: str, words: Sequence[str], text: str) -> bool:
     return value in values and ("/" in value or is_named or bool(re.search(rf"\$[{{(]?{name}\b", text)))
 
 
-def _not_one(
-    words: Sequence[str], text: str, programs: Sequence[Start], found: Mapping[tuple[str, str, str], Start]
+def _untuned(
+    value: str | None, text: str, programs: Sequence[Start], found: Mapping[tuple[str, str, str], Start]
 ) -> SpecError | None:
-    """Return the error for an input that starts no engine (with what flagcore does not tune) or several, or None."""
-    commands, value = [shlex.join(each.words) for each in programs], " ".join(words[1:] if text else words) or None
-    unknown = [each.words[0] for each in programs if each.words[0].startswith(IMAGE) and each.words[1:]]
+    """Return the error for an input that starts what flagcore does not tune, by its name, or None."""
+    commands = [each for start in programs if not _TOOLS.match(each := shlex.join(start.words))]
+    is_image = len(programs) > 1 and any(each.words[0].startswith(IMAGE) and each.words[1:] for each in programs)
     for name, row in _engine_table("untuned").items():
-        if (found or (unknown and len(programs) > 1)) and not row.get("always"):
+        if (found or is_image) and not row.get("always"):
             continue
-        in_words = "words" in row and any(re.search(row["words"], each) for each in commands if not _TOOLS.match(each))
+        in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
         if in_words or ("text" in row and re.search(row["text"], text, re.MULTILINE)):
             fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
             problem = _("starts {name}, which `flag import` does not read", name=name)
             if row.get("is"):
                 problem = _("is {name}, which `flag import` does not read", name=name)
             return SpecError(key="command", value=value, problem=problem, fix=row.get("fix") or fix)
+    return None
+
+
+def _not_one(
+    value: str | None, text: str, programs: Sequence[Start], found: Mapping[tuple[str, str, str], Start]
+) -> SpecError | None:
+    """Return the error for an input that does not start exactly one engine, or None."""
+    commands = [shlex.join(each.words) for each in programs]
+    unknown = [each.words[0] for each in programs if each.words[0].startswith(IMAGE) and each.words[1:]]
     if len(found) == 1:
         return None
     failure = next((each.words[0] for each in programs if each.words[0].startswith(ENDS_WITH)), "")
     if failure and not found:
         problem = _("starts no engine: it {failure}", failure=redact_text(failure))
         fix = _("give its arguments, as in `flag import -- bash FILE ARGUMENT`, set its variables, or give its command")
-        return SpecError(key="command", value=value, problem=problem, fix=fix)
+        return SpecError(key="command", value=value, problem=problem, fix=_with_unset(fix, programs))
+    absent = [each[1] for each in map(_SCRIPT.search, commands) if each and not os.path.isfile(each[1])]
+    if absent and not found:
+        problem = _("starts no engine: the script {file}, which it starts, is not here", file=redact_text(absent[0]))
+        fix = _("give that script, or start from the folder to which its path belongs")
+        return SpecError(key="command", value=value, problem=problem, fix=_with_unset(fix, programs))
     texts = [redact_text(shlex.join(each.words)) for each in [*(found.values() or programs)][-4:]]
     common = next((n for n, each in enumerate(zip(*texts, strict=False)) if len({*each}) > 1), 0) * (len(found) > 1)
     common = texts[0].rfind(" ", 0, common) + 1 if texts else 0
@@ -284,6 +294,12 @@ def _not_one(
     elif unknown:
         fix = _("the entry point of the image is not known: write the program before its arguments")
     return SpecError(key="command", value=value, problem=problem, fix=fix)
+
+
+def _with_unset(fix: str, programs: Sequence[Start]) -> str:
+    """Return a fix with the names of the variables of a script that are not set."""
+    names = dict.fromkeys(name for each in programs for name in _unset(each))
+    return _("{fix}; not set: {names}", fix=fix, names=", ".join([*names][:6])) if names else fix
 
 
 TRAINING: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}

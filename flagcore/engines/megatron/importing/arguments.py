@@ -117,6 +117,8 @@ def _recompute(flags: Flags) -> dict[str, Any]:
         knobs = {RECOMPUTE[0]: "full", RECOMPUTE[1]: "uniform", RECOMPUTE[2]: 1, **knobs}
     if RECOMPUTE[0] not in knobs:
         return {"use_recompute": False}
+    if knobs[RECOMPUTE[0]] == "full":
+        knobs.setdefault(RECOMPUTE[2], 1)  # the default of old releases; others require it
     if knobs.get("recompute_num_layers") == 0:
         if knobs.get("recompute_method") == "block":
             flags.note("recompute_num_layers", "0: nothing is recomputed", "auto_tuner.baseline")
@@ -204,6 +206,9 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     """
     section: dict[str, Any] = {key: value for key in TABLES["model"] if (value := flags.get(key)) is not None}
     problems = []
+    if not {"num_layers", "hidden_size", "num_attention_heads"} & section.keys():
+        problem, fix = "are not in the command: it reads them from a checkpoint, or is another program", "give --model"
+        raise flags.source.error("--num-layers, --hidden-size and --num-attention-heads", problem, fix=fix)
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         if key not in section:
             problems.append(flags.source.error(flags.key(key), "is missing", fix=_MISSING))
@@ -279,9 +284,14 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
     if experts is None:
         return {}
     sizes = {key: value for key in TABLES["experts"] if (value := flags.get(key)) is not None}
+    if (shared := flags.get("n_shared_experts")) and (width := sizes.get("moe_ffn_hidden_size")):
+        sizes.setdefault("moe_shared_expert_intermediate_size", shared * width)
     section = {"num_moe_experts": experts, "moe_router_topk": 2, **sizes}
     pattern = _pattern(frequency, layers)
     dense = pattern.index(1) if 1 in pattern else len(pattern)
+    if (first := flags.get("first_k_dense_replace")) and dense == 0:
+        dense = min(first, layers)
+        pattern = [0] * dense + pattern[dense:]
     if pattern != [0] * dense + [1] * (layers - dense) or dense >= layers:
         key, problem = flags.key("moe_layer_freq"), "must be dense layers first, then MoE layers"
         flags.source.report(key, problem, value=frequency, fix="use e.g. [0]+[1]*26")

@@ -1,14 +1,15 @@
 """Converts a Megatron-LM command, or a script that starts one, to a spec."""
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote
-from flagcore.engines.megatron.command.arguments import Argument, release_table
+from flagcore.engines.megatron.command.arguments import Argument, ArgumentSpec, release_table
 from flagcore.engines.megatron.command.user_command import UserCommand, detected_release, parse_settings, read_command
 from flagcore.engines.megatron.importing.arguments import (
     SIZES,
@@ -24,7 +25,7 @@ from flagcore.i18n import _
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import load_json
-from flagcore.spec.public import find_public
+from flagcore.spec.public import public_models, public_name
 
 
 def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
@@ -39,7 +40,7 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
     if not flags.names():
         problem, fix = "has no argument of Megatron-LM: variables are not set, or it is a part", "give all of it"
         raise SpecError(key="command", value=" ".join(user_command.words), problem=problem, fix=fix)
-    cluster = _cluster(user_command, notes, start)
+    cluster = cluster_of(user_command, notes, start)
     devices = cluster["nodes"] * (cluster["devices_per_node"] if cluster["devices_per_node"] != "auto" else 1)
     if model:
         section = asdict(model_from(model, base=directory))
@@ -66,7 +67,12 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
 def _flags(command: UserCommand, notes: Notes) -> Flags:
     """Return the arguments of a command by name. If an argument is repeated, its last value is used, as in argparse."""
     table = release_table(detected_release(command, {}))
-    words = [new for each in command.arguments for new in TABLES["renamed"].get(each, [each])]
+    own = {
+        f"--{name.replace('_', '-')}": ArgumentSpec(flags=(), dest=name, type=kind)
+        for name, kind in TABLES["of_forks"].items()
+    }
+    table = replace(table, by_flag={**release_table(None).by_flag, **own, **table.by_flag})  # forks take over others
+    words = [new for each in command.arguments for new in _renamed(*each.partition("="))]
     arguments, problems = table.parse(words)
     for problem in problems:
         spec = table.find(problem.flag) if problem.problem.startswith("takes one value") and not problem.value else None
@@ -74,7 +80,16 @@ def _flags(command: UserCommand, notes: Notes) -> Flags:
             fix = "write its value, which may be an empty variable of the script"
             notes.report(problem.flag, "has no value", fix=fix)
         notes.note(problem.flag or problem.value, f"{problem.problem}: not in the predictions", "train.command")
+    for each in arguments:
+        if each.spec.values == "*" and not each.values:
+            notes.note(each.flag, "has no value: a variable of the script may be empty", "train.command")
     return Flags(notes, {each.flag: _value(each) for each in arguments}.items())
+
+
+def _renamed(flag: str, equals: str, value: str) -> list[str]:
+    """Return the words in place of a word, with the flag of the newest release in place of another name."""
+    *before, last = TABLES["renamed"].get(flag, [flag])
+    return [*before, f"{last}{equals}{value}"]
 
 
 def _value(argument: Argument) -> Any:
@@ -85,19 +100,54 @@ def _value(argument: Argument) -> Any:
         return " ".join(argument.values) if argument.spec.choices else None
 
 
-def _cluster(command: UserCommand, notes: Notes, start: Start) -> dict[str, Any]:
-    """Return the section `cluster` from the options of torchrun, or else from the surroundings of the command."""
+def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, Any]:
+    """Return the section `cluster` from the options of the launcher, or else from the surroundings of the command."""
     option = command.option("nproc-per-node", "nproc_per_node")
-    devices = option.value if option else "1" if command.launcher and start.devices is None else ""
-    devices = devices if devices.isdecimal() else str(start.devices or "auto")
+    hosts, per_host = _of_launcher(command, notes, start.hosts * start.instances)
+    has_starter = hosts > 1 or bool(_STARTERS.search(" ".join(command.prefix)))
+    default = "1" if option is None and (command.launcher or not has_starter) else "auto"
+    devices = option.value if option else ""
+    devices = devices if devices.isdecimal() else str(per_host or start.devices or default)
     nodes = option.value.rpartition(":")[2] if (option := command.option("nnodes")) else ""
     if not devices.isdecimal():
         notes.note("cluster.devices_per_node", "is not in the command; auto is the number on this machine", "cluster")
     return {
         "chip": "auto",
-        "nodes": int(nodes) if nodes.isdecimal() else start.hosts * start.instances,
+        "nodes": int(nodes) if nodes.isdecimal() and int(nodes) else hosts,
         "devices_per_node": int(devices) if devices.isdecimal() else "auto",
     }
+
+
+_STARTERS = re.compile(r"(^|[ /])(srun|mpirun|mpiexec|orterun)( |$)")
+_TASKS = re.compile(r" (?:-np|--np|-n|--ntasks)(?:[ =]+(\S*)|(?=\d)(\d+))")
+_TASKS_PER_HOST = re.compile(
+    r" (?:-{1,2}npernode|-{1,2}ppn|--ntasks-per-node|--gpus-per-node|\S*ppr)[ =:]+(?:\w+:)?(\d+)\b"
+)
+_HOSTS = re.compile(r" (?:--nodes[ =]|-N ?)(\d+)")
+
+
+def _of_launcher(command: UserCommand, notes: Notes, hosts: int) -> tuple[int, int]:
+    """Return the number of hosts, by default `hosts`, and the ranks per host (or 0) that srun or mpirun start."""
+    text = f" {' '.join(command.prefix)}"
+    starter = _STARTERS.search(text)
+    if starter is None:
+        return hosts, 0
+    text = text[starter.end() - 1 :]
+    tasks, per_host, given = (pattern.search(text) for pattern in (_TASKS, _TASKS_PER_HOST, _HOSTS))
+    per = int(per_host[1]) if per_host and not command.launcher else 0
+    if starter[2] == "srun":
+        return (int(given[1]) if given else hosts), per
+    if given and not per:  # -N of Open MPI
+        per = int(given[1])
+    count = re.sub("^-.*", "", tasks[1] or tasks[2] or "") if tasks else ""
+    if tasks and not (count.isdecimal() and int(count)):
+        fix = "set the variables of the batch system that the script uses, as in NHOSTS=4 flag import FILE"
+        notes.report(tasks[0].split()[0], "has no number of processes", value=count or None, fix=fix)
+        return hosts, per
+    total = int(count or 0)
+    if command.launcher:  # a torchrun on each host
+        return (total or hosts), 0
+    return (max(1, total // per), per) if per and total else (hosts, per or -(-total // hosts))
 
 
 def _global_batch(flags: Flags, baseline: dict[str, Any], devices: int) -> Any:
@@ -132,16 +182,46 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
         if flags.has(name) and path.is_file() and path.suffix == ".json" and (size := _size_in(path, keys)):
             flags.note("vocab_size", f"{size}, from {path}", "model.vocab_size")
             return size
-    if (found := find_public(str(flags.get("tokenizer_model")))) and (size := found[0].get("vocab_size")):
-        flags.note("vocab_size", f"{size}, that of the public model with this tokenizer", "model.vocab_size")
-        return int(size)
+    for part in [part for name in _TOKENIZERS for part in Path(str(flags.get(name, ""))).parts[:-3:-1]]:
+        known = public_name(part.removeprefix("models--").replace("--", "/"))
+        if known and (size := public_models()[known].get("vocab_size")):
+            flags.note("vocab_size", f"{size}, that of {known}, which the tokenizer's path names", "model.vocab_size")
+            return int(size)
     tokenizer = str(flags.get("tokenizer_type", "GPT2BPETokenizer"))  # GPT2BPETokenizer is pretrain_gpt.py's default
     if size := TABLES["vocabularies"].get(tokenizer):
         flags.note("vocab_size", f"{size}, the usual vocabulary of {tokenizer}", "model.vocab_size")
         return int(size)
+    if name := _of_shape(flags):
+        size = public_models()[name]["vocab_size"]
+        flags.note("vocab_size", f"{size}, that of {name}, which has this shape", "model.vocab_size")
+        return int(size)
     fix = "add it to the command, or give the model's Hugging Face directory as --model"
     flags.source.report("--vocab-size", "is missing, and the tokenizer's files do not give it", fix=fix)
     return None
+
+
+_TOKENIZERS = ("tokenizer_model", "tokenizer_name_or_path")
+_SHAPE = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+}
+
+
+def _of_shape(flags: Flags) -> str:
+    """Return the public model with the shape of the command, or an empty text if none or different ones have it."""
+    wanted = [flags.get(name) for name in _SHAPE]
+    if None in wanted[:-1] or flags.has("num_experts"):
+        return ""
+    wanted[-1] = wanted[-1] or wanted[-2]
+    found = dict[object, str]()
+    for name, config in public_models().items():
+        heads = config.get("num_key_value_heads", config.get("num_attention_heads"))
+        if [*(config.get(key) for key in [*_SHAPE.values()][:-1]), heads] == wanted:
+            found.setdefault(config.get("vocab_size"), name)
+    return next(iter(found.values())) if len(found) == 1 and None not in found else ""
 
 
 def _size_in(path: Path, keys: Sequence[str]) -> int:

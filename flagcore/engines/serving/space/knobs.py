@@ -54,7 +54,7 @@ def axes(
     baseline = task.spec.baseline or {}
     for values, section in ((task.spec.space, "space"), (baseline, "baseline")):
         _knobs_by_key(values, knobs, task.spec.serve.engine, f"auto_tuner.{section}.")
-    result = []
+    result, wide = [], wide_values(task, fixed)
     for knob in knobs:
         if knob.name == PREFILL_DECODE:
             knob = replace(knob, words=placement.known_roles(task))
@@ -64,6 +64,8 @@ def axes(
             extra_values.append(knob.parse(baseline_value, f"auto_tuner.baseline.{knob.name}"))
         by_default = task.spec.serve.default_space and any(name in (*DEFAULT_SPACE, CONTEXT) for name in knob.names)
         searched = task.listed_values(knob, AUTO if by_default and knob.name not in fixed else [value])
+        if knob.name in wide and knob.is_available(version):
+            searched = wide[knob.name]
         if not knob.is_available(version) and AUTO in (knob.value_in(task.spec.space), by_default and AUTO):
             searched = (knob.neutral,)
         set_value = next((each for each in (*searched, *extra_values) if each != knob.neutral), None)
@@ -75,6 +77,20 @@ def axes(
             raise SpecError(key=key, value=set_value, problem=problem, fix=fix)
         result.append(knob.axis(searched, extra_values))
     return tuple(result)
+
+
+def wide_values(task: Task, fixed: Mapping[str, KnobValue]) -> dict[str, tuple[KnobValue, ...]]:
+    """Return the values that a spec without a space searches to serve experts on several hosts, by knob.
+
+    These are values of PREFILL_DECODE, and settings of published recipes. The result is empty if there is nothing to
+    search, or if the baseline or `fixed` sets one of these knobs.
+    """
+    copies = (None, (task.spec.model.num_moe_experts or 0) // 8)
+    recipe: dict[str, tuple[KnobValue, ...]] = {REDUNDANT: copies, BALANCING: (False, True)}
+    recipe["mem_fraction_static"] = (None, RECIPE_SHARE)
+    is_set = {PREFILL_DECODE, *recipe} & {*fixed, *(task.spec.baseline or {})}
+    pairs = placement.balanced_roles(task) if task.spec.serve.default_space and not is_set else ()
+    return {PREFILL_DECODE: pairs, **recipe} if len(pairs) > 1 else {}
 
 
 def parse(values: Mapping[str, object], knobs: Sequence[Knob], engine: str) -> dict[str, KnobValue]:
@@ -216,7 +232,10 @@ MOE, QUANTIZATION = "moe_backend", "quantization"
 KV, PREFIX, EAGER = "kv_cache_type", "enable_prefix_caching", "enforce_eager"
 TRANSFER, TOWER = "kv_transfer", "mm_encoder_tp_mode"
 EXCHANGE, OVERLAP = "all2all_backend", "two_batch_overlap"
-REDUNDANT, BALANCING = "redundant_experts", "enable_eplb"
+REDUNDANT, BALANCING = placement.COPIES
+RECIPE_SHARE = "0.84"
+"""SGLang's share of memory in recipes for wide expert parallelism: 0.82 to 0.85 (lmsys.org, 2025-05-05;
+ishandhanani/srt-slurm @f64d2b9f). Its default would leave no cache, because it grows with the prefill chunk."""
 GATHERING = ("none", "naive", "allgather_reducescatter")
 """The values of EXCHANGE with which all attention ranks gather all tokens."""
 EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)

@@ -29,6 +29,12 @@ PREFILL_LIMITS = ("max_num_batched_tokens", "chunked_prefill_size", "max_prefill
 DECODE_LIMITS = ("max_num_seqs", "max_running_requests", "cudagraph_mode", "speculation", "speculative_tokens")
 """Knobs that affect only prefill instances, or only decode instances. For the other kind, the engine's defaults apply.
 """
+COPIES = ("redundant_experts", "enable_eplb")
+"""Knobs that affect only instances with expert parallelism."""
+ANSWER_COST = 2.5
+"""Time of a device for a token of an answer, relative to a token of a prompt. It only selects divisions of devices.
+Published node rates of DeepSeek have ratios of 2.3 (H100), 2.4 (GB200) and 2.9 (H20; lmsys.org, 2025-05-05, 2025-06-16
+and 2025-09-26)."""
 MAX_COUNTS = 12
 """Maximum number of divisions of the devices between two layouts that `auto` tries. A choice: then, neighboring
 divisions differ by less than a tenth of the devices."""
@@ -108,6 +114,27 @@ def auto_roles(task: Task) -> tuple[KnobValue, ...]:
     instances.
     """
     return (None, *(_divisions(task) if is_rate(task.spec.objective) else ()))
+
+
+def balanced_roles(task: Task) -> tuple[KnobValue, ...]:
+    """Return the values of PREFILL_DECODE that a spec without a space searches.
+
+    They are None (not set) and, for a rate of a model with experts on several hosts, some values of `auto`: for each
+    layout of the prefill instances, with one and with several decode instances, the value whose share of devices for
+    decoding is closest to the share of the work (see `ANSWER_COST`). Decode instances have attention DP groups.
+    """
+    cards, smallest, loads = Hardware.of(task).cards, min_devices(task), task.spec.serve.loads
+    if Hardware.of(task).hosts == 1 or task.spec.model.num_moe_experts is None:
+        return (None,)
+    answers = ANSWER_COST * sum(load.output_len for load in loads)
+    share = answers / (answers + sum(load.input_len for load in loads))
+    pairs = [(*roles(str(word)), word) for word in auto_roles(task)[1:]]
+    pairs.sort(key=lambda pair: abs(pair[1].count * pair[1].devices / cards - share))
+    closest: dict[tuple[Role, bool], KnobValue] = {}
+    for prefill, decode, word in pairs:
+        if decode.dp > 1 and min(prefill.devices, decode.devices) >= smallest:
+            closest.setdefault((replace(prefill, count=1), decode.count > 1), word)
+    return (None, *closest.values())
 
 
 def _divisions(task: Task) -> tuple[str, ...]:
@@ -193,8 +220,11 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
     )
 
 
-def of_each_kind(task: Task, rule: Rule) -> Rule:
-    """Return a rule that applies the layout rule `rule` also to the prefill and decode instances of PREFILL_DECODE."""
+def of_each_kind(task: Task, rule: Rule, *, one_suffices: bool = False) -> Rule:
+    """Return a rule that applies the layout rule `rule` also to the prefill and decode instances of PREFILL_DECODE.
+
+    Both kinds must obey the rule, or only one of them if `one_suffices`.
+    """
     pairs = [None, *map(roles, known_roles(task))]
     tables = [
         {knob: np.array([pair[kind].layout[knob] if pair else 1 for pair in pairs]) for knob in SPLITS.values()}
@@ -204,7 +234,7 @@ def of_each_kind(task: Task, rule: Rule) -> Rule:
     def broken(c: Columns) -> BoolArray:
         codes = c[PREFILL_DECODE]
         kinds = [{**c, **{knob: table[codes] for knob, table in each.items()}} for each in tables]
-        of_kinds = np.any([rule.broken(columns) for columns in kinds], axis=0)
+        of_kinds = (np.all if one_suffices else np.any)([rule.broken(columns) for columns in kinds], axis=0)
         return np.where(codes > 0, of_kinds, rule.broken(c) if set(rule.knobs) <= set(c) else False)
 
     return Rule(name=rule.name, knobs=(*rule.knobs, PREFILL_DECODE), message=rule.message, broken=broken)
@@ -258,14 +288,10 @@ def _places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int, 
 def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
     """Return the knob values of the prefill or decode instances (`kind`), without limits for the other kind."""
     pair = roles(str(values[PREFILL_DECODE]))
-    other_limits = DECODE_LIMITS if kind == PREFILL else PREFILL_LIMITS
-    kind_values = {name: value for name, value in values.items() if name not in other_limits}
-    return {
-        **kind_values,
-        PREFILL_DECODE: None,
-        INSTANCES: sum(each.count for each in pair),
-        **pair[KINDS.index(kind)].layout,
-    }
+    layout = pair[KINDS.index(kind)].layout
+    unused = (*(DECODE_LIMITS if kind == PREFILL else PREFILL_LIMITS), *(COPIES if layout[EP] == 1 else ()))
+    kind_values = {name: value for name, value in values.items() if name not in unused}
+    return {**kind_values, PREFILL_DECODE: None, INSTANCES: sum(each.count for each in pair), **layout}
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,4 +401,6 @@ def instance_kinds(task: Task, columns: Columns) -> InstanceKinds:
             kind_columns[knob] = np.where(role == place + 1, of_kind, kind_columns[knob])
         counts = np.array([pair[place].count for pair in pairs])
         number = np.where(role == place + 1, counts[pair_of_row], number)
+    for knob in kind_columns.keys() & {*COPIES}:
+        kind_columns[knob] = np.where((role > 0) & (kind_columns[EP] == 1), 0, kind_columns[knob])
     return InstanceKinds(owner, number, kind_columns, role)

@@ -21,7 +21,16 @@ from flagcore.engines.serving.space.hardware import (
     longest_request,
 )
 from flagcore.engines.serving.space.installed import strip_dashes
-from flagcore.engines.serving.space.knobs import BACKEND, CONTEXT, DRAFTED, LAYOUT, SPECULATION, TOWER, tensor_sizes
+from flagcore.engines.serving.space.knobs import (
+    BACKEND,
+    CONTEXT,
+    DRAFTED,
+    LAYOUT,
+    SPECULATION,
+    TOWER,
+    tensor_sizes,
+    wide_values,
+)
 from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.weights import context_limit
 from flagcore.errors import SpecError
@@ -93,8 +102,25 @@ def forbidden(task: Task, program: Program) -> tuple[Rule, ...]:
     items = program.forbidden.items()
     rules = [_forbidden(program, name, item) for name, item in items if on_cores or not item.get("on_cores")]
     layout_knobs = {*placement.SPLITS.values()}
-    return tuple(
-        placement.of_each_kind(task, rule) if has_kinds and layout_knobs & {*rule.knobs} else rule for rule in rules
+    recipe = {*wide_values(task, program.parse(task.spec).fixed)} & {knob.name for knob in program.knobs}
+    names = tuple(sorted(recipe - {PREFILL_DECODE}))
+    combined = Rule(
+        name="recipe_of_kinds",
+        knobs=(PREFILL_DECODE, *names),
+        message=f"a spec without a space sets {', '.join(names)} together, and with {PREFILL_DECODE}",
+        broken=lambda c: (
+            np.any([(c[name] > 0) != (c[names[0]] > 0) for name in names], axis=0)
+            | ((c[names[0]] > 0) & (c[PREFILL_DECODE] == 0))
+        ),
+    )
+    return (
+        *(
+            placement.of_each_kind(task, rule, one_suffices=bool({*placement.COPIES} & {*rule.knobs}))
+            if has_kinds and layout_knobs & {*rule.knobs}
+            else rule
+            for rule in rules
+        ),
+        *((combined,) if names else ()),
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
 
+from flagcore.domain.serving import Load
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import Instance
@@ -270,3 +271,20 @@ def test_experts_are_split_over_hosts_with_copies() -> None:
     assert illegal(SGLANG, task, pair, redundant_experts=64) == []
     assert illegal(SGLANG, task, "1xtp1dp24ep24+1xtp1dp72ep72", redundant_experts=32) == []
     assert illegal(SGLANG, task, "1xtp1dp32+1xtp1dp64", redundant_experts=64) == ["load_balancing"]
+    assert illegal(SGLANG, task, "6xtp8+1xtp1dp48ep48", redundant_experts=32) == []
+    values = {PREFILL_DECODE: "6xtp8+1xtp1dp48ep48", "redundant_experts": 32}
+    copies = [placement.of_kind(values, kind).get("redundant_experts") for kind in placement.KINDS]
+    assert copies == [None, 32]  # an instance that does not divide its experts has none
+
+
+def test_a_spec_without_a_space_divides_hosts_by_the_work_of_prompts_and_answers() -> None:
+    experts = replace(EXPERTS, num_moe_experts=256)
+    pairs = []
+    for output_len in (100, 2000):
+        loads = (Load(input_len=2000, output_len=output_len, concurrency=16),)
+        task = cards(SGLANG, 96, hosts=12, model=experts, default_space=True, loads=loads)
+        pairs.append([placement.roles(str(word)) for word in placement.balanced_roles(task)[1:]])
+        assert 2 <= len(pairs[-1]) <= 30
+    few, many = (sum(decode.count * decode.devices for _, decode in each) / len(each) for each in pairs)
+    assert 2 * few < many
+    assert placement.balanced_roles(cards(SGLANG, 8, model=experts, default_space=True)) == (None,)

@@ -1,0 +1,229 @@
+"""Converts commands of DeepSpeed and torchtitan to specs: the command stays, and its configuration is the baseline.
+
+Sources: DeepSpeed 0.19 `launcher/runner.py` and `runtime/config.py`; the recipes of torchtitan's `train_configs`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.launch import Start
+from flagcore.domain.spec import ImportNote
+from flagcore.engines.megatron.command.user_command import UserCommand, parse
+from flagcore.engines.megatron.importing.command import cluster_of
+from flagcore.errors import SpecError, join_errors
+from flagcore.spec.importing import Notes
+from flagcore.spec.models import model_from
+from flagcore.spec.plain_data import read_text
+from flagcore.spec.public import absolute_model, public_name
+from flagcore_trainers import start as files
+
+Imported = tuple[dict[str, Any], Sequence[ImportNote]]
+MODEL_FLAGS = ("model_name_or_path", "model_name", "model", "pretrained_model_name_or_path", "base_model")
+LENGTH_FLAGS = (
+    *("max_seq_len", "max_seq_length", "model_max_length", "seq_length", "seq_len", "block_size", "cutoff_len"),
+    *("max_length", "max_len", "sequence_length"),
+)
+MICRO, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+"""Arguments of Hugging Face's Trainer, and of scripts that follow it."""
+
+
+def option(words: Sequence[str], *names: str) -> Any:
+    """Return the value of the first of the options that the command sets, written with - or _, or None."""
+    flags = [f"--{each}" for name in names for each in dict.fromkeys((name, name.replace("_", "-")))]
+    return next((value for flag in flags if (value := files.flag_value(words, flag)) is not None), None)
+
+
+def number(value: object) -> int | None:
+    """Return a positive whole number, or None for anything else, such as `auto`."""
+    return int(str(value)) if str(value).isdecimal() and int(str(value)) > 0 else None
+
+
+def _model(given: str | None, names: Sequence[object], directory: Path, notes: Notes) -> str:
+    """Return the model. `names`: what the command calls it, which may be a path elsewhere."""
+    for name in filter(None, (given, *map(str, filter(None, names)))):
+        with suppress(SpecError):
+            model_from(name, base=directory)
+            return absolute_model(name, directory)
+        if given is None and (known := public_name(name.rstrip("/"))):
+            notes.note("model", f"has the shape of {known}, as its name says", "model")
+            return known
+    if given is not None:
+        model_from(given, base=directory)  # raises the error
+    fix = "give its Hugging Face directory or public name as --model"
+    notes.report("model", "is not known from the command", value=next(filter(None, names), None), fix=fix)
+    return ""
+
+
+def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model: str | None) -> Imported:
+    """Return the data of a spec for a command with a configuration of DeepSpeed, and notes. Raises SpecError."""
+    words, notes = list(start.words), Notes()
+    config = next((value for flag in flags if isinstance(value := files.flag_value(words, flag), str)), None)
+    if config is None:
+        raise _no_program(words)
+    content = files.read_config(config, str(directory), key=flags[0])
+    cluster = _cluster(start, str(directory), notes)
+    devices = cluster["nodes"] * (number(cluster["devices_per_node"]) or 1)
+    micro, micro_flag = content.get("train_micro_batch_size_per_gpu"), option(words, MICRO)
+    steps, total = content.get(STEPS), number(content.get("train_batch_size"))
+    micro_size = number(micro) or number(micro_flag) or 1
+    if total is None:
+        total = micro_size * (number(steps) or number(option(words, STEPS)) or 1) * devices
+        notes.note("train.global_batch_size", "is that of the command's devices, micro-batch and steps", "train")
+    length = number(option(words, *LENGTH_FLAGS))
+    if length is None:
+        notes.report("train.seq_length", "is not in the command", fix="add --max_seq_len N to the command")
+    section = _model(model, [option(words, *MODEL_FLAGS)], directory, notes)
+    if notes.problems:
+        raise join_errors(notes.problems)
+    program = dict[str, Any]()
+    if micro_flag is not None:  # Hugging Face's Trainer compares its arguments with the configuration
+        words = _set(words, STEPS, "{gradient_accumulation_steps}")
+        values = sorted({1, 2, 4, 8, 16, 32, micro_size})
+        row = {"key": "train_micro_batch_size_per_gpu", "flag": f"--{MICRO}", "values": values, "label": "MBS"}
+        program = {"knobs": {"micro_batch_size": row}}
+    precision = next((name for name in ("bf16", "fp16") if _is_on(content, name, option(words, name))), "fp32")
+    train = {"engine": "deepspeed", "seq_length": length, "global_batch_size": total, "precision": precision}
+    train |= {"command": words, "directory": str(directory), **({"program": program} if program else {})}
+    notes.note("command", f"keys of {config} are the baseline, and trials change copies of it", "train")
+    return {"model": section, "cluster": cluster, "train": train, "auto_tuner": {}}, notes.notes
+
+
+def _no_program(words: Sequence[str]) -> SpecError:
+    """Return the error for a script: candidates change the words of the program's own command."""
+    return SpecError(key="train.command", value=" ".join(words), problem="is a script", fix="give what it starts")
+
+
+def _is_on(content: Mapping[str, Any], name: str, flag: object) -> bool:
+    section = content.get(name)
+    value = section.get("enabled") if isinstance(section, Mapping) else None
+    return value is True or (value in (None, "auto") and str(flag).lower() == "true")
+
+
+def _set(words: Sequence[str], name: str, value: str) -> list[str]:
+    """Return a command with another value of an option, which it may lack."""
+    for place, word in enumerate(words):
+        if word in (f"--{name}", f"--{name.replace('_', '-')}"):
+            return [*words[: place + 1], value, *words[place + 2 :]]
+    kept = [word for word in words if not word.startswith((f"--{name}=", f"--{name.replace('_', '-')}="))]
+    return [*kept, f"--{name}", value]
+
+
+def _cluster(start: Start, directory: str, notes: Notes) -> dict[str, Any]:
+    """Return the section `cluster` from the options of the `deepspeed` launcher, of torchrun, or of what is around."""
+    words = list(start.words)
+    if command := parse(words, directory):
+        return cluster_of(command, notes, start)
+    included = str(option(words, "include") or "").split("@")
+    listed = [len(each.partition(":")[2].split(",")) for each in included if ":" in each]
+    devices = number(option(words, "num_gpus")) or (listed[0] if listed else None) or start.devices
+    nodes = number(option(words, "num_nodes")) or len(listed) or start.hosts * start.instances
+    if devices is None:
+        notes.note("cluster.devices_per_node", "is not in the command; auto is the number on this machine", "cluster")
+    if option(words, "hostfile") and not number(option(words, "num_nodes")):
+        notes.note("cluster.nodes", f"{nodes}: the hosts of --hostfile are not read", "cluster")
+    return {"chip": "auto", "nodes": nodes, "devices_per_node": devices or "auto"}
+
+
+TITAN_KEYS: Mapping[str, Sequence[str]] = {
+    "tensor_model_parallel_size": ("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree"),
+    "context_parallel_size": ("parallelism.context_parallel_degree", "experimental.context_parallel_degree"),
+    "pipeline_model_parallel_size": ("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree"),
+    "micro_batch_size": ("training.local_batch_size", "training.batch_size"),
+    "activation_checkpointing": ("activation_checkpoint.mode",),
+    "reshard_after_forward": ("parallelism.fsdp_reshard_after_forward",),
+    "compile": ("compile.enable", "training.compile"),
+    "seq_length": ("training.seq_len",),
+    "global_batch_size": ("training.global_batch_size",),
+}
+"""The keys of each meaning, the newest first. Options have the same names."""
+OLD_TRIAL = ["--training.steps", "{steps}", "--metrics.log_freq", "1", "--job.dump_folder", "{folder}"]
+"""The arguments of trials for releases with TOML files. What they write goes to the folder of the trial."""
+
+
+def starts_torchtitan(command: UserCommand | None) -> bool:
+    """Return whether a command starts torchtitan's trainer."""
+    if command is None:
+        return False
+    return "torchtitan.train" in command.program or option(command.arguments, "job.config_file") is not None
+
+
+def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: Sequence[str]) -> Imported:
+    """Return the data of a spec for a torchtitan command, and notes. `knobs`: those of the engine. Raises SpecError."""
+    words, notes = list(start.words), Notes()
+    command = parse(words, str(directory))
+    if command is None:
+        raise _no_program(words)
+    file = option(words, "job.config_file")
+    content = _toml(str(file), directory) if file else {}
+    found = {}
+    for name, keys in TITAN_KEYS.items():
+        for key in keys:
+            if (value := option(words, key)) is None:
+                value = files.value_at(content, key)
+            if value is not None:
+                found[name] = (key, value)
+                break
+    cluster = cluster_of(command, notes, start)
+    sizes = {name: number(found[name][1]) or 1 for name in list(TITAN_KEYS)[:3] if name in found}
+    replicas = cluster["nodes"] * (number(cluster["devices_per_node"]) or 1)
+    for size in sizes.values():
+        replicas = max(1, replicas // size)
+    length, micro = (number(found[name][1]) if name in found else None for name in ("seq_length", "micro_batch_size"))
+    total = number(found["global_batch_size"][1]) if "global_batch_size" in found else None
+    for key, value in (("training.seq_len", length), ("training.local_batch_size", micro or total)):
+        if value is None:
+            fix = f"add --{key} N to the command" + ("" if file else ": its configuration is a Python function")
+            notes.report(f"--{key}", "is not in the command", fix=fix)
+    section = _model(model, _titan_names(content, words), directory, notes)
+    if notes.problems:
+        raise join_errors(notes.problems)
+    program: dict[str, Any] = {"trial_args": OLD_TRIAL} if file else {}
+    rows = {
+        name: {"flag": f"--{key}", "default": value, **({} if _is_usual(name, value) else {"values": [value]})}
+        for name, (key, value) in found.items()
+        if name in knobs and file
+    }
+    fixed = {"pipeline_model_parallel_size": sizes.get("pipeline_model_parallel_size", 1)}
+    if fixed["pipeline_model_parallel_size"] > 1:
+        program["fixed"] = {"zero_stage": 3, **fixed}
+        notes.note(found["pipeline_model_parallel_size"][0], "stays as it is in all trials", "train.program")
+    program |= {"knobs": rows} if rows else {}
+    for key in ("float8.enable_fsdp_float8_all_gather", "model.converters", "parallelism.expert_parallel_degree"):
+        if (value := option(words, key) or files.value_at(content, key)) not in (None, 1, "1", False, [], ""):
+            notes.note(key, f"not in the predictions ({value})", "train")
+    size = total or (micro or 1) * replicas
+    train = {"engine": "torchtitan", "seq_length": length, "global_batch_size": size, "precision": "bf16"}
+    train |= {"command": words, "directory": str(directory), **({"program": program} if program else {})}
+    return {"model": section, "cluster": cluster, "train": train, "auto_tuner": {}}, notes.notes
+
+
+def _is_usual(name: str, value: object) -> bool:
+    """Return whether a value is among those that the engine tries."""
+    return not (name == "micro_batch_size" and number(value) not in (1, 2, 4, 8, 16))
+
+
+def _titan_names(content: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+    """Return the possible names of a model: of its files, of its kind and size, and of its configuration."""
+    section = content.get("model") or {}
+    paths = [section.get("hf_assets_path"), section.get("tokenizer_path")]
+    own = str(option(words, "config") or "").replace("_", "-")
+    kinds = [each for each in (f"{section['name']}-{section.get('flavor')}" if "name" in section else "", own) if each]
+    spelled = [re.sub(r"(?i)^(llama)-?(\d)(?:_(\d))?", r"\1-\2.\3", each).replace(".-", "-") for each in kinds]
+    return [*(str(each) for each in paths if each), *spelled, *kinds]
+
+
+def _toml(file: str, directory: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises SpecError."""
+    text = read_text(Path(directory, file), file=file, key="--job.config_file")
+    try:
+        content: dict[str, Any] = import_module("tomllib").loads(text)
+    except ImportError:
+        raise SpecError(key="--job.config_file", value=file, problem="needs Python 3.11", fix="use it") from None
+    except ValueError as error:
+        fix = "correct it"
+        raise SpecError(key="--job.config_file", value=file, problem=f"is not valid TOML: {error}", fix=fix) from None
+    return content

@@ -1,0 +1,66 @@
+"""Commands of DeepSpeed and torchtitan come in as specs of their engines."""
+
+import json
+from pathlib import Path
+
+import pytest
+from flagcore_trainers.torchtitan import TORCHTITAN
+
+from flagcore import api
+from flagcore.errors import SpecError
+from tests.small import task
+
+TOML = """[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 3
+seq_len = 8192
+[parallelism]
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def test_a_command_with_a_configuration_of_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto", "bf16": {"enabled": True}}
+    Path("ds.json").write_text(json.dumps(config))
+    flags = "--model_name_or_path meta-llama/Meta-Llama-3.1-8B --per_device_train_batch_size 4 --max_seq_length 2048"
+    Path("run.sh").write_text(
+        f"deepspeed --num_gpus 8 --num_nodes 2 train.py --deepspeed ds.json {flags} --gradient_accumulation_steps 2\n"
+    )
+    data = api.read_command(None, ["run.sh"]).data
+    assert data["train"]["engine"] == "deepspeed"
+    assert data["cluster"] == {"chip": "auto", "nodes": 2, "devices_per_node": 8}
+    assert data["train"]["global_batch_size"] == 4 * 2 * 16
+    assert (data["train"]["seq_length"], data["train"]["precision"]) == (2048, "bf16")
+    assert data["train"]["command"][-1] == "{gradient_accumulation_steps}"
+    with pytest.raises(SpecError, match="seq_length"):
+        api.read_command(None, ["deepspeed train.py --deepspeed ds.json --model_name_or_path Qwen/Qwen3-8B"])
+
+
+def test_a_command_with_a_toml_file_of_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("8b.toml").write_text(TOML)
+    words = "srun torchrun --nnodes 2 --nproc_per_node 8 train.py --job.config_file 8b.toml --training.seq_len 4096"
+    imported = api.read_command(None, [words], chip="H100-SXM")
+    train, program = imported.data["train"], imported.data["train"]["program"]
+    assert (train["engine"], train["seq_length"], train["global_batch_size"]) == ("torchtitan", 4096, 3 * 8)
+    assert program["knobs"]["activation_checkpointing"]["flag"] == "--activation_checkpoint.mode"
+    engine = TORCHTITAN.with_program(program)
+    space = engine.usual_space(task(engine="torchtitan", command=tuple(train["command"])))
+    values = {name: space[name][0] for name in ("tensor_model_parallel_size", "micro_batch_size")}
+    assert values == {"tensor_model_parallel_size": 2, "micro_batch_size": 3}
+    assert space["activation_checkpointing"] == ("full",)
+
+
+def test_sizes_in_python_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b"
+    with pytest.raises(SpecError, match=r"training\.seq_len"):
+        api.read_command(None, [words])
+    more = " --training.seq_len 8192 --training.local_batch_size 2"
+    data = api.read_command(None, [words + more]).data
+    assert (data["train"]["global_batch_size"], data["cluster"]["devices_per_node"]) == (16, 8)
