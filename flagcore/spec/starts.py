@@ -25,7 +25,7 @@ _APPTAINER = ("apptainer", "singularity")
 _LAUNCHERS = ("srun", "mpirun", "mpiexec", *_APPTAINER, "numactl", "taskset", "timeout", "time", "sudo")
 _TERMINALS = ("tmux", "screen", "pm2")  # they start the commands in their arguments, each in one word
 _IMAGE_FILE = re.compile(r"^docker://|\.sif$")
-_MARKDOWN = re.compile(r"(?m)^ *```(?:bash|sh|shell|console|yaml|yml|dockerfile)?[ \t]*\n((?:.*\n)*?) *```")
+_MARKDOWN = re.compile(r"(?m)^ {0,3}```(?:bash|sh|shell|console|yaml|yml|dockerfile)?[ \t]*\n((?:.*\n)*?) *```")
 _MANIFEST = re.compile(r"\s*((#.*|\.\.\.)\n\s*)*(---|\{?\s*[\w\"'./-]+\s*:(\s|$)|\{\s*[\"'])")
 _BROKEN_LINE = re.compile(r"\\[ \t]+(#.*)?\n")
 """A pattern of a line that should continue: pages often have blanks or comments after the backslash."""
@@ -69,7 +69,7 @@ def starts_of(
         starts = [Start(words=tuple(words))]
     elif manifests := [re.sub(r"\\(?=\$)", "", each[1] or each[3]) for each in _HERE_DOCUMENT.findall(text)]:
         starts = [start for each in manifests for start in starts_of(words, each, images, directory, tables)]
-    elif blocks := _MARKDOWN.findall(text):
+    elif file.suffix not in (".yaml", ".yml") and (blocks := _MARKDOWN.findall(text)):
         parts = [re.sub(r"(?m)^ *\$ ", "", each) for each in blocks]
         starts = [start for each in parts for start in starts_of((), each, images, directory, tables)]
     elif re.search(r"^\[(Service|Container|program:.*)\]", text, re.MULTILINE):
