@@ -118,7 +118,7 @@ def test_several_values_are_a_list_and_comments_stand_above_their_keys() -> None
         ("vllm", ["vllm serve model --max-num-seqs many"], "--max-num-seqs"),
         ("megatron", ["python train.py"], "command"),
         ("megatron", [f"torchrun pretrain_gpt.py {TRAINING.replace('--tokenizer-model model', '')}"], "--vocab-size"),
-        ("megatron", ["torchrun pretrain_gpt.py --seq-length 8 --vocab-size 9"], "--num-layers"),
+        ("megatron", ["torchrun pretrain_gpt.py --seq-length 8 --vocab-size 9 --num-layers 2"], "--hidden-size"),
     ],
 )
 def test_a_command_that_cannot_be_read_is_an_error_of_its_argument(engine: str, words: list[str], key: str) -> None:
