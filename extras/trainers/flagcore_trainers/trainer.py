@@ -109,7 +109,7 @@ class Trainer(Workload):
             found = None if row.default is not None else command.value(self.targets[name])
             values = {str(value).lower(): value for value in values_of(row)}
             own = _whole_number(found) if knob.kind == "int" else None
-            listed = values.get(str(found).lower(), knob.neutral)
+            listed = knob.neutral if found is None else values.get(str(found).lower(), knob.neutral)
             space[name] = (listed if own is None or own < knob.minimum else own,)
         return space
 
