@@ -110,7 +110,7 @@ class Trainer(Workload):
             values = {str(value).lower(): value for value in values_of(row)}
             own = _whole_number(found) if knob.kind == "int" else None
             listed = knob.neutral if found is None else values.get(str(found).lower(), knob.neutral)
-            space[name] = (listed if own is None or own < knob.minimum else own,)
+            space[name] = (listed if own is None or own < (knob.minimum or 0) else own,)
         return space
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
