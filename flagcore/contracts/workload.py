@@ -258,6 +258,10 @@ class Workload(Predictor):
         """Return those settings that `as_in_production` set and that are legal with `candidate`. By default none."""
         return {}
 
+    def runs_as(self, spec: Spec) -> str:
+        """Return how the engine runs a training job without a command, for plans. By default empty: its name says it"""
+        return ""
+
     def as_installed(self, platform: Platform) -> Platform:
         """Return `platform` with the options that the spec leaves open set to the defaults of this machine's software.
 

@@ -206,7 +206,7 @@ def knob_of(name: str, row: KnobRow) -> Knob:
         help=f"Means {meaning}." if meaning else "A knob of the program, without a prediction.",
         kind=kind,
         words=tuple(str(each) for each in values) if kind == "word" else (),
-        minimum=min(numbers, default=0),
+        minimum=min([1, *numbers]),
         neutral=default,
         shows_neutral=True,
         layout=meaning in MEANINGS[:5],

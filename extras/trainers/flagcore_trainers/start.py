@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -52,10 +53,23 @@ def read_config(config: str, directory: str, key: str = "train.program.config") 
         fix = "convert it to JSON or YAML, or set its values by flags"
         raise SpecError(key=key, value=config, problem="is neither JSON nor YAML", fix=fix)
     text = read_text(path, file=str(path), key=key)
-    content = load_json(text) if path.suffix == ".json" else parse_yaml(text, file=str(path))
+    try:
+        content = load_json(_plain_json(text)) if path.suffix == ".json" else parse_yaml(text, file=str(path))
+    except ValueError as error:
+        raise SpecError(key=key, value=config, problem=str(error), fix="correct the file") from None
     if not isinstance(content, dict):
         raise SpecError(key=key, value=config, problem="is not a mapping", fix="write keys and values")
     return content
+
+
+def _plain_json(text: str) -> str:
+    """Return JSON without the comments and the trailing commas that DeepSpeed's reader (hjson) accepts."""
+    string = r'("(?:\\.|[^"\\\n])*")'
+    for other in (r"//[^\n]*|#[^\n]*|/\*.*?\*/", r",(?=\s*[}\]])"):
+        text = re.sub(
+            f"{string}|{other}", lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text, flags=re.DOTALL
+        )
+    return text
 
 
 def value_at(content: Mapping[str, Any], key: str) -> Any:

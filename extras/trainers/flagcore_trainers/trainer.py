@@ -4,6 +4,7 @@ import copy
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,14 @@ from flagcore_trainers.program import (
     program_of,
     values_of,
 )
+
+
+def _whole_number(value: object) -> int | None:
+    """Return a number of a command or a configuration file, such as 2e8, as an integer. None if it is not whole."""
+    with suppress(ValueError, OverflowError):
+        number = float(str(value))
+        return int(number) if number.is_integer() else None
+    return None
 
 
 class Trainer(Workload):
@@ -99,7 +108,9 @@ class Trainer(Workload):
         for (name, row), knob in zip(self.described.knobs.items(), self.knobs, strict=True):
             found = None if row.default is not None else command.value(self.targets[name])
             values = {str(value).lower(): value for value in values_of(row)}
-            space[name] = (knob.neutral if found is None else values.get(str(found).lower(), knob.neutral),)
+            own = _whole_number(found) if knob.kind == "int" else None
+            listed = knob.neutral if found is None else values.get(str(found).lower(), knob.neutral)
+            space[name] = (listed if own is None or own < (knob.minimum or 0) else own,)
         return space
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:

@@ -158,7 +158,7 @@ def test_a_candidate_is_a_changed_command_and_a_copy_of_the_configuration(tmp_pa
     assert "--steps" not in real.argv
     assert yaml.safe_load((tmp_path / f"real/candidate.{suffix}").read_text())["save"] is True
     assert config.read_text() == text
-    assert engine.usual_space(task) == {"tp": (2,), "micro": (1,), "shard": ("none",), "workers": (0,)}
+    assert engine.usual_space(task) == {"tp": (2,), "micro": (1,), "shard": ("none",), "workers": (4,)}
 
 
 @pytest.mark.parametrize(

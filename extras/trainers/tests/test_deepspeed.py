@@ -15,12 +15,14 @@ from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
 from tests.small import SHAPE, costs, task
 
-CONFIG = {"train_batch_size": 32, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}, "bf16": {}}
+CONFIG = """{"train_batch_size": 32, "gradient_accumulation_steps": 4,  // see "notes"
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}, "url": "http://a#b",
+}"""
 
 
 @pytest.mark.parametrize("flags", [["--deepspeed", "--deepspeed_config", "ds.json"], ["--deepspeed=ds.json"]])
 def test_a_candidate_is_a_changed_copy_of_the_configuration(tmp_path: Path, flags: list[str]) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "ds.json").write_text(CONFIG)
     job = task(engine="deepspeed", command=("deepspeed", "train.py", *flags), directory=str(tmp_path))
     assert isinstance(DEEPSPEED, Trainer)
     DEEPSPEED.ready(job.spec)
@@ -36,11 +38,19 @@ def test_a_candidate_is_a_changed_copy_of_the_configuration(tmp_path: Path, flag
         zero |= dict.fromkeys(QUANTIZED, False)
         assert written["zero_optimization"] == zero
         assert written["train_micro_batch_size_per_gpu"] == 2
-        assert written["train_batch_size"] == 8
+        assert (written["train_batch_size"], written["url"]) == (8, "http://a#b")
         assert "gradient_accumulation_steps" not in written
         assert written.get("steps_per_print") == (None if for_real else 1)
-    assert json.loads((tmp_path / "ds.json").read_text()) == CONFIG
-    assert DEEPSPEED.usual_space(job)[ZERO] == (2,)
+    assert (tmp_path / "ds.json").read_text() == CONFIG
+    space = DEEPSPEED.usual_space(job)
+    assert (space[ZERO], space[BUCKET]) == ((2,), (200_000_000,))
+
+
+def test_a_broken_configuration_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": }')
+    with pytest.raises(SpecError) as refused:
+        DEEPSPEED.ready(task(engine="deepspeed", command=("x", "--deepspeed", "ds.json"), directory=str(tmp_path)).spec)
+    assert refused.value.key == "train.program.config"
 
 
 @pytest.mark.parametrize("command", [("deepspeed", "train.py"), ("deepspeed", "train.py", "--deepspeed")])

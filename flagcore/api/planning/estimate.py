@@ -76,7 +76,7 @@ def estimate(
         no_time=no_time(task, problem.costs) if untimed else "",
         precision=task.spec.work.precision,
         published=published,
-        runs=_runs(task),
+        runs=_runs(problem),
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
         search=search_time(problem),
@@ -135,19 +135,16 @@ LARGEST_SIZE = 1_000_003
 """A prime number above the largest size in a layout."""
 
 
-def _runs(task: Task) -> str:
-    """Return the name of what would run the trials: the user's command, the engine, or flagcore's trial program."""
+def _runs(problem: Problem) -> str:
+    """Return the name of what would run the trials: the user's command, or the engine in its own words."""
+    task = problem.task
     if isinstance(task.spec.work, ServeSpec):
         work = task.spec.work
         return _("as {engine} serves {load} (serve.profile)", engine=work.engine, load=serving_load_text(work))
     train = task.spec.train
     if train.command is not None:
         return _("as train.command runs it")
-    if train.implementation in (None, "local"):
-        method = _("as flagcore's trial program runs it, without overlap (see train.implementation)")
-    else:
-        names = {"engine": train.engine, "implementation": train.implementation}
-        method = _("as {engine} runs it with {implementation} layers (train.implementation)", **names)
+    method = problem.workload.runs_as(task.spec) or _("as {engine} runs it", engine=train.engine)
     return _("{how}; with train.settings", how=method) if train.settings else method
 
 

@@ -92,6 +92,7 @@ class Megatron(contracts.Workload):
     as_in_production = staticmethod(production.as_in_production)
     unusual = staticmethod(production.unusual)
     assumed = staticmethod(production.assumed)
+    runs_as = staticmethod(production.runs_as)
     derived_knobs: Collection[str] = (meshes.MESHES,)
     with_derived_values = staticmethod(mesh_planner.with_meshes)
     values_alone = staticmethod(mesh_planner.values_alone)

@@ -21,7 +21,7 @@ from flagcore.contracts import Platform
 from flagcore.domain.engine import RefusedValues, ValueRule
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
-from flagcore.domain.spec import SettingValue, Task
+from flagcore.domain.spec import SettingValue, Spec, Task
 from flagcore.engines.megatron.command.checks import release_problem
 from flagcore.engines.megatron.layers.stages import (
     LAYOUT,
@@ -34,6 +34,7 @@ from flagcore.engines.megatron.space.knobs import BY_NAME, SETTINGS, candidate_c
 from flagcore.engines.megatron.space.options import check, settings_in_force
 from flagcore.engines.megatron.space.rules import CP, EXPERT_OVERLAP, TP, settings_with_rules
 from flagcore.errors import SpecError
+from flagcore.i18n import _
 from flagcore.spec.knobs import setting_from_text
 
 IMPLEMENTATION = "transformer_engine"
@@ -87,6 +88,14 @@ def as_in_production(platform: Platform) -> Platform:
             check(task, settings_in_force(replace(spec, work=extended)))
             train = extended
     return replace(platform, task=replace(task, spec=replace(spec, work=train)))
+
+
+def runs_as(spec: Spec) -> str:
+    """Return how a job without a command runs: flagcore's trial program, or the vendor's layers."""
+    if (kind := spec.train.implementation) in (None, "local"):
+        return _("as flagcore's trial program runs it, without overlap (see train.implementation)")
+    names = {"engine": spec.train.engine, "implementation": kind}
+    return _("as {engine} runs it with {implementation} layers (train.implementation)", **names)
 
 
 def assumed(task: Task, candidate: Candidate) -> dict[str, SettingValue]:
