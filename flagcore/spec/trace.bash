@@ -12,6 +12,13 @@ __fc_skipped_builtins=' bind caller compgen complete coproc enable fc hash histo
 __fc_block='(^[[:space:]]*|;[[:space:]]*)(\}|\)|done|fi|esac)[[:space:]]*(<[^>]*)?([0-9]*|&)>+\|?[[:space:]]*[^&(|>[:space:]]'
 __fc_assignment='^[A-Za-z_][A-Za-z0-9_]*(\[[^]]*\])?\+?='
 __fc_count=0 __fc_busy=0
+# A script of sed: commands that neither write a file nor start a program. A "[" is only the start of a complete list.
+__fc_part='\\.|\[\^?]?([^]\\[]|\[:[a-z]+:])*]'
+__fc_sed="([0-9]+|\\$|/([^/\\\\[]|$__fc_part)*/)" __fc_sed="($__fc_sed(,$__fc_sed)?)?[[:space:]]*!?[[:space:]]*" __fc_parts=
+for __fc_name in / '|' '#' , @ : % !; do
+  __fc_parts+="${__fc_parts:+|}s[$__fc_name]([^$__fc_name\\\\[]|$__fc_part)*[$__fc_name]([^$__fc_name\\\\]|\\\\.)*[$__fc_name][gpIim0-9]*"
+done
+__fc_sed="^([;{}[:space:]]|$__fc_sed($__fc_parts|:?b?a|[]=dDgGhHlnNpPqx])[[:space:]]*([;}]|\$))*\$"
 
 # The usual last commands of pipelines only read, and are recorded: bash reports 127 for a pipeline whose last command is
 # skipped.
@@ -20,6 +27,8 @@ xargs() { cat > /dev/null; local __fc_busy=1; __fc_exports= __fc_record skipped 
 
 # A script that is read for another machine may enter folders and read files that are only there.
 if [[ -n ${TRACE_ELSEWHERE-} ]]; then
+  HOSTNAME=localhost
+  hostname() { echo localhost; }
   cd() { if builtin cd "$@" 2> /dev/null; then __fc_away=; else __fc_away=${*: -1}; fi; }
   pushd() { builtin pushd "$@" &> /dev/null || builtin pushd . > /dev/null; }
   git() { pwd; }
@@ -146,18 +155,51 @@ __fc_harmless() {
     builtin) [[ $__fc_skipped_builtins != *" $name "* && $name != exec && $name != command ]]; return ;;
   esac
   case ${name##*/} in
-    sed) [[ " $* " != *' -i'* && " $* " != *' --in-place'* ]]; return ;;
+    sed) __fc_reads_sed "$@"; return ;;
+    awk | gawk | mawk) __fc_reads_awk "$@"; return ;;
     find) [[ " $* " != *' -delete '* && " $* " != *' -exec'* && " $* " != *' -ok'* && " $* " != *' -f'[pl]* ]]; return ;;
-    sort | shuf) [[ " $* " != *' -o'* && " $* " != *' --output'* ]]; return ;;
+    sort | shuf) [[ ! " $* " =~ \ (-[A-Za-z]*o|--(o|c|f|t)) ]]; return ;;
+    uniq) [[ ! " $* " =~ \ [^-\ ][^\ ]*\ +[^-\ ] ]]; return ;;  # the second file is written
+    date) [[ ! " $* " =~ \ (-[A-Za-z]*s|--s|[0-9]{8,}) ]]; return ;;
+    hostname) [[ ! " $* " =~ \ ([^-\ ]|-[A-Za-z]*[bF]|--(b|f*i)) ]]; return ;;
+    ss) [[ ! " $* " =~ \ (-[A-Za-z]*K|--k) ]]; return ;;
+    *-smi | ixsmi | cnmon) [[ "$* " =~ ^((-[Llqiam]|--(list|query|format|id|show|csv|json)[^\ ]*|[0-9,]+|topo|info|list)\ +)*\ *$ ]]; return ;;
     env) (($# == 0)); return ;;
     git) [[ ${1-} == rev-parse || ${1-} == describe ]]; return ;;
     scontrol) [[ ${1-} == show ]]; return ;;
     tail) [[ " $* " != *' -'[fF]* && " $* " != *' --f'* ]]; return ;;
     conda | mamba | micromamba) [[ ${1-} == shell* && -p /dev/fd/1 ]]; return ;;
     lmod | modulecmd*) return 0 ;;
-    python | python3 | python3.[0-9]* | perl) [[ ${1-} == -[ce] && -p /dev/fd/1 ]]; return ;;
+    python | python3 | python3.[0-9]* | perl)
+      [[ ${1-} == -[ce] && -p /dev/fd/1 ]] && [[ -z ${TRACE_ELSEWHERE-} || ${2-} =~ ^print\((int|round|[0-9+*/%().,\ -])+\)$ ]]
+      return ;;
   esac
   [[ $__fc_tools == *" ${name##*/} "* ]] && { [[ -z ${TRACE_ELSEWHERE-} ]] || type -P -- "$name" > /dev/null; }
+}
+
+# Whether sed with these words only reads: expressions of substitutions and printing, in options without a file.
+__fc_reads_sed() {
+  local word script= given=
+  while (($#)); do
+    word=$1; shift
+    case $word in
+      -e | -[nErsuz]*e | --expression) script+=";${1-}" given=1; (($#)) && shift ;;
+      --expression=*) script+=";${word#*=}" given=1 ;;
+      --quiet | --silent | --regexp-extended | --null-data) ;;
+      -*) [[ $word =~ ^-[nErsuz]*$ ]] || return 1 ;;
+      *) [[ -n $given ]] || script+=";$word" given=1 ;;
+    esac
+  done
+  [[ $script =~ $__fc_sed ]]
+}
+
+# Whether awk with these words only reads: no program of a file, no pipe, no other program, and no ">" in an action.
+__fc_reads_awk() {
+  while [[ ${1-} == -[Fv]* ]]; do
+    [[ $1 != -? ]] || shift
+    (($#)) && shift
+  done
+  [[ ${1-} != -* && ${1//||/} != *['|@']* && ${1-} != *system* && ${1-} != *getline* && ${1-} != *'{'*'>'* ]]
 }
 
 # Whether `command -v $1` runs as written. Programs that are not tools are on the other machine: it succeeds.
