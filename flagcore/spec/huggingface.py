@@ -83,8 +83,8 @@ class Config(BaseModel):
     index_n_heads: Size | None = None
     index_head_dim: Size | None = None
     index_topk: Size | None = None
-    n_group: Size | None = None
-    topk_group: Size | None = None
+    n_group: NoSize | None = None
+    topk_group: NoSize | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return all fields of `Model` except its name. Raises SpecError for unsupported features."""

@@ -81,7 +81,7 @@ def trace_script(
         tempfile.NamedTemporaryFile("w", prefix="flagcore-hosts-") as names,
     ):
         if HOSTS in variables:
-            names.write("localhost\n" * int(variables[HOSTS]))
+            names.writelines(f"localhost{n or ''}\n" for n in range(int(variables[HOSTS])))  # scripts count names
             names.flush()
             environment |= dict.fromkeys(_HOSTS_FILES, names.name)
         hosts = {} if "SLURM_JOB_NODELIST" in os.environ else {"BASH_FUNC_scontrol%%": HOSTS_FUNCTION}

@@ -28,6 +28,8 @@ ZERO, MICRO, OFFLOAD = "zero_stage", "micro_batch_size", "offload_optimizer"
 OVERLAP, BUCKET = "overlap_comm", "reduce_bucket_size"
 HPZ, QUANTIZED = "zero_hpz_partition_size", ("zero_quantized_weights", "zero_quantized_gradients")
 """ZeRO++: ranks that also hold a second copy of all weights, and 8-bit gathers and 4-bit reductions."""
+LEAST_STAGE = {OVERLAP: 1, BUCKET: 1, **dict.fromkeys((HPZ, *QUANTIZED), 3)}
+"""The lowest stage of ZeRO that does not ignore a setting."""
 PROGRAM: Mapping[str, Any] = {
     "config": "auto",
     "knobs": {
@@ -68,7 +70,15 @@ class DeepSpeed(Trainer):
         for name in ("knobs", "trial_keys"):
             if isinstance(merged[name], Mapping):
                 merged[name] = {**PROGRAM[name], **merged[name]}
-        return super().with_program(merged)
+        engine, own = super().with_program(merged), given.get("knobs")
+        own = own if isinstance(own, Mapping) else {}
+        engine.knobs = tuple(
+            replace(knob, auto=lambda task: (False,), auto_help="false")  # they change the training
+            if knob.name in QUANTIZED and knob.name not in own
+            else knob
+            for knob in engine.knobs
+        )
+        return engine
 
     def starts(self, command: Sequence[str], directory: str) -> bool:
         """Return whether a command passes a configuration of DeepSpeed to a script that is not Megatron-LM's."""
@@ -108,35 +118,23 @@ class DeepSpeed(Trainer):
 
         message = f"{OFFLOAD} needs {ZERO} of at least 1"
         offload = Rule(name="offload_needs_zero", knobs=(ZERO, OFFLOAD), message=message, broken=broken)
-
-        def misses_stage(columns: Columns) -> BoolArray:
-            used = (columns[HPZ] != 1) | np.any([columns[name] != 0 for name in QUANTIZED], axis=0)
-            return np.asarray((self.numbers(task, columns)[ZERO] != 3) & used)
-
-        needs_stage = Rule(
-            name="zero_plus_plus",
-            knobs=(ZERO, HPZ, *QUANTIZED),
-            message=f"{HPZ}, {' and '.join(QUANTIZED)} need {ZERO} = 3",
-            broken=misses_stage,
-        )
         whole_groups = Rule(
             name="hpz_groups",
             knobs=(HPZ,),
             message=f"{HPZ} must divide the number of devices, {task.cluster.devices}",
             broken=lambda columns: task.cluster.devices % np.maximum(columns[HPZ], 1) != 0,
         )
-        return (*super().rules(task), offload, needs_stage, whole_groups)
+        return (*super().rules(task), offload, whole_groups)
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
-        """Return the merge of candidates without ZeRO, which ignores the settings of its exchange."""
+        """Return the merge of candidates whose stage of ZeRO ignores a setting."""
+        neutral = {knob.name: knob.axis(()).encode(knob.neutral) for knob in self.knobs if knob.name in LEAST_STAGE}
 
         def canonical(columns: Columns) -> Columns:
-            none = self.numbers(task, columns)[ZERO] == 0
-            exchange = [knob for knob in self.knobs if knob.name in (OVERLAP, BUCKET)]
-            neutral = {knob.name: knob.axis(()).encode(knob.neutral) for knob in exchange}
-            return {name: np.where(none, value, columns[name]) for name, value in neutral.items()}
+            stage = self.numbers(task, columns)[ZERO]
+            return {name: np.where(stage < LEAST_STAGE[name], code, columns[name]) for name, code in neutral.items()}
 
-        return (Merge(name="exchange_without_zero", knobs=(ZERO, OVERLAP, BUCKET), canonical=canonical),)
+        return (Merge(name="ignored_by_stage", knobs=(ZERO, *neutral), canonical=canonical),)
 
     def further_keys(self, task: Task, candidate: Candidate) -> dict[str, Any]:
         """Return the global batch size. DeepSpeed derives the number of micro-batches from it."""

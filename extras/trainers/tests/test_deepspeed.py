@@ -63,10 +63,13 @@ def test_a_command_without_a_configuration_is_reported(command: tuple[str, ...])
 def test_settings_without_effect_are_one_candidate_and_offload_needs_zero() -> None:
     job = task(engine="deepspeed", command=("x",))
     columns = {ZERO: np.array([0, 1]), OVERLAP: np.array([1, 1]), BUCKET: np.array([5, 5]), OFFLOAD: np.array([2, 2])}
+    columns |= {HPZ: np.array([1, 2]), **{name: np.array([0, 1]) for name in QUANTIZED}}
     (merge,) = DEEPSPEED.merges(job)
     assert {name: values.tolist() for name, values in merge.canonical(columns).items()} == {
         OVERLAP: [0, 1],
         BUCKET: [500_000_000, 5],
+        HPZ: [1, 1],
+        **{name: [0, 0] for name in QUANTIZED},
     }
     broken = {rule.name: rule.broken for rule in DEEPSPEED.rules(job)}
     assert broken["offload_needs_zero"](columns).tolist() == [True, False]
@@ -76,14 +79,10 @@ def test_settings_without_effect_are_one_candidate_and_offload_needs_zero() -> N
     assert offload({ZERO: np.array([0, 0]), OFFLOAD: np.array([1, 2])}).tolist() == [True, False]
 
 
-@pytest.mark.parametrize(("stage", "hpz", "rule"), [(3, 2, None), (2, 2, "zero_plus_plus"), (3, 8, "hpz_groups")])
-def test_zero_plus_plus_needs_stage_3(stage: int, hpz: int, rule: str | None) -> None:
-    columns = {knob.name: np.array([knob.axis(()).encode(knob.neutral)]) for knob in DEEPSPEED.knobs}
-    columns |= {ZERO: np.array([stage]), HPZ: np.array([hpz])}
-    broken = [
-        each.name for each in DEEPSPEED.rules(task(engine="deepspeed", command=("x",))) if each.broken(columns)[0]
-    ]
-    assert [name for name in broken if name in ("zero_plus_plus", "hpz_groups")] == ([rule] if rule else [])
+@pytest.mark.parametrize(("hpz", "is_legal"), [(2, True), (8, False)])
+def test_ranks_with_a_second_copy_divide_the_devices(hpz: int, is_legal: bool) -> None:
+    rules = {rule.name: rule.broken for rule in DEEPSPEED.rules(task(engine="deepspeed", command=("x",)))}
+    assert rules["hpz_groups"]({HPZ: np.array([hpz])}).tolist() == [not is_legal]
 
 
 def test_buckets_of_gradients_need_memory() -> None:

@@ -76,7 +76,10 @@ def figures_agree_with_their_second_entry(plugin: Subject) -> Problems:
     for name in sorted(content.keys() - known.keys()):
         yield Problem(f"{FILE} has {name!r}, which is no chip of the plugin", "write the chip's name")
     for name, chip in known.items():
-        entry = {str(key): str(value) for key, value in dict(content.get(name) or {}).items()}
+        figures_of_chip = content.get(name) or {}
+        if not isinstance(figures_of_chip, Mapping):
+            raise SpecError(file=FILE, key=f"chips.{name}", value=figures_of_chip, problem="must be a mapping")
+        entry = {str(key): str(value) for key, value in figures_of_chip.items()}
         figures = {KEYS.get(key, key.removeprefix(PEAK)): (key, fact.value) for key, fact in chip.figures.items()}
         for key, (path, value) in figures.items():
             if key not in entry:
@@ -90,7 +93,7 @@ def figures_agree_with_their_second_entry(plugin: Subject) -> Problems:
                 yield Problem(f"{FILE}: {name}.{key} = {text!r}: {error}", f"write for example {_example(key)}")
                 continue
             sizes = (derived, derived * 1e9 / 2**30) if key == "memory" and "GB" in text else (derived,)
-            if not any(abs(value / size - 1) < TOLERANCE for size in sizes):
+            if not any(abs(value - size) < TOLERANCE * size for size in sizes):
                 yield f"{name}: {path} = {value:g}, but {FILE} has {key}: {text}, which is {derived:.4g}"
         yield from _counts(name, chip, entry)
 

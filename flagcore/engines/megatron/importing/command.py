@@ -103,7 +103,7 @@ def _value(argument: Argument) -> Any:
 def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, Any]:
     """Return the section `cluster` from the options of the launcher, or else from the surroundings of the command."""
     option = command.option("nproc-per-node", "nproc_per_node")
-    hosts, per_host = _of_launcher(command, notes, start.hosts * start.instances)
+    hosts, per_host = _of_launcher(command, notes, start.hosts * start.instances, start.devices or 0)
     has_starter = hosts > 1 or bool(_STARTERS.search(" ".join(command.prefix)))
     default = "1" if option is None and (command.launcher or not has_starter) else "auto"
     devices = option.value if option else ""
@@ -126,8 +126,9 @@ _TASKS_PER_HOST = re.compile(
 _HOSTS = re.compile(r" (?:--nodes[ =]|-N ?)(\d+)")
 
 
-def _of_launcher(command: UserCommand, notes: Notes, hosts: int) -> tuple[int, int]:
-    """Return the number of hosts, by default `hosts`, and the ranks per host (or 0) that srun or mpirun start."""
+def _of_launcher(command: UserCommand, notes: Notes, hosts: int, devices: int) -> tuple[int, int]:
+    """Return the number of hosts, by default `hosts`, and the ranks per host (or 0) that srun or mpirun start.
+    `devices`: those of a host, or 0. Several times as many ranks are on several hosts."""
     text = f" {' '.join(command.prefix)}"
     starter = _STARTERS.search(text)
     if starter is None:
@@ -147,6 +148,8 @@ def _of_launcher(command: UserCommand, notes: Notes, hosts: int) -> tuple[int, i
     total = int(count or 0)
     if command.launcher:  # a torchrun on each host
         return (total or hosts), 0
+    if hosts == 1 and devices and total % devices == 0:
+        per = per or devices
     return (max(1, total // per), per) if per and total else (hosts, per or -(-total // hosts))
 
 

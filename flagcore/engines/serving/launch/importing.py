@@ -242,6 +242,9 @@ def _arguments(
         elif unfilled := next(filter(_UNFILLED.fullmatch, values), ""):
             fix = "write its value: give the file after `envsubst`, `helm template` or the like has filled it"
             problems.append(SpecError(key=flag, value=unfilled, problem="is a placeholder", fix=fix))
+        elif not values and name.replace("-", "_") in LENGTHS:
+            fix = "write its value, which may be a variable that is not set"
+            problems.append(SpecError(key=flag, problem="has no value", fix=fix))
         elif len(values) > 1 and knob is not None:
             notes.note(flag, f"dropped ({' '.join(values)}): a knob has a single value", "serve.engine_args")
         else:
