@@ -232,7 +232,7 @@ def test_options_that_sentences_name_exist() -> None:
 
 def _are_options(line: str) -> bool:
     """Return whether all options of a command line exist."""
-    words, command = line.split(), flag
+    words, command = line.partition(" -- ")[0].split(), flag
     while words and isinstance(command, click.Group):
         command = command.get_command(click.Context(command), words.pop(0))
     options = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}

@@ -158,7 +158,7 @@ def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
 def _predicted(report: CandidateReport) -> Iterator[str]:
     """Yield lines with the predicted time, its 80% interval, and the memory of a candidate."""
     if report.predicted is None:
-        yield _("No prediction, because the engine would reject it.")
+        yield _("No prediction, because it breaks a rule.")
         return
     predicted, memory, step_s = report.predicted, report.predicted["memory"], step_value(report.predicted)
     used = f"~{used_text(memory, '.4g')} GiB"

@@ -11,7 +11,7 @@ __fc_tools=${__fc_tools//$'\n'/ }
 __fc_skipped_builtins=' bind caller compgen complete coproc enable fc hash history kill logout suspend trap ulimit '
 __fc_block='(^[[:space:]]*|;[[:space:]]*)(\}|\)|done|fi|esac)[[:space:]]*(<[^>]*)?([0-9]*|&)>+\|?[[:space:]]*[^&(|>[:space:]]'
 __fc_assignment='^[A-Za-z_][A-Za-z0-9_]*(\[[^]]*\])?\+?='
-__fc_count=0 __fc_busy=0
+__fc_count=0 __fc_busy=0 __fc_path=${TRACE_PATH-$PATH}
 # A script of sed: commands that neither write a file nor start a program. A "[" is only the start of a complete list.
 __fc_part='\\.|\[\^?]?([^]\\[]|\[:[a-z]+:])*]'
 __fc_sed="([0-9]+|\\$|/([^/\\\\[]|$__fc_part)*/)" __fc_sed="($__fc_sed(,$__fc_sed)?)?[[:space:]]*!?[[:space:]]*" __fc_parts=
@@ -154,6 +154,9 @@ __fc_harmless() {
     function) return 0 ;;
     builtin) [[ $__fc_skipped_builtins != *" $name "* && $name != exec && $name != command ]]; return ;;
   esac
+  # A program of the script's own folders is not a tool, whatever its name.
+  [[ -z ${TRACE_ELSEWHERE-} || $name =~ ^/(usr/)?bin/[^/]+$ ]] ||
+    [[ $name != */* && $(type -P -- "$name") == "$(PATH=$__fc_path type -P -- "$name")" ]] || return 1
   case ${name##*/} in
     sed) __fc_reads_sed "$@"; return ;;
     awk | gawk | mawk) __fc_reads_awk "$@"; return ;;
@@ -168,13 +171,13 @@ __fc_harmless() {
     git) [[ ${1-} == rev-parse || ${1-} == describe ]]; return ;;
     scontrol) [[ ${1-} == show ]]; return ;;
     tail) [[ " $* " != *' -'[fF]* && " $* " != *' --f'* ]]; return ;;
-    conda | mamba | micromamba) [[ ${1-} == shell* && -p /dev/fd/1 ]]; return ;;
-    lmod | modulecmd*) return 0 ;;
+    conda | mamba | micromamba) [[ -z ${TRACE_ELSEWHERE-} && ${1-} == shell* && -p /dev/fd/1 ]]; return ;;
+    lmod | modulecmd*) [[ -z ${TRACE_ELSEWHERE-} ]]; return ;;
     python | python3 | python3.[0-9]* | perl)
       [[ ${1-} == -[ce] && -p /dev/fd/1 ]] && [[ -z ${TRACE_ELSEWHERE-} || ${2-} =~ ^print\((int|round|[0-9+*/%().,\ -])+\)$ ]]
       return ;;
   esac
-  [[ $__fc_tools == *" ${name##*/} "* ]] && { [[ -z ${TRACE_ELSEWHERE-} ]] || type -P -- "$name" > /dev/null; }
+  [[ $__fc_tools == *" ${name##*/} "* ]]
 }
 
 # Whether sed with these words only reads: expressions of substitutions and printing, in options without a file.
@@ -217,7 +220,7 @@ __fc_record() {
 __fc_check_blocks() {
   local line
   [[ -f $1 && -r $1 ]] || return 0
-  line=$(command grep -nE "$__fc_block" -- "$1" | command grep -vE '(>|&)[[:space:]]*/dev/null' | command head -n 1)
+  line=$(command grep -nE "$__fc_block|__fc_" -- "$1" | command grep -vE '(>|&)[[:space:]]*/dev/null' | command head -n 1)
   [[ -z $line ]] || (__fc_exports= __fc_record block "$1:$line")
   [[ -z $line ]]
 }
@@ -304,7 +307,7 @@ __fc_no_functions() {
 
 __fc_child() {
   [[ -z $__fc_exports ]] || eval "export$__fc_exports"
-  BASH_ENV=$BASH_ENV FLAGCORE_TRACE=$FLAGCORE_TRACE TRACE_UNSET=$__fc_unset command bash ${TRACE_ELSEWHERE:+--noprofile} "$@"
+  BASH_ENV=$BASH_ENV FLAGCORE_TRACE=$FLAGCORE_TRACE TRACE_UNSET=$__fc_unset TRACE_PATH=$__fc_path command bash ${TRACE_ELSEWHERE:+--noprofile} "$@"
 }
 
 # Act on a decision; the status says whether bash skips the command: 0 is yes.
@@ -315,7 +318,8 @@ __fc_act() {
 }
 
 exec {BASH_XTRACEFD}> /dev/null  # the output of `set -x` would contain the commands of the trap
-export -n BASH_ENV FLAGCORE_TRACE TRACE_UNSET
+export -n BASH_ENV FLAGCORE_TRACE TRACE_UNSET TRACE_PATH
+[[ ${BASH_EXECUTION_STRING-} != *__fc_* ]] || exit 0
 [[ -n ${BASH_EXECUTION_STRING-} ]] || __fc_check_blocks "$0" || exit 0
 : &  # scripts read $! after a command that is skipped
 set -T

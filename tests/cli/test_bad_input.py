@@ -31,8 +31,6 @@ def test_a_file_that_is_not_a_spec(flag: Flag, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["spec.yaml"]
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     refused(flag("estimate", str(tmp_path / "config.json")), 2, "--model")
-    (tmp_path / "windows.sh").write_bytes(b"vllm serve Qwen/Qwen3-8B --tensor-parallel-size 2\r\n")
-    refused(flag("import", str(tmp_path / "windows.sh")), 2, "windows.sh", "sed -i")
 
 
 @pytest.mark.parametrize(

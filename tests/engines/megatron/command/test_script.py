@@ -184,6 +184,31 @@ def test_python_that_computes_a_value_runs(tmp_path: Path) -> None:
     assert found.options[0].words == ("--nproc_per_node", "4")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python3 -c 'open(\"written\", \"w\")'",
+        "perl -e 'open(F, \">written\")'",
+        "awk 'BEGIN { system(\"touch written\") }'",
+        "echo 1 | awk '{ print > \"written\" }'",
+        "echo 1 | sed 'w written'",
+        "echo 1 | sed -n '1e touch written'",
+        "echo 1 | sed -ne 's/1/touch written/e'",
+        "sort -uo written run.sh",
+        "uniq run.sh written",
+        "./date",
+        "PATH=.:$PATH; export PATH; date",
+    ],
+)
+def test_a_script_of_another_machine_runs_no_program(command: str, tmp_path: Path) -> None:
+    (tmp_path / "date").write_text("#!/usr/bin/python3\nopen('written', 'w')\n")
+    (tmp_path / "date").chmod(0o755)
+    (tmp_path / "run.sh").write_text(f"N=$({command})\ntouch $N\n")
+    records, _ = script.trace_script(("bash", "run.sh"), str(tmp_path), {script.ELSEWHERE: "1"})
+    assert any(record.words[0] == "touch" for record in records)
+    assert not (tmp_path / "written").exists()
+
+
 MODULES = """\
 module() { eval "$($LMOD_CMD bash "$@")"; }
 module load cuda
