@@ -187,7 +187,7 @@ def test_python_that_computes_a_value_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "python3 -c 'open(\"written\", \"w\")'",
+        'python3 -c \'open("written", "w")\'',
         "perl -e 'open(F, \">written\")'",
         "awk 'BEGIN { system(\"touch written\") }'",
         "echo 1 | awk '{ print > \"written\" }'",
