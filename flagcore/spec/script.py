@@ -132,9 +132,11 @@ def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping
             return str(error.strerror or error)
         finally:
             os.close(inherited_pipe)
-        has_ended = select.select([read_end], [], [], TIMEOUT_SECONDS)[0]
-        with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            has_ended = select.select([read_end], [], [], TIMEOUT_SECONDS)[0]
+        finally:  # also if a signal interrupts flagcore
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
         if process.wait() == 0 or not has_ended:
             return "" if has_ended else f"it did not end in {TIMEOUT_SECONDS:g} s"
         output.seek(0)
