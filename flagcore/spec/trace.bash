@@ -156,7 +156,7 @@ __fc_harmless() {
   esac
   # A program of the script's own folders is not a tool, whatever its name.
   [[ -z ${TRACE_ELSEWHERE-} || $name =~ ^/(usr/)?bin/[^/]+$ ]] ||
-    [[ $name != */* && $(type -P -- "$name") == "$(PATH=$__fc_path type -P -- "$name")" ]] || return 1
+    { type -P -- "$name" > /dev/null && [[ $name != */* && $(type -P -- "$name") == "$(PATH=$__fc_path type -P -- "$name")" ]]; } || return 1
   case ${name##*/} in
     sed) __fc_reads_sed "$@"; return ;;
     awk | gawk | mawk) __fc_reads_awk "$@"; return ;;
