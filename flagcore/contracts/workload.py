@@ -259,7 +259,7 @@ class Workload(Predictor):
         return {}
 
     def runs_as(self, spec: Spec) -> str:
-        """Return how the engine runs a training job without a command, for plans. By default empty: its name says it"""
+        """Return how the engine runs a training job without a command, for plans. By default empty: plans name it."""
         return ""
 
     def as_installed(self, platform: Platform) -> Platform:

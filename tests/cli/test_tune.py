@@ -148,7 +148,7 @@ def test_max_trials_is_a_limit_without_the_repeats(flag: Flag, project: Project)
     assert len(result["trials"]) == 3
     assert "max_trials" in result["stopped_because"]
     assert result["stopped_message"]["values"] == {"count": 3}
-    assert len(result["repeats"]) in (0, 3, 4)  # 3: the baseline is surely slower
+    assert len(result["repeats"]) in (0, 3, 4)  # 3: the baseline is clearly slower
 
 
 def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_again(flag: Flag, project: Project) -> None:

@@ -27,7 +27,7 @@ def test_the_baseline_runs_first_then_the_rest_then_both_again_in_alternation(be
     assert knobs(plan.best.candidate) == (2, 2)
     assert [trial.role for trial in plan.trials] == [Role.BASELINE] + [Role.SEARCH] * (len(plan.trials) - 1)
     pair = [plan.baseline.candidate, plan.best.candidate]
-    assert [trial.candidate for trial in plan.repeats] == [*pair, pair[1]]  # the baseline is surely slower
+    assert [trial.candidate for trial in plan.repeats] == [*pair, pair[1]]  # the baseline is clearly slower
     assert plan.gains == pytest.approx((0.95,) * 2)
     assert plan.stopped_because == "all candidates have been tried or pruned"
     assert sound(plan)

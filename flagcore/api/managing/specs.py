@@ -124,7 +124,7 @@ def read_command(
     ((name, *_words), start) = next(iter(found.items()))
     workload, path = workloads[name], absolute_model(model, Path()) if model is not None else None
     has_script = workload.kind == "train" and bool(start.script)
-    is_long = has_script and max(map(len, start.script)) > LONGEST_TEXT  # it has placeholders, and is no file as it is
+    is_long = has_script and max(map(len, start.script)) > LONGEST_TEXT  # a template, given as text
     for with_script in [True, False] if has_script and not is_long else [False]:
         notes = Notes()
         for each in programs[failed : failed + 1]:

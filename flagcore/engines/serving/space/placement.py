@@ -33,8 +33,8 @@ COPIES = ("redundant_experts", "enable_eplb")
 """Knobs that affect only instances with expert parallelism."""
 ANSWER_COST = 2.5
 """Time of a device for a token of an answer, relative to a token of a prompt. It only selects divisions of devices.
-Published node rates of DeepSeek have ratios of 2.3 (H100), 2.4 (GB200) and 2.9 (H20; lmsys.org, 2025-05-05, 2025-06-16
-and 2025-09-26)."""
+Published node rates of DeepSeek on three chips have ratios of 2.3, 2.4 and 2.9 (lmsys.org, 2025-05-05, 2025-06-16 and
+2025-09-26)."""
 MAX_COUNTS = 12
 """Maximum number of divisions of the devices between two layouts that `auto` tries. A choice: then, neighboring
 divisions differ by less than a tenth of the devices."""
