@@ -64,6 +64,8 @@ def _section(plugin: Subject, name: str) -> Mapping[str, Any]:
     if not file.is_file():
         raise Skip(f"the plugin has no {FILE}")
     content = parse_yaml(file.read_text("utf-8"), file=FILE)
+    for key in [each for each in content if each not in ("chips", "settings")] if isinstance(content, Mapping) else ():
+        raise SpecError(file=FILE, key=str(key), problem="is not a section", fix="write chips or settings")
     section = content.get(name, {}) if isinstance(content, Mapping) else content
     if not isinstance(section, Mapping):
         raise SpecError(file=FILE, key=name, value=section, problem="must be a mapping")
