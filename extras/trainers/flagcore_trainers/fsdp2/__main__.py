@@ -10,9 +10,9 @@ from flagcore.engines.forked_ranks import exit_at_once
 from flagcore.engines.megatron.trial import __main__ as program
 from flagcore_trainers.fsdp2.job import read_job
 
-main, ready = (
-    partial(each, read=read_job, rank="flagcore_trainers.fsdp2.rank") for each in (program.main, program.ready)
-)
+RANK = "flagcore_trainers.fsdp2.rank"
+main = partial(program.main, read=read_job, rank=RANK)
+ready = partial(program.ready, read=read_job, rank=RANK)
 
 if __name__ == "__main__":
     exit_at_once(main(sys.argv[1:]))
