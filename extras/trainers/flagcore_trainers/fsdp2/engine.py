@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -91,11 +89,6 @@ class Fsdp2(Workload):
         same = [columns[name] == code for name, code in codes.items() if name != MBS]
         result: BoolArray = np.logical_and.reduce([*same, columns[MBS] >= codes[MBS]])
         return result
-
-    def installed_version(self, spec: Spec) -> str | None:
-        with suppress(PackageNotFoundError):
-            return version("torch")
-        return ""
 
     # Trials
 
