@@ -26,6 +26,7 @@ from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import load_json
 from flagcore.spec.public import public_models, public_name
+from flagcore.spec.script import UNSET
 
 
 def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
@@ -106,6 +107,10 @@ def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, An
     hosts, per_host = _of_launcher(command, notes, start.hosts * start.instances, start.devices or 0)
     has_starter = hosts > 1 or bool(_STARTERS.search(" ".join(command.prefix)))
     default = "1" if option is None and (command.launcher or not has_starter) else "auto"
+    ranks = re.findall(r"\w+_(?:RANK|PROCID|SIZE)\b", start.envs.get(UNSET, ""))
+    if ranks and not command.launcher and not has_starter:
+        fix = "give the command that starts it, as in `flag import -- mpirun -np N bash FILE`, or set these variables"
+        notes.report("command", f"is one rank of a job, which {', '.join(ranks)} number", fix=fix)
     devices = option.value if option else ""
     devices = devices if devices.isdecimal() else str(per_host or start.devices or default)
     nodes = option.value.rpartition(":")[2] if (option := command.option("nnodes")) else ""
@@ -118,7 +123,7 @@ def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, An
     }
 
 
-_STARTERS = re.compile(r"(^|[ /])(srun|mpirun|mpiexec|orterun)( |$)")
+_STARTERS = re.compile(r"(^|[ /])(srun|mpirun|mpiexec|orterun|jsrun|aprun)( |$)")
 _TASKS = re.compile(r" (?:-np|--np|-n|--ntasks)(?:[ =]+(\S*)|(?=\d)(\d+))")
 _TASKS_PER_HOST = re.compile(
     r" (?:-{1,2}npernode|-{1,2}ppn|--ntasks-per-node|--gpus-per-node|\S*ppr)[ =:]+(?:\w+:)?(\d+)\b"
@@ -134,6 +139,12 @@ def _of_launcher(command: UserCommand, notes: Notes, hosts: int, devices: int) -
     if starter is None:
         return hosts, 0
     text = text[starter.end() - 1 :]
+    if starter[2] == "jsrun":
+        found = (
+            re.search(rf" (?:{each})[ =]?(\d+)", text) for each in ("-n|--nrs", "-a|--tasks_per_rs", "-r|--rs_per_host")
+        )
+        sets, tasks_of, per_host_of = (int(each[1]) if each else 1 for each in found)
+        return max(1, sets // per_host_of), 0 if command.launcher else tasks_of * per_host_of
     tasks, per_host, given = (pattern.search(text) for pattern in (_TASKS, _TASKS_PER_HOST, _HOSTS))
     per = int(per_host[1]) if per_host and not command.launcher else 0
     if starter[2] == "srun":
@@ -185,7 +196,7 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
         if flags.has(name) and path.is_file() and path.suffix == ".json" and (size := _size_in(path, keys)):
             flags.note("vocab_size", f"{size}, from {path}", "model.vocab_size")
             return size
-    for part in [part for name in _TOKENIZERS for part in Path(str(flags.get(name, ""))).parts[:-3:-1]]:
+    for part in [part for name in TABLES["tokenizers"] for part in Path(str(flags.get(name, ""))).parts[:-3:-1]]:
         known = public_name(part.removeprefix("models--").replace("--", "/"))
         if known and (size := public_models()[known].get("vocab_size")):
             flags.note("vocab_size", f"{size}, that of {known}, which the tokenizer's path names", "model.vocab_size")
@@ -203,26 +214,17 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
     return None
 
 
-_TOKENIZERS = ("tokenizer_model", "tokenizer_name_or_path")
-_SHAPE = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-}
-
-
 def _of_shape(flags: Flags) -> str:
     """Return the public model with the shape of the command, or an empty text if none or different ones have it."""
-    wanted = [flags.get(name) for name in _SHAPE]
+    sizes: dict[str, str] = TABLES["of_config"]
+    wanted = [flags.get(name) for name in sizes]
     if None in wanted[:-1] or flags.has("num_experts"):
         return ""
     wanted[-1] = wanted[-1] or wanted[-2]
     found = dict[object, str]()
     for name, config in public_models().items():
         heads = config.get("num_key_value_heads", config.get("num_attention_heads"))
-        if [*(config.get(key) for key in [*_SHAPE.values()][:-1]), heads] == wanted:
+        if [*(config.get(key) for key in [*sizes.values()][:-1]), heads] == wanted:
             found.setdefault(config.get("vocab_size"), name)
     return next(iter(found.values())) if len(found) == 1 and None not in found else ""
 

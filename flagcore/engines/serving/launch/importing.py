@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.launch import Start
-from flagcore.domain.secrets import is_secret
+from flagcore.domain.secrets import is_secret, redact_text
 from flagcore.domain.serving import CLIENTS_PER_DEVICE, Load
 from flagcore.domain.spec import ImportNote
 from flagcore.engines.serving.launch.profile import EngineProfile
@@ -38,6 +38,9 @@ _UNFILLED = re.compile(r"[\w./:-]*(\{\w+\}|\{\{.*\}\}|\$\{\w+\}|\$\w+|__[A-Z]\w*
 """Patterns of a model, and of another value, that the user should replace."""
 _NO_TEXT = re.compile(r"(?i)embed(?!ded)|rerank|(^|/)(bge|gte|e5)-")
 """A pattern of names of models that generate no text."""
+_IS_PATH = re.compile(r"[^={/]*/[^={]*$")
+_PASSES = ("exec", "nohup", "sudo", "time", "env", "bash", "sh", "-c", "setsid", "-E", "uv", "run")
+"""Words in front of a program that change nothing for it."""
 _HAS_PATH = re.compile("file|path|dir|template|preset")
 _NAMES = re.compile("-[stnS]|-dmS|--(target|name|container)")
 """A pattern of flags of other programs whose value may be the name of a server."""
@@ -55,6 +58,8 @@ def spec_of_command(
         raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
     program = words[place[0] : place[1]]
     notes = Notes()
+    if before := " ".join(each for each in words[: place[0]] if each not in _PASSES):
+        notes.note("command", f"is left out in front of the program: {redact_text(before)[:100]}")
     is_default = tuple(program) == tuple(engine.program.program)
     flags, version = engine.program.installed_release() if is_default and not start.version else ((), start.version)
     pairs = _with_config(engine, list(_split(engine, words[place[1] :])), directory, notes)
@@ -83,13 +88,15 @@ def spec_of_command(
     if start.version:
         serve["engine_version"] = start.version
         notes.note("serve.engine_version", "is the tag of the image", "serve.engine_version")
-    if hosts == start.instances and start.hosts <= 1:  # each pod of a StatefulSet is a host of the same server
-        start = replace(start, instances=1)
+    devices = math.prod(baseline.get(name, 1) for name in (INSTANCES, TP, PP, DP))
+    is_spread = devices > (start.devices or devices) and devices == start.instances * (start.devices or 0)
+    if (hosts == start.instances and start.hosts <= 1) or is_spread:  # each pod is a host of the same server
+        start = replace(start, instances=1, hosts=start.instances)
     if start.instances > 1:
         baseline = {INSTANCES: start.instances * baseline.get(INSTANCES, 1), **baseline}
         notes.note("replicas", f"{start.instances}: the instances of the baseline", f"auto_tuner.baseline.{INSTANCES}")
     cluster: dict[str, Any] = {"chip": "auto"}
-    devices = math.prod(baseline.get(name, 1) for name in (INSTANCES, TP, PP, DP))
+    devices *= start.instances
     load["concurrency"] *= devices
     if engine_args.pop(engine.program.expert_switch, False):
         baseline[EP] = devices // (baseline.get(PP, 1) * baseline.get(INSTANCES, 1))
@@ -284,8 +291,8 @@ def _with_model(engine: EngineProfile, pairs: list[Pair], notes: Notes) -> list[
         knob, _ = engine.program.knob_of(name)
         if not flag or name in engine.program.model_flags or (knob and len(values) > (knob.kind != "flag")):
             return pairs
-    long = [pair for pair in pairs if len(pair[1]) > 1 and "/" in pair[1][-1] and "=" not in pair[1][-1]]
-    last = [pair for pair in pairs[-1:] if any("/" in each for each in pair[1]) and not _HAS_PATH.search(pair[0])]
+    long = [pair for pair in pairs if len(pair[1]) > 1 and _IS_PATH.match(pair[1][-1])]
+    last = [pair for pair in pairs[-1:] if any(map(_IS_PATH.match, pair[1])) and not _HAS_PATH.search(pair[0])]
     if not (long or last):
         return pairs
     flag, values = pair = (long or last)[-1]
