@@ -37,8 +37,8 @@ _REPEATS = re.compile(r"(\S*/)?(python[\d.]* -m |[\w.-]+ serve )")  # the progra
 _RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?(?:post|rc)\d+)?)(?![\d.])")
 
 
-def image_start(text: str, images: Mapping[str, Sequence[str]]) -> Start:
-    """Return what the image of a Dockerfile starts."""
+def image_start(text: str, images: Mapping[str, Sequence[str]], args: Any = None) -> Start:
+    """Return what the image of a Dockerfile starts. `args` replace those in the file."""
     stages = dict[str, tuple[str, Any, Any, dict[str, str]]]()
     image, entry, command, envs, stage = "", None, None, dict[str, str](), ""
     lines = re.sub(r"\\[ \t]*\n", " ", re.sub(r"(?m)^\s*#.*\n", "", text))
@@ -60,7 +60,7 @@ def image_start(text: str, images: Mapping[str, Sequence[str]]) -> Start:
             except ValueError:
                 given = ("sh", "-c", rest)
             entry, command = (given, None) if key.upper() == "ENTRYPOINT" else (entry, given)
-    return container(Start(envs=envs), image, entry, command, images)
+    return container(Start(envs=envs), image, entry, args or command, images)
 
 
 def container_run(start: Start, words: Sequence[str], images: Mapping[str, Sequence[str]]) -> Start:
@@ -158,6 +158,9 @@ def services_of(document: Any, images: Mapping[str, Sequence[str]], unset: str, 
             instances=positive(deploy.get("replicas")) or positive(service.get("scale")) or 1,
         )
         start = container(start, service.get("image") or "", service.get("entrypoint"), service.get("command"), images)
+        if start.words[:1] and start.words[0].startswith(IMAGE) and (file := _dockerfile(service.get("build"), folder)):
+            built = image_start(file, images, service.get("command"))
+            start = replace(start, words=built.words, version=built.version, envs={**built.envs, **start.envs})
         mounts = [each.split(":") for each in service.get("volumes") or () if isinstance(each, str) and ":" in each]
         here = {each[1]: str(folder / each[0]) for each in mounts if (folder / each[0]).is_file()}
         words = enumerate(start.words)
@@ -165,6 +168,15 @@ def services_of(document: Any, images: Mapping[str, Sequence[str]], unset: str, 
             start,
             words=tuple(here.get(w, w) if n < 2 or start.words[n - 1] == "--config" else w for n, w in words),
         )
+
+
+def _dockerfile(build: Any, folder: Path) -> str:
+    """Return the text of the Dockerfile that `build` of a compose service names, or an empty text."""
+    build = build if isinstance(build, Mapping) else {"context": build}
+    with suppress(OSError):
+        file = folder / str(build.get("context") or "-") / str(build.get("dockerfile") or "Dockerfile")
+        return read_regular(file).decode("utf-8", errors="replace")
+    return ""
 
 
 def dotenv(file: Path) -> dict[str, str]:

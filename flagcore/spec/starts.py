@@ -220,7 +220,7 @@ def _unit(text: str, folder: Path, images: Mapping[str, Sequence[str]]) -> Itera
             here = next((each for each in (file, folder / file.name) if each.is_file()), None)
             envs |= read.dotenv(here) if here else {}
             missing = missing if here else str(file)
-    unread = read.left_out("unit", found)
+    unread = read.left_out("unit", found) | ({"EnvironmentFile": "it is not here"} if missing else {})
     for value in [value for key, value in pairs if key in ("ExecStart", "command") and value]:
         words = read.filled(read.split_words(value.lstrip("-@+!:")), r"\$\{?(\w+)\}?", envs)
         names = ", ".join(re.findall(r"\$\{?(\w+)", " ".join(words)))

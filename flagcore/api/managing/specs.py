@@ -159,6 +159,8 @@ def _engines(workloads: Mapping[str, Workload], programs: Sequence[Start]) -> di
                 envs = {name: value for name, value in start.envs.items() if before.envs.get(name) == value}
                 copies = 0 if key in found and FORMS["follower"].search(" ".join(start.words)) else start.instances
                 found[key] = replace(before, instances=before.instances + copies, envs=envs)
+    bare = [[*entry] for each in workloads.values() for entry in each.images.values()]  # images beside the server's
+    found = {key: each for key, each in found.items() if [*each.words] not in bare} or found
     roles = {role: start for (_name, role, _words), start in found.items()}
     if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
         return {next(iter(found)): replace(roles["decode"], prefill=roles["prefill"])}
@@ -271,7 +273,7 @@ def _not_one(
 ) -> SpecError | None:
     """Return the error for an input that does not start exactly one engine, or None."""
     commands = [shlex.join(each.words) for each in programs]
-    unknown = [each.words[0] for each in programs if each.words[0].startswith(IMAGE) and each.words[1:]]
+    unknown = [each.words[0] for each in programs if each.words[0].startswith(IMAGE) and each.words[not programs[1:] :]]
     if len(found) == 1:
         return None
     failure = next((each.words[0] for each in programs if each.words[0].startswith(ENDS_WITH)), "")

@@ -39,7 +39,7 @@ _UNFILLED = re.compile(r"[\w./:-]*(\{\w+\}|\{\{.*\}\}|\$\{\w+\}|\$\w+|__[A-Z]\w*
 _NO_TEXT = re.compile(r"(?i)embed(?!ded)|rerank|(^|/)(bge|gte|e5)-")
 """A pattern of names of models that generate no text."""
 _IS_PATH = re.compile(r"[^={/]*/[^={]*$")
-_PASSES = ("exec", "nohup", "sudo", "time", "env", "bash", "sh", "-c", "setsid", "-E", "uv", "run")
+_PASSES = ("exec", "nohup", "sudo", "time", "env", "setsid", "uv", "run")
 """Words in front of a program that change nothing for it."""
 _HAS_PATH = re.compile("file|path|dir|template|preset")
 _NAMES = re.compile("-[stnS]|-dmS|--(target|name|container)")
@@ -80,6 +80,8 @@ def spec_of_command(
         problem, fix = "is not in the command", f"write it after {' '.join(program)}, set its variable, or add --model"
         raise SpecError(key="model", problem="is empty: its variable is not set" if empty else problem, fix=fix)
     baseline, engine_args = _divide(engine, arguments, version, directory, notes)
+    if (shares := str(engine_args.get(engine.program.share_flag, "")).count(",")) and not {TP, PP} & baseline.keys():
+        baseline[engine.split_by] = shares + 1
     notes.note("serve.profile", "is not in the command: set the lengths and number of your requests", "serve.profile")
     load = {**_lengths(engine_args), "concurrency": CLIENTS_PER_DEVICE}
     serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
