@@ -24,17 +24,9 @@ IMAGE = "image "
 CONFIG_MAP = "ConfigMap "
 """The start of the keys in `Start.left_out` that name ConfigMaps."""
 CONTAINERS = ("docker", "podman", "nerdctl")
-_NO_DEVICE = re.compile("rdma|hca|roce|efa|nic|fuse|hugepages")
-"""A pattern of extended resources of Kubernetes that are not accelerators."""
-_NAMED_DEVICES = re.compile(r"device=([\w,:-]+)|^/dev/[a-z_]+(\d+)\b|^[\w-]+\.[\w.-]+/[\w-]+=(?!all)([\w,:-]+)")
-"""A pattern of devices that options of a container name: with `device=`, as files, or in CDI."""
 _TABLES = yaml.safe_load(files(__package__).joinpath("forms.yaml").read_text("utf-8"))
 SHORT = _TABLES["short options"]
-FORMS = {name: re.compile(re.sub(r"\s", "", pattern)) for name, pattern in _TABLES["patterns"].items()}
-_COMPOSE_VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::?-((?:\$\{[^{}]*\}|[^}])*))?[^}]*\}|(\w+))")
-
-_REPEATS = re.compile(r"(\S*/)?(python[\d.]* -m |[\w.-]+ serve )")  # the program of the image
-_RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?(?:post|rc)\d+)?)(?![\d.])")
+FORMS = {name: re.compile(re.sub(r"\n\s*", "", pattern)) for name, pattern in _TABLES["patterns"].items()}
 
 
 def image_start(text: str, images: Mapping[str, Sequence[str]], args: Any = None) -> Start:
@@ -107,7 +99,7 @@ def variables_of(form: str, **values: object) -> dict[str, str]:
 
 def _named(options: Iterable[Any]) -> tuple[int, dict[str, str]]:
     """Return the number of devices that options of a container name, and what is left out: which ones they are."""
-    found = (match for each in options if (match := _NAMED_DEVICES.search(str(each).strip("\"'"))))
+    found = (match for each in options if (match := FORMS["named devices"].search(str(each).strip("\"'"))))
     names = [name for match in found for name in str(match[match.lastindex or 0]).split(",")]
     return len(names), {"devices": f"only the number of {', '.join(names)} is read"} if names else {}
 
@@ -123,8 +115,8 @@ def container(start: Start, image: Any, entry: Any, args: Any, images: Mapping[s
         known, _colon, tags = name.partition(":")
         if f"/{repository}".endswith(f"/{known}") and tag.startswith(tags):
             program = entry_point if entry is None else program
-            release = release or (_RELEASE.match(tag) if "/" in known else None)  # others number images of their own
-    program = () if entry is None and _REPEATS.match(" ".join(_words(args))) else program
+            release = release or (FORMS["release"].match(tag) if "/" in known else None)  # others number their own
+    program = () if entry is None and FORMS["program"].match(" ".join(_words(args))) else program
     words = filled((*program, *_words(args)), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
     if image and (not words or words[0].startswith("-")):
         words = (IMAGE + image, *words)
@@ -158,7 +150,9 @@ def services_of(document: Any, images: Mapping[str, Sequence[str]], unset: str, 
             instances=positive(deploy.get("replicas")) or positive(service.get("scale")) or 1,
         )
         start = container(start, service.get("image") or "", service.get("entrypoint"), service.get("command"), images)
-        if start.words[:1] and start.words[0].startswith(IMAGE) and (file := _dockerfile(service.get("build"), folder)):
+        build = service["build"] if isinstance(service.get("build"), Mapping) else {"context": service.get("build")}
+        place = folder / str(build.get("context") or "-") / str(build.get("dockerfile") or "Dockerfile")
+        if start.words[:1] and start.words[0].startswith(IMAGE) and (file := _text_of(place)):
             built = image_start(file, images, service.get("command"))
             start = replace(start, words=built.words, version=built.version, envs={**built.envs, **start.envs})
         mounts = [each.split(":") for each in service.get("volumes") or () if isinstance(each, str) and ":" in each]
@@ -170,33 +164,28 @@ def services_of(document: Any, images: Mapping[str, Sequence[str]], unset: str, 
         )
 
 
-def _dockerfile(build: Any, folder: Path) -> str:
-    """Return the text of the Dockerfile that `build` of a compose service names, or an empty text."""
-    build = build if isinstance(build, Mapping) else {"context": build}
+def _text_of(file: Path) -> str:
+    """Return the text of a file, or an empty text if it cannot be read."""
     with suppress(OSError):
-        file = folder / str(build.get("context") or "-") / str(build.get("dockerfile") or "Dockerfile")
         return read_regular(file).decode("utf-8", errors="replace")
     return ""
 
 
 def dotenv(file: Path) -> dict[str, str]:
     """Return the variables in a file such as .env; empty if it cannot be read."""
-    with suppress(OSError):
-        text = read_regular(file).decode("utf-8", errors="replace")
-        return dict(re.findall(r"^[ \t]*(\w+)=[\"']?(.*?)[\"']?[ \t\r]*$", text, re.MULTILINE))
-    return {}
+    return dict(re.findall(r"^[ \t]*(\w+)=[\"']?(.*?)[\"']?[ \t\r]*$", _text_of(file), re.MULTILINE))
 
 
 def unset_names(text: str, variables: Mapping[str, str]) -> str:
     """Return the names of the variables of a compose file that have no value, separated by spaces."""
-    found = (each for each in _COMPOSE_VARIABLE.finditer(re.sub("(?m)#.*", "", text)) if each[3] is None)
+    found = (each for each in FORMS["compose variable"].finditer(re.sub("(?m)#.*", "", text)) if each[3] is None)
     return " ".join(dict.fromkeys(name for each in found if (name := each[2] or each[4]) and name not in variables))
 
 
 def interpolated(node: Any, variables: Mapping[str, str]) -> Any:
     """Return a part of a compose file with the values of its variables. Those that are not set are empty."""
     if isinstance(node, str):
-        return _COMPOSE_VARIABLE.sub(
+        return FORMS["compose variable"].sub(
             lambda m: m[1] or variables.get(m[2] or m[4]) or interpolated(m[3] or "", variables), node
         )
     if isinstance(node, list):
@@ -279,8 +268,8 @@ def with_runtimes(documents: Sequence[Any]) -> list[Any]:
 def _maps_in(folder: Path) -> Iterator[Any]:
     """Yield the documents of the YAML files with ConfigMaps in a folder."""
     for file in sorted(folder.glob("*.y*ml")):
-        with suppress(OSError, yaml.YAMLError):
-            if re.search(r"(?m)^kind: ConfigMap", text := read_regular(file).decode("utf-8", errors="replace")):
+        with suppress(yaml.YAMLError):
+            if re.search(r"(?m)^kind: ConfigMap", text := _text_of(file)):
                 yield from yaml.safe_load_all(text)
 
 
@@ -329,7 +318,7 @@ def containers_in(node: Any) -> Iterator[Mapping[str, Any]]:
 def count_devices(value: Any) -> int | None:
     """Return the number of accelerators in a number, a text such as `NAME:8` or `80GB:4..8`, or resources."""
     if isinstance(value, Mapping):
-        counts = [positive(count) for key, count in value.items() if "/" in key and not _NO_DEVICE.search(key)]
+        counts = [positive(count) for key, count in value.items() if "/" in key and not FORMS["no device"].search(key)]
         named = (
             positive(count) or count_devices(key)
             for key, count in value.items()

@@ -14,7 +14,7 @@ from flagcore.domain.launch import Start
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 from flagcore.spec import containers as read
-from flagcore.spec.containers import CONTAINERS, positive
+from flagcore.spec.containers import CONTAINERS, FORMS, positive
 from flagcore.spec.declared import declared_servers
 from flagcore.spec.script import ELSEWHERE, HOSTS, SHELLS, Record, is_script, names_script, trace_script
 
@@ -25,23 +25,6 @@ _APPTAINER = ("apptainer", "singularity")
 _MPI = ("mpirun", "mpiexec", "orterun", "jsrun", "aprun")
 _LAUNCHERS = ("srun", *_MPI, *_APPTAINER, "numactl", "taskset", "timeout", "time", "sudo")
 _TERMINALS = ("tmux", "screen", "pm2")  # they start the commands in their arguments, each in one word
-_IMAGE_FILE = re.compile(r"^docker://|\.sif$")
-_MARKDOWN = re.compile(r"(?m)^ {0,3}```(?:bash|sh|shell|console|yaml|yml|dockerfile)?[ \t]*\n((?:.*\n)*?) *```")
-_MANIFEST = re.compile(r"\s*((#.*|\.\.\.)\n\s*)*(---|\{?\s*[\w\"'./-]+\s*:(\s|$)|\{\s*[\"'])")
-_BROKEN_LINE = re.compile(r"\\[ \t]+(#.*)?\n")
-"""A pattern of a line that should continue: pages often have blanks or comments after the backslash."""
-_BLOCK = re.compile(
-    r"(?m)((?:^|;)[ \t]*(?:\}|\)|done|fi|esac)[ \t]*(?:<[^>\n]*)?)"
-    r"(?:\d*|&)>+\|?[ \t]*(?!/dev/|[&(|>\s])(?:\"[^\"\n]*\"|[^\s;&|])+"
-)
-"""A pattern of a block whose output goes to a file: nothing of it is written."""
-_PLACEHOLDER = re.compile(r"(?<![<\w)])<([A-Za-z][^<>|&;()$`'\"\n]*(?<![\s=-]))>")
-"""A pattern of `<words>` that the user should replace, which a shell would read as redirections."""
-_HERE_DOCUMENT = re.compile(
-    r"kubectl .*<<-? *['\"]?(\w+)['\"]?.*\n((?:.*\n)*?)\1\b|<<-? *['\"]?(\w+)['\"]? *\| *kubectl .*\n((?:.*\n)*?)\3\b"
-)
-"""Manifests in a script that gives them to kubectl."""
-_BATCH_LINE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 _MOST_RANKS = 16
 """The most hosts whose programs are read one by one, which takes seconds."""
 
@@ -62,16 +45,16 @@ def starts_of(
     file = Path(directory, words[-1] if words else "")
     if text is None:
         starts = [Start(words=tuple(words))]
-    elif manifests := [re.sub(r"\\(?=\$)", "", each[1] or each[3]) for each in _HERE_DOCUMENT.findall(text)]:
+    elif manifests := [re.sub(r"\\(?=\$)", "", each[1] or each[3]) for each in FORMS["here document"].findall(text)]:
         starts = [start for each in manifests for start in starts_of(words, each, images, directory, tables)]
-    elif file.suffix not in (".yaml", ".yml") and (blocks := _MARKDOWN.findall(text)):
+    elif file.suffix not in (".yaml", ".yml") and (blocks := FORMS["markdown"].findall(text)):
         parts = [re.sub(r"(?m)^ *\$ ", "", each) for each in blocks]
         starts = [start for each in parts for start in starts_of((), each, images, directory, tables)]
     elif re.search(r"^\[(Service|Container|program:.*)\]", text, re.MULTILINE):
         starts = _unit(text, file.parent, images)
     elif re.search(r"(?m)^FROM\s", text) and re.search(r"(?m)^(CMD|ENTRYPOINT)\s", text):
         starts = [read.image_start(text, images)]
-    elif _MANIFEST.match(text):
+    elif FORMS["manifest"].match(text):
         try:
             text = re.sub(r"(?m)^\.\.\.$", "", text)  # parts of pages
             text = re.sub(r"(?m): \{\{ *\.?([\w.]+) *\}\}", r": '[\1]'", text)  # placeholders
@@ -142,7 +125,7 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
     verbs = [
         n for n, name in enumerate(names) if name in ("run", "create") and {*CONTAINERS} & {*names[max(0, n - 2) : n]}
     ]
-    files = [n for n, word in enumerate(words) if _IMAGE_FILE.search(word) and {*_APPTAINER} & {*names[:n]}]
+    files = [n for n, word in enumerate(words) if FORMS["image file"].search(word) and {*_APPTAINER} & {*names[:n]}]
     if verbs and not (shells and shells[0] < verbs[0]):
         yield from _inner(read.container_run(start, words[verbs[0] + 1 :], images), images, directory)
     elif files and "run" in names[: files[0]]:
@@ -183,8 +166,8 @@ def _readable(text: str) -> str:
     """Return the text of a script with `[words]` for its placeholders, whole lines in place of broken ones, and blocks
     that write no file.
     """
-    text = _BLOCK.sub(lambda m: f"{m[1]}> /dev/null", _BROKEN_LINE.sub("\\\n", text))
-    return _PLACEHOLDER.sub(lambda m: "[" + "_".join(m[1].split()) + "]", text)
+    text = FORMS["block"].sub(lambda m: f"{m[1]}> /dev/null", FORMS["broken line"].sub("\\\n", text))
+    return FORMS["placeholder"].sub(lambda m: "[" + "_".join(m[1].split()) + "]", text)
 
 
 def _declared(
@@ -239,7 +222,7 @@ def _unit(text: str, folder: Path, images: Mapping[str, Sequence[str]]) -> Itera
 def _batch(text: str, directory: str) -> Start:
     """Return a batch script without its words: the variables that Slurm sets, its hosts, and its devices per host."""
     options = dict[str, str]()
-    for line in _BATCH_LINE.findall(text):
+    for line in FORMS["batch line"].findall(text):
         words = shlex.split(line, comments=True)
         for number, word in enumerate(words):
             name, equals, value = word.lstrip("-").partition("=")
@@ -250,7 +233,7 @@ def _batch(text: str, directory: str) -> Start:
             options[name] = value if equals else "".join(words[number + 1 : number + 2])
     unread = {f"#SBATCH {name}": value for name, value in read.left_out("sbatch", options).items()}
     if not options:
-        found = [re.search(f"(?m){read.FORMS[name].pattern}", text) for name in ("batch hosts", "batch devices")]
+        found = [re.search(f"(?m){FORMS[name].pattern}", text) for name in ("batch hosts", "batch devices")]
         count, per_host = (int(each[each.lastindex or 0]) if each else None for each in found)
         return Start(job={HOSTS: str(count)} if count else {}, hosts=count or 1, devices=per_host)
     hosts = positive(options.get("nodes", "1").rpartition("-")[2]) or 1

@@ -22,6 +22,7 @@ from flagcore.engines.megatron.importing.arguments import (
 )
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
+from flagcore.spec.containers import FORMS
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import load_json
@@ -105,7 +106,7 @@ def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, An
     """Return the section `cluster` from the options of the launcher, or else from the surroundings of the command."""
     option = command.option("nproc-per-node", "nproc_per_node")
     hosts, per_host = _of_launcher(command, notes, start.hosts * start.instances, start.devices or 0)
-    has_starter = hosts > 1 or bool(_STARTERS.search(" ".join(command.prefix)))
+    has_starter = hosts > 1 or bool(FORMS["starters"].search(" ".join(command.prefix)))
     default = "1" if option is None and (command.launcher or not has_starter) else "auto"
     ranks = re.findall(r"\w+_(?:RANK|PROCID|SIZE)\b", start.envs.get(UNSET, ""))
     if ranks and not command.launcher and not has_starter:
@@ -123,29 +124,18 @@ def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, An
     }
 
 
-_STARTERS = re.compile(r"(^|[ /])(srun|mpirun|mpiexec|orterun|jsrun|aprun)( |$)")
-_TASKS = re.compile(r" (?:-np|--np|-n|--ntasks)(?:[ =]+(\S*)|(?=\d)(\d+))")
-_TASKS_PER_HOST = re.compile(
-    r" (?:-{1,2}npernode|-{1,2}ppn|--ntasks-per-node|--gpus-per-node|\S*ppr)[ =:]+(?:\w+:)?(\d+)\b"
-)
-_HOSTS = re.compile(r" (?:--nodes[ =]|-N ?)(\d+)")
-
-
 def _of_launcher(command: UserCommand, notes: Notes, hosts: int, devices: int) -> tuple[int, int]:
     """Return the number of hosts, by default `hosts`, and the ranks per host (or 0) that srun or mpirun start.
     `devices`: those of a host, or 0. Several times as many ranks are on several hosts."""
     text = f" {' '.join(command.prefix)}"
-    starter = _STARTERS.search(text)
+    starter = FORMS["starters"].search(text)
     if starter is None:
         return hosts, 0
     text = text[starter.end() - 1 :]
     if starter[2] == "jsrun":
-        found = (
-            re.search(rf" (?:{each})[ =]?(\d+)", text) for each in ("-n|--nrs", "-a|--tasks_per_rs", "-r|--rs_per_host")
-        )
-        sets, tasks_of, per_host_of = (int(each[1]) if each else 1 for each in found)
-        return max(1, sets // per_host_of), 0 if command.launcher else tasks_of * per_host_of
-    tasks, per_host, given = (pattern.search(text) for pattern in (_TASKS, _TASKS_PER_HOST, _HOSTS))
+        sets, size, per_host_of = (int(each[1]) if (each := re.search(rf" -{n} ?(\d+)", text)) else 1 for n in "nar")
+        return max(1, sets // per_host_of), 0 if command.launcher else size * per_host_of
+    tasks, per_host, given = (FORMS[name].search(text) for name in ("tasks", "tasks per host", "hosts"))
     per = int(per_host[1]) if per_host and not command.launcher else 0
     if starter[2] == "srun":
         return (int(given[1]) if given else hosts), per

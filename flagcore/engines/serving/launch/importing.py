@@ -22,6 +22,7 @@ from flagcore.engines.serving.space.placement import parse_roles
 from flagcore.engines.serving.space.program import as_words
 from flagcore.engines.serving.space.rules import check_text
 from flagcore.errors import SpecError, join_errors
+from flagcore.spec.containers import FORMS
 from flagcore.spec.importing import Notes
 from flagcore.spec.plain_data import read_mapping
 from flagcore.spec.public import find_public
@@ -32,19 +33,8 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1
 _HOSTS = "nnodes"
 Pair: TypeAlias = tuple[str, list[str]]
 """A flag, with its dashes, and its values."""
-_PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
-_PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|.*(\{\w+\}|\{\{.*\}\}|\$[({].*[)}]|\$\w+|__[A-Z]\w*__).*")
-_UNFILLED = re.compile(r"[\w./:-]*(\{\w+\}|\{\{.*\}\}|\$\{\w+\}|\$\w+|__[A-Z]\w*__|\[[A-Za-z]\w+\])[\w./:-]*")
-"""Patterns of a model, and of another value, that the user should replace."""
-_NO_TEXT = re.compile(r"(?i)embed(?!ded)|rerank|(^|/)(bge|gte|e5)-")
-"""A pattern of names of models that generate no text."""
-_IS_PATH = re.compile(r"[^={/]*/[^={]*$")
 _PASSES = ("exec", "nohup", "sudo", "time", "env", "setsid", "uv", "run")
 """Words in front of a program that change nothing for it."""
-_HAS_PATH = re.compile("file|path|dir|template|preset")
-_NAMES = re.compile("-[stnS]|-dmS|--(target|name|container)")
-"""A pattern of flags of other programs whose value may be the name of a server."""
-_NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
 
 
 def spec_of_command(
@@ -67,10 +57,10 @@ def spec_of_command(
     pairs = pairs if model else _with_model(engine, pairs, notes)
     path, arguments, hosts, local = _arguments(engine, pairs, flags, version, notes)
     path = model or _weights(path, directory, notes)
-    if path and _PLACEHOLDER.fullmatch(path):
+    if path and FORMS["model placeholder"].fullmatch(path):
         problem, fix = "is a placeholder", "write the name or the path of the model in its place, or give it as --model"
         raise SpecError(key="model", value=path, problem=problem, fix=fix)
-    if path and _NO_TEXT.search(os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))):
+    if path and FORMS["no text"].search(os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))):
         problem, fix = "generates no text, which flagcore cannot tune", "give the command of a server that does"
         raise SpecError(key="model", value=path, problem=problem, fix=fix)
     check_text(arguments, "--")
@@ -174,9 +164,9 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
     """Return the start and end index of the engine's program in a command, or None if it is not there."""
     for start, word in enumerate(words):
         name, rest = os.path.basename(word), start + 1
-        if start and _NAMES.fullmatch(words[start - 1]):
+        if start and FORMS["name flag"].fullmatch(words[start - 1]):
             continue
-        if _PYTHON.fullmatch(name):
+        if FORMS["python"].fullmatch(name):
             name = "python"
             while rest < len(words) and re.fullmatch("-[uBEIsSO]+", words[rest]):  # options of the interpreter
                 rest += 1
@@ -248,7 +238,7 @@ def _arguments(
             notes.note(flag, f"dropped: {reason}", "serve.engine_args")
         elif is_secret(name):
             notes.note(flag, "dropped: secrets are not copied", "serve.engine_args")
-        elif unfilled := next(filter(_UNFILLED.fullmatch, values), ""):
+        elif unfilled := next(filter(FORMS["value placeholder"].fullmatch, values), ""):
             fix = "write its value: give the file after `envsubst`, `helm template` or the like has filled it"
             problems.append(SpecError(key=flag, value=unfilled, problem="is a placeholder", fix=fix))
         elif not values and name.replace("-", "_") in LENGTHS:
@@ -293,8 +283,9 @@ def _with_model(engine: EngineProfile, pairs: list[Pair], notes: Notes) -> list[
         knob, _ = engine.program.knob_of(name)
         if not flag or name in engine.program.model_flags or (knob and len(values) > (knob.kind != "flag")):
             return pairs
-    long = [pair for pair in pairs if len(pair[1]) > 1 and _IS_PATH.match(pair[1][-1])]
-    last = [pair for pair in pairs[-1:] if any(map(_IS_PATH.match, pair[1])) and not _HAS_PATH.search(pair[0])]
+    is_path = FORMS["path"].match
+    long = [pair for pair in pairs if len(pair[1]) > 1 and is_path(pair[1][-1])]
+    last = [pair for pair in pairs[-1:] if any(map(is_path, pair[1])) and not FORMS["path flag"].search(pair[0])]
     if not (long or last):
         return pairs
     flag, values = pair = (long or last)[-1]
@@ -359,7 +350,7 @@ def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
 
 def _value(name: str, text: str) -> Any:
     """Convert a command-line value to a number if it is one; otherwise return `text`."""
-    if _NUMBER.fullmatch(text):
+    if FORMS["number"].fullmatch(text):
         return float(text) if "." in text else int(text)
     return parse_length(text) if name.replace("-", "_") in LENGTHS else text
 
