@@ -343,7 +343,7 @@ def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
     cached = sorted(Path(home, "hub", f"models--{model.replace('/', '--')}", "snapshots").glob("*/config.json"))
     if cached:
         return str(cached[-1].parent)
-    if not find_public(model):
+    if model.startswith(("./", "../")) or not find_public(model):
         notes.note("model", f"{model} is not on this machine: download it, and set its path", "model")
     return model
 
