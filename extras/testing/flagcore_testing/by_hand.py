@@ -37,7 +37,9 @@ def facts_by_hand(plugin: Subject) -> Iterator[str]:
         variables = ", ".join(name for name in (detector.outer, *detector.visible) if name)
         yield f"PCI vendor {detector.pci_vendor:#06x} (lspci -nn), device files /{detector.device_file}"
         yield f"devices are selected by {variables}, and are torch.{detector.torch_device}"
-        yield from missing_variables(plugin)
+        for key in ("visible", "vendor_variables"):
+            if missing := missing_variables(plugin, key):
+                yield f"discover.py: {missing}"
     unguarded = [f"{chip.name}: {facts}" for chip in plugin.chips if (facts := "; ".join(_unguarded(chip)))]
     yield from unguarded[:LINES]
     if len(unguarded) > LINES:

@@ -85,7 +85,9 @@ def prints(text: str) -> str:
 
 def printing(transcript: Transcript) -> dict[str, str]:
     """Return a mapping from the tool of a transcript to a script that prints the transcript."""
-    return {transcript.tool: prints(transcript.text)}
+    cases = "".join(f"*{word}*)\n{prints(text)}\nexit 0;;\n" for word, text in transcript.others.items())
+    script = f'case "$*" in\n{cases}esac\n' if cases else ""
+    return {transcript.tool: f"{script}{prints(transcript.text)}"}
 
 
 def devices(

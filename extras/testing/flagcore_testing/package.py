@@ -11,6 +11,12 @@ acme-smi-1.txt:
   lists: {chip: ACME A1, devices: 8, memory_mib: 65536, driver: "1.2"}   # or a list of these; missing: no device
   left_out: 1   # how many devices are reported as unusable; missing: none
   reads: {device: 0, used_mib: 120, watts: 60, limit_watts: 400, celsius: 41, percent: 0}   # as a person reads one
+acme-smi-1-lost.txt:   # no file: the text of another one with edits, for a state that no transcript has
+  of: acme-smi-1.txt
+  edits: {"120MiB / 65536MiB": "ERR!"}
+  others: {metric: acme-smi-2.txt}   # the file that the tool prints instead if its arguments contain a word
+  source: what the tool prints then, with an address
+  ...
 ```
 """
 
@@ -24,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.chip import Device
-from flagcore.errors import UsageError
+from flagcore.errors import SpecError, UsageError
 from flagcore.plugins import GROUP
 from flagcore.vendorkit.fields import build, read_yaml
 
@@ -147,6 +153,12 @@ class Transcript:
     """Number of devices that are left out, each with a warning."""
     reads: Mapping[str, float] = field(default_factory=dict)
     """The figures of one device as a person reads them in the text, and the index of the device."""
+    of: str = ""
+    """Name of the file whose text this is, with `edits`. It is empty for a file of its own."""
+    edits: Mapping[str, str] = field(default_factory=dict)
+    """What replaces the first occurrence of each text in the file."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """What the tool prints instead of `text` if its arguments contain a word, by that word."""
 
     @property
     def devices(self) -> int:
@@ -169,6 +181,16 @@ def _transcript(path: Path, entry: object, where: str) -> Transcript:
     fields = {key: value for key, value in fields.items() if value is not None}
     lists = fields.get("lists", [])
     fields["lists"] = lists if isinstance(lists, list) else [lists]
-    text = path.read_text("utf-8", "replace") if path.is_file() else ""
+    file = path.with_name(str(fields.get("of") or path.name))
+    text = file.read_text("utf-8", "replace") if file.is_file() else ""
+    edits = fields.get("edits")
+    for old, new in edits.items() if isinstance(edits, Mapping) else ():
+        if str(old) not in text:
+            raise SpecError(file=where, key=f"{path.name}.edits", value=old, problem=f"is not in {file.name}")
+        text = text.replace(str(old), str(new), 1)
+    others = fields.get("others")
+    if isinstance(others, Mapping):
+        files = {str(word): path.with_name(str(name)) for word, name in others.items()}
+        fields["others"] = {word: each.read_text("utf-8", "replace") for word, each in files.items() if each.is_file()}
     made: Transcript = build(Transcript, {"name": path.name, "text": text, **fields}, where, f"{path.name}.")
     return made

@@ -44,7 +44,7 @@ BY_ATTRIBUTE = """torch_device="{device}",
 
 MADE_UP = (
     "memory: 64 GB, bandwidth: 1.6 TB/s, fp32: 40 TFLOP/s, bf16: 300 TFLOP/s dense, fp16: 300 TFLOP/s dense, "
-    "link: 400 GB/s both ways, nic: 200 Gb/s, node: 8"
+    "link: 400 GB/s both ways mesh, nic: 200 Gb/s, node: 8"
 )
 """The made-up figures of a chip in `template`, in the units of data sheets."""
 

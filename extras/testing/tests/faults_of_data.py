@@ -49,7 +49,7 @@ OF_FIGURES = (
 )
 OF_SECOND_ENTRIES = (
     Fault("figures_agree_with_their_second_entry", CHIP, "value: 1.6e+12", "value: 1.7e+12", "bandwidth: 1.6 TB/s, which is 1.6e+12"),
-    Fault("figures_agree_with_their_second_entry", FACTS, "link: 400 GB/s both ways", "link: 400 GB/s", "write 'one way' or 'both ways'"),
+    Fault("figures_agree_with_their_second_entry", FACTS, "link: 400 GB/s both ways mesh", "link: 400 GB/s", "write 'one way' or 'both ways'"),
     Fault("figures_agree_with_their_second_entry", FACTS, "300 TFLOP/s dense,", "300 TFLOP/s sparse,", "which is 1.5e+14"),
     Fault("settings_agree_with_their_second_entry", KNOBS, 'ACME_OVERLAP: "1"', 'ACME_OVERLAP: "2"', "ACME_OVERLAP=2"),
     Fault("constants_have_the_size_that_they_state", HOOKS, "CONTEXT_BYTES = 1.2 * 2**30", "CONTEXT_BYTES = 1.2 * 2**20", "CONTEXT_BYTES = 1.2 MiB", ("*",)),
@@ -150,4 +150,11 @@ OF_DERIVATIONS = (
     Fault("values_hold_for_all_users", ENVIRONMENT, "value: '1'", "value: '1', condition: shared devices", "shared devices"),
     Fault("refused_values_are_not_those_that_work", QUIRKS, "the vendor's Megatron has uniform recompute only", "the vendor's Megatron uses block everywhere", "'block'"),
 )
-FAULTS = (*OF_DERIVATIONS, *OF_FIGURES, *OF_SECOND_ENTRIES, *OF_FILES, *OF_AGREEMENT, *OF_TESTS)
+OF_STATES = (
+    Fault("parsers_are_tried_on_transcripts", SMI, "    if memory is None:\n        return None\n", "    if memory is None:\n        return None\n    if index > 7:\n        return f\"device {index} is lost\"\n", "is lost"),
+    Fault("readings_are_found_in_transcripts", SMI, "celsius=", "megahertz=search(r\"(\\d+)MHz\", parts[0])[0],\n            celsius=", "megahertz"),
+    Fault("figures_agree_with_their_second_entry", CHIP, "topology: mesh", "topology: switch", "link.topology = switch"),
+    Fault("nodes_have_the_devices_of_transcripts", CHIP, "TODO: what else a user should know", "A node has 4 of these devices.", "notes say 4"),
+    Fault("links_can_be_what_they_claim", CHIP, "TODO: what else a user should know", "The driver allows no copies between devices.", "no copies between devices"),
+)
+FAULTS = (*OF_STATES, *OF_DERIVATIONS, *OF_FIGURES, *OF_SECOND_ENTRIES, *OF_FILES, *OF_AGREEMENT, *OF_TESTS)

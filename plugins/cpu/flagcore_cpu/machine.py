@@ -41,7 +41,8 @@ USUAL_HERTZ = 2.5e9
 
 ZEN_1, ZEN_4 = 23, 25
 """AMD's processor families. Models of the first one up to `LAST_ZEN_1` have vector units of 128 bits, the second one of
-256 bits."""
+256 bits (en.wikichip.org/wiki/flops: two 128-bit units for multiply-adds per core of Zen, 2 x 8 operations per cycle
+in single precision; its additional adders are not counted, because products use multiply-adds)."""
 LAST_ZEN_1 = 0x2F
 
 PLAIN_LOOP = 0.5

@@ -14,12 +14,12 @@ CONTEXT_BYTES = 0.82 * 2**30
 2.11, CUDA 13."""
 
 PAIR_BYTES, COLLECTIVE_BYTES = 342 * 2**20, 392 * 2**20
-"""Bytes of NCCL's buffers with 2 ranks, and with 4 and 8 ranks: ai-dynamo/aiconfigurator systems/*.yaml of
+"""NCCL's buffers, 342 MiB with 2 ranks, and 392 MiB with 4 and 8 ranks: ai-dynamo/aiconfigurator systems/*.yaml of
 aiconfigurator-core 0.12.0 (PyPI), which calls them observed corrections."""
 
 WORKSPACE_BYTES, SMALL_WORKSPACE_BYTES = 32 * 2**20, 2 * 2**22 + 8 * 2**14
-"""Bytes that torch allocates for cuBLAS per handle and stream: on Hopper and Blackwell (compute capability 9 to 12),
-and on other chips (`parseChosenWorkspaceSize` of pytorch aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+"""What torch allocates for cuBLAS per handle and stream: 32 MiB on Hopper and Blackwell (compute capability 9 to 12),
+8.1 MiB on other chips (`parseChosenWorkspaceSize` of pytorch aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
 SMALL_WORKSPACE = ("A", "L", "T4", "V100", "RTX-3", "RTX-4")
 """Prefixes of the names of chips that are neither Hopper nor Blackwell."""

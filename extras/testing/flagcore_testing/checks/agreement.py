@@ -34,16 +34,13 @@ def detector_agrees_with_its_runtime(plugin: Subject) -> Problems:
                 yield Problem(text, "write the same value: the variable belongs to one runtime")
 
 
-def missing_variables(plugin: Subject) -> Iterator[str]:
-    """Yield a sentence for variables of a detector that all others of its kind have."""
+def missing_variables(plugin: Subject, key: str) -> str:
+    """Return a sentence about the variables of a detector that all others of its kind have, if there are any."""
     detector, others = detector_of(plugin), [each for _, each in others_detectors(plugin)]
-    alike = [each for each in others if each.torch_device == detector.torch_device]
-    for key, kind in (("visible", alike), ("vendor_variables", others)):
-        sets = [{*getattr(each, key)} for each in kind if getattr(each, key)]
-        missing = sorted(set.intersection(*sets) - {*getattr(detector, key)}) if len(sets) >= AGREE else []
-        if missing:
-            names = ", ".join(missing)
-            yield f"{key} of discover.py lacks {names}, which all {len(sets)} other plugins of its kind have"
+    kind = [each for each in others if key != "visible" or each.torch_device == detector.torch_device]
+    sets = [{*getattr(each, key)} for each in kind if getattr(each, key)]
+    missing = sorted(set.intersection(*sets) - {*getattr(detector, key)}) if len(sets) >= AGREE else []
+    return f"{key} lacks {', '.join(missing)}, which all {len(sets)} other plugins of its kind have" if missing else ""
 
 
 def _others_files(plugin: Subject, read: Any) -> Iterator[Any]:
@@ -114,6 +111,11 @@ def refused_precisions_have_no_peak(plugin: Subject) -> Problems:
             if isinstance(rule, RefusedValues) and rule.knob == "precision" and HARDWARE.search(rule.reason):
                 for value in {*map(str, rule.values)} & {*chip.dense_flops_per_second}:
                     yield f"quirks.yaml: {rule.name} refuses {value} on {chip.name}, whose file has a peak in it"
+            if isinstance(rule, RefusedValues) and rule.knob == "precision":
+                usable = {*chip.dense_flops_per_second} & {"bf16", "fp16"}
+                if usable and usable <= {*map(str, rule.values)}:
+                    shown = ", ".join(sorted(usable))
+                    yield f"quirks.yaml: {rule.name} refuses {shown} on {chip.name}: no 16-bit format is left"
 
 
 OF_A_CARD = re.compile(r"\b(a|per|each) (card|module)\b[^;]*halved|halved[^;]*\b(a|per) (die|device|chip)\b")
@@ -137,6 +139,10 @@ def links_can_be_what_they_claim(chip: Chip) -> Problems:
     if not link.peer_access and link.topology not in ("pcie", "shared-memory"):
         fix = "remove it: devices on a link of their own can access each other's memory"
         yield Problem(f"{chip.name}: link.peer_access = False {where}", fix)
+    none = re.search(r"\bno (?:peer access|copies between devices)\b|go through the host", chip.notes)
+    if none and link.peer_access:
+        text = f"{chip.name}: link.peer_access = True, but notes say {none[0]!r}"
+        yield Problem(text, "write peer_access: false, or correct the notes")
     said = re.search(r"\bof (\d+)\b", link.name)
     if said and int(said[1]) != (size or chip.devices_per_node):
         text = f"{chip.name}: link.domain_size = {size}, but link.name = {link.name!r}"
@@ -156,12 +162,16 @@ def links_of_one_name_agree(plugin: Subject) -> Problems:
     links = [(chip, chip.link) for chip in plugin.own_chips() if chip.link]
     for _, link in links:
         rates.setdefault(link.name, []).append(link.bytes_per_second.value)
+    guessed = {link.name for _, link in links if link.bytes_per_second.source.kind == "estimated"}
     for chip, link in links:
         rate = link.bytes_per_second.value
-        usual, times = Counter(rates[link.name]).most_common(1)[0]
-        if times > 1 and any(abs(rate / usual / slip - 1) < 0.02 for slip in SLIPS):
+        (usual, times), *more = Counter(rates[link.name]).most_common()
+        is_pair = times == 1 and len(more) == 1 and link.name not in guessed
+        if is_pair:
+            usual = min(usual, more[0][0])  # the faster one of two is the likelier slip
+        if (times > 1 or is_pair) and any(abs(rate / usual / slip - 1) < 0.02 for slip in SLIPS):
             text = f"{chip.name}: link.bytes_per_second = {rate:g} of {link.name}"
-            yield f"{text}, {rate / usual:g} times that of {times} other chips"
+            yield f"{text}, {rate / usual:g} times that of {times} other chip{'s' * (times > 1)}"
 
 
 UUIDS = re.compile(r"\bUUID\b[: ]+\S*-\S", re.I)

@@ -177,6 +177,8 @@ RATIOS = (
     (LINK, BANDWIDTH, 0.0, 0.75, "give bytes, not bits, that one device sends in one direction", "$."),
     (NIC, LINK, 0.0, 0.999, f"check both; {ONE_DEVICE}", "same fabric"),
     *((PEAK + "int8", PEAK + two, 0.0, SPARSE, DENSE_PEAK, "half the rate|fp32 accumulation") for two in SIXTEEN_BITS),
+    *((PEAK + "int8", PEAK + two, 0.0, 2 * SPARSE, DENSE_PEAK, "$.") for two in SIXTEEN_BITS),
+    (PEAK + "int8", PEAK + "fp8", 0.0, SPARSE, DENSE_PEAK, "$."),
     (PEAK + "int8", PEAK + "bf16", 0.999, math.inf, SLOW_INTEGERS, "int8"),
     (NIC, HOST, 0.0, 1.001, ONE_DEVICE, "same fabric"),
 )
@@ -207,6 +209,7 @@ def figures_are_consistent(chip: Chip) -> Problems:
                 yield Problem(f"{chip.name}: {values}", fix)
 
 
+OF_A_NODE = re.compile(r"\b[Aa] (?:node|server) (?:has|of) (\d+)\b|\b(\d+) devices (?:a|per) (?:node|server)")
 MOST_DEVICES = 32
 """Maximum number of devices of a node. A rack of several hosts is a link domain."""
 
@@ -217,6 +220,9 @@ def nodes_have_the_devices_of_transcripts(plugin: Subject) -> Problems:
         if chip.devices_per_node % chip.devices_per_card:
             count = f"devices_per_card = {chip.devices_per_card} does not divide devices_per_node"
             yield f"{chip.name}: {count} = {chip.devices_per_node}"
+        said = {int(one or two) for one, two in OF_A_NODE.findall(chip.notes)}
+        if said and chip.devices_per_node not in said:
+            yield f"{chip.name}: devices_per_node = {chip.devices_per_node}, but notes say {min(said)}"
         if chip.devices_per_node > MOST_DEVICES and not (chip.link and chip.link.topology == "shared-memory"):
             yield f"{chip.name}: devices_per_node = {chip.devices_per_node}, more than any known node has"
         for each in _listings(plugin):

@@ -284,6 +284,10 @@ def inner_levels_have_the_rate_of_the_link(plugin: Subject) -> Problems:
         if topology and chip.link and rate < SLOWER_THAN_LINK * chip.link.bytes_per_second.value:
             link = chip.link.bytes_per_second.value
             yield f"flagcore_topology: the innermost level of {chip.name} has {rate:g} B/s, and its link {link:g}"
+        size = min(chip.link.domain_size or chip.devices_per_node, chip.devices_per_node) if chip.link else 0
+        if topology and size and topology.levels[0].devices != size:
+            text = f"the innermost level of {chip.name} has {topology.levels[0].devices} devices"
+            yield Problem(f"flagcore_topology: {text}, and its link joins {size}", "correct it, or link.domain_size")
 
 
 @check("give seconds, and shares of 1; `efficiency` is the share of the rate that large messages reach")

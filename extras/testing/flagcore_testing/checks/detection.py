@@ -162,7 +162,7 @@ SLOW_SECONDS = 1.0
 
 @check()
 def transcripts_have_sources(plugin: Subject) -> Problems:
-    listed_files = {each.name for each in plugin.transcripts}
+    listed_files = {each.of or each.name for each in plugin.transcripts}
     present_files = {path.name for path in (plugin.source / FOLDER).iterdir()} - {SOURCES}
     for name in sorted(present_files - listed_files):
         yield Problem(f"{FOLDER / SOURCES} has no entry for {name}", "add where it was printed")

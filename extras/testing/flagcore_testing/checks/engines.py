@@ -50,6 +50,10 @@ def engine_support_is_complete(where: str, chip: Chip, engine: str, answer: Engi
         text = f"{where}: stack.implementation = {answer.stack.implementation!r}"
         yield Problem(text, f"use one of {', '.join(IMPLEMENTATIONS)}")
     for name, value in answer.stack.settings.items() if answer.stack else ():
+        words = answer.stack.source.detail.replace("-", "_") if answer.stack else ""
+        if value is True and "overlap" in name and name not in words:
+            text = f"{where}: stack.settings has {name}: true, which its source does not name"
+            yield Problem(text, "name the flag with the script that sets it, or write false")
         if not _is_known(engine, f"settings.{name}", () if value is None else (value,)):
             text = f"{where}: stack.settings has {name}: {value!r}"
             yield Problem(text, "name a setting of the engine and a valid value (docs/spec.md)")

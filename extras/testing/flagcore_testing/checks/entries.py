@@ -215,6 +215,10 @@ def _knob_problems(knob: Knob, engine: str, own: set[str]) -> Iterator[Problem]:
         for word in {"true", "false"} & {str(each).casefold() for each in need.one_of if isinstance(each, str)}:
             text = f"{where}.needs has one_of {word!r}, which no value equals"
             yield Problem(text, "write true or false without quotes")
+        words = need.knob.removeprefix("enable_").replace("_", " ")
+        if (said := re.search(rf"\b(with|without) {words}\b", knob.help)) and (said[1] == "with") not in need.one_of:
+            text = f"{where}.needs has {need.knob} one_of {[*need.one_of]}, and says has {said[0]!r}"
+            yield Problem(text, "write the value for which the knob has an effect")
         if need.at_least is not None and need.at_most is not None and need.at_least > need.at_most:
             yield Problem(f"{where}.needs has at_least {need.at_least} above at_most", "correct one of them")
     kinds = {type(value).__name__ for value in (*knob.effects, knob.neutral) if value is not None}

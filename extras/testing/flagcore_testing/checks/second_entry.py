@@ -5,7 +5,7 @@ in the units of its source, and the names and values that the vendor's software 
 
 ```yaml
 chips:
-  A1: {memory: 64 GB, bandwidth: 1.6 TB/s, bf16: 600 TFLOP/s sparse, link: 400 GB/s both ways, node: 8}
+  A1: {memory: 64 GB, bandwidth: 1.6 TB/s, bf16: 600 TFLOP/s sparse, link: 400 GB/s both ways mesh, node: 8}
 settings:
   device: acme
   backend: accl
@@ -19,7 +19,8 @@ settings:
 ```
 
 After number and unit, words state what the number counts: `one way` or `both ways`, `dense` or `sparse`, `a card`,
-`a node`, `of 4` (devices that share it). `domain: 4, whole` is a link whose domains jobs take whole.
+`a node`, `of 4` (devices that share it), and how a link joins devices: `mesh`, `ring`, `switch`, `shared memory`.
+`domain: 4, whole` is a link whose domains jobs take whole.
 """
 
 import ast
@@ -52,7 +53,8 @@ UNITS = {
 PEAKS = {f"{prefix}{name}": size for prefix, size in (("T", 1e12), ("P", 1e15)) for name in ("FLOP/s", "OP/s")}
 TEXT = re.compile(r"([\d,]*\d(?:\.\d+)?) ?([A-Za-z/]+)((?:,? [a-z]+| \d+)*)")
 PCIE = re.compile(r"PCIe (\d)\.0 x(\d+)((?:,? [a-z]+| \d+)*)")
-WORDS = re.compile(r"one way|both ways|dense|sparse|an? (?:device|card|node)|of \d+")
+WORDS = re.compile(r"one way|both ways|dense|sparse|an? (?:device|card|node)|of \d+|mesh|ring|switch|shared memory")
+JOINED = re.compile("mesh|ring|switch|shared memory")
 DIRECTED, NARROW = ("link",), ("bf16", "fp16", "fp8", "fp4", "int8", "int4")
 """Figures that need a direction, and peaks that need `dense` or `sparse`."""
 TOLERANCE = 0.012
@@ -94,6 +96,10 @@ def figures_agree_with_their_second_entry(plugin: Subject) -> Problems:
             except ValueError as error:
                 yield Problem(f"{FILE}: {name}.{key} = {text!r}: {error}", f"write for example {_example(key)}")
                 continue
+            if key == "link" and chip.link and not PCIE.fullmatch(text):
+                joined = (JOINED.search(text) or [""])[0].replace(" ", "-")
+                if joined != chip.link.topology:
+                    yield f"{name}: link.topology = {chip.link.topology}, but {FILE} has link: {text}"
             sizes = (derived, derived * 1e9 / 2**30) if key == "memory" and "GB" in text else (derived,)
             if not any(abs(value - size) < TOLERANCE * size for size in sizes):
                 yield f"{name}: {path} = {value:g}, but {FILE} has {key}: {text}, which is {derived:.4g}"
@@ -137,7 +143,7 @@ def _value(key: str, text: str, chip: Chip) -> float:
 
 
 def _example(key: str) -> str:
-    examples = {"memory": "64 GB", "power": "400 W", "link": "400 GB/s both ways", "host": "PCIe 5.0 x16"}
+    examples = {"memory": "64 GB", "power": "400 W", "link": "400 GB/s both ways mesh", "host": "PCIe 5.0 x16"}
     return examples.get(key, "200 Gb/s" if key == "nic" else "1.6 TB/s" if key == "bandwidth" else "300 TFLOP/s dense")
 
 
@@ -189,15 +195,16 @@ def constants_have_the_size_that_they_state(plugin: Subject) -> Problems:
         body = ast.parse(path.read_text("utf-8")).body if module else []
         for line, after in pairwise(body):
             text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
-            name = line.targets[0].id if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name) else ""
-            value = getattr(module, name, None) if name.endswith("_BYTES") else None
-            if not isinstance(text, str) or not isinstance(value, int | float):
-                continue
+            targets = line.targets if isinstance(line, ast.Assign) else []
+            names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
             sizes = [
                 (float(low) * POWERS[unit[0]], float(high or low) * POWERS[unit[0]])
-                for low, high, unit in SIZE.findall(text)
+                for low, high, unit in SIZE.findall(text if isinstance(text, str) else "")
             ]
-            if not any(0.95 * low <= value <= 1.05 * high for low, high in sizes):
-                shown = "none" if not sizes else ", ".join(match[0] for match in SIZE.finditer(text))
-                where = f"{path.name}:{line.lineno}: {name} = {value / 2**20:.5g} MiB"
-                yield f"{where}, and the sizes in its docstring are {shown}"
+            for name in (name for name in names if name.endswith("_BYTES") and isinstance(text, str)):
+                value = getattr(module, name, None)
+                near = isinstance(value, int | float) and any(0.95 * a <= value <= 1.05 * b for a, b in sizes)
+                if isinstance(value, int | float) and not near:
+                    shown = ", ".join(match[0] for match in SIZE.finditer(str(text))) or "none"
+                    where = f"{path.name}:{line.lineno}: {name} = {value / 2**20:.5g} MiB"
+                    yield f"{where}, and the sizes in its docstring are {shown}"

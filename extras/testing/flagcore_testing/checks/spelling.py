@@ -190,6 +190,10 @@ def device_variables_are_those_of_the_detector(plugin: Subject) -> Problems:
     for each in listed:
         if each.name.endswith("VISIBLE_DEVICES") and not each.used.startswith("as ") and each.name not in known:
             yield f"environment.yaml: {each.name} restricts devices, but discover.py does not read it"
+    said = " ".join([*(each.advice for each in plugin.quirks.failures), *(each.note for each in plugin.quirks.notes)])
+    for name in sorted({*re.findall(r"\b[A-Z_]+_VISIBLE_DEVICES\b", said)} - {*known, *(each.name for each in listed)}):
+        yield f"quirks.yaml names {name}, which discover.py does not read"
+    for each in listed:
         same = each.used.removeprefix("as ")
         if same != each.used and same.isidentifier() and same not in {*known, *(one.name for one in listed)}:
             yield f"environment.yaml: {each.name} is used as {same}, which discover.py does not read"
