@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
@@ -85,11 +83,6 @@ class Fsdp2(Workload):
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         """Return whether candidates differ from `candidate` only by a larger micro-batch."""
         return needs_at_least(self.knobs, columns, candidate)
-
-    def installed_version(self, spec: Spec) -> str | None:
-        with suppress(PackageNotFoundError):
-            return version("torch")
-        return ""
 
     # Trials
 
