@@ -62,7 +62,8 @@ from flagcore.tuner.store.directory import RunDirectory
 
 _OF_MACHINE = re.compile(
     r"^(BASH_FUNC_.*|PATH|PWD|HOME|HOSTNAME|USER|TMPDIR|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY"
-    r"|HOSTS|(NODE_|LOCAL_)?RANK|WORLD_SIZE|NNODES|MASTER_(ADDR|PORT)|\w+_HOST_IP|\w+_SIDE_CHANNEL_(HOST|PORT)|(FLAGCORE|LWS|PET)_\w+)$"
+    r"|HOSTS|(NODE_|LOCAL_)?RANK|WORLD_SIZE|NNODES|(MASTER|\w+_SIDE_CHANNEL)_(ADDR|HOST|PORT)|\w+_HOST_IP"
+    r"|(FLAGCORE|LWS|PET)_\w+)$"
 )
 _OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|(JOB_)?NODELIST)")
 """Variables whose values differ between the hosts of a job, or between jobs."""
