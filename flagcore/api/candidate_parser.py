@@ -59,7 +59,7 @@ def broken_rules_of(problem: Problem, columns: Columns) -> list[ExcludingRule]:
     return [
         ExcludingRule(rule=rule.name, message=rule.message, values={knob: values.get(knob) for knob in rule.knobs})
         for rule in problem.legality.rules
-        if bool(rule.broken(columns).any())
+        if not rule.search_only and bool(rule.broken(columns).any())
     ]
 
 

@@ -83,7 +83,7 @@ def _status(event: Event, seconds_left: float | None) -> list[str]:
     if seconds_left is not None:
         parts.append(_("at most ~{time} left", time=duration_text(seconds_left)))
     if event.best and event.best.measurement:
-        result = _step(event.best, event.best.measurement, event.objective).split(",")[0]
+        result = _step(event.best, event.best.measurement, event.objective).split(", ")[0]
         parts.append(_("best {result} (trial {number})", result=result, number=event.best.number))
     return parts
 

@@ -240,13 +240,6 @@ class Workload(Predictor):
         The error lists all such values. By default nothing is checked.
         """
 
-    def installed_version(self, spec: Spec) -> str | None:
-        """Return the installed release, against which flags are checked, or an empty string if none is installed.
-
-        By default None: flags are not checked. Raises FlagError if the release cannot be determined.
-        """
-        return None
-
     def as_in_production(self, platform: Platform) -> Platform:
         """Return `platform` with the options that the spec leaves open set as in production jobs on the chips.
 

@@ -72,6 +72,7 @@ class Start:
     `version`: the engine release in the tag of the container image.
     `script`: the script that contains the command.
     `job`: the environment variables that the batch system sets for the script.
+    `left_out`: the options and keys beside the command that are not read, with their values.
     `role`: `prefill` or `decode` if the program does only that; `prefill`: the program that prefills for this one.
     """
 
@@ -83,6 +84,7 @@ class Start:
     version: str = ""
     script: tuple[str, ...] = ()
     job: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
     role: str = ""
     prefill: Start | None = None
 

@@ -83,12 +83,14 @@ class Rule:
     `knobs`: the names of the knobs that the rule depends on.
     `message`: the rule in one line, with the names of its knobs.
     `broken`: a function that takes columns and returns a boolean array: True for each candidate that breaks the rule.
+    `search_only`: whether the rule only limits the search, so that candidates named by the user may break it.
     """
 
     name: str
     knobs: tuple[str, ...]
     message: str
     broken: Callable[[Columns], BoolArray]
+    search_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,11 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from flagcore.domain.files import read_regular
 from flagcore.domain.launch import Start
@@ -18,22 +21,16 @@ from flagcore.spec.script import UNSET
 
 IMAGE = "image "
 """The start of the first word of a `Start` whose image has an unknown entry point."""
+CONFIG_MAP = "ConfigMap "
+"""The start of the keys in `Start.left_out` that name ConfigMaps."""
 CONTAINERS = ("docker", "podman", "nerdctl")
-_SWITCHES = {
-    *("detach", "interactive", "tty", "rm", "privileged", "init", "read-only", "publish-all", "quiet", "replace"),
-    *("oom-kill-disable", "no-healthcheck", "sig-proxy", "tls-verify"),
-}
-"""Options of `docker run` and `podman run` without a value, besides short ones."""
-_NO_DEVICE = re.compile("rdma|hca|roce|efa|nic|fuse|hugepages")
-"""A pattern of extended resources of Kubernetes that are not accelerators."""
-_COMPOSE_VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::?-((?:\$\{[^{}]*\}|[^}])*))?[^}]*\}|(\w+))")
-
-_REPEATS = re.compile(r"(\S*/)?(python[\d.]* -m |[\w.-]+ serve )")  # the program of the image
-_RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:\.?(?:post|rc)\d+)?)(?![\d.])")
+_TABLES = yaml.safe_load(files(__package__).joinpath("forms.yaml").read_text("utf-8"))
+SHORT = _TABLES["short options"]
+FORMS = {name: re.compile(re.sub(r"\n\s*", "", pattern)) for name, pattern in _TABLES["patterns"].items()}
 
 
-def image_start(text: str, images: Mapping[str, Sequence[str]]) -> Start:
-    """Return what the image of a Dockerfile starts."""
+def image_start(text: str, images: Mapping[str, Sequence[str]], args: Any = None) -> Start:
+    """Return what the image of a Dockerfile starts. `args` replace those in the file."""
     stages = dict[str, tuple[str, Any, Any, dict[str, str]]]()
     image, entry, command, envs, stage = "", None, None, dict[str, str](), ""
     lines = re.sub(r"\\[ \t]*\n", " ", re.sub(r"(?m)^\s*#.*\n", "", text))
@@ -55,7 +52,7 @@ def image_start(text: str, images: Mapping[str, Sequence[str]]) -> Start:
             except ValueError:
                 given = ("sh", "-c", rest)
             entry, command = (given, None) if key.upper() == "ENTRYPOINT" else (entry, given)
-    return container(Start(envs=envs), image, entry, command, images)
+    return container(Start(envs=envs), image, entry, args or command, images)
 
 
 def container_run(start: Start, words: Sequence[str], images: Mapping[str, Sequence[str]]) -> Start:
@@ -65,7 +62,7 @@ def container_run(start: Start, words: Sequence[str], images: Mapping[str, Seque
         name, equals, value = rest.pop(0).partition("=")
         if (is_short := not name.startswith("--")) and len(name) > 2 and name[1] in "evpuwhm":  # such as -eNAME=VALUE
             name, value, equals = name[:2], name[2:] + equals + value, "="
-        is_switch = set(name[1:]) <= set("ditqP") if is_short else name[2:] in _SWITCHES
+        is_switch = set(name[1:]) <= set("ditqP") if is_short else FORMS["switches"].fullmatch(name)
         if not equals and not is_switch and rest:
             value = rest.pop(0)
         options.append((name.lstrip("-"), value))
@@ -73,14 +70,38 @@ def container_run(start: Start, words: Sequence[str], images: Mapping[str, Seque
         return replace(start, words=())
     given = dict(options)
     variables = literal_variables([value for name, value in options if name in ("e", "env")])
-    gpus = given.get("gpus", "").strip("\"'")
-    selected = re.search(r"device=([\w,:-]+)", gpus)
-    devices = len(selected[1].split(",")) if selected else int(gpus) if gpus.isdecimal() else start.devices
-    start = replace(start, envs={**start.envs, **variables}, devices=devices, script=())
+    read = {key: each for name, file in options if name == "env-file" for key, each in dotenv(Path(file)).items()}
+    count, unread = _named([value for name, value in options if name in ("gpus", "device")])
+    devices = count or positive(re.sub(r"\D*", "", given.get("gpus", ""))) or start.devices
+    unread |= {f"--{name}": value for name, value in left_out("docker run", given).items()}
+    envs = {**start.envs, **read, **variables}
+    start = replace(start, envs=envs, devices=devices, script=(), left_out={**start.left_out, **unread})
     mounts = (value.split(":") for name, value in options if name in ("v", "volume") and value.count(":") in (1, 2))
     files = {each[1]: each[0] for each in mounts if os.path.isfile(each[0])}
     rest = [files.get(word, word) for word in rest]
     return container(start, rest[0], given.get("entrypoint"), rest[1:], images)
+
+
+def left_out(form: str, given: Mapping[Any, Any], path: str = "") -> dict[str, str]:
+    """Return the keys, with their values, that are neither read nor without effect on speed (see `forms.yaml`)."""
+    found = dict[str, str]()
+    for key, value in ((f"{path}{key}", value) for key, value in given.items() if value not in (None, "", [], {})):
+        if not FORMS[form].fullmatch(key):
+            found |= left_out(form, value, f"{key}.") if isinstance(value, Mapping) else {key: str(value)}
+    return found
+
+
+def variables_of(form: str, **values: object) -> dict[str, str]:
+    """Return the environment variables that a batch system sets. Those without a value are left out."""
+    found = {name: text.format(**values) for name, text in _TABLES["variables"][form].items()}
+    return {name: text for name, text in found.items() if text not in ("", "None")}
+
+
+def _named(options: Iterable[Any]) -> tuple[int, dict[str, str]]:
+    """Return the number of devices that options of a container name, and what is left out: which ones they are."""
+    found = (match for each in options if (match := FORMS["named devices"].search(str(each).strip("\"'"))))
+    names = [name for match in found for name in str(match[match.lastindex or 0]).split(",")]
+    return len(names), {"devices": f"only the number of {', '.join(names)} is read"} if names else {}
 
 
 def container(start: Start, image: Any, entry: Any, args: Any, images: Mapping[str, Sequence[str]]) -> Start:
@@ -94,8 +115,8 @@ def container(start: Start, image: Any, entry: Any, args: Any, images: Mapping[s
         known, _colon, tags = name.partition(":")
         if f"/{repository}".endswith(f"/{known}") and tag.startswith(tags):
             program = entry_point if entry is None else program
-            release = release or (_RELEASE.match(tag) if "/" in known else None)  # others number images of their own
-    program = () if entry is None and _REPEATS.match(" ".join(_words(args))) else program
+            release = release or (FORMS["release"].match(tag) if "/" in known else None)  # others number their own
+    program = () if entry is None and FORMS["program"].match(" ".join(_words(args))) else program
     words = filled((*program, *_words(args)), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
     if image and (not words or words[0].startswith("-")):
         words = (IMAGE + image, *words)
@@ -113,18 +134,27 @@ def services_of(document: Any, images: Mapping[str, Sequence[str]], unset: str, 
     for service in services.values() if isinstance(services, Mapping) else ():
         deploy = service.get("deploy") or {}
         reserved = ((deploy.get("resources") or {}).get("reservations") or {}).get("devices") or []
-        counts = [len(each.get("device_ids") or []) or each.get("count") for each in reserved] or [service.get("gpus")]
-        files = service.get("env_file") or ()
-        named = (
-            [files] if isinstance(files, str) else [each if isinstance(each, str) else each["path"] for each in files]
-        )
-        read = {key: value for each in named for key, value in dotenv(folder / each).items()}
+        reserved = reserved or (gpus if isinstance(gpus := service.get("gpus"), list) else [{"count": gpus}])
+        ids = [f"device={name}" for each in reserved for name in each.get("device_ids") or ()]
+        count, unread = _named([*ids, *(service.get("devices") or ())])
+        given = service.get("env_file") or ()
+        paths = [
+            each["path"] if isinstance(each, Mapping) else each
+            for each in ([given] if isinstance(given, str) else given)
+        ]
+        read = {key: value for each in paths for key, value in dotenv(folder / each).items()}
         start = Start(
             envs={UNSET: unset, **read, **literal_variables(service.get("environment"))},
-            devices=positive(counts[0]),
+            devices=count or positive(reserved[0].get("count")),
+            left_out={**left_out("compose", service), **unread},
             instances=positive(deploy.get("replicas")) or positive(service.get("scale")) or 1,
         )
         start = container(start, service.get("image") or "", service.get("entrypoint"), service.get("command"), images)
+        build = service["build"] if isinstance(service.get("build"), Mapping) else {"context": service.get("build")}
+        place = folder / str(build.get("context") or "-") / str(build.get("dockerfile") or "Dockerfile")
+        if start.words[:1] and start.words[0].startswith(IMAGE) and (file := _text_of(place)):
+            built = image_start(file, images, service.get("command"))
+            start = replace(start, words=built.words, version=built.version, envs={**built.envs, **start.envs})
         mounts = [each.split(":") for each in service.get("volumes") or () if isinstance(each, str) and ":" in each]
         here = {each[1]: str(folder / each[0]) for each in mounts if (folder / each[0]).is_file()}
         words = enumerate(start.words)
@@ -134,36 +164,33 @@ def services_of(document: Any, images: Mapping[str, Sequence[str]], unset: str, 
         )
 
 
+def _text_of(file: Path) -> str:
+    """Return the text of a file, or an empty text if it cannot be read."""
+    with suppress(OSError):
+        return read_regular(file).decode("utf-8", errors="replace")
+    return ""
+
+
 def dotenv(file: Path) -> dict[str, str]:
     """Return the variables in a file such as .env; empty if it cannot be read."""
-    with suppress(OSError):
-        text = read_regular(file).decode("utf-8", errors="replace")
-        return dict(re.findall(r"^[ \t]*(\w+)=[\"']?(.*?)[\"']?[ \t\r]*$", text, re.MULTILINE))
-    return {}
+    return dict(re.findall(r"^[ \t]*(\w+)=[\"']?(.*?)[\"']?[ \t\r]*$", _text_of(file), re.MULTILINE))
 
 
 def unset_names(text: str, variables: Mapping[str, str]) -> str:
     """Return the names of the variables of a compose file that have no value, separated by spaces."""
-    found = (each for each in _COMPOSE_VARIABLE.finditer(re.sub("(?m)#.*", "", text)) if each[3] is None)
+    found = (each for each in FORMS["compose variable"].finditer(re.sub("(?m)#.*", "", text)) if each[3] is None)
     return " ".join(dict.fromkeys(name for each in found if (name := each[2] or each[4]) and name not in variables))
 
 
 def interpolated(node: Any, variables: Mapping[str, str]) -> Any:
     """Return a part of a compose file with the values of its variables. Those that are not set are empty."""
     if isinstance(node, str):
-        return _COMPOSE_VARIABLE.sub(
+        return FORMS["compose variable"].sub(
             lambda m: m[1] or variables.get(m[2] or m[4]) or interpolated(m[3] or "", variables), node
         )
     if isinstance(node, list):
         return [interpolated(each, variables) for each in node]
     return {key: interpolated(value, variables) for key, value in node.items()} if isinstance(node, Mapping) else node
-
-
-def _rendezvous(hosts: int, devices: int | None) -> dict[str, str]:
-    """Return the environment variables of the first pod of a PyTorchJob (kubeflow training-operator)."""
-    ranks = {"MASTER_ADDR": "localhost", "MASTER_PORT": "23456"}
-    pet = {"NNODES": hosts, "NPROC_PER_NODE": devices or "auto", "NODE_RANK": 0, **ranks}
-    return {"WORLD_SIZE": str(hosts), "RANK": "0", **ranks, **{f"PET_{name}": str(each) for name, each in pet.items()}}
 
 
 def pods_of(
@@ -176,29 +203,48 @@ def pods_of(
     if not isinstance(node, Mapping):
         return
     role = str(node.get("name")) if node.get("name") in ("prefill", "decode") and "template" in node else role
-    replica_specs = next((each for key, each in node.items() if str(key).endswith("ReplicaSpecs")), None)
+    replica_specs = next((each for key, each in node.items() if str(key).endswith("ReplicaSpecs")), None) or {
+        n: each for n, each in enumerate(node.get("tasks") or ()) if isinstance(each, Mapping) and "template" in each
+    }  # of kubeflow, or the tasks of Volcano
     if "containers" in node:
         given = node["containers"]
         for each in given.values() if isinstance(given, Mapping) else given:
             resources = each.get("resources") or {}
             devices = count_devices(resources.get("limits") or resources.get("requests"))
             envs = literal_variables(each.get("env"))
-            start = Start(envs=envs, devices=devices, hosts=hosts, instances=instances, role=role)
+            unread = left_out("pod", node) | left_out("container", each) | _from_elsewhere(each)
+            start = Start(envs=envs, devices=devices, hosts=hosts, instances=instances, role=role, left_out=unread)
             yield container(start, each.get("image") or "", each.get("command"), each.get("args"), images)
     elif isinstance(group := node.get("leaderWorkerTemplate"), Mapping):
         template = group.get("leaderTemplate") or group.get("workerTemplate")
         copies, size = positive(node.get("replicas")) or 1, positive(group.get("size")) or 1
         found = pods_of(template, images, hosts=size, instances=copies, role=role)
         yield from (replace(each, job={"LWS_GROUP_SIZE": str(size)}) for each in found)
-    elif isinstance(replica_specs, Mapping):
-        total = sum(positive(each.get("replicas")) or 1 for each in replica_specs.values())
-        found = pods_of(next(iter(replica_specs.values())).get("template"), images, hosts=total)
-        yield from (replace(each, job=_rendezvous(total, each.devices)) for each in found)
+    elif replica_specs:
+        counts = [positive(each.get("replicas")) or 1 for each in replica_specs.values()]
+        pods = [[*pods_of(each.get("template"), images)] for each in replica_specs.values()]
+        sizes = [max((each.devices or 0 for each in pod), default=0) for pod in pods]  # 0 for one that only starts
+        total = sum(n for n, size in zip(counts, sizes, strict=True) if size or not any(sizes))
+        for start in pods[0]:
+            count = start.devices or max(sizes) or None
+            job = variables_of("PyTorchJob", hosts=total, devices=count or "auto")
+            yield replace(start, hosts=total, devices=count, job=job)
     else:
         hosts *= positive(node.get("parallelism")) or 1
         instances *= positive(node.get("replicas")) or 1
         for each in node.values():
             yield from pods_of(each, images, hosts=hosts, instances=instances, role=role)
+
+
+def _from_elsewhere(container: Mapping[str, Any]) -> dict[str, str]:
+    """Return the objects outside of a manifest that set variables of its container, without names of secrets."""
+    entries = [*(container.get("env") or ()), *(container.get("envFrom") or ())]
+    sources = [
+        (each.get("name", "envFrom"), each.get("valueFrom") or each) for each in entries if isinstance(each, Mapping)
+    ]
+    maps = [(name, each.get("configMapKeyRef") or each.get("configMapRef")) for name, each in sources]
+    secret = {name: "of a secret" for name, each in sources if {"secretKeyRef", "secretRef"} & each.keys()}
+    return {f"{CONFIG_MAP}{each.get('name')}": f"of {name}; it is not here" for name, each in maps if each} | secret
 
 
 def with_runtimes(documents: Sequence[Any]) -> list[Any]:
@@ -219,9 +265,18 @@ def with_runtimes(documents: Sequence[Any]) -> list[Any]:
     return list(documents)
 
 
-def with_maps(documents: Sequence[Any]) -> Sequence[Any]:
-    """Return documents whose containers have the variables, and the scripts, of the ConfigMaps among the documents."""
-    found = [each for each in documents if isinstance(each, Mapping) and each.get("kind") == "ConfigMap"]
+def _maps_in(folder: Path) -> Iterator[Any]:
+    """Yield the documents of the YAML files with ConfigMaps in a folder."""
+    for file in sorted(folder.glob("*.y*ml")):
+        with suppress(yaml.YAMLError):
+            if re.search(r"(?m)^kind: ConfigMap", text := _text_of(file)):
+                yield from yaml.safe_load_all(text)
+
+
+def with_maps(documents: Sequence[Any], folder: Path) -> Sequence[Any]:
+    """Return documents whose containers have the variables and the scripts of the ConfigMaps in them or in `folder`."""
+    others = _maps_in(folder) if "configMap" in str(documents) else ()
+    found = [each for each in (*others, *documents) if isinstance(each, Mapping) and each.get("kind") == "ConfigMap"]
     maps = {str((each.get("metadata") or {}).get("name")): each.get("data") or {} for each in found}
     scripts = {name: text for data in maps.values() for name, text in data.items() if str(text).startswith("#!")}
 
@@ -231,12 +286,15 @@ def with_maps(documents: Sequence[Any]) -> Sequence[Any]:
         if not isinstance(node, Mapping):
             return node
         node = {key: filled_in(value) for key, value in node.items()}
-        for source in node.get("envFrom") or () if isinstance(node.get("image"), str) else ():
-            data = maps.get(str((source.get("configMapRef") or {}).get("name")), {})
-            node["env"] = [
-                *({"name": key, "value": value} for key, value in data.items() if key.isidentifier()),
-                *(node.get("env") or ()),
-            ]
+        if isinstance(reference := node.get("configMapKeyRef"), Mapping) and reference.get("name") in maps:
+            return {"value": maps[reference["name"]].get(reference.get("key"))}  # of `valueFrom`
+        if isinstance((node.get("valueFrom") or {}).get("value"), str):
+            return {**node.pop("valueFrom"), **node}
+        for source in [*(node.get("envFrom") or ())] if isinstance(node.get("image"), str) else ():
+            if data := maps.get(str((source.get("configMapRef") or {}).get("name"))):
+                node["envFrom"].remove(source)
+                variables = ({"name": key, "value": value} for key, value in data.items() if key.isidentifier())
+                node["env"] = [*variables, *(node.get("env") or ())]
         for key in ("command", "args"):
             words = node.get(key) if isinstance(node.get(key), list) else ()
             script = next(
@@ -260,7 +318,7 @@ def containers_in(node: Any) -> Iterator[Mapping[str, Any]]:
 def count_devices(value: Any) -> int | None:
     """Return the number of accelerators in a number, a text such as `NAME:8` or `80GB:4..8`, or resources."""
     if isinstance(value, Mapping):
-        counts = [positive(count) for key, count in value.items() if "/" in key and not _NO_DEVICE.search(key)]
+        counts = [positive(count) for key, count in value.items() if "/" in key and not FORMS["no device"].search(key)]
         named = (
             positive(count) or count_devices(key)
             for key, count in value.items()

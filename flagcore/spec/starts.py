@@ -14,7 +14,7 @@ from flagcore.domain.launch import Start
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 from flagcore.spec import containers as read
-from flagcore.spec.containers import CONTAINERS, positive
+from flagcore.spec.containers import CONTAINERS, FORMS, positive
 from flagcore.spec.declared import declared_servers
 from flagcore.spec.script import ELSEWHERE, HOSTS, SHELLS, Record, is_script, names_script, trace_script
 
@@ -22,33 +22,11 @@ ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 ENDS_WITH = "ends with "
 """The start of the first word of a `Start` that is the failure of a script."""
 _APPTAINER = ("apptainer", "singularity")
-_LAUNCHERS = ("srun", "mpirun", "mpiexec", *_APPTAINER, "numactl", "taskset", "timeout", "time", "sudo")
+_MPI = ("mpirun", "mpiexec", "orterun", "jsrun", "aprun")
+_LAUNCHERS = ("srun", *_MPI, *_APPTAINER, "numactl", "taskset", "timeout", "time", "sudo")
 _TERMINALS = ("tmux", "screen", "pm2")  # they start the commands in their arguments, each in one word
-_IMAGE_FILE = re.compile(r"^docker://|\.sif$")
-_MARKDOWN = re.compile(r"(?m)^ {0,3}```(?:bash|sh|shell|console|yaml|yml|dockerfile)?[ \t]*\n((?:.*\n)*?) *```")
-_MANIFEST = re.compile(r"\s*((#.*|\.\.\.)\n\s*)*(---|\{?\s*[\w\"'./-]+\s*:(\s|$)|\{\s*[\"'])")
-_BROKEN_LINE = re.compile(r"\\[ \t]+(#.*)?\n")
-"""A pattern of a line that should continue: pages often have blanks or comments after the backslash."""
-_BLOCK = re.compile(
-    r"(?m)((?:^|;)[ \t]*(?:\}|\)|done|fi|esac)[ \t]*(?:<[^>\n]*)?)"
-    r"(?:\d*|&)>+\|?[ \t]*(?!/dev/|[&(|>\s])(?:\"[^\"\n]*\"|[^\s;&|])+"
-)
-"""A pattern of a block whose output goes to a file: nothing of it is written."""
-_PLACEHOLDER = re.compile(r"(?<![<\w)])<([A-Za-z][^<>|&;()$`'\"\n]*(?<![\s=-]))>")
-"""A pattern of `<words>` that the user should replace, which a shell would read as redirections."""
-_HERE_DOCUMENT = re.compile(
-    r"kubectl .*<<-? *['\"]?(\w+)['\"]?.*\n((?:.*\n)*?)\1\b|<<-? *['\"]?(\w+)['\"]? *\| *kubectl .*\n((?:.*\n)*?)\3\b"
-)
-"""Manifests in a script that gives them to kubectl."""
-_BATCH_LINE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 _MOST_RANKS = 16
 """The most hosts whose programs are read one by one, which takes seconds."""
-_OTHER_BATCHES = (
-    r"^#PBS .*?\b(?:select|nodes)=(\d+)|^#PJM .*?\bnode=(\d+)|^#BSUB .*?-nnodes (\d+)|^#\$ .*?-l rt_\w+=(\d+)",
-    r"^#PBS .*?\b(?:n?gpus|n_gpus)=(\d+)|^#PJM .*?\bgpu=(\d+)|^#BSUB .*?-gpu .*?num=(\d+)",
-)
-"""Patterns of the hosts, and of the devices per host, of PBS, Fujitsu's TCS, LSF and ABCI's Grid Engine."""
-_BATCH_SHORT = {"N": "nodes", "J": "job-name", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}
 
 
 def starts_of(
@@ -67,25 +45,27 @@ def starts_of(
     file = Path(directory, words[-1] if words else "")
     if text is None:
         starts = [Start(words=tuple(words))]
-    elif manifests := [re.sub(r"\\(?=\$)", "", each[1] or each[3]) for each in _HERE_DOCUMENT.findall(text)]:
+    elif manifests := [re.sub(r"\\(?=\$)", "", each[1] or each[3]) for each in FORMS["here document"].findall(text)]:
         starts = [start for each in manifests for start in starts_of(words, each, images, directory, tables)]
-    elif file.suffix not in (".yaml", ".yml") and (blocks := _MARKDOWN.findall(text)):
+    elif file.suffix not in (".yaml", ".yml") and (blocks := FORMS["markdown"].findall(text)):
         parts = [re.sub(r"(?m)^ *\$ ", "", each) for each in blocks]
         starts = [start for each in parts for start in starts_of((), each, images, directory, tables)]
     elif re.search(r"^\[(Service|Container|program:.*)\]", text, re.MULTILINE):
         starts = _unit(text, file.parent, images)
     elif re.search(r"(?m)^FROM\s", text) and re.search(r"(?m)^(CMD|ENTRYPOINT)\s", text):
         starts = [read.image_start(text, images)]
-    elif _MANIFEST.match(text):
+    elif FORMS["manifest"].match(text):
         try:
             text = re.sub(r"(?m)^\.\.\.$", "", text)  # parts of pages
             text = re.sub(r"(?m): \{\{ *\.?([\w.]+) *\}\}", r": '[\1]'", text)  # placeholders
             variables = {**read.dotenv(file.with_name(".env")), **os.environ}
             documents = read.with_maps(
-                read.with_runtimes([*yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))])
+                read.with_runtimes([*yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))]), file.parent
             )
+            kinds = {each["kind"]: each for each in documents if isinstance(each, Mapping) and "kind" in each}
+            others = read.left_out("kinds", {str(kind): str(each.get("spec")) for kind, each in kinds.items()})
             starts = [
-                start
+                replace(start, left_out={**start.left_out, **others})
                 for each in documents
                 for start in [*_declared(each, images, tables)]
                 or (
@@ -103,11 +83,11 @@ def starts_of(
     else:
         joined = _readable(text.replace("\r\n", "\n"))
         script = ("bash", "-c", joined, *words[1:]) if joined != text or not words else tuple(words)
-        job, hosts, devices = _batch(text, directory)
-        starts = [Start(words=script, job=job, hosts=hosts, devices=devices)]
-        if 1 < hosts <= _MOST_RANKS and 'case "$NODE_RANK" in' in text:  # each host starts its own servers
-            for rank in range(hosts):
-                start = Start(words=script, job={**job, "SLURM_NODEID": str(rank)}, devices=devices)
+        batch = replace(_batch(text, directory), words=script)
+        starts = [batch]
+        if 1 < batch.hosts <= _MOST_RANKS and 'case "$NODE_RANK" in' in text:  # each host starts its own servers
+            for rank in range(batch.hosts):
+                start = replace(batch, job={**batch.job, "SLURM_NODEID": str(rank)}, hosts=1)
                 yield from (
                     each for each in _inner(start, images, directory) if not each.words[0].startswith(ENDS_WITH)
                 )
@@ -145,7 +125,7 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
     verbs = [
         n for n, name in enumerate(names) if name in ("run", "create") and {*CONTAINERS} & {*names[max(0, n - 2) : n]}
     ]
-    files = [n for n, word in enumerate(words) if _IMAGE_FILE.search(word) and {*_APPTAINER} & {*names[:n]}]
+    files = [n for n, word in enumerate(words) if FORMS["image file"].search(word) and {*_APPTAINER} & {*names[:n]}]
     if verbs and not (shells and shells[0] < verbs[0]):
         yield from _inner(read.container_run(start, words[verbs[0] + 1 :], images), images, directory)
     elif files and "run" in names[: files[0]]:
@@ -158,14 +138,18 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
             yield from _inner(replace(start, words=("bash", "-c", line)), images, directory, depth + 1)
     elif depth < 3 and (shells or inner or is_whole):
         script = ("bash", "-c", *_shell_text(words[shells[0] + 1 :])) if shells else start.words[(inner or [0])[0] :]
+        before = start.words[: inner[0]] if inner and not shells and names[0] in _MPI else ()  # each task is a rank
+        tasks = re.search(r" -{1,2}(?:np?|ntasks|nrs)[ =]?(\d+)", " ".join(before))
+        job = {**start.job, **(read.variables_of("MPI", total=tasks[1]) if tasks else {}), **envs}
         try:
-            records, failure = trace_script(script, directory, {**start.job, **envs, ELSEWHERE: "1"})
-            more, _ = trace_script(script, directory, {**start.job, **envs, ELSEWHERE: "2"}) if failure else ((), "")
+            records, failure = trace_script(script, directory, {**job, ELSEWHERE: "1"})
+            more, _ = trace_script(script, directory, {**job, ELSEWHERE: "2"}) if failure else ((), "")
         except SpecError as error:
             raise SpecError(key="command", value=error.value, problem=error.problem, fix=error.fix) from None
         failed = [Record(words=(f"{ENDS_WITH}{failure}",), directory="", environment={})] if failure else []
         for record in (*records, *failed, *more[len(records) :]):
-            new = replace(start, words=record.words, envs={**envs, **record.environment}, script=start.script or script)
+            new = replace(start, words=(*before, *record.words), envs={**envs, **record.environment})
+            new = replace(new, script=start.script or (() if before else script))
             yield from _inner(new, images, directory, depth + 1)
     elif words:
         yield start
@@ -182,8 +166,8 @@ def _readable(text: str) -> str:
     """Return the text of a script with `[words]` for its placeholders, whole lines in place of broken ones, and blocks
     that write no file.
     """
-    text = _BLOCK.sub(lambda m: f"{m[1]}> /dev/null", _BROKEN_LINE.sub("\\\n", text))
-    return _PLACEHOLDER.sub(lambda m: "[" + "_".join(m[1].split()) + "]", text)
+    text = FORMS["block"].sub(lambda m: f"{m[1]}> /dev/null", FORMS["broken line"].sub("\\\n", text))
+    return FORMS["placeholder"].sub(lambda m: "[" + "_".join(m[1].split()) + "]", text)
 
 
 def _declared(
@@ -207,60 +191,62 @@ def _declared(
 
 def _unit(text: str, folder: Path, images: Mapping[str, Sequence[str]]) -> Iterator[Start]:
     """Yield the programs of a unit of systemd, podman or supervisord, which is in `folder`. Raises SpecError."""
-    envs, missing = dict[str, str](), ""
-    found = dict(re.findall(r"(?m)^(Image|Exec|Entrypoint)=(.*)$", text.replace("\\\n", " ")))
-    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
-        key, _equals, value = line.partition("=")
-        if key.strip() in ("Environment", "environment"):
+    joined = re.sub(r"(?m)^\s*[#;\[].*", "", re.sub(r"\\\n\s*", " ", text))
+    lines = [line.partition("=") for line in joined.splitlines()]
+    pairs = [(key.strip(), value.strip()) for key, equals, value in lines if equals]
+    envs, missing, found = dict[str, str](), "", dict(pairs)
+    for key, value in sorted(pairs, key=lambda each: each[0] == "EnvironmentFile"):  # files override the unit
+        if key in ("Environment", "environment"):
             envs |= read.literal_variables(read.split_words(value if key[0] == "E" else value.replace(",", " ")))
-        elif key.strip() == "EnvironmentFile":
-            file = Path(value.strip().lstrip("-"))
+        elif key == "EnvironmentFile":
+            file = Path(value.lstrip("-"))
             here = next((each for each in (file, folder / file.name) if each.is_file()), None)
             envs |= read.dotenv(here) if here else {}
             missing = missing if here else str(file)
-        elif key.strip() in ("ExecStart", "command") and value.strip():
-            words = read.filled(read.split_words(value.strip().lstrip("-@+!:")), r"\$\{?(\w+)\}?", envs)
-            names = ", ".join(re.findall(r"\$\{?(\w+)", " ".join(words)))
-            if missing and names and not re.search(r"\bsh -\w*c ", " ".join(words)):
-                problem, fix = f"is not on this machine, but sets {names}", "copy it beside the unit"
-                raise SpecError(key="EnvironmentFile", value=missing, problem=problem, fix=fix)
-            yield Start(words=words, envs=dict(envs))
+    unread = read.left_out("unit", found) | ({"EnvironmentFile": "it is not here"} if missing else {})
+    for value in [value for key, value in pairs if key in ("ExecStart", "command") and value]:
+        words = read.filled(read.split_words(value.lstrip("-@+!:")), r"\$\{?(\w+)\}?", envs)
+        names = ", ".join(re.findall(r"\$\{?(\w+)", " ".join(words)))
+        if missing and names and not re.search(r"\bsh -\w*c ", " ".join(words)):
+            problem, fix = f"is not on this machine, but sets {names}", "copy it beside the unit"
+            raise SpecError(key="EnvironmentFile", value=missing, problem=problem, fix=fix)
+        yield Start(words=words, envs=envs, left_out=unread)
     if "Image" in found:
-        yield read.container(Start(envs=envs), found["Image"], found.get("Entrypoint"), found.get("Exec"), images)
+        options = [word for key, value in pairs if key == "PodmanArgs" for word in read.split_words(value)]
+        options += [word for key, value in pairs if key == "AddDevice" for word in ("--device", value)]
+        options += ["--entrypoint", found["Entrypoint"]] if "Entrypoint" in found else []
+        start = Start(envs=envs, left_out=unread)
+        yield read.container_run(start, [*options, found["Image"], *read.split_words(found.get("Exec", ""))], images)
 
 
-def _batch(text: str, directory: str) -> tuple[dict[str, str], int, int | None]:
-    """Return a batch script's variables that Slurm sets, its number of hosts, and its number of devices per host."""
+def _batch(text: str, directory: str) -> Start:
+    """Return a batch script without its words: the variables that Slurm sets, its hosts, and its devices per host."""
     options = dict[str, str]()
-    for line in _BATCH_LINE.findall(text):
+    for line in FORMS["batch line"].findall(text):
         words = shlex.split(line, comments=True)
         for number, word in enumerate(words):
             name, equals, value = word.lstrip("-").partition("=")
             if not word.startswith("-"):
                 continue
             if not word.startswith("--"):
-                name, value, equals = _BATCH_SHORT.get(word[1:2], word[1:2]), word[2:].lstrip("="), word[2:]
+                name, value, equals = read.SHORT.get(word[1:2], word[1:2]), word[2:].lstrip("="), word[2:]
             options[name] = value if equals else "".join(words[number + 1 : number + 2])
+    unread = {f"#SBATCH {name}": value for name, value in read.left_out("sbatch", options).items()}
     if not options:
-        found = [re.search(pattern, text, re.MULTILINE) for pattern in _OTHER_BATCHES]
+        found = [re.search(f"(?m){FORMS[name].pattern}", text) for name in ("batch hosts", "batch devices")]
         count, per_host = (int(each[each.lastindex or 0]) if each else None for each in found)
-        return ({HOSTS: str(count)} if count else {}), count or 1, per_host
+        return Start(job={HOSTS: str(count)} if count else {}, hosts=count or 1, devices=per_host)
     hosts = positive(options.get("nodes", "1").rpartition("-")[2]) or 1
     tasks = positive(options.get("ntasks-per-node")) or -(-(positive(options.get("ntasks")) or hosts) // hosts)
     per_node = options.get("gpus-per-node") or re.sub(r"^(?!gpu).*|,.*", "", options.get("gres", ""))
     total, of_task = (positive(options.get(name, "").rpartition(":")[2]) or 0 for name in ("gpus", "gpus-per-task"))
     devices = positive(per_node.rpartition(":")[2]) or total // hosts or of_task * tasks or None
-    variables = {
-        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), hosts),
-        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks * hosts),
-        **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), 0),
-        **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), 1),
-        **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), "localhost"),
-        **dict.fromkeys(("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE") if devices else (), devices),
-        "SLURM_NTASKS_PER_NODE": tasks,
-        "SLURM_TASKS_PER_NODE": f"{tasks}(x{hosts})" if hosts > 1 else tasks,
-        "SLURM_JOB_NAME": options.get("job-name", "job"),
-        "SLURM_CPUS_PER_TASK": options.get("cpus-per-task", 1),
-        "SLURM_SUBMIT_DIR": directory,
-    }
-    return {name: str(value) for name, value in variables.items()}, hosts, devices or (tasks if tasks > 1 else None)
+    sizes = {"hosts": hosts, "tasks": tasks, "total": tasks * hosts, "devices": devices, "directory": directory}
+    several, name, cpus = (
+        f"(x{hosts})" if hosts > 1 else "",
+        options.get("job-name", "job"),
+        options.get("cpus-per-task", 1),
+    )
+    job = read.variables_of("Slurm", **sizes, several=several, name=name, cpus=cpus)
+    devices = devices or (tasks if tasks > 1 else None)
+    return Start(job=job, hosts=hosts, devices=devices, left_out=unread)

@@ -268,7 +268,7 @@ def test_what_cannot_be_exported_is_a_usage_error_and_leaves_no_folder(
     assert not list(tmp_path.glob("out-*"))
 
 
-@pytest.mark.parametrize("place", ["new", "."])
+@pytest.mark.parametrize("place", ["new/deeper", "."])
 def test_an_interrupted_export_leaves_the_folder_as_it_was(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -368,7 +368,7 @@ def test_sglangs_own_parser_accepts_the_arguments_of_every_server(exports: Expor
 def test_llama_servers_own_parser_accepts_the_arguments_of_every_server(exports: Exports) -> None:
     made = exports("llamacpp")
     files = [file for target in ("llamacpp", "slurm") for file in made[target].iterdir()]
-    lines = [line for file in files for line in file.read_text().replace("\\\n", " ").splitlines()]
+    lines = [line for file in files for line in re.sub(r"\\\n *", "", file.read_text()).splitlines()]
     lines += shell_commands(made["kubernetes"] / "job.yaml")
     words = [shlex.split(each.partition("llama-server")[2].rstrip(" &")) for each in lines if "llama-server --" in each]
     services = yaml.safe_load((made["compose"] / "compose.yaml").read_text())["services"].values()

@@ -33,6 +33,10 @@ def test_the_line_has_the_most_important_parts_first() -> None:
     count, left, best, running = status_line(found, [trial], 300.0).split(" | ")
     assert (count, "5.0 min left" in left, "0.412" in best) == ("12/20 trials", True, True)
     assert running.startswith("12: MBS")
+    served = small.trial(3, CANDIDATE, 1 / 40535)
+    served = replace(served, measurement=replace(served.measurement, figures={"output_tokens_per_s": 40535.0}))
+    found = replace(found, best=served, objective="output_tokens_per_s")
+    assert "best 40,535 output" in status_line(found, [], None)
     assert status_line(event(best=False)[0], [], None) == "12/20 trials"
 
 

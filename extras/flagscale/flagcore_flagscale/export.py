@@ -35,6 +35,9 @@ def export(job: ExportJob) -> Mapping[str, str]:
     """Return the top file of a configuration and its section file. Raises UsageError if FlagScale cannot start the
     job.
     """
+    engine = job.platform.task.spec.work.engine
+    if engine not in ("command", "megatron", *ENGINES.values()):
+        raise UsageError(f"--to flagscale: FlagScale does not have the engine {engine}")
     if job.servers is not None and job.servers.front is not None:
         raise UsageError("FlagScale gives all servers the same arguments; use --to kubernetes, compose or the engine")
     if job.servers is not None:
@@ -137,8 +140,6 @@ def _train(job: ExportJob) -> dict[str, Any]:
 
 def _serve(job: ExportJob) -> list[dict[str, Any]]:
     serve, values = job.platform.task.spec.serve, job.candidate.as_dict()
-    if serve.engine not in ENGINES.values():
-        raise UsageError(f"--to flagscale: FlagScale does not have the engine {serve.engine}")
     name = flagscale_name(serve.engine)
     arguments = {key: value for key, value in _arguments(job.launch.argv).items() if key not in NOT_EXPORTED}
     sizes = [values.get(key) for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size")]

@@ -10,8 +10,9 @@ from typing import TypeAlias
 import numpy as np
 
 from flagcore.contracts import Costs
+from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Columns, FloatArray, IntArray, Rule
+from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.training.layout import Layout, Options, Training
 from flagcore.engines.training.memory.training import memory_in_use
@@ -104,6 +105,17 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
         ),
     ]
     return tuple(each for each in found if each.knobs)
+
+
+def needs_at_least(knobs: Sequence[Knob], columns: Columns, candidate: Candidate) -> BoolArray:
+    """Return whether candidates differ from `candidate` only by knobs with a larger value that needs more memory."""
+    others = candidate.as_dict()
+    result = np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
+    for knob in knobs:
+        code = knob.axis(()).encode(others[knob.name])
+        same: BoolArray = columns[knob.name] >= code if knob.memory_order else columns[knob.name] == code
+        result &= same
+    return result
 
 
 def predict(task: Task, given: Mapping[str, IntArray], costs: Costs, states: StateSection) -> Predictions:

@@ -19,11 +19,11 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.command.user_command import parse
-from flagcore_trainers.fsdp2 import predict as fsdp2
-from flagcore_trainers.fsdp2.space import (
+from flagcore_trainers.fully_shard import (
     AC,
     COMPILE,
     CP,
+    EP,
     MBS,
     OFFLOAD,
     PARTS,
@@ -35,6 +35,7 @@ from flagcore_trainers.fsdp2.space import (
     SHARD,
     TP,
 )
+from flagcore_trainers.fully_shard import predict as fully_shard
 from flagcore_trainers.importing import Imported, spec_of_torchtitan, starts_torchtitan
 from flagcore_trainers.trainer import Trainer
 
@@ -90,7 +91,7 @@ class TorchTitan(Trainer):
         """Return the predictions of the engine `fsdp2`, or those of ZeRO 3 for models that it does not have."""
         model, numbers = task.spec.model, self.numbers(task, columns)
         pipeline = numbers["pipeline_model_parallel_size"]
-        if any(getattr(model, name) for name in PARTS) or (pipeline > 1).any():
+        if any(getattr(model, name) for name in PARTS) or model.num_moe_experts or (pipeline > 1).any():
             return super().predict(task, columns, costs)
         ones = np.ones_like(pipeline)
 
@@ -107,6 +108,7 @@ class TorchTitan(Trainer):
             TP: numbers[TP],
             CP: numbers[CP],
             PP: ones,
+            EP: ones,
             SCHEDULE: ones,
             MBS: numbers[MBS],
             AC: 1 + numbers["recompute"],
@@ -115,7 +117,7 @@ class TorchTitan(Trainer):
             OFFLOAD: 0 * ones,
             COMPILE: is_value(COMPILE, True),
         }
-        return fsdp2.predict(task, given, costs)
+        return fully_shard.predict(task, given, costs)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         train = platform.task.spec.train

@@ -115,13 +115,7 @@ class Trainer(Workload):
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         """Return whether candidates differ from `candidate` only by a larger micro-batch."""
-        others = candidate.as_dict()
-        result = np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
-        for knob in self.knobs:
-            code = knob.axis(()).encode(others[knob.name])
-            same: BoolArray = columns[knob.name] >= code if knob.memory_order else columns[knob.name] == code
-            result &= same
-        return result
+        return meaning.needs_at_least(self.knobs, columns, candidate)
 
     # Predictions
 

@@ -11,15 +11,15 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from flagcore_trainers.fsdp2 import memory
-from flagcore_trainers.fsdp2.job import Candidate, Job, Train
+from flagcore_trainers.fsdp2.job import Candidate, Job
 from flagcore_trainers.fsdp2.model import _mask, build, own_positions, rotary_angles
 from flagcore_trainers.fsdp2.rank import device_meshes
-from flagcore_trainers.fsdp2.space import SCHEDULES
+from flagcore_trainers.fully_shard import SCHEDULES, memory
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor.parallel import loss_parallel
@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flagcore.domain.model import Model
-from flagcore.engines.megatron.trial.job import Device
+from flagcore.engines.megatron.trial.job import Device, Train
 
 SHAPE = {
     "name": "made up",
@@ -56,13 +56,14 @@ def counted(job: Job) -> tuple[float, float]:
     candidate, cpu = job.candidate, torch.device("cpu")
     try:
         meshes = device_meshes(job)
-        with FakeTensorMode() if candidate.tensor == 1 else contextlib.nullcontext():
+        with contextlib.nullcontext() if candidate.tensor > 1 or job.model.num_moe_experts else FakeTensorMode():
             angles = rotary_angles(job, own_positions(job.train.seq_length, candidate.context, 0), cpu)
             model = build(job, meshes, cpu, angles)
             tracker = FSDPMemTracker(model)
             size = (candidate.micro_batch, job.train.seq_length // candidate.context)
             batches = [torch.zeros(size, dtype=torch.int64) for _ in range(2)]
-            with tracker, loss_parallel() if candidate.tensor > 1 else contextlib.nullcontext():
+            copied = mock.patch.object(dist, "all_to_all_single", lambda output, counts, **_: output.copy_(counts))
+            with copied, tracker, loss_parallel() if candidate.tensor > 1 else contextlib.nullcontext():
                 for tokens in batches:
                     tracker.reset_mod_stats()
                     logits = model(tokens).flatten(0, 1).float()
@@ -100,6 +101,7 @@ def predicted(job: Job) -> tuple[float, float]:
             reduce_bytes=one(2.0 if is_narrow and each.reduce_dtype == "bf16" else 4.0),
             offload=np.array([False]),
             replicated=np.array([each.replicate > 1]),
+            expert=one(each.expert),
             pipeline=one(each.pipeline),
             schedule=np.array([1 + SCHEDULES.index(each.schedule)]),
             fused_norm=False,

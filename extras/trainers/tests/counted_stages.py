@@ -13,9 +13,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from flagcore_trainers.fsdp2 import memory, rank
+from flagcore_trainers.fsdp2 import rank
 from flagcore_trainers.fsdp2.job import Job
 from flagcore_trainers.fsdp2.model import _mask, build, own_positions, rotary_angles
+from flagcore_trainers.fully_shard import memory
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor

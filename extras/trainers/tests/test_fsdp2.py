@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_trainers.fsdp2.engine import FIELDS, FSDP2
-from flagcore_trainers.fsdp2.space import (
+from flagcore_trainers.fully_shard import (
     AC,
     CP,
+    EP,
     MBS,
     OFFLOAD,
     PP,
@@ -29,12 +30,14 @@ from flagcore import api
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.errors import LaunchError, SpecError
 from tests.small import DENSE, EXPERTS, SHAPE, costs, task
 
 NEUTRAL = {knob.name: knob.neutral for knob in FSDP2.knobs}
 UNTIED = replace(DENSE, untie_embeddings_and_output_weights=True)
+MIXED = replace(EXPERTS, moe_shared_expert_intermediate_size=32, moe_first_dense_layers=1)
 CPU = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
 
 
@@ -58,18 +61,21 @@ def columns(**values: Any) -> dict[str, Any]:
         ({PP: 4, RESHARD: False, SCHEDULE: "interleaved"}, "pipeline_layers"),
         ({PP: 4, RESHARD: False, MBS: 4}, "pipeline_microbatches"),
         ({PP: 2, SHARD: 2, RESHARD: False, SCHEDULE: "zbv", AC: "selective"}, "split_backward"),
+        ({SHARD: 4, EP: 4}, None),
+        ({SHARD: 2, REPLICATE: 2, EP: 4}, "expert_parallel"),
+        ({SHARD: 4, AC: "selective", EP: 2}, "experts_alone"),
     ],
 )
 def test_rules(values: dict[str, Any], rule: str | None) -> None:
-    job = task(UNTIED, engine="fsdp2", precision="fp32")
+    job = task(MIXED if EP in values else UNTIED, engine="fsdp2", precision="fp32")
     broken = [each.name for each in FSDP2.rules(job) if each.broken(columns(**values))[0]]
     assert broken == ([] if rule is None else [rule])
 
 
 def test_what_trials_cannot_run_is_reported_by_key() -> None:
     with pytest.raises(SpecError) as refused:
-        FSDP2.rules(task(EXPERTS, engine="fsdp2"))
-    assert refused.value.key == "model.num_moe_experts"
+        FSDP2.rules(task(replace(DENSE, mtp_num_layers=1), engine="fsdp2"))
+    assert refused.value.key == "model.mtp_num_layers"
     for train in ({"precision": "fp8"}, {"command": ("train",)}):
         with pytest.raises(SpecError) as refused:
             FSDP2.ready(task(engine="fsdp2", **train).spec)
@@ -92,6 +98,9 @@ def test_predictions_follow_the_knobs() -> None:
     assert predicted(**{RESHARD: False}).time_s["dp_comm_exposed_s"] < plain.time_s["dp_comm_exposed_s"]
     assert predicted(**{SHARD: 4, REPLICATE: 2}).static_bytes > plain.static_bytes
     staged, looped = (predicted(**{SHARD: 4, PP: 2, RESHARD: False, SCHEDULE: name}) for name in SCHEDULES[:2])
+    experts = task(MIXED, engine="fsdp2", devices=8, global_batch_size=16)
+    whole, split = (FSDP2.predict(experts, columns(**{SHARD: 8, EP: size}), costs(experts)) for size in (1, 2))
+    assert split.time_s["ep_comm_s"] > whole.time_s["ep_comm_s"] == 0
     assert staged.time_s["pp_bubble_s"] > looped.time_s["pp_bubble_s"] > 0
     assert staged.peak_allocated_bytes < looped.peak_allocated_bytes
 
@@ -114,9 +123,9 @@ def test_memory_is_what_torch_counts(shape: dict[str, Any], candidate: dict[str,
     assert counted.predicted(job) == (pytest.approx(static, rel=0.01), pytest.approx(peak, rel=0.05))
 
 
-def trial(folder: Path, **values: Any) -> Any:
+def trial(folder: Path, model: Model = UNTIED, **values: Any) -> Any:
     """Run a trial of two ranks, and return its measurement."""
-    job = task(UNTIED, devices=2, engine="fsdp2", seq_length=32, precision="fp32")
+    job = task(model, devices=2, engine="fsdp2", seq_length=32, precision="fp32")
     folder.mkdir()
     candidate = Candidate.of({**NEUTRAL, **values})
     launch = FSDP2.launch(Platform(task=job, workload=FSDP2, costs=costs(job), support=CPU), candidate, str(folder))
@@ -142,6 +151,8 @@ def test_layouts_have_the_same_losses(tmp_path: Path) -> None:
     for other in others:
         assert other.losses == pytest.approx(first.losses, rel=1e-4)
     assert first.peak_allocated_bytes > 0
+    alone, split = (trial(tmp_path / f"experts{size}", MIXED, **{SHARD: 2, EP: size}) for size in (1, 2))
+    assert split.losses == pytest.approx(alone.losses, rel=1e-4)
 
 
 def test_there_is_no_real_job(tmp_path: Path) -> None:

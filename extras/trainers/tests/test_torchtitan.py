@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_trainers.fsdp2.engine import FSDP2
-from flagcore_trainers.fsdp2.space import AC, CP, MBS, RESHARD, SHARD, TP
+from flagcore_trainers.fully_shard import AC, CP, MBS, RESHARD, SHARD, TP
 from flagcore_trainers.torchtitan import TORCHTITAN, TorchTitan
 
 from flagcore.contracts import Platform
@@ -71,3 +71,24 @@ def test_torchtitan_parses_the_options(tmp_path: Path) -> None:
     program = [sys.executable, "-c", code, *words[3:]]
     ended = subprocess.run(program, capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "4 2 True never FullAC.Config False"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
+def test_the_trainer_runs_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from extras.trainers.tests import titan_on_cpu
+
+    titan_on_cpu.write_assets(tmp_path)
+    (tmp_path / "trial").mkdir()
+    own = ("--module", "llama3", "--config", "llama3_debugmodel", "--parallelism.spmd_backend", "partial_dtensor")
+    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", titan_on_cpu.__file__, *own)
+    job = task(engine="torchtitan", command=command, directory=str(tmp_path), devices=2, seq_length=64)
+    platform = Platform(task=job, workload=TORCHTITAN, costs=costs(job))
+    candidate = Candidate.of({**NEUTRAL, MBS: 2, AC: "full", RESHARD: "never"})
+    launch = TORCHTITAN.launch(platform, candidate, str(tmp_path / "trial"))
+    with (tmp_path / "trial" / "stdout.log").open("w") as log:
+        subprocess.run(launch.argv, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, check=True)
+    measured = TORCHTITAN.read(job, candidate, str(tmp_path / "trial"))
+    assert measured.losses[-1] < measured.losses[0]
+    assert measured.peak_allocated_bytes
+    assert {each.name for each in tmp_path.iterdir()} == {"tests", "trial"}

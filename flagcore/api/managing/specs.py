@@ -44,7 +44,7 @@ from flagcore.errors import FlagError, RunError, SpecError, SpecErrors, UsageErr
 from flagcore.i18n import N_, _
 from flagcore.plugins import WORKLOADS, names
 from flagcore.spec.clusters import ClusterSection
-from flagcore.spec.containers import IMAGE, split_words
+from flagcore.spec.containers import CONFIG_MAP, FORMS, IMAGE, left_out, split_words
 from flagcore.spec.convert import engines_of
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
@@ -60,23 +60,7 @@ from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.predict import record
 from flagcore.tuner.store.directory import RunDirectory
 
-_OF_MACHINE = re.compile(
-    r"^(BASH_FUNC_.*|PATH|PWD|HOME|HOSTNAME|USER|TMPDIR|LANG|TZ|HF_HOME|HF_HUB_CACHE|XDG_\w+|\w+_proxy|\w+_PROXY"
-    r"|HOSTS|(NODE_|LOCAL_)?RANK|WORLD_SIZE|NNODES|MASTER_(ADDR|PORT)|\w+_HOST_IP|(FLAGCORE|LWS|PET)_\w+)$"
-)
-_OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|(JOB_)?NODELIST)")
-"""Variables whose values differ between the hosts of a job, or between jobs."""
-_DEVICES, _NIC, _HERE = "VISIBLE_DEVICES", re.compile("_(IFNAME|HCA)$"), re.compile(r"127\.0\.0\.1|localhost|//:")
-_OF_COPY = re.compile(r" --([\w-]*port|node.rank|data-parallel-(start-)?rank)[= ]\S+| --headless")
-_FOLLOWER = re.compile("--(node|data-parallel|data-parallel-start).rank[= ][1-9]|--headless")
-"""Patterns of the arguments that copies of a server have of their own, and of those of its other hosts."""
-_SCRIPT = re.compile(r"\b(?:ba|da)?sh (?:-\w+ )*([^\s'\"]+\.(?:sh|bash|slurm|sbatch))\b")
-_TOOLS = re.compile(
-    r"(sudo (-\S+ )*)?\S*\b(pip3?|uv pip|conda install|apt|apt-get|git|wget|curl|hf|cmake|make|cp|mv|ln|rm|which"
-    r"|pkill|killall|pgrep|systemctl|journalctl|docker (stop|rm|logs|ps|inspect|kill|pull)|screen -X"
-    r"|tmux (kill|has|attach)\S*) |\S*python\S* -m pip "
-)
-"""A pattern of commands that prepare an environment, or end programs: what they name is not started."""
+_DEVICES = "VISIBLE_DEVICES"
 
 
 def read_tree(
@@ -132,9 +116,12 @@ def read_command(
         if has_script and not with_script:
             why = "is long" if is_long else "cannot start it in trials"
             notes.note("train.command", f"is the program without the script, which {why}", "train.command")
+        for key, value in {**start.left_out, **({} if with_script else _others(workload, programs))}.items():
+            text = "is a secret: not copied" if is_secret(key) else f"is left out: {redact_text(value)[:100]}"
+            notes.note(key, text)
         envs = _envs({**start.envs, **(start.job if with_script else {})}, notes, start, content or shlex.join(words))
-        read = replace(start, envs=envs)
-        read = replace(read, envs={**start.job, **envs}, words=start.script) if with_script else read
+        read = replace(start, envs={**envs, UNSET: start.envs.get(UNSET, "")})
+        read = replace(read, envs={**start.job, **read.envs}, words=start.script) if with_script else read
         try:
             data, engine_notes = workload.read_command(read, Path.cwd(), path)
             break
@@ -143,6 +130,9 @@ def read_command(
                 continue
             problem, fix = "is not set, but the script uses it", "set it, or write its value in the command"
             missing = [SpecError(key=each, problem=problem, fix=fix) for each in _unset(start)]
+            fix = _("give its manifest in the same file or folder")
+            maps = [key for key in start.left_out if key.startswith(CONFIG_MAP)]
+            missing += [SpecError(key=key, problem=_("is not here"), fix=fix) for key in maps]
             raise join_errors([*(gave_up.problems if gave_up else ()), *error.problems, *missing]) from None
     if (unset := _unset(start)) and str(data["model"]).endswith("/") and not os.path.isdir(data["model"]):
         problem = _("ends with a variable that is not set: {names}", names=", ".join(unset))
@@ -161,24 +151,37 @@ def _engines(workloads: Mapping[str, Workload], programs: Sequence[Start]) -> di
     """Return the programs that are engines, by engine, role and command. Those of one server are a single one."""
     found = dict[tuple[str, str, str], Start]()
     for name, workload in workloads.items():
-        for start in sorted(programs, key=lambda each: bool(_FOLLOWER.search(" ".join(each.words)))):
-            if workload.starts(start.words, os.getcwd()) and not _TOOLS.match(shlex.join(start.words)):
+        for start in sorted(programs, key=lambda each: bool(FORMS["follower"].search(" ".join(each.words)))):
+            if workload.starts(start.words, os.getcwd()) and not FORMS["tools"].match(shlex.join(start.words)):
                 role = start.role or workload.role(start.words)
-                key = name, role, _OF_COPY.sub("", shlex.join(start.words))
+                key = name, role, FORMS["of copy"].sub("", shlex.join(start.words))
                 before = found.get(key, replace(start, instances=0))
                 envs = {name: value for name, value in start.envs.items() if before.envs.get(name) == value}
-                copies = 0 if key in found and _FOLLOWER.search(" ".join(start.words)) else start.instances
+                copies = 0 if key in found and FORMS["follower"].search(" ".join(start.words)) else start.instances
                 found[key] = replace(before, instances=before.instances + copies, envs=envs)
+    bare = [[*entry] for each in workloads.values() for entry in each.images.values()]  # images beside the server's
+    found = {key: each for key, each in found.items() if [*each.words] not in bare} or found
     roles = {role: start for (_name, role, _words), start in found.items()}
     if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
         return {next(iter(found)): replace(roles["decode"], prefill=roles["prefill"])}
     return found
 
 
+def _others(workload: Workload, programs: Sequence[Start]) -> dict[str, str]:
+    """Return the other programs of an input, with their arguments, that may change speed."""
+    others = [each.words for each in programs if not workload.starts(each.words, os.getcwd())]
+    named = {os.path.basename(words[0].removeprefix(IMAGE)): " ".join(words[1:]) for words in reversed(others)}
+    return left_out("programs", {name: text or name for name, text in named.items() if not name.startswith(ENDS_WITH)})
+
+
 def _unset(start: Start) -> list[str]:
     """Return the names of the variables in a program's script that are not set, without those of a machine."""
     names = start.envs.get(UNSET, "").split()
-    return [each for each in names if not (is_secret(each) or _OF_MACHINE.search(each) or _OF_HOST.fullmatch(each))]
+    return [
+        each
+        for each in names
+        if not (is_secret(each) or FORMS["of machine"].search(each) or FORMS["of host"].fullmatch(each))
+    ]
 
 
 def _engine_table(name: str) -> Mapping[str, Mapping[str, Any]]:
@@ -215,11 +218,13 @@ def _envs(variables: Mapping[str, str], notes: Notes, start: Start, text: str) -
             continue
         if is_secret(name) or redact_text(value) != value:
             notes.note(name, "is a secret: not copied")
-        elif (start.hosts > 1 and _OF_HOST.fullmatch(name)) or (
-            (_NIC.search(name) or _HERE.search(value)) and not (value and value in text)
+        elif (start.hosts > 1 and FORMS["of host"].fullmatch(name)) or (
+            (FORMS["of network"].search(name) or FORMS["of this host"].search(value)) and not (value and value in text)
         ):
             notes.note(name, "dropped: differs between hosts")
-        elif _OF_MACHINE.search(name) or (name.endswith(_DEVICES) and (instances > 1 or not re.match("[0-9]", value))):
+        elif FORMS["of machine"].search(name) or (
+            name.endswith(_DEVICES) and (instances > 1 or not re.match("[0-9]", value))
+        ):
             notes.note(name, "dropped: belongs to the machine or the container")
         elif not value and start.script:
             notes.note(name, "dropped: its value is not known here")
@@ -245,13 +250,16 @@ def _untuned(
     value: str | None, text: str, programs: Sequence[Start], found: Mapping[tuple[str, str, str], Start]
 ) -> SpecError | None:
     """Return the error for an input that starts what flagcore does not tune, by its name, or None."""
-    commands = [each for start in programs if not _TOOLS.match(each := shlex.join(start.words))]
-    is_image = len(programs) > 1 and any(each.words[0].startswith(IMAGE) and each.words[1:] for each in programs)
+    unknown = [each for each in programs if each.words[0].startswith(IMAGE) and each.words[1:]]
+    is_image = len(programs) > 1 and bool(unknown)
+    started = [shlex.join(start.words) for start in (unknown if is_image else programs)]
+    commands = [each for each in started if not FORMS["tools"].match(each)]
     for name, row in _engine_table("untuned").items():
-        if (found or is_image) and not row.get("always"):
+        if found and not row.get("always"):
             continue
         in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
-        if in_words or ("text" in row and re.search(row["text"], text, re.MULTILINE)):
+        is_read = "text" in row and (not is_image or row.get("always"))
+        if in_words or (is_read and re.search(row["text"], text, re.MULTILINE)):
             fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
             problem = _("starts {name}, which `flag import` does not read", name=name)
             if row.get("is"):
@@ -265,7 +273,7 @@ def _not_one(
 ) -> SpecError | None:
     """Return the error for an input that does not start exactly one engine, or None."""
     commands = [shlex.join(each.words) for each in programs]
-    unknown = [each.words[0] for each in programs if each.words[0].startswith(IMAGE) and each.words[1:]]
+    unknown = [each.words[0] for each in programs if each.words[0].startswith(IMAGE) and each.words[not programs[1:] :]]
     if len(found) == 1:
         return None
     failure = next((each.words[0] for each in programs if each.words[0].startswith(ENDS_WITH)), "")
@@ -273,7 +281,7 @@ def _not_one(
         problem = _("starts no engine: it {failure}", failure=redact_text(failure))
         fix = _("give its arguments, as in `flag import -- bash FILE ARGUMENT`, set its variables, or give its command")
         return SpecError(key="command", value=value, problem=problem, fix=_with_unset(fix, programs))
-    absent = [each[1] for each in map(_SCRIPT.search, commands) if each and not os.path.isfile(each[1])]
+    absent = [each[1] for each in map(FORMS["script"].search, commands) if each and not os.path.isfile(each[1])]
     if absent and not found:
         problem = _("starts no engine: the script {file}, which it starts, is not here", file=redact_text(absent[0]))
         fix = _("give that script, or start from the folder to which its path belongs")

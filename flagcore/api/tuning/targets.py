@@ -91,10 +91,11 @@ def _whole_folder(folder: Path) -> Iterator[Path]:
     """
     target = folder.resolve()
     is_fixed = target == Path.cwd() or target.is_mount() or not os.access(target.parent, os.W_OK)
-    draft = target / DRAFT if target.exists() and is_fixed else target.with_name(f".{target.name}{DRAFT}")
+    parent = next(each for each in target.parents if each.exists())
+    draft = target / DRAFT if target.exists() and is_fixed else parent / f".{target.name}{DRAFT}"
     rmtree(draft, ignore_errors=True)  # of an export that was killed
     try:
-        draft.mkdir(parents=True)
+        draft.mkdir()
         yield draft
         for file in filter(Path.is_file, draft.rglob("*")):
             if str(draft) in (text := file.read_text("utf-8", errors="surrogateescape")):
@@ -102,6 +103,7 @@ def _whole_folder(folder: Path) -> Iterator[Path]:
         for each in draft.iterdir() if draft.parent == target else ():
             each.rename(target / each.name)
         if draft.parent != target:
+            target.parent.mkdir(parents=True, exist_ok=True)
             draft.rename(target)
     finally:
         rmtree(draft, ignore_errors=True)

@@ -158,7 +158,7 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
         meshes = hetero.mixed(platform, candidate.as_dict()) if values.get(MESHES) else None
         task = platform.task if meshes else on_groups(platform.task, candidate)
         return reference_launch(replace(task, spec=spec), values, folder, meshes)
-    planned = replace(_program(job(platform, candidate, folder), folder), warm=True)
+    planned = replace(program_launch(job(platform, candidate, folder), folder), warm=True)
     if platform.task.spec.on_each_host:
         return replace(planned, hosts=hosts_of(platform.task, candidate))
     return planned
@@ -166,16 +166,17 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
 
 def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
     """Return the launch of a probe of one rank. Raises LaunchError if its job file cannot be written."""
-    return _program(job(platform, candidate, folder, {"rank": rank, "device": device}), folder)
+    return program_launch(job(platform, candidate, folder, {"rank": rank, "device": device}), folder)
 
 
-def _program(job: Mapping[str, object], folder: str) -> Launch:
+def program_launch(job: Mapping[str, object], folder: str, program: str = PROGRAM) -> Launch:
+    """Write the job file of a trial program, and return its launch. Raises LaunchError if it cannot be written."""
     file = Path(folder, "job.json")
     try:
         file.write_text(json.dumps(job, indent=1), encoding="utf-8")
     except OSError as error:
         raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None
-    return Launch(argv=(sys.executable, "-m", PROGRAM, str(file)), folder=folder)
+    return Launch(argv=(sys.executable, "-m", program, str(file)), folder=folder)
 
 
 def stage_ranks(task: Task, columns: Columns) -> tuple[int, ...]:
@@ -367,8 +368,25 @@ def job(
     platform: Platform, candidate: Candidate, folder: str, probe: Mapping[str, int] | None = None
 ) -> dict[str, object]:
     """Return the trial program's job, as in its job file. For a probe, `probe` contains its `rank` and `device`."""
-    task, support = platform.task, platform.support
+    task = platform.task
     spec, train = task.spec, task.spec.train
+    shared = shared_job(platform, folder)
+    return shared | {
+        "train": {
+            **shared["train"],
+            "balanced_routing": probe is not None,
+            "implementation": train.implementation or LOCAL,
+        },
+        "candidate": _settings(train) | with_layout(platform, candidate),
+        "probe": probe,
+        "shares": shares(task, candidate),
+        "nodes": len(hosts_of(task, candidate)) if spec.on_each_host and probe is None else 1,
+    }
+
+
+def shared_job(platform: Platform, folder: str) -> dict[str, Any]:
+    """Return the part of a trial program's job that does not depend on the candidate or on the engine."""
+    spec, train, support = platform.task.spec, platform.task.spec.train, platform.support
     return {
         "model": asdict(replace(spec.model, vision=None, windows=None)),
         "train": {
@@ -377,10 +395,7 @@ def job(
             "precision": train.precision,
             "train_iters": spec.control.train_iters,
             "seed": SEED,
-            "balanced_routing": probe is not None,
-            "implementation": train.implementation or LOCAL,
         },
-        "candidate": _settings(train) | with_layout(platform, candidate),
         "device": {
             "type": support.device_type,
             "backend": support.distributed_backend,
@@ -388,9 +403,6 @@ def job(
             "threads_per_rank": _threads(platform) if support.shared_devices else 1,
         },
         "output": folder,
-        "probe": probe,
-        "shares": shares(task, candidate),
-        "nodes": len(hosts_of(task, candidate)) if spec.on_each_host and probe is None else 1,
         "end_after_s": spec.control.max_time_per_task,
     }
 

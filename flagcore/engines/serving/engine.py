@@ -191,9 +191,6 @@ class Engine(EngineProfile, Workload):
         is_late = figures["ttft_s.mean"] > 0.5 * figures["e2e_s.mean"]
         return (kinds.total(np.where(is_deep, 1.0, 0.0)) > 0).astype(np.int64) + is_late
 
-    def installed_version(self, spec: Spec) -> str:
-        return self.program.version(spec)
-
     def ready(self, spec: Spec) -> None:
         """Raise SpecError or NoDevice if servers of `spec` cannot be started from this machine."""
         serve, cluster = spec.serve, spec.cluster

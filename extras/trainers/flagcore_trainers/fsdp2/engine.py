@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from flagcore.contracts import Platform, Workload
-from flagcore.domain.chip import SPEED_TEST
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, KnobValue
 from flagcore.domain.spec import AUTO, Spec, Task
-from flagcore.domain.trial import Measurement
-from flagcore.engines.megatron.reading import FAILURES, INVALID_JSON, measurement, program_progress
-from flagcore.engines.megatron.start import installed
-from flagcore.engines.results import METRICS, NoMetrics, read_metrics
+from flagcore.engines.megatron import reading
+from flagcore.engines.megatron.start import installed, program_launch, shared_job
 from flagcore.errors import LaunchError, NoDevice, SpecError
-from flagcore_trainers.fsdp2 import predict as prediction
 from flagcore_trainers.fsdp2 import space
-from flagcore_trainers.fsdp2.space import (
+from flagcore_trainers.fully_shard import (
     AC,
     COMPILE,
     CP,
+    EP,
     MBS,
     OFFLOAD,
     PP,
@@ -40,15 +32,17 @@ from flagcore_trainers.fsdp2.space import (
     SHARD,
     TP,
 )
+from flagcore_trainers.fully_shard import predict as prediction
+from flagcore_trainers.meaning import needs_at_least
 
 PROGRAM = "flagcore_trainers.fsdp2"
-SEED = 1234
 PRECISIONS = ("bf16", "fp32")
 FIELDS = {
     REPLICATE: "replicate",
     SHARD: "shard",
     TP: "tensor",
     CP: "context",
+    EP: "expert",
     PP: "pipeline",
     SCHEDULE: "schedule",
     MBS: "micro_batch",
@@ -67,12 +61,14 @@ class Fsdp2(Workload):
     name = "fsdp2"
     kind = "train"
     knobs: tuple[Knob, ...] = space.KNOBS
-    modules: Mapping[str, str] = {"torch": "torch>=2.7"}
+    modules: Mapping[str, str] = {"torch": "torch>=2.8"}
     distribution = "torch"
 
     rules = staticmethod(space.rules)
     merges = staticmethod(space.merges)
     predict = staticmethod(prediction.predict)
+    progress = staticmethod(reading.progress)
+    read = staticmethod(reading.read)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return what an expert would consider: weights shared by all replicas, sizes of TP and of micro-batches."""
@@ -86,16 +82,7 @@ class Fsdp2(Workload):
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         """Return whether candidates differ from `candidate` only by a larger micro-batch."""
-        others = candidate.as_dict()
-        codes = {knob.name: knob.axis(()).encode(others[knob.name]) for knob in self.knobs}
-        same = [columns[name] == code for name, code in codes.items() if name != MBS]
-        result: BoolArray = np.logical_and.reduce([*same, columns[MBS] >= codes[MBS]])
-        return result
-
-    def installed_version(self, spec: Spec) -> str | None:
-        with suppress(PackageNotFoundError):
-            return version("torch")
-        return ""
+        return needs_at_least(self.knobs, columns, candidate)
 
     # Trials
 
@@ -119,74 +106,19 @@ class Fsdp2(Workload):
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         if for_real:
             raise LaunchError("fsdp2 has no real job: use the values of the best candidate in your own program")
-        task, support, file = platform.task, platform.support, Path(folder, "job.json")
-        spec, train, values = task.spec, task.spec.train, candidate.as_dict()
+        spec, support, values = platform.task.spec, platform.support, candidate.as_dict()
         hosts = spec.cluster.hosts[: spec.cluster.nodes] if spec.on_each_host else ()
-        group = task.cluster.groups[0]
-        cores = len(platform.cores) or group.chip.devices_per_node
-        backend = support.distributed_backend
+        backend = support.distributed_backend or ""
+        job = shared_job(platform, folder)
         if values[OFFLOAD] and backend and support.device_type != "cpu":  # gradients are clipped where they are
-            backend = f"{support.device_type}:{backend},cpu:gloo"
-        job = {
-            "model": asdict(replace(spec.model, vision=None, windows=None)),
-            "train": {
-                "seq_length": train.seq_length,
-                "global_batch_size": train.global_batch_size,
-                "precision": train.precision,
-                "train_iters": spec.control.train_iters,
-                "seed": SEED,
-            },
-            "candidate": {field: values[name] for name, field in FIELDS.items()},
-            "device": {
-                "type": support.device_type,
-                "backend": backend,
-                "preload": list(support.preload),
-                "threads_per_rank": max(1, cores // group.devices_per_node) if support.shared_devices else 1,
-            },
-            "output": folder,
-            "nodes": len(hosts) or 1,
-            "end_after_s": spec.control.max_time_per_task,
-        }
-        try:
-            file.write_text(json.dumps(job, indent=1), encoding="utf-8")
-        except OSError as error:
-            raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None
-        environment = {"GLOO_SOCKET_IFNAME": "{interface}"} if hosts and (backend or "").endswith("gloo") else {}
-        argv = (sys.executable, "-m", PROGRAM, str(file))
-        return Launch(argv=argv, folder=folder, warm=True, hosts=hosts, environment=environment)
-
-    def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
-        return lambda: program_progress(folder)
-
-    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        if partial:
-            return measurement(task, program_progress(folder), losses=())
-        data = read_metrics(folder)
-        try:
-            ranks = data["ranks"]
-            peaks = {
-                name: max(int(rank[name]) for rank in ranks)
-                for name in ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
-                if ranks[0][name] is not None
-            }
-            return measurement(
-                task,
-                [float(step["step_time_s"]) for step in data["steps"]],
-                losses=[step["loss"] for step in data["steps"]],
-                effective=data["effective"],
-                versions={name: str(text) for name, text in data["versions"].items()},
-                devices=tuple(
-                    {"device": int(rank["rank"]), SPEED_TEST: float(rank[SPEED_TEST])}
-                    for rank in ranks
-                    if rank[SPEED_TEST] is not None
-                ),
-                **peaks,
-            )
-        except INVALID_JSON as error:
-            raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None
+            job["device"]["backend"] = f"{support.device_type}:{backend},cpu:gloo"
+        job["candidate"] = {field: values[name] for name, field in FIELDS.items()}
+        job["nodes"] = len(hosts) or 1
+        environment = {"GLOO_SOCKET_IFNAME": "{interface}"} if hosts and backend.endswith("gloo") else {}
+        return replace(program_launch(job, folder, PROGRAM), warm=True, hosts=hosts, environment=environment)
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return FAILURES
+        return reading.FAILURES
 
 
 FSDP2 = Fsdp2()

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flagcore.domain.model import Model
-from flagcore.engines.megatron.trial.job import Device, JobError
-
-
-@dataclass(frozen=True)
-class Train:
-    """The work of one step, and the number of steps."""
-
-    seq_length: int
-    global_batch_size: int
-    precision: str
-    train_iters: int
-    seed: int
+from flagcore.engines.megatron.trial.job import Device, JobError, Train
 
 
 @dataclass(frozen=True)
@@ -32,6 +20,7 @@ class Candidate:
     shard: int = 1
     tensor: int = 1
     context: int = 1
+    expert: int = 1
     pipeline: int = 1
     schedule: str = "1f1b"
     micro_batch: int = 1
@@ -98,18 +87,19 @@ class Meshes:
 
     `weights`: how weights are distributed, `pp`, `replicate`, `fsdp` and `tp`. `samples`: how samples are, `pp`,
     `replica`, `cp` and `tp`. The ranks of `fsdp` are those of several replicas, each with its context-parallel ranks.
+    `experts`: how the weights of experts are, `pp`, `replicate`, `efsdp`, `ep` and `tp`; `fsdp` is `efsdp` x `ep`.
     """
 
     weights: Any
     samples: Any
+    experts: Any
 
 
-def read_job(path: Path) -> Job:
-    """Return the job in a file. Raises JobError if it cannot be read."""
+def read_job(data: dict[str, Any]) -> Job:
+    """Return the job in decoded JSON. Raises JobError if a key is unknown or missing."""
     try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        kinds = {"model": Model, "train": Train, "candidate": Candidate, "device": Device}
-        parts: dict[str, Any] = {name: kind(**data.pop(name)) for name, kind in kinds.items()}
-        return Job(**parts, **{**data, "output": Path(data["output"])})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise JobError(f"{path}: {error}") from None
+        kinds: dict[str, Any] = {"model": Model, "train": Train, "candidate": Candidate, "device": Device}
+        parts = {name: kind(**data[name]) for name, kind in kinds.items()}
+        return Job(**{**data, **parts, "output": Path(data["output"])})
+    except (LookupError, TypeError, AttributeError) as error:
+        raise JobError(f"the job has a missing or unknown key: {error}") from None

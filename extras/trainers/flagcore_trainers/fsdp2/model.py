@@ -1,8 +1,8 @@
-"""The model of a trial in plain torch, and how it is sharded: tensor and context parallelism, checkpoints, FSDP2.
+"""The model of a trial in plain torch, and how it is sharded: tensor, context and expert parallelism, FSDP2.
 
 A rank has one stage of a pipeline, or two; without a pipeline, the stage is the whole model. The units of `fully_shard`
-are the embedding, each layer, the head, and the rest; a tied head is in the rest with the embedding. Initial weights do
-not depend on the layout: the seed of a weight is derived from its name, and each rank keeps its part of the weight.
+are the embedding, each layer, a layer's experts, the head, and the rest; a tied head is in the rest with the embedding.
+Initial weights do not depend on the layout: their seeds are derived from names, and each rank keeps its part.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -116,13 +118,80 @@ class FeedForward(nn.Module):  # type: ignore[misc]
         return self.w2(functional.silu(first) * self.w3(hidden) if self.w3 is not None else functional.gelu(first))
 
 
-class Layer(nn.Module):  # type: ignore[misc]
-    """A transformer layer with norms before its blocks."""
+class Experts(nn.Module):  # type: ignore[misc]
+    """The experts of one expert-parallel rank. Each is a feed-forward block without biases."""
 
-    def __init__(self, model: Model, context: DeviceMesh | None) -> None:
+    def __init__(self, model: Model, count: int) -> None:
+        super().__init__()
+        width, hidden = model.moe_ffn_hidden_size or model.ffn_hidden_size, model.hidden_size
+        self.w1 = nn.Parameter(torch.empty(count, width, hidden))
+        self.w2 = nn.Parameter(torch.empty(count, hidden, width))
+        self.w3 = nn.Parameter(torch.empty(count, width, hidden)) if model.gated_linear_unit else None
+
+    def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Return the outputs of rows, [copies, hidden], that are sorted by expert. `counts`: the rows of each."""
+        gates = self.w3 if self.w3 is not None else [None] * len(counts)
+        outputs = []
+        for each, up, down, gate in zip(rows.split(counts), self.w1, self.w2, gates, strict=True):
+            first = functional.linear(each, up)
+            first = functional.gelu(first) if gate is None else functional.silu(first) * functional.linear(each, gate)
+            outputs.append(functional.linear(first, down))
+        return torch.cat(outputs)
+
+
+class MixtureOfExperts(nn.Module):  # type: ignore[misc]
+    """A feed-forward block whose tokens go to the `topk` experts with the highest scores, and to the shared experts.
+
+    With expert parallelism, each rank has as many experts, and copies of tokens travel to their ranks and back.
+    """
+
+    def __init__(self, model: Model, expert: DeviceMesh) -> None:
+        super().__init__()
+        self.topk, self.count, self.expert = model.moe_router_topk, model.num_moe_experts or 1, expert
+        self.router = nn.Linear(model.hidden_size, self.count, bias=False)
+        self.experts = Experts(model, self.count // expert.size())
+        shared = model.moe_shared_expert_intermediate_size
+        self.shared = FeedForward(replace(model, ffn_hidden_size=shared)) if shared else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.flatten(0, 1)
+        weights, chosen = self.router(tokens).float().softmax(-1).topk(self.topk)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(hidden.dtype)
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=self.count)
+        outputs = self._exchanged(tokens[order // self.topk], counts)
+        outputs = outputs * weights.flatten()[order, None]
+        result = torch.zeros_like(tokens).index_add(0, order // self.topk, outputs).view_as(hidden)
+        return result if self.shared is None else result + self.shared(hidden)
+
+    def _exchanged(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the experts' outputs of rows that are sorted by expert. `counts`: the rows of each of all experts."""
+        size = self.expert.size()
+        if size == 1:
+            return self.experts(rows, counts.tolist())
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.expert.get_group())
+        blocks = received.tolist()  # of each rank and each expert of this rank
+        sent, arrived = counts.view(size, -1).sum(1).tolist(), received.view(size, -1).sum(1).tolist()
+        group = (self.expert, 0)
+        rows = collectives.all_to_all_single_autograd(rows, arrived, sent, group)
+        order = [rank * (len(blocks) // size) + expert for expert in range(len(blocks) // size) for rank in range(size)]
+        parts = rows.split(blocks)
+        own = received.view(size, -1).sum(0).tolist()
+        outputs = self.experts(torch.cat([parts[each] for each in order]), own).split([blocks[each] for each in order])
+        back = sorted(range(len(order)), key=order.__getitem__)
+        outputs = torch.cat([outputs[each] for each in back])
+        return collectives.all_to_all_single_autograd(outputs, sent, arrived, group)
+
+
+class Layer(nn.Module):  # type: ignore[misc]
+    """A transformer layer with norms before its blocks. `expert`: the mesh of its experts, None in a dense layer."""
+
+    def __init__(self, model: Model, context: DeviceMesh | None, expert: DeviceMesh | None = None) -> None:
         super().__init__()
         self.attention_norm, self.ffn_norm = Norm(model.hidden_size), Norm(model.hidden_size)
-        self.attention, self.feed_forward = Attention(model, context), FeedForward(model)
+        self.attention = Attention(model, context)
+        self.feed_forward = FeedForward(model) if expert is None else MixtureOfExperts(model, expert)
 
     def forward(self, hidden: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), angles)
@@ -207,8 +276,11 @@ def build(job: Job, meshes: Meshes, device: torch.device, angles: torch.Tensor, 
             _shard(whole.embedding, job, mesh)
         count = job.model.num_layers // job.stages
         for number in range(stage * count, (stage + 1) * count):
-            layer: nn.Module = Layer(job.model, context)
-            set_weights(layer, job.train.seed, f"layer{number}.")
+            has_experts = job.model.num_moe_experts and number >= job.model.moe_first_dense_layers
+            layer: nn.Module = Layer(job.model, context, meshes.experts["ep"] if has_experts else None)
+            set_weights(layer, job.train.seed, f"layer{number}.", meshes.experts["ep"].get_local_rank())
+            if has_experts:
+                _shard(layer.feed_forward.experts, job, meshes.experts, "efsdp")
             if tensor is not None:
                 parallelize_module(layer, tensor, _layer_plan(job.model), src_data_rank=None)
             if candidate.checkpointing != "none":
@@ -223,28 +295,38 @@ def build(job: Job, meshes: Meshes, device: torch.device, angles: torch.Tensor, 
     return whole
 
 
-def _shard(module: nn.Module, job: Job, mesh: DeviceMesh, *, stays: bool = False) -> None:
-    """Make a module a unit of FSDP2. `stays`: its weights stay gathered until its backward."""
+def _shard(module: nn.Module, job: Job, mesh: DeviceMesh, name: str = "fsdp", *, stays: bool = False) -> None:
+    """Make a module a unit of FSDP2 over the dimension `name`. `stays`: its weights stay gathered until its backward.
+
+    Gradients are means over all ranks with different tokens, of which only some have a weight of an expert.
+    """
     candidate = job.candidate
     dtype = DTYPES[job.train.precision]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=DTYPES[candidate.reduce_dtype])
     fully_shard(
         module,
-        mesh=mesh["replicate", "fsdp"] if candidate.replicate > 1 else mesh["fsdp"],
+        mesh=mesh["replicate", name] if candidate.replicate > 1 else mesh[name],
         reshard_after_forward=candidate.reshard_after_forward and candidate.pipeline == 1 and not stays,
         mp_policy=MixedPrecisionPolicy() if dtype is torch.float32 else policy,
         offload_policy=CPUOffloadPolicy(pin_memory=job.device.type != "cpu") if candidate.offload else OffloadPolicy(),
     )
+    if name != "fsdp":
+        module.set_gradient_divide_factor(float(job.replicas * candidate.context))
+        # Gloo has no other reduction with a factor. With one rank, torch 2.13 would divide twice.
+        module.set_force_sum_reduction_for_comms(mesh[name].size() > 1)
 
 
-def set_weights(module: nn.Module, seed: int, prefix: str) -> None:
+def set_weights(module: nn.Module, seed: int, prefix: str, expert_rank: int = 0) -> None:
     """Set the initial weights of a module that is not yet split: ones in norms, zeros in biases, else random."""
     for name, weight in module.named_parameters():
-        generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{prefix}{name}".encode()) + seed)
         with torch.no_grad():
-            if weight.dim() > 1:
+            for number, expert in enumerate(weight if weight.dim() == 3 else ()):
+                seed_of = zlib.crc32(f"{prefix}{name}{expert_rank * len(weight) + number}".encode()) + seed
+                expert.normal_(std=STD, generator=torch.Generator(weight.device).manual_seed(seed_of))
+            generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{prefix}{name}".encode()) + seed)
+            if weight.dim() == 2:
                 weight.normal_(std=STD, generator=generator)
-            else:
+            elif weight.dim() == 1:
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
 

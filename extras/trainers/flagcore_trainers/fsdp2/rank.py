@@ -83,9 +83,11 @@ def device_meshes(job: Job) -> Meshes:
     each, kind = job.candidate, job.device.type
     weights = (each.pipeline, each.replicate, each.shard * each.context, each.tensor)
     samples = (each.pipeline, job.replicas, each.context, each.tensor)
+    experts = (*weights[:2], weights[2] // each.expert, each.expert, each.tensor)
     return Meshes(
         init_device_mesh(kind, weights, mesh_dim_names=("pp", "replicate", "fsdp", "tp")),
         init_device_mesh(kind, samples, mesh_dim_names=("pp", "replica", "cp", "tp")),
+        init_device_mesh(kind, experts, mesh_dim_names=("pp", "replicate", "efsdp", "ep", "tp")),
     )
 
 
@@ -123,8 +125,13 @@ class Trainer:
         angles = rotary_angles(job, self.positions, self.device)
         self.stages = {each: build(job, meshes, self.device, angles, each) for each in job.stages_of(stage)}
         self.pipeline = pipeline(job, meshes, self.stages, self.device) if job.candidate.pipeline > 1 else None
-        self.weights = [weight for each in self.stages.values() for weight in each.parameters()]
-        self.optimizer = torch.optim.AdamW(self.weights, lr=0.0, weight_decay=0.01, fused=True)
+        named = [pair for each in self.stages.values() for pair in each.named_parameters()]
+        kinds = [
+            [weight for name, weight in named if (".experts." in name) == is_expert] for is_expert in (False, True)
+        ]
+        self.weights = [each for each in kinds if each]  # the weights of experts have a mesh of their own
+        groups = [{"params": each} for each in self.weights]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.01, fused=True)
 
     def timed_step(self, number: int, times: list[float], planned: int) -> tuple[dict[str, Any], int]:
         """Run a step. Return its times and loss, and how many steps rank 0 plans. `times`: those of earlier steps."""
@@ -185,12 +192,17 @@ class Trainer:
 
     def update(self) -> float:
         """Clip the gradients, run the optimizer, and free the gradients. Return the norm of the gradients."""
-        norm = _whole(torch.nn.utils.get_total_norm([each.grad for each in self.weights if each.grad is not None]))
-        if self.pipeline is not None:
-            squared = norm**2
-            dist.all_reduce(squared, group=self.meshes.weights.get_group("pp"))
-            norm = squared.sqrt()
-        torch.nn.utils.clip_grads_with_norm_(self.weights, MAX_GRADIENT_NORM, norm)
+        norms = []
+        for weights, groups in zip(self.weights, ((), ("ep",)), strict=False):
+            norm = _whole(torch.nn.utils.get_total_norm([each.grad for each in weights if each.grad is not None]))
+            for name in (*groups, *(("pp",) if self.pipeline is not None else ())):
+                squared = norm**2
+                dist.all_reduce(squared, group=self.meshes.experts.get_group(name))
+                norm = squared.sqrt()
+            norms.append(norm)
+        norm = torch.stack(norms).norm()
+        for weights in self.weights:
+            torch.nn.utils.clip_grads_with_norm_(weights, MAX_GRADIENT_NORM, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
@@ -236,6 +248,7 @@ class Trainer:
             "data_parallel_shard_size": fsdp // context,
             "tensor_model_parallel_size": tensor,
             "context_parallel_size": context,
+            "expert_model_parallel_size": self.meshes.experts["ep"].size(),
             "micro_batch_size": self.batches(0)[0][0].size(0),
             "reshard_after_forward": info is not None,
             "cpu_offload": isinstance(group.offload_policy, CPUOffloadPolicy),

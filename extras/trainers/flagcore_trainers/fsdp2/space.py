@@ -2,130 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from importlib.resources import files
 
 import numpy as np
+import yaml
 
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.megatron.space.knobs import divisors
+from flagcore.engines.megatron.space.knobs import LOADER, knob_of_row
 from flagcore.errors import SpecError
-
-REPLICATE, SHARD, TP = "data_parallel_replicate_size", "data_parallel_shard_size", "tensor_model_parallel_size"
-CP, MBS, RESHARD = "context_parallel_size", "micro_batch_size", "reshard_after_forward"
-AC, REDUCE, OFFLOAD, COMPILE = "activation_checkpointing", "reduce_dtype", "cpu_offload", "compile"
-PP, SCHEDULE = "pipeline_model_parallel_size", "pipeline_schedule"
-SCHEDULES = ("1f1b", "interleaved", "zbv", "dualpipev")
-INTERLEAVED, ZBV, DUALPIPEV, SELECTIVE = 2, 3, 4, 2
-"""Codes of the schedules after the first one, whose code is 1, and of selective checkpoints."""
-
-
-def _devices(task: Task) -> Sequence[KnobValue]:
-    return divisors(task.cluster.devices)
-
-
-def _linked(task: Task) -> Sequence[KnobValue]:
-    return [each for each in divisors(task.cluster.devices) if each <= task.cluster.linked_devices]
-
-
-def _size(name: str, label: str, text: str, *, shows_neutral: bool = False, linked: bool = False) -> Knob:
-    """Return the knob of a dimension of the device mesh. `linked`: it stays within a node or link."""
-    return Knob(
-        name=name,
-        label=label,
-        help=text,
-        neutral=1,
-        minimum=1,
-        shows_neutral=shows_neutral,
-        layout=True,
-        auto=_linked if linked else _devices,
-        auto_help="divisors of the devices" + ", within a node or link" * linked,
-    )
-
-
-KNOBS: tuple[Knob, ...] = (
-    _size(REPLICATE, "HSDP", "Groups of ranks that each hold all weights; gradients are summed over them."),
-    _size(SHARD, "FSDP", "Replicas that share weights, gradients and optimizer states.", shows_neutral=True),
-    _size(TP, "TP", "Devices that split each layer's matrices, and the sequence between layers.", linked=True),
-    _size(CP, "CP", "Devices that split each sequence. They share weights as replicas do.", linked=True),
-    _size(PP, "PP", "Stages of ranks that each hold a part of the layers, gathered during a step."),
-    Knob(
-        name=SCHEDULE,
-        label="schedule",
-        help="Order of the micro-batches in a pipeline. With all but 1f1b, a rank has two parts of the layers.",
-        kind="word",
-        words=SCHEDULES,
-        neutral="1f1b",
-        auto=lambda task: SCHEDULES,
-        auto_help="all",
-    ),
-    Knob(
-        name=MBS,
-        label="MBS",
-        help="Sequences that a replica processes at once. Gradients of several micro-batches are accumulated.",
-        neutral=1,
-        minimum=1,
-        shows_neutral=True,
-        memory_order=1,
-        auto=lambda task: divisors(task.spec.train.global_batch_size),
-        auto_help="divisors of the global batch size",
-    ),
-    Knob(
-        name=AC,
-        label="AC",
-        help="What backward computes again: nothing, cheap operators and every second product, or whole layers.",
-        kind="word",
-        words=("none", "selective", "full"),
-        neutral="none",
-        auto=lambda task: ("none", "selective", "full"),
-        auto_help="all",
-    ),
-    Knob(
-        name=RESHARD,
-        label="reshard",
-        help="Whether a layer's gathered weights are freed after its forward, and gathered again for its backward.",
-        kind="flag",
-        neutral=True,
-        auto=lambda task: (True, False),
-        auto_help="true, false",
-    ),
-    Knob(
-        name=REDUCE,
-        label="reduce",
-        help="Number format in which gradients are reduced; fp32 with the precision fp32.",
-        kind="word",
-        words=("fp32", "bf16"),
-        neutral="fp32",
-        auto=lambda task: ("fp32",),
-        auto_help="fp32",
-    ),
-    Knob(
-        name=OFFLOAD,
-        label="offload",
-        help="Whether weights, gradients and optimizer states are in the host's memory, where the optimizer runs.",
-        kind="flag",
-        neutral=False,
-        auto=lambda task: (False,),
-        auto_help="false",
-    ),
-    Knob(
-        name=COMPILE,
-        label="compile",
-        help="Whether torch.compile compiles each layer.",
-        kind="flag",
-        neutral=False,
-        auto=lambda task: (False,),
-        auto_help="false",
-    ),
+from flagcore_trainers.fully_shard import (
+    AC,
+    COMPILE,
+    CP,
+    DUALPIPEV,
+    EP,
+    INTERLEAVED,
+    MBS,
+    OFFLOAD,
+    PARTS,
+    PP,
+    REDUCE,
+    REPLICATE,
+    RESHARD,
+    SCHEDULE,
+    SCHEDULES,
+    SELECTIVE,
+    SHARD,
+    TP,
+    ZBV,
+    parts,
 )
 
-
-PARTS = (
-    *("num_moe_experts", "multi_latent_attention", "mtp_num_layers", "vision", "windows", "linear_attention"),
-    *("indexer", "attention_output_gate"),
+_ROWS = yaml.load(files(__package__).joinpath("knobs.yaml").read_text("utf-8"), LOADER)
+KNOBS: tuple[Knob, ...] = tuple(
+    knob_of_row(name, {"scope": ["space"], "flag": "", **row}) for name, row in _ROWS.items()
 )
-"""Fields of a model whose parts the trial program and the predictions do not have."""
 
 
 def check_model(task: Task) -> None:
@@ -181,6 +94,28 @@ def rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: (c[REDUCE] == 2) & (precision == "fp32"),
         ),
         *_pipeline_rules(task),
+        *(_expert_rules(task) if model.num_moe_experts else ()),
+    )
+
+
+def _expert_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules of experts, whose tokens are sorted on the host."""
+    count = task.spec.model.num_moe_experts or 1
+    return (
+        Rule(
+            name="expert_parallel",
+            knobs=(EP, SHARD, CP),
+            message=f"{EP} must divide num_moe_experts = {count} and {SHARD} x {CP}",
+            broken=lambda c: (count % c[EP] != 0) | (c[SHARD] * c[CP] % c[EP] != 0),
+        ),
+        Rule(
+            name="experts_alone",
+            knobs=(TP, PP, SCHEDULE, AC, COMPILE),
+            message=f"experts need {TP} = 1, no {COMPILE}, {AC} none or full, and {SCHEDULE} 1f1b or interleaved",
+            broken=lambda c: (
+                (c[TP] > 1) | (c[COMPILE] > 0) | (c[AC] == SELECTIVE) | ((c[PP] > 1) & (c[SCHEDULE] >= ZBV))
+            ),
+        ),
     )
 
 
@@ -226,11 +161,6 @@ def _pipeline_rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: (c[PP] > 1) & (c[SCHEDULE] >= ZBV) & ((c[COMPILE] > 0) | (c[AC] == SELECTIVE)),
         ),
     )
-
-
-def parts(columns: Columns) -> IntArray:
-    """Return how many parts of the model a rank has."""
-    return np.where((columns[PP] > 1) & (columns[SCHEDULE] >= INTERLEAVED), 2, 1)
 
 
 def merges(task: Task) -> tuple[Merge, ...]:

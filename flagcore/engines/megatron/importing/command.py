@@ -22,10 +22,12 @@ from flagcore.engines.megatron.importing.arguments import (
 )
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
+from flagcore.spec.containers import FORMS
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import load_json
 from flagcore.spec.public import public_models, public_name
+from flagcore.spec.script import UNSET
 
 
 def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
@@ -104,8 +106,12 @@ def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, An
     """Return the section `cluster` from the options of the launcher, or else from the surroundings of the command."""
     option = command.option("nproc-per-node", "nproc_per_node")
     hosts, per_host = _of_launcher(command, notes, start.hosts * start.instances, start.devices or 0)
-    has_starter = hosts > 1 or bool(_STARTERS.search(" ".join(command.prefix)))
+    has_starter = hosts > 1 or bool(FORMS["starters"].search(" ".join(command.prefix)))
     default = "1" if option is None and (command.launcher or not has_starter) else "auto"
+    ranks = re.findall(r"\w+_(?:RANK|PROCID|SIZE)\b", start.envs.get(UNSET, ""))
+    if ranks and not command.launcher and not has_starter:
+        fix = "give the command that starts it, as in `flag import -- mpirun -np N bash FILE`, or set these variables"
+        notes.report("command", f"is one rank of a job, which {', '.join(ranks)} number", fix=fix)
     devices = option.value if option else ""
     devices = devices if devices.isdecimal() else str(per_host or start.devices or default)
     nodes = option.value.rpartition(":")[2] if (option := command.option("nnodes")) else ""
@@ -118,23 +124,18 @@ def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, An
     }
 
 
-_STARTERS = re.compile(r"(^|[ /])(srun|mpirun|mpiexec|orterun)( |$)")
-_TASKS = re.compile(r" (?:-np|--np|-n|--ntasks)(?:[ =]+(\S*)|(?=\d)(\d+))")
-_TASKS_PER_HOST = re.compile(
-    r" (?:-{1,2}npernode|-{1,2}ppn|--ntasks-per-node|--gpus-per-node|\S*ppr)[ =:]+(?:\w+:)?(\d+)\b"
-)
-_HOSTS = re.compile(r" (?:--nodes[ =]|-N ?)(\d+)")
-
-
 def _of_launcher(command: UserCommand, notes: Notes, hosts: int, devices: int) -> tuple[int, int]:
     """Return the number of hosts, by default `hosts`, and the ranks per host (or 0) that srun or mpirun start.
     `devices`: those of a host, or 0. Several times as many ranks are on several hosts."""
     text = f" {' '.join(command.prefix)}"
-    starter = _STARTERS.search(text)
+    starter = FORMS["starters"].search(text)
     if starter is None:
         return hosts, 0
     text = text[starter.end() - 1 :]
-    tasks, per_host, given = (pattern.search(text) for pattern in (_TASKS, _TASKS_PER_HOST, _HOSTS))
+    if starter[2] == "jsrun":
+        sets, size, per_host_of = (int(each[1]) if (each := re.search(rf" -{n} ?(\d+)", text)) else 1 for n in "nar")
+        return max(1, sets // per_host_of), 0 if command.launcher else size * per_host_of
+    tasks, per_host, given = (FORMS[name].search(text) for name in ("tasks", "tasks per host", "hosts"))
     per = int(per_host[1]) if per_host and not command.launcher else 0
     if starter[2] == "srun":
         return (int(given[1]) if given else hosts), per
@@ -185,7 +186,7 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
         if flags.has(name) and path.is_file() and path.suffix == ".json" and (size := _size_in(path, keys)):
             flags.note("vocab_size", f"{size}, from {path}", "model.vocab_size")
             return size
-    for part in [part for name in _TOKENIZERS for part in Path(str(flags.get(name, ""))).parts[:-3:-1]]:
+    for part in [part for name in TABLES["tokenizers"] for part in Path(str(flags.get(name, ""))).parts[:-3:-1]]:
         known = public_name(part.removeprefix("models--").replace("--", "/"))
         if known and (size := public_models()[known].get("vocab_size")):
             flags.note("vocab_size", f"{size}, that of {known}, which the tokenizer's path names", "model.vocab_size")
@@ -203,26 +204,17 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
     return None
 
 
-_TOKENIZERS = ("tokenizer_model", "tokenizer_name_or_path")
-_SHAPE = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-}
-
-
 def _of_shape(flags: Flags) -> str:
     """Return the public model with the shape of the command, or an empty text if none or different ones have it."""
-    wanted = [flags.get(name) for name in _SHAPE]
+    sizes: dict[str, str] = TABLES["of_config"]
+    wanted = [flags.get(name) for name in sizes]
     if None in wanted[:-1] or flags.has("num_experts"):
         return ""
     wanted[-1] = wanted[-1] or wanted[-2]
     found = dict[object, str]()
     for name, config in public_models().items():
         heads = config.get("num_key_value_heads", config.get("num_attention_heads"))
-        if [*(config.get(key) for key in [*_SHAPE.values()][:-1]), heads] == wanted:
+        if [*(config.get(key) for key in [*sizes.values()][:-1]), heads] == wanted:
             found.setdefault(config.get("vocab_size"), name)
     return next(iter(found.values())) if len(found) == 1 and None not in found else ""
 

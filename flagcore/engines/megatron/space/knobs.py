@@ -34,7 +34,7 @@ AUTOS: Mapping[str, Callable[[Task], Sequence[KnobValue]]] = {
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def _knob(name: str, row: dict[str, Any]) -> Knob:
+def knob_of_row(name: str, row: dict[str, Any]) -> Knob:
     """Return the knob for a row of `knobs.yaml`. The keys of a row are fields of Knob, or these:
 
     - `flag`: its flag, by default its name with hyphens; an empty text means that it has none.
@@ -55,7 +55,7 @@ def _knob(name: str, row: dict[str, Any]) -> Knob:
     auto = row.pop("auto", words if "space" in scope and kind == "word" else ())
     values = auto if isinstance(auto, str) or "setting" not in scope else (None, *auto)
     if "space" in scope and kind == "flag":
-        row["neutral"], values = row.get("neutral", False), (False, True)
+        row["neutral"], values = row.get("neutral", False), auto or (False, True)
     if isinstance(values, str):
         row["auto"] = AUTOS[values]
     elif values not in ((), (None,)):
@@ -64,7 +64,7 @@ def _knob(name: str, row: dict[str, Any]) -> Knob:
 
 
 _ROWS = yaml.load(files(__package__).joinpath("knobs.yaml").read_text("utf-8"), LOADER)
-_KNOBS = tuple(_knob(name, dict(row)) for name, row in _ROWS.items())
+_KNOBS = tuple(knob_of_row(name, dict(row)) for name, row in _ROWS.items())
 SPACE_KNOBS = tuple(knob for knob in _KNOBS if knob.searchable)
 """The knobs of a space, in the order of enumeration."""
 SETTINGS = tuple(knob for knob in _KNOBS if "setting" in knob.scope)

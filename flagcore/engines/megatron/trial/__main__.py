@@ -11,16 +11,22 @@ import socket
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeAlias
 
 from flagcore.engines import forked_ranks as ranks
 from flagcore.engines.forked_ranks import OUT_OF_MEMORY, ran_out_of_memory
-from flagcore.engines.megatron.trial.job import Job, JobError, parse_job
+from flagcore.engines.megatron.trial.job import JobError
+from flagcore.engines.megatron.trial.job import parse_job as read_job
 
 FAILED = 1
 INVALID = 2
+RANK = "flagcore.engines.megatron.trial.rank"
+Read: TypeAlias = Callable[[Any], Any]
+"""A function that returns the job in decoded JSON. Raises JobError."""
 
 
 def report(error: BaseException) -> int:
@@ -73,42 +79,40 @@ def _raised_in(trace: TracebackType | None) -> str:
     return str(trace.tb_frame.f_globals.get("__name__", "")) if trace is not None else ""
 
 
-def main(arguments: list[str]) -> int:
-    """Run the job in the file `arguments[0]` and return the exit code."""
+def main(arguments: list[str], read: Read = read_job, rank: str = RANK) -> int:
+    """Run the job in the file `arguments[0]` and return the exit code.
+
+    Other engines have other jobs and a module `rank` with a function `run_rank` of their own.
+    """
     try:
-        job = read_job(arguments).started()
-    except JobError as error:
-        return report(error)
-    prepare(job)
-    try:
+        job = _job(arguments, read).started()
+        prepare(job)
         clear_output(job.output)
-        import_s = import_rank(job) if job.device.type == "cpu" else 0.0
+        import_s = import_rank(job, rank) if job.device.type == "cpu" else 0.0
     except Exception as error:
         return report(error)
-    return ranks.run_on_host(job.processes, job.nodes, partial(run_forked_rank, job, import_s))
+    return ranks.run_on_host(job.processes, job.nodes, partial(run_forked_rank, job, import_s, rank=rank))
 
 
-def ready(arguments: list[str]) -> None:
+def ready(arguments: list[str], read: Read = read_job, rank: str = RANK) -> None:
     """Import the modules that the job in the file `arguments[0]` needs, without running it.
 
     Raises RuntimeError if a module initializes the device, which a fork of this process could not use then.
     """
-    job = read_job(arguments)
+    job = _job(arguments, read)
     prepare(job)
-    import_rank(job)
+    import_rank(job, rank)
     ranks.check_uninitialized(job.device.type)
 
 
-def read_job(arguments: list[str]) -> Job:
+def _job(arguments: list[str], read: Read) -> Any:
     """Return the job in the file `arguments[0]`. Raises JobError if it is invalid."""
     if len(arguments) != 1:
-        raise JobError("usage: python -m flagcore.engines.megatron.trial JOB.json")
-    path = Path(arguments[0])
+        raise JobError("usage: the only argument is the path of a job file, JOB.json")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return read(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise JobError(f"{path}: {error}") from None
-    return parse_job(data)
+        raise JobError(f"{arguments[0]}: {error}") from None
 
 
 def clear_output(folder: Path) -> None:
@@ -118,29 +122,24 @@ def clear_output(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def prepare(job: Job) -> None:
+def prepare(job: Any) -> None:
     """Set the environment variables that libraries read when they are imported."""
     warnings.filterwarnings("ignore")  # megatron warns about each missing optional library
     os.environ["OMP_NUM_THREADS"] = str(job.device.threads_per_rank)
-    if job.device.type == "cpu":
+    if job.device.type == "cpu" and not getattr(job.candidate, "compile", False):
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling helpers needs a C++ compiler and tens of seconds
 
 
-def import_rank(job: Job) -> float:
+def import_rank(job: Any, rank: str = RANK) -> float:
     """Import torch, the modules that register the device, and the rank's program. Return the seconds that this took."""
-    return ranks.import_all("torch", *job.device.preload, "flagcore.engines.megatron.trial.rank")
+    return ranks.import_all("torch", *job.device.preload, rank)
 
 
-def run_forked_rank(job: Job, import_s: float, number: int, listener: socket.socket | None) -> int:
+def run_forked_rank(job: Any, import_s: float, number: int, listener: socket.socket | None, rank: str = RANK) -> int:
     """Run the rank with the index `number` and return its exit code. Failures are reported on stderr."""
     try:
-        import_s += import_rank(job)
-        from flagcore.engines.megatron.trial.rank import probe_rank, run_rank
-
-        if job.probe is not None:
-            probe_rank(job, job.probe, import_s)
-        else:
-            run_rank(job, number, listener, import_s)
+        import_s += import_rank(job, rank)
+        sys.modules[rank].run_rank(job, number, listener, import_s)
     except BaseException as error:
         return report(error)
     return 0

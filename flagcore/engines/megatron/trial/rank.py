@@ -48,6 +48,9 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
 
     `import_s`, the seconds of the imports, is written to the metrics.
     """
+    if job.probe is not None:
+        probe_rank(job, job.probe, import_s)
+        return
     rank_device, built, startup = start_rank(job, number, lambda: join(job, number, listener))
     job = job.on_replica(parallel_state.get_data_parallel_rank())
     steps: list[Step] = []

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.launch import Start
-from flagcore.domain.secrets import is_secret
+from flagcore.domain.secrets import is_secret, redact_text
 from flagcore.domain.serving import CLIENTS_PER_DEVICE, Load
 from flagcore.domain.spec import ImportNote
 from flagcore.engines.serving.launch.profile import EngineProfile
@@ -22,6 +22,7 @@ from flagcore.engines.serving.space.placement import parse_roles
 from flagcore.engines.serving.space.program import as_words
 from flagcore.engines.serving.space.rules import check_text
 from flagcore.errors import SpecError, join_errors
+from flagcore.spec.containers import FORMS
 from flagcore.spec.importing import Notes
 from flagcore.spec.plain_data import read_mapping
 from flagcore.spec.public import find_public
@@ -32,16 +33,8 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1
 _HOSTS = "nnodes"
 Pair: TypeAlias = tuple[str, list[str]]
 """A flag, with its dashes, and its values."""
-_PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
-_PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|.*(\{\w+\}|\{\{.*\}\}|\$[({].*[)}]|\$\w+|__[A-Z]\w*__).*")
-_UNFILLED = re.compile(r"[\w./:-]*(\{\w+\}|\{\{.*\}\}|\$\{\w+\}|\$\w+|__[A-Z]\w*__|\[[A-Za-z]\w+\])[\w./:-]*")
-"""Patterns of a model, and of another value, that the user should replace."""
-_NO_TEXT = re.compile(r"(?i)embed(?!ded)|rerank|(^|/)(bge|gte|e5)-")
-"""A pattern of names of models that generate no text."""
-_HAS_PATH = re.compile("file|path|dir|template|preset")
-_NAMES = re.compile("-[stnS]|-dmS|--(target|name|container)")
-"""A pattern of flags of other programs whose value may be the name of a server."""
-_NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
+_PASSES = ("exec", "nohup", "sudo", "time", "env", "setsid", "uv", "run")
+"""Words in front of a program that change nothing for it."""
 
 
 def spec_of_command(
@@ -55,6 +48,8 @@ def spec_of_command(
         raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
     program = words[place[0] : place[1]]
     notes = Notes()
+    if before := " ".join(each for each in words[: place[0]] if each not in _PASSES):
+        notes.note("command", f"is left out in front of the program: {redact_text(before)[:100]}")
     is_default = tuple(program) == tuple(engine.program.program)
     flags, version = engine.program.installed_release() if is_default and not start.version else ((), start.version)
     pairs = _with_config(engine, list(_split(engine, words[place[1] :])), directory, notes)
@@ -62,10 +57,10 @@ def spec_of_command(
     pairs = pairs if model else _with_model(engine, pairs, notes)
     path, arguments, hosts, local = _arguments(engine, pairs, flags, version, notes)
     path = model or _weights(path, directory, notes)
-    if path and _PLACEHOLDER.fullmatch(path):
+    if path and FORMS["model placeholder"].fullmatch(path):
         problem, fix = "is a placeholder", "write the name or the path of the model in its place, or give it as --model"
         raise SpecError(key="model", value=path, problem=problem, fix=fix)
-    if path and _NO_TEXT.search(os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))):
+    if path and FORMS["no text"].search(os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))):
         problem, fix = "generates no text, which flagcore cannot tune", "give the command of a server that does"
         raise SpecError(key="model", value=path, problem=problem, fix=fix)
     check_text(arguments, "--")
@@ -75,6 +70,8 @@ def spec_of_command(
         problem, fix = "is not in the command", f"write it after {' '.join(program)}, set its variable, or add --model"
         raise SpecError(key="model", problem="is empty: its variable is not set" if empty else problem, fix=fix)
     baseline, engine_args = _divide(engine, arguments, version, directory, notes)
+    if (shares := str(engine_args.get(engine.program.share_flag, "")).count(",")) and not {TP, PP} & baseline.keys():
+        baseline[engine.split_by] = shares + 1
     notes.note("serve.profile", "is not in the command: set the lengths and number of your requests", "serve.profile")
     load = {**_lengths(engine_args), "concurrency": CLIENTS_PER_DEVICE}
     serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
@@ -83,13 +80,15 @@ def spec_of_command(
     if start.version:
         serve["engine_version"] = start.version
         notes.note("serve.engine_version", "is the tag of the image", "serve.engine_version")
-    if hosts == start.instances and start.hosts <= 1:  # each pod of a StatefulSet is a host of the same server
-        start = replace(start, instances=1)
+    devices = math.prod(baseline.get(name, 1) for name in (INSTANCES, TP, PP, DP))
+    is_spread = devices > (start.devices or devices) and devices == start.instances * (start.devices or 0)
+    if (hosts == start.instances and start.hosts <= 1) or is_spread:  # each pod is a host of the same server
+        start = replace(start, instances=1, hosts=start.instances)
     if start.instances > 1:
         baseline = {INSTANCES: start.instances * baseline.get(INSTANCES, 1), **baseline}
         notes.note("replicas", f"{start.instances}: the instances of the baseline", f"auto_tuner.baseline.{INSTANCES}")
     cluster: dict[str, Any] = {"chip": "auto"}
-    devices = math.prod(baseline.get(name, 1) for name in (INSTANCES, TP, PP, DP))
+    devices *= start.instances
     load["concurrency"] *= devices
     if engine_args.pop(engine.program.expert_switch, False):
         baseline[EP] = devices // (baseline.get(PP, 1) * baseline.get(INSTANCES, 1))
@@ -165,9 +164,9 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
     """Return the start and end index of the engine's program in a command, or None if it is not there."""
     for start, word in enumerate(words):
         name, rest = os.path.basename(word), start + 1
-        if start and _NAMES.fullmatch(words[start - 1]):
+        if start and FORMS["name flag"].fullmatch(words[start - 1]):
             continue
-        if _PYTHON.fullmatch(name):
+        if FORMS["python"].fullmatch(name):
             name = "python"
             while rest < len(words) and re.fullmatch("-[uBEIsSO]+", words[rest]):  # options of the interpreter
                 rest += 1
@@ -239,7 +238,7 @@ def _arguments(
             notes.note(flag, f"dropped: {reason}", "serve.engine_args")
         elif is_secret(name):
             notes.note(flag, "dropped: secrets are not copied", "serve.engine_args")
-        elif unfilled := next(filter(_UNFILLED.fullmatch, values), ""):
+        elif unfilled := next(filter(FORMS["value placeholder"].fullmatch, values), ""):
             fix = "write its value: give the file after `envsubst`, `helm template` or the like has filled it"
             problems.append(SpecError(key=flag, value=unfilled, problem="is a placeholder", fix=fix))
         elif not values and name.replace("-", "_") in LENGTHS:
@@ -284,8 +283,9 @@ def _with_model(engine: EngineProfile, pairs: list[Pair], notes: Notes) -> list[
         knob, _ = engine.program.knob_of(name)
         if not flag or name in engine.program.model_flags or (knob and len(values) > (knob.kind != "flag")):
             return pairs
-    long = [pair for pair in pairs if len(pair[1]) > 1 and "/" in pair[1][-1] and "=" not in pair[1][-1]]
-    last = [pair for pair in pairs[-1:] if any("/" in each for each in pair[1]) and not _HAS_PATH.search(pair[0])]
+    is_path = FORMS["path"].match
+    long = [pair for pair in pairs if len(pair[1]) > 1 and is_path(pair[1][-1])]
+    last = [pair for pair in pairs[-1:] if any(map(is_path, pair[1])) and not FORMS["path flag"].search(pair[0])]
     if not (long or last):
         return pairs
     flag, values = pair = (long or last)[-1]
@@ -343,14 +343,14 @@ def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
     cached = sorted(Path(home, "hub", f"models--{model.replace('/', '--')}", "snapshots").glob("*/config.json"))
     if cached:
         return str(cached[-1].parent)
-    if not find_public(model):
+    if model.startswith(("./", "../")) or not find_public(model):
         notes.note("model", f"{model} is not on this machine: download it, and set its path", "model")
     return model
 
 
 def _value(name: str, text: str) -> Any:
     """Convert a command-line value to a number if it is one; otherwise return `text`."""
-    if _NUMBER.fullmatch(text):
+    if FORMS["number"].fullmatch(text):
         return float(text) if "." in text else int(text)
     return parse_length(text) if name.replace("-", "_") in LENGTHS else text
 

@@ -205,7 +205,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     that is too small for one request is treated as unlimited: the memory check already excludes the candidate."""
     settings, stages = context.settings, float(context.settings.pipeline[row])
     ranks, block = float(context.settings.data[row]), float(settings.block_size[row])
-    flight, longest = load.flight(int(context.kinds.lanes[row])), load.longest
+    flight, longest = load.flight(int(context.kinds.count[row])), load.longest
     tokens = float(context.memory.cache_tokens[row])
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, float(settings.max_running[row])) * ranks
@@ -244,7 +244,7 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     """
     kinds = context.kinds
     load = context.draw(context.serve.loads[0])
-    lanes = np.minimum(kinds.lanes, load.flight(1))
+    lanes = np.minimum(kinds.count, load.flight(1))
     e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
     loop, running = _closed_loop(context, load), rate / lanes * (e2e - ttft)
     visits = np.where(kinds.role > 0, 1.0 / kinds.count, 1.0)
@@ -271,7 +271,7 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
     return ClosedLoop(
         costs=context.times,
         overheads=context.overheads,
-        flight=np.maximum(float(load.flight(1)) / context.kinds.lanes, 1.0),
+        flight=np.maximum(float(load.flight(1)) / context.kinds.count, 1.0),
         prompt=prompt,
         output=output,
         budget=np.where(settings.chunked > 0, settings.max_batched_tokens * settings.data * settings.pipeline, np.inf),
@@ -286,7 +286,7 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
 
 def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, FloatArray]:
     """Return the metrics of the steady state, by name. Percentiles are replaced by means."""
-    loop, kinds, lanes = _closed_loop(context, load), context.kinds, context.kinds.lanes
+    loop, kinds, lanes = _closed_loop(context, load), context.kinds, context.kinds.count
     state = steady_state(loop)
     share = np.minimum(lanes, load.flight(1)) / lanes
     rate = kinds.total(state.rate * share)

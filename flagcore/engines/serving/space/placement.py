@@ -332,7 +332,7 @@ class InstanceKinds:
     """The kinds of instances of some candidates, one array element per kind, sorted by candidate.
 
     - `owner`: the index of the candidate.
-    - `count`: the number of its instances of this kind.
+    - `count`: the number of its instances of this kind, among which requests are divided.
     - `columns`: the knob values of each kind.
     - `role`: 1 for instances that only prefill, which come first, 2 for instances that only decode, 0 for others.
     """
@@ -350,15 +350,6 @@ class InstanceKinds:
     def first_rows(self) -> IntArray:
         """The row of each candidate's first kind."""
         return np.searchsorted(self.owner, np.arange(self.size))
-
-    @property
-    def lanes(self) -> FloatArray:
-        """The number of instances among which requests are divided, for each kind.
-
-        It counts all instances of the candidate or, for prefill and decode instances, only those of this kind.
-        """
-        totals = self.total(np.ones(self.owner.size))[self.owner]
-        return np.where(self.role > 0, self.count, totals)
 
     @property
     def members(self) -> list[range]:

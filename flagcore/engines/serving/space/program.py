@@ -68,6 +68,7 @@ class Program:
     - `env_prefix`, `env_flags`: the start of variables that stand for flags, and the flags of some that differ in name.
     - `digit_flags`: flags of one letter that a digit may follow without a space, as in `-O3`.
     - `abbreviations`: whether the engine accepts the unique start of a long flag, as argparse does by default.
+    - `share_flag`: the flag with a share of the model for each device, separated by commas.
     - `expert_switch`: the flag of expert parallelism if it takes no value.
     - `packages`: pip packages that may install the engine.
     - `releases`: a PEP 440 specifier of the known releases; empty if knobs do not depend on the release.
@@ -101,6 +102,7 @@ class Program:
     env_flags: Mapping[str, str] = field(default_factory=dict)
     digit_flags: str = ""
     abbreviations: bool = False
+    share_flag: str = ""
     expert_switch: str = ""
     packages: Sequence[str] = ()
     releases: str = ""

@@ -112,6 +112,7 @@ def forbidden(task: Task, program: Program) -> tuple[Rule, ...]:
             np.any([(c[name] > 0) != (c[names[0]] > 0) for name in names], axis=0)
             | ((c[names[0]] > 0) & (c[PREFILL_DECODE] == 0))
         ),
+        search_only=True,
     )
     return (
         *(

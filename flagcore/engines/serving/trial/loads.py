@@ -125,10 +125,10 @@ class LoadRunner:
         """Search for the highest load, and return all measured load points, without loads that were stopped.
 
         `key`: concurrency or request_rate. A load above the limits, or one that the servers refuse or do not finish, is
-        tried again at once, because disturbances can only raise latencies. The highest load within the limits runs
-        `repeats` times, at least MIN_RUNS. If it then exceeds a limit, the next lower load is repeated, and so on. If
-        no load meets the limits, the only point is the lowest load that was tried. `highest` is the result of the
-        search.
+        tried again at once, because disturbances can only raise latencies. A rate of which the servers complete less
+        than half is tried once. The highest load within the limits runs `repeats` times, at least MIN_RUNS. If it then
+        exceeds a limit, the next lower load is repeated, and so on. If no load meets the limits, the only point is the
+        lowest load that was tried. `highest` is the result of the search.
         """
         base, is_concurrency, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
         maximum = float((base.concurrency if is_concurrency else base.request_rate) or 1)
@@ -148,7 +148,7 @@ class LoadRunner:
                     return Outcome.UNTESTED
                 reason += " and below, and higher ones exceed the limits; set a lower serve.profile.num_prompts"
                 raise TrialFailure(TrialState.TIMED_OUT, reason)
-            self.may_be_cut = not points
+            self.may_be_cut, self.completions_per_s = not points, math.inf
             log(f"{key} {value:.4g}")
             seed += 1
             try:
@@ -176,8 +176,8 @@ class LoadRunner:
             return tried[value]
 
         def run_twice(value: float) -> Outcome:
-            """Test a load, again if it exceeds a limit, because disturbances can only raise latencies."""
-            if (outcome := run(value)) is Outcome.EXCEEDED:
+            """Test a load, again if it exceeds a limit by what may be a disturbance, which can only raise latencies."""
+            if (outcome := run(value)) is Outcome.EXCEEDED and (is_concurrency or 2 * self.completions_per_s > value):
                 run(value)
             return tried.get(value, outcome)
 

@@ -5,6 +5,7 @@ versions vllm-project/vllm #17073 (batch sizes depend on memory), #38284 (0.21: 
 """
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -74,7 +75,9 @@ class VllmProgram(Program):
         result = dict(args)
         for name in [each for each in result if strip_dashes(each).replace("_", "-") == "limit-mm-per-prompt"]:
             with suppress(ValueError, TypeError, AttributeError):
-                limits = json.loads(str(result[name])).items()
+                given = result[name]
+                text = ",".join(map(str, given)) if isinstance(given, list) else str(given)
+                limits = json.loads(re.sub(r"^([^{].*)$", r"{\1}", re.sub(r"([\w-]+)=(\d+)", r'"\1":\2', text))).items()
                 del result[name]
                 result |= {f"{name}.{key}": value for key, value in limits}
         return result

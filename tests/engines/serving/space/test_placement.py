@@ -211,7 +211,6 @@ def test_kinds_have_their_own_layouts_and_limits() -> None:
     assert kinds.role[order].tolist() == [0, 1, 2]
     assert found.tensor[order].tolist() == [1, 2, 4]
     assert kinds.count[order].tolist() == [1, 2, 1]
-    assert kinds.lanes[order].tolist() == [1, 2, 1]
     default = VLLM.settings(task, {**row(VLLM, task), "max_num_seqs": np.zeros(1, dtype=np.int64)})
     assert found.max_batched_tokens[order].tolist()[:2] == [512, 512]
     assert found.max_running[order].tolist()[::2] == [64, 64]
@@ -221,7 +220,7 @@ def test_kinds_have_their_own_layouts_and_limits() -> None:
 def test_vllms_kinds_are_started_with_their_connector() -> None:
     task = cards(VLLM, engine_version="0.23.0")
     nixl = server(VLLM, task, "prefill", max_num_seqs=64, max_num_batched_tokens=512)
-    assert config(nixl) == {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    assert config(nixl) == {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
     assert nixl.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "{transfer_port}"
     assert "--max-num-batched-tokens" in nixl.argv
     assert "--max-num-seqs" not in nixl.argv
@@ -275,6 +274,8 @@ def test_experts_are_split_over_hosts_with_copies() -> None:
     values = {PREFILL_DECODE: "6xtp8+1xtp1dp48ep48", "redundant_experts": 32}
     copies = [placement.of_kind(values, kind).get("redundant_experts") for kind in placement.KINDS]
     assert copies == [None, 32]  # an instance that does not divide its experts has none
+    rules = SGLANG.rules(cards(SGLANG, 96, hosts=12, model=experts, default_space=True))
+    assert [rule.name for rule in rules if rule.search_only] == ["recipe_of_kinds"]
 
 
 def test_a_spec_without_a_space_divides_hosts_by_the_work_of_prompts_and_answers() -> None:

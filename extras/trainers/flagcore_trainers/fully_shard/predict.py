@@ -20,11 +20,11 @@ from flagcore.engines.training.layout import Layout, Options, Training
 from flagcore.engines.training.stages import model_flops
 from flagcore.engines.training.time.optimizer import HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND
 from flagcore.engines.training.time.step import ACCUMULATION_BYTES, Blocks, costs_in_run, step_time
-from flagcore_trainers.fsdp2 import memory
-from flagcore_trainers.fsdp2.space import (
+from flagcore_trainers.fully_shard import (
     AC,
     COMPILE,
     CP,
+    EP,
     INTERLEAVED,
     MBS,
     OFFLOAD,
@@ -36,6 +36,7 @@ from flagcore_trainers.fsdp2.space import (
     SHARD,
     TP,
     ZBV,
+    memory,
 )
 from flagcore_trainers.meaning import BATCH_ROWS, INTERVAL
 
@@ -91,6 +92,7 @@ def memory_job(task: Task, columns: Columns, *, fused_norm: bool) -> memory.Job:
         reduce_bytes=reduced,
         offload=columns[OFFLOAD] > 0,
         replicated=columns[REPLICATE] > 1,
+        expert=layout.expert,
         pipeline=size.astype(np.float64),
         schedule=schedule,
         fused_norm=fused_norm,
@@ -108,8 +110,8 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         pipeline=count[PP],
         virtual=ones + ((columns[PP] > 1) & (columns[SCHEDULE] == INTERLEAVED)),
         context=count[CP],
-        expert=ones,
-        expert_tensor=count[TP],
+        expert=count[EP],
+        expert_tensor=ones if task.spec.model.num_moe_experts else count[TP],
         micro_batch=count[MBS],
         microbatches=np.maximum(task.spec.train.global_batch_size // samples, 1.0),
         sharded_optimizer=ones,
@@ -209,7 +211,7 @@ def _times(
     again = np.select([columns[AC] == 1, columns[AC] == 2], [0.0, selective_share(train)], 1.0)
     time_s = {name: plain[name] + again * (full[name] - plain[name]) for name in plain}
     layers, u = train.model.num_layers / job.pipeline, float(train.value_bytes)
-    weights = np.maximum(*memory.stage_weights(job))
+    weights, share = memory.stage_weights(job)
     gathers = 1.0 + job.reshard
     # The shared formulas assume an fp32 buffer of gradients per weight. FSDP2 copies out weights, and gradients in; a
     # pipeline adds gradients up in a buffer.
@@ -226,7 +228,7 @@ def _times(
         forward = _busy(layout, time_s) * FORWARD_SHARE / (1.0 + FORWARD_SHARE * again)
         time_s["pp_bubble_s"] = time_s["pp_bubble_s"] + (layout.pipeline - 1.0) / 2.0 * forward
     time_s["dp_comm_exposed_s"] = _exchange(train, layout, costs, job, columns, again, time_s)
-    time_s["optimizer_s"] = _update(costs, job, weights / job.ranks)
+    time_s["optimizer_s"] = _update(costs, job, share)
     return time_s
 
 
@@ -259,21 +261,25 @@ def _exchange(
     gather and the last reduction of a pass are beside nothing.
     """
     layer, table, _rest = memory.unit_weights(job)
+    experts, expert_layers = memory.expert_weights(job), job.expert_layers / job.pipeline
+    owners = (_integers(job.ranks / job.expert), _integers(job.expert))
     u, layers = float(train.value_bytes), train.model.num_layers / job.pipeline
     ring = (_integers(job.ranks), _integers(layout.tensor))
     replicas = (_integers(columns[REPLICATE]), _integers(layout.tensor * job.ranks))
     seconds = costs.collectives.seconds
 
-    def gather(weights: FloatArray) -> FloatArray:
+    def gather(weights: FloatArray, ring: tuple[IntArray, IntArray] = ring) -> FloatArray:
         return seconds("all_gather", u * weights, *ring)
 
-    def reduce(weights: FloatArray) -> FloatArray:
-        across = seconds("all_reduce", job.reduce_bytes * weights / job.ranks, *replicas)
+    def reduce(weights: FloatArray, ring: tuple[IntArray, IntArray] = ring) -> FloatArray:
+        across = seconds("all_reduce", job.reduce_bytes * weights / ring[0], *replicas)
         return seconds("reduce_scatter", job.reduce_bytes * weights, *ring) + across
 
     ends = 1.0 + train.model.untie_embeddings_and_output_weights * ((job.pipeline == 1) | (job.schedule >= ZBV))
-    forward = gather(layer) * layers + gather(table) * ends
-    backward = job.reshard * gather(layer) * layers + reduce(layer) * layers + reduce(table) * ends
+    body = gather(layer) * layers + gather(experts, owners) * expert_layers
+    forward = body + gather(table) * ends
+    backward = job.reshard * body + reduce(layer) * layers + reduce(experts, owners) * expert_layers
+    backward = backward + reduce(table) * ends
     is_staged = job.pipeline > 1
     times = np.where(is_staged, 1.0, layout.microbatches)
     if costs.synchronous:  # the host computes and sends
@@ -295,7 +301,7 @@ def _exchange(
 
 def _busy(layout: Layout, time_s: dict[str, FloatArray]) -> FloatArray:
     """Return the seconds of a rank per micro-batch."""
-    parts = (time_s[name] for name in ("compute_s", "tp_comm_s", "cp_comm_s"))
+    parts = (time_s[name] for name in ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s"))
     total: FloatArray = sum(parts, np.zeros(())) / layout.microbatches
     return total
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
-from flagcore_trainers.fsdp2.space import DUALPIPEV, INTERLEAVED, ZBV
+from flagcore_trainers.fully_shard import DUALPIPEV, INTERLEAVED, ZBV
 
 MAIN_BYTES, ADAM_BYTES = 4.0, 8.0
 """Bytes per sharded weight, which is fp32, and of both moments of Adam. A sharded gradient is fp32, too."""
@@ -24,6 +24,9 @@ SPLIT_LOSS_BYTES = 4.0
 """Bytes per logit that a loss over split logits needs in addition. Counted in torch 2.13's `loss_parallel`."""
 LOSS_FORWARD_BYTES = 8.0
 """Bytes per logit when the loss is computed: fp32 logits and log-probabilities."""
+ROUTER_BYTES, COPY_BYTES = 6.0, 26.0
+"""Bytes that a router stores per token and expert (scores, and probabilities in fp32), and per copy of a token
+(indices and weights). Counted."""
 NORM_VALUES = {2.0: 14.0, 4.0: 5.0}
 """Values per element that the backward of a norm without a fused kernel allocates, in values of 2 or 4 bytes. Counted
 in torch 2.13."""
@@ -33,7 +36,8 @@ in torch 2.13."""
 class Job:
     """What the memory of candidates depends on. Arrays have one element per candidate.
 
-    `ranks`: ranks that share each weight. `replicated`: whether gradients are also summed over replicas.
+    `ranks`: ranks that share each weight, of which `expert` have different experts.
+    `replicated`: whether gradients are also summed over replicas.
     `schedule`: the code of the schedule of a pipeline, as in `space`.
     `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced.
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
@@ -51,9 +55,16 @@ class Job:
     reduce_bytes: FloatArray
     offload: BoolArray
     replicated: BoolArray
+    expert: FloatArray
     pipeline: FloatArray
     schedule: IntArray
     fused_norm: bool = True
+
+    @property
+    def expert_layers(self) -> float:
+        """The number of layers with experts."""
+        model = self.model
+        return float(model.num_layers - model.moe_first_dense_layers) if model.num_moe_experts else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +83,60 @@ class Bytes:
 def unit_weights(job: Job) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return the numbers of weights of a layer, of the embedding or head, and of the rest, padded over the ranks.
 
-    They are those of a tensor-parallel rank. Each weight is sharded by rows, so its rows are padded to a multiple.
+    They are those of a tensor-parallel rank. Each weight is sharded by rows, so its rows are padded to a multiple. A
+    layer has no routed experts: if the model has some, it is a layer with a router.
     """
-    model, tensor, ranks = job.model, job.tensor, job.ranks
-    h, ffn, matrices = model.hidden_size, model.ffn_hidden_size / tensor, 2 + model.gated_linear_unit
-    query, key = (count * model.kv_channels / tensor for count in (model.num_attention_heads, model.num_query_groups))
+    h, n = job.model.hidden_size, job.ranks
+    layer = _attention_weights(job) + (_router_weights(job) if job.expert_layers else _block_weights(job))
+    return layer, _padded([(job.model.vocab_size / job.tensor, h)], n), _padded([(h, 1)], n)
+
+
+def expert_weights(job: Job) -> FloatArray:
+    """Return the number of weights of a rank's experts in a layer, padded over the ranks that share them."""
+    model, shared = job.model, job.ranks / job.expert
+    if not job.expert_layers:
+        return np.zeros_like(job.ranks)
+    columns = float(model.hidden_size * (model.moe_ffn_hidden_size or model.ffn_hidden_size))
+    matrices = 2.0 + model.gated_linear_unit
+    return matrices * _padded([((model.num_moe_experts or 1) / job.expert, columns)], shared)
+
+
+def layers_of_rank(job: Job) -> tuple[FloatArray, FloatArray]:
+    """Return the numbers of weights of all layers of a stage, gathered, and of a rank's share of them."""
+    attention, experts, count = _attention_weights(job), expert_weights(job), job.expert_layers
+    plain = (attention + _block_weights(job)) * (job.model.num_layers - count)
+    mixed = (attention + _router_weights(job)) * count if count else np.zeros_like(plain)
+    shares = (plain + mixed) / job.ranks + experts * count * job.expert / job.ranks
+    return (plain + mixed + experts * count) / job.pipeline, shares / job.pipeline
+
+
+def _attention_weights(job: Job) -> FloatArray:
+    model, h = job.model, job.model.hidden_size
+    query, key = (
+        count * model.kv_channels / job.tensor for count in (model.num_attention_heads, model.num_query_groups)
+    )
     rows: list[tuple[FloatArray | float, FloatArray | float]]
-    rows = [(query, h), (key, h), (key, h), (h, query), *[(ffn, h)] * (matrices - 1), (h, ffn), (h, 1), (h, 1)]
+    rows = [(query, h), (key, h), (key, h), (h, query), (h, 1), (h, 1)]
     if model.add_qkv_bias:
         rows += [(query, 1), (key, 1), (key, 1)]
     if model.qk_layernorm:
         rows += [(model.kv_channels, 1)] * 2
-    return _padded(rows, ranks), _padded([(model.vocab_size / tensor, h)], ranks), _padded([(h, 1)], ranks)
+    return _padded(rows, job.ranks)
+
+
+def _block_weights(job: Job, width: int | None = None) -> FloatArray:
+    """Return the padded number of weights of a feed-forward block without experts."""
+    model, h = job.model, job.model.hidden_size
+    ffn = (model.ffn_hidden_size if width is None else width) / job.tensor
+    return _padded([*[(ffn, h)] * (1 + model.gated_linear_unit), (h, ffn)], job.ranks)
+
+
+def _router_weights(job: Job) -> FloatArray:
+    """Return the padded number of weights of a router, and of the shared experts."""
+    model = job.model
+    router = _padded([(float(model.num_moe_experts or 1), model.hidden_size)], job.ranks)
+    shared = model.moe_shared_expert_intermediate_size
+    return router + _block_weights(job, shared) if shared else router
 
 
 def _padded(weights: Sequence[tuple[FloatArray | float, FloatArray | float]], ranks: FloatArray) -> FloatArray:
@@ -103,12 +156,13 @@ _Sizes = tuple[FloatArray, FloatArray, FloatArray]
 
 
 def stage_weights(job: Job) -> tuple[FloatArray, FloatArray]:
-    """Return the numbers of weights of the first and the last rank of a pipeline, which have the most."""
-    layer, table, rest = unit_weights(job)
-    layers = layer * job.model.num_layers / job.pipeline
+    """Return the numbers of weights of the rank of a pipeline that has the most, gathered, and of its share of them."""
+    _layer, table, rest = unit_weights(job)
     is_folded = (job.schedule >= ZBV) | (job.pipeline == 1)
-    tables = np.where(is_folded & job.model.untie_embeddings_and_output_weights, table, 0.0)
-    return layers + table + tables + np.where(is_folded, rest, 0.0), layers + np.where(is_folded, 0.0, table + rest)
+    both = table * (1.0 + (is_folded & job.model.untie_embeddings_and_output_weights)) + np.where(is_folded, rest, 0.0)
+    edges = np.maximum(both, np.where(is_folded, 0.0, table + rest))
+    whole, share = layers_of_rank(job)
+    return whole + edges, share + edges / job.ranks
 
 
 def in_flight(job: Job, place: FloatArray) -> FloatArray:
@@ -132,16 +186,18 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
     """
     u, r, n, size = job.value_bytes, job.reduce_bytes, job.ranks, job.pipeline
     layer, table, rest = unit_weights(job)
+    whole, share = layers_of_rank(job)
     act, logits = _activations(job), job.tokens * job.model.vocab_size / job.tensor
     splits, parts = job.schedule >= ZBV, np.where(job.schedule >= INTERLEAVED, 2.0, 1.0)
     loss = (LOSS_BYTES + SPLIT_LOSS_BYTES * (job.tensor > 1) + u) * logits + act.head_input
     found = []
     for place in (np.zeros_like(size), size - 1.0):  # others have as many layers, but no embedding or head
         first, last = place == 0, np.where(splits, place == 0, place == size - 1.0)
-        weights = layer * job.model.num_layers / size + table * first + (table + rest) * last
+        edges = table * first + (table + rest) * last
+        weights, own = whole + edges, share + edges / n
         # The gradients of a backward in two passes wait for the next pass in their own data type.
         waiting = np.where((job.schedule == ZBV) & (r != u), u * weights, 0.0)
-        held = (MAIN_BYTES + ADAM_BYTES) * weights / n + (u + r) * weights + waiting
+        held = (MAIN_BYTES + ADAM_BYTES) * own + (u + r) * weights + waiting
         buffers = act.hidden * job.microbatches * (2.0 * parts - first - last)
         flight = in_flight(job, place)
         stored = flight * (act.stored / size + act.hidden * (parts - last))
@@ -150,7 +206,7 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
         one = act.stored / size / parts
         moments.append(held + buffers + stored - one + (u * table + act.hidden) * first)
         moments.append(held + buffers + r * np.where(first, table, layer) * (1.0 + 1.0 / n))
-        static = (2.0 * MAIN_BYTES + ADAM_BYTES) * weights / n
+        static = (2.0 * MAIN_BYTES + ADAM_BYTES) * own
         found.append((static, np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)))
     (first_static, first_peak), (last_static, last_peak) = found
     is_last = last_peak > first_peak
@@ -161,8 +217,11 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
 def _without_pipeline(job: Job) -> _Sizes:
     model, u, r, n = job.model, job.value_bytes, job.reduce_bytes, job.ranks
     layer, table, rest = unit_weights(job)
+    all_layers, share = layers_of_rank(job)
+    experts = expert_weights(job)
     is_tied, layers = not model.untie_embeddings_and_output_weights, float(model.num_layers)
-    shard = (layer * layers + table * (1.0 if is_tied else 2.0) + rest) / n
+    edges = table * (1.0 if is_tied else 2.0) + rest
+    shard = share + edges / n
     states = np.where(job.offload, 0.0, (MAIN_BYTES + ADAM_BYTES) * shard)
     gradients = np.where(job.offload, 0.0, MAIN_BYTES * shard)
     # Gradients of earlier micro-batches are there from the start. Those of a single one fill up during backward.
@@ -175,8 +234,8 @@ def _without_pipeline(job: Job) -> _Sizes:
     act = _activations(job)
     is_shared = n > 1
     buffer = 1.0 * is_shared  # a gather has a buffer, and the weights are copied out of it
-    gathered = np.where(job.reshard, 0.0, u * layer * layers)  # weights that stay from forward to backward
-    own = np.where(job.reshard, u * layer, 0.0)
+    gathered = np.where(job.reshard, 0.0, u * all_layers)  # weights that stay from forward to backward
+    own = np.where(job.reshard, u * (layer + experts), 0.0)
     ahead = np.where(job.reshard, u * layer * buffer, 0.0)  # the next layer, gathered during this one
     # The buffer of the last gather stays until the next one. Without gathers in backward, this is the end of the step.
     stale = np.where(job.reshard, 0.0, u * buffer * table * (not is_tied))
@@ -203,11 +262,12 @@ def _without_pipeline(job: Job) -> _Sizes:
         for extra in act.backward:
             moments.append(kept + own + previous + left + extra)
         moments.append(kept + own + previous + left - act.layer + act.input + u * layer + act.norm)
-        copies = u * layer + r * layer * (1.0 + 1.0 / n)
-        moments.append(kept - np.where(job.reshard, 0.0, u * layer) + left - act.layer + copies + act.hidden)
-    end = gradients + stale + act.hidden + summed * (shard * n - table)
+        for unit, sharing in ((layer, n), (experts, n / job.expert)):
+            copies = u * unit + r * unit * (1.0 + 1.0 / sharing)
+            moments.append(kept - np.where(job.reshard, 0.0, u * unit) + left - act.layer + copies + act.hidden)
+    end = gradients + stale + act.hidden + summed * (all_layers + edges - table)
     moments.append(end + u * table + np.maximum(u * table + r * layer, r * table * (1.0 + 1.0 / n)) + late)
-    moments.append(gradients + summed * shard * n)
+    moments.append(gradients + summed * (all_layers + edges))
     above: FloatArray = np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)
     return states + gradients, above - gradients, states + above
 
@@ -243,17 +303,30 @@ def _activations(job: Job) -> _Activations:
     full = 2.0 * (hidden + whole) + core + gate * width
     weights = u * model.hidden_size * model.ffn_hidden_size / tensor
     matrices = 3.0 if model.gated_linear_unit else 2.0
+    mixed, routed = full, u * 0.0 * rows
+    if job.expert_layers:
+        copies, width_of_expert = model.moe_router_topk * rows, model.moe_ffn_hidden_size or model.ffn_hidden_size
+        shared = gate * u * rows * (model.moe_shared_expert_intermediate_size or 0)
+        routed = u * model.hidden_size * copies
+        scores = ROUTER_BYTES * (model.num_moe_experts or 1) * rows + COPY_BYTES * copies
+        mixed = full - gate * width + gate * u * width_of_expert * copies + 2.0 * routed + shared + scores
     # Selective checkpoints store every second product: queries, values, gate and the output of the block.
     products = query + key + query + width + (hidden if tensor.max(initial=1.0) == 1 else whole)
     selective = hidden + products + 4.0 * model.num_attention_heads * rows
-    per_layer = np.select([job.checkpointing == 0, job.checkpointing == 1], [full, selective], hidden)
-    again = np.where(job.checkpointing > 0, full, 0.0) - np.where(job.checkpointing == 2, hidden, 0.0)
+    is_kept = [job.checkpointing == 0, job.checkpointing == 1]
+    plain, per_layer = (np.select(is_kept, [each, selective], hidden) for each in (full, mixed))
+    stored = plain * (model.num_layers - job.expert_layers) + per_layer * job.expert_layers
+    again = np.where(job.checkpointing > 0, mixed, 0.0) - np.where(job.checkpointing == 2, hidden, 0.0)
     again = np.where(job.checkpointing == 1, full - hidden - query - width, again)
     norm = hidden * (NORM_VALUES[u] if not job.fused_norm else 2.0)
     at_gate = again + (gate - 2.0) * width + hidden + weights + (whole - 0.0) * (tensor > 1)
     after_ffn = again - gate * width - whole + matrices * weights + norm + hidden
+    if job.expert_layers:  # gradients of all experts wait until they are stacked
+        experts = u * expert_weights(job)
+        at_gate = again + 2.0 * routed + hidden + experts * (1.0 + 1.0 / matrices)
+        after_ffn = again + whole + 2.0 * experts
     return _Activations(
-        stored=per_layer * model.num_layers,
+        stored=stored,
         layer=per_layer,
         input=hidden,
         hidden=hidden,
