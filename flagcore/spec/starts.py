@@ -76,7 +76,12 @@ def starts_of(
                 )
             ] or [start for each in read.containers_in(documents) for start in read.pods_of(each, images)]
         except yaml.YAMLError as error:
-            raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
+            problem = _("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))
+            if re.search(r"(?m)\{\{|^\s*[$]?\{\w+\}", text):
+                problem = _(
+                    "the file is a template: give it after `envsubst`, `helm template` or the like has filled it"
+                )
+            raise UsageError(problem) from None
         except (AttributeError, LookupError, TypeError) as error:  # nodes are read without a check of their types
             problem = _("the file has another structure than a manifest or a compose file: {reason}", reason=error)
             raise UsageError(problem) from None
