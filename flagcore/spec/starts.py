@@ -186,6 +186,7 @@ def _declared(
             hosts=positive(found.get("hosts")) or 1,
             instances=positive(found.get("instances")) or 1,
             role=found["role"],
+            left_out=read.left_out("values", found["left_out"]),
         )
         values = {"devices": start.devices or 1, "hosts": start.hosts, "rank": 0}
         values["total"] = values["devices"] * values["hosts"]
