@@ -19,7 +19,7 @@ from typing import Any
 
 import accuracy_page as page
 from scatter import scatter
-from scores import Pair, errors, ranking
+from scores import Pair, errors, ranking, read_records
 
 from flagcore import api
 
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, default=Path(__file__).parent.parent / "docs")
     parser.add_argument("--fitted", type=Path, default=Path(__file__).with_name("fitted.json"))
     options = parser.parse_args()
-    train, ranks = (_read(options.folder / f"{kind}_jobs.jsonl") for kind in ("train", "rank"))
+    train, ranks = (read_records(options.folder / f"{kind}_jobs.jsonl") for kind in ("train", "rank"))
     with tempfile.TemporaryDirectory() as nothing_calibrated:
         os.environ["FLAGCORE_HOME"] = nothing_calibrated
         answers, rank_answers = [*api.estimate_jobs(train)], [*api.estimate_jobs(ranks)]
@@ -81,13 +81,6 @@ def main() -> None:
         fitted_curves=fitted,
     )
     (options.docs / "accuracy.md").write_text(text, encoding="utf-8")
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [record for record in records if record.get("measured")]
 
 
 def _steps(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> dict[str, list[Row]]:

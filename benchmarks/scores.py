@@ -1,13 +1,31 @@
 """Computes the errors of predictions, and the quality of their ranking."""
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 Pair = tuple[float | None, float]
 """Predicted (None if unknown) and measured cost."""
+
+FLASH = ("NVIDIA NeMo 24.07 perf summary", "NVIDIA NeMo 24.07 perf summary (earlier revisions)")
+FLASH += ("NVIDIA NeMo long-sequence page",)
+"""Sources whose attention was FlashAttention 2: NVIDIA/NeMo-Framework-Launcher launcher_scripts/conf/config.yaml set
+NVTE_FUSED_ATTN to 0 until 2024-08-29 (@04b8d098). These pages are of NeMo 24.03.01 to 24.07 (NVIDIA/NeMo
+docs/source/performance). Transformer Engine prefers cuDNN on Hopper (1.9 transformer_engine/pytorch/attention.py)."""
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the measured job records of a file, with the settings that are known of their sources."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    records = [record for line in lines if line.strip() and (record := json.loads(line)).get("measured")]
+    for train in (record["train"] for record in records if record["source"] in FLASH):
+        train["notes"] = "; ".join(filter(None, (train.get("notes"), "attention_backend=flash")))
+    return records
 
 
 @dataclass(frozen=True, kw_only=True)

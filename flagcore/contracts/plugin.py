@@ -61,6 +61,8 @@ class AttentionShape:
     """Number of positions that the last query attends to, including cached ones."""
     head_dim: FloatArray
     """Width of a head. If keys and values have different widths, their mean."""
+    kernel: str = ""
+    """The library of the kernel, in the engine's words. Empty: the one that the chip's software uses by default."""
 
 
 class KernelCosts(Protocol):

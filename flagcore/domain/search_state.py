@@ -148,11 +148,11 @@ class SearchState:
         if self.best is None:
             return ()
         best_runs, best_speed = self.runs_of(self.best.candidate), self.speed_of(self.best.candidate)
-        least = indifference(control, best_runs)
         undecided = []
         for rival in self.rivals[:MAX_RIVALS]:
             runs = self.runs_of(rival.candidate)
             slowdown = best_speed / self.speed_of(rival.candidate) - 1.0
+            least = max(indifference(control, each) for each in (best_runs, runs))  # less cannot be distinguished
             if slowdown + _uncertainty(best_runs, runs) >= least:
                 undecided.append(rival)
         return (self.best, *undecided) if undecided else ()
@@ -243,9 +243,10 @@ repeats."""
 SURE_GAIN = 10.0
 """The gain, relative to the noise, from which one repeat of the baseline is enough. Chosen by hand."""
 
-EXTRA_ROUNDS = 2
-"""The maximum number of rounds of repeats beyond `control.repeats`. They run while it is undecided whether the best is
-better than a rival. Chosen to limit the cost of repeats."""
+EXTRA_ROUNDS = 1
+"""The maximum number of rounds of repeats beyond `control.repeats`, of two candidates each. They run while it is
+undecided whether the best is better than a rival. Chosen with simulated races: two rounds of three candidates choose no
+better (benchmarks/README.md)."""
 
 
 def noise(runs: Sequence[Trial]) -> float:
@@ -312,13 +313,14 @@ def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, 
 def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
     """Return the trial to repeat next, or None if all repeats are done.
 
-    The finalists run again in rotation, `min_repeats` times each. Then the best and its undecided rivals run up to
+    The finalists run again in rotation, `min_repeats` times each. Then the best and an undecided rival run up to
     EXTRA_ROUNDS more times. The total number of repeats is also limited, because the best and its rivals may change.
     """
     trials, minimum = search_state.repeated, min_repeats(control, search_state)
     done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in trials}
     max_rounds = control.repeats + EXTRA_ROUNDS
-    if sum(trial.is_conclusive for trial in search_state.repeats) >= max_rounds * (2 + MAX_RIVALS):
+    most = max(control.repeats, 1) * (2 + MAX_RIVALS) + 2 * EXTRA_ROUNDS
+    if sum(trial.is_conclusive for trial in search_state.repeats) >= most:
         return None
     waiting = [trial for trial in trials if done[trial.candidate] < minimum[trial.candidate]]
     if not waiting and control.repeats:
@@ -408,7 +410,7 @@ def repeats_seconds(control: Control, search_state: SearchState, *, at_most: boo
     """Return the minimum time of the remaining repeats in seconds, or the maximum time if `at_most` is true."""
     minimum = min_repeats(control, search_state)
     racing = search_state.contenders(control) if at_most and control.repeats else ()
-    extra = {trial.candidate: EXTRA_ROUNDS for trial in racing}
+    extra = {trial.candidate: EXTRA_ROUNDS for trial in racing[:2]}
     remaining = (
         (
             trial,

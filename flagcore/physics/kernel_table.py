@@ -18,7 +18,7 @@ from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.physics.roofline import HOST_LATENCY, RUNS_AS, Curve, Roofline, attention_sizes
 
-ATTENTION = tuple(size.name for size in fields(AttentionShape))
+ATTENTION = tuple(size.name for size in fields(AttentionShape) if size.name != "kernel")
 
 SIZES: Mapping[str, tuple[str, ...]] = {
     "gemm": ("m", "n", "k"),
@@ -68,7 +68,7 @@ class KernelArrays:
 
     def attention_shape(self) -> AttentionShape:
         """Return the sizes of these attention kernels, with one element per kernel."""
-        return AttentionShape(**dict(zip(ATTENTION, self.sizes.T, strict=True)))
+        return AttentionShape(kernel="", **dict(zip(ATTENTION, self.sizes.T, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

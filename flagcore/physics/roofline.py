@@ -61,6 +61,8 @@ class Curve:
     attention_share: Positive = 0.72
     """The share of the peak flops that the forward pass of long causal attention reaches, for heads of width 128. In
     precisions of `gemm_shares`, it is scaled by their share relative to `gemm_share`."""
+    attention_shares: Mapping[str, Positive] = field(default_factory=dict)
+    """The values that replace `attention_share`, by `AttentionShape.kernel`; the backward pass changes alike."""
     attention_overhead: NotNegative = 230.0
     """The overhead per block of queries, as the number of keys that could be processed in this time."""
     attention_backward_share: Positive = 0.69
@@ -178,6 +180,7 @@ class Roofline:
         curve, compute_precision = self.curve, "bf16" if BYTES.get(precision, 2.0) < 2.0 else precision
         peak = self._peak(compute_precision) * (self._gemm_share(compute_precision) / curve.gemm_share)
         width = np.maximum(shape.head_dim, (shape.head_dim + curve.half_head) * (BLOCK / (BLOCK + curve.half_head)))
+        share *= curve.attention_shares.get(shape.kernel, curve.attention_share) / curve.attention_share
         scores = shape.batch * shape.heads * shape.queries * (shape.keys + overhead - 0.5 * shape.queries)
         longest = np.minimum(shape.queries, BLOCK) * (shape.keys + overhead) * (curve.attention_tail * curve.units)
         return (scores + longest) * width * (2.0 / (peak * share))

@@ -4,6 +4,7 @@ Unknown keys are allowed, because they describe the source of a record.
 """
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -39,11 +40,19 @@ class _Cluster(Section):
     source: Any = None
 
 
+NETWORK = re.compile(r"(?:inter-node|IB|RoCE) (?:(\d+) ?x ?)?([\d.]+) ?(Gbps|Gb/s|GB/s)")
+"""The rate of the network of a whole node in `interconnect`, such as "inter-node 800 Gbps" or "IB 8x50GB/s"."""
+
+
 def _with_devices(cluster: _Cluster, _context: Context) -> _Cluster:
-    """Return the cluster with its number of devices, derived from its nodes if it is missing. Raises SpecError."""
+    """Return the cluster with its network's rate, if `interconnect` names one, and its number of devices, derived from
+    its nodes if it is missing. Raises SpecError."""
     if cluster.chip == AUTO:
         raise spec_error("chip", "must name a chip", value=AUTO, fix="`flag plugins chips` lists them")
     per_node, nodes, devices = cluster.devices_per_node, cluster.nodes, cluster.devices
+    if cluster.nic_bytes_per_second is None and (found := NETWORK.search(str(cluster.interconnect))):
+        rate = int(found[1] or 1) * float(found[2]) * (1e9 if found[3] == "GB/s" else 1e9 / 8)
+        cluster = cluster.model_copy(update={"nic_bytes_per_second": rate / per_node})
     if devices is None:
         if nodes is None:
             raise spec_error("devices", "is missing", fix="give the number of devices in all nodes")

@@ -186,8 +186,8 @@ def search_time(problem: Problem) -> SearchTime:
     is_shortened = bool((predictions.step_time_s[rows] > max_step).any())
     rounds = control.repeats if rows.size > 1 else 0
     repeats = max(rounds, int(is_shortened)) * min(2 + MAX_RIVALS, int(rows.size))
-    if rounds:  # the best races its rivals, without the baseline
-        repeats += EXTRA_ROUNDS * min(1 + MAX_RIVALS, int(rows.size))
+    if rounds:  # the best races a rival, without the baseline
+        repeats += 2 * EXTRA_ROUNDS
 
     def seconds_of_all(seconds: FloatArray) -> float:
         trial_seconds = float(np.minimum(seconds, steps * max_step).sum())  # longer steps are shortened

@@ -138,6 +138,7 @@ class Options:
     grouped_gemm: bool = True
     expert_imbalance: float = 1.0
     cp_comm: str = "p2p"
+    attention_kernel: str = ""
     cuda_graph: str = ""
     cross_entropy_fusion: bool = False
     dropout: bool = False

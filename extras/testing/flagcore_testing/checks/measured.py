@@ -164,7 +164,8 @@ OF_MEMORY = re.compile(r"\b(\d+)(?: to (\d+))? GB/s of ([\d.]+) (TB/s)")
 
 def _curve_problems(curve: Curve, source: str, chip: Chip) -> Iterator[str]:
     shares: dict[str, float] = {name: getattr(curve, name) for name in SHARES}
-    shares.update({f"gemm_shares.{name}": share for name, share in curve.gemm_shares.items()})
+    for part in ("gemm_shares", "attention_shares"):
+        shares.update({f"{part}.{name}": share for name, share in getattr(curve, part).items()})
     for key, value in shares.items():
         if not TINY_SHARE <= value <= ABOVE_PEAK:
             yield f"{key} = {value:g}"

@@ -328,20 +328,27 @@ def _move_layers(
     if moving.size < possible.size:
         counts, least, limits = layers[:, moving], least[:, moving], limits[:, moving]
         paces, middles = _of_rows(paces, moving), [each[moving] for each in middles]
+    now, after = (_seconds(fronts, paces, middles, counts + added) for added in (0.0, 1.0))
     while moving.size:
-        now, after = (_seconds(fronts, paces, middles, counts + added) for added in (0.0, 1.0))
-        after = np.where(counts + 1.0 > limits, np.inf, after)
         row, source = np.arange(moving.size), np.argmax(now, axis=0)
-        after[source, row] = np.inf
-        target = np.argmin(after, axis=0)
+        allowed = np.where(counts + 1.0 > limits, np.inf, after)
+        allowed[source, row] = np.inf
+        target = np.argmin(allowed, axis=0)
         slowest[moving] = now[source, row]
         spare = (counts - least)[source, row] >= 1.0
-        moves = np.flatnonzero(spare & (after[target, row] * EQUAL < now[source, row]))
+        moves = np.flatnonzero(spare & (allowed[target, row] * EQUAL < now[source, row]))
         moving, counts, least, limits = moving[moves], counts[:, moves], least[:, moves], limits[:, moves]
-        counts[source[moves], np.arange(moves.size)] -= 1.0
-        counts[target[moves], np.arange(moves.size)] += 1.0
+        now, after, row = now[:, moves], after[:, moves], np.arange(moves.size)
+        giver, taker = (source[moves], row), (target[moves], row)
+        counts[giver] -= 1.0
+        counts[taker] += 1.0
         paces, middles = _of_rows(paces, moves), [each[moves] for each in middles]
         layers[:, moving] = counts
+        # Only the stages of the move changed. Each needs one new time; its other time is one from before the move.
+        after[giver], now[taker], more = now[giver], after[taker], np.zeros_like(counts)
+        more[taker] = 1.0
+        seconds = _seconds(fronts, paces, middles, counts + more)
+        now[giver], after[taker] = seconds[giver], seconds[taker]
     return slowest
 
 

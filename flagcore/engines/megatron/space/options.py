@@ -2,7 +2,10 @@
 
 import re
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any
+
+import yaml
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
@@ -52,23 +55,7 @@ def settings_in_force(spec: Spec) -> Settings:
     return {**DEFAULTS[runs(train)], **train.assumed, **command, **train.settings}
 
 
-SWITCHES = {
-    "account_for_embedding": EMBEDDING,
-    "account_for_loss": LOSS,
-    "precision_aware_optimizer": "use_precision_aware_optimizer",
-    "fsdp": "use_megatron_fsdp",
-    "overlap_expert_comm": "overlap_moe_expert_parallel_comm",
-    "grouped_gemm": "moe_grouped_gemm",
-    "cross_entropy_fusion": "cross_entropy_loss_fusion",
-    **{name: name for name in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "fp8_param_gather")},
-}
-WIDTHS = {
-    "main_grad_bytes": "main_grads_dtype",
-    "main_param_bytes": "main_params_dtype",
-    "exp_avg_bytes": "exp_avg_dtype",
-    "exp_avg_sq_bytes": "exp_avg_sq_dtype",
-}
-"""Options in bytes per element, and the settings from which they are derived."""
+TABLES = yaml.safe_load(files(__package__).joinpath("options.yaml").read_text(encoding="utf-8"))
 
 
 def options(task: Task) -> Options:
@@ -79,8 +66,8 @@ def options(task: Task) -> Options:
     train, settings = task.spec.train, settings_in_force(task.spec)
     check(task, settings)
     share, offloads = settings.get("optimizer_offload_fraction", 1.0), "fine_grained_activation_offloading"
-    fields: dict[str, Any] = {name: bool(settings.get(key)) for name, key in SWITCHES.items()}
-    fields |= {name: BYTES[str(settings.get(key, "fp32"))] for name, key in WIDTHS.items()}
+    fields: dict[str, Any] = {name: bool(settings.get(key)) for name, key in TABLES["switches"].items()}
+    fields |= {name: BYTES[str(settings.get(key, "fp32"))] for name, key in TABLES["widths"].items()}
     return Options(
         **fields,
         schedule=schedule(settings.get("pipeline_schedule")),
@@ -97,6 +84,7 @@ def options(task: Task) -> Options:
         linked_devices=float(task.cluster.linked_devices),
         expert_imbalance=_imbalance(settings),
         cp_comm=str(settings.get("cp_comm_type", "p2p")),
+        attention_kernel=str(settings.get("attention_backend") or ""),
         cuda_graph=_graph(settings),
         dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
     )
@@ -139,7 +127,7 @@ def check(task: Task, settings: Settings) -> None:
     enabled = {key for key, value in settings.items() if value not in (False, "fp32", 0, "none")}
     dispatcher = settings.get("moe_token_dispatcher_type")
     aware_optimizer, shared_overlap = "use_precision_aware_optimizer", "moe_shared_expert_overlap"
-    required_settings = dict.fromkeys(WIDTHS.values(), aware_optimizer) | {
+    required_settings = dict.fromkeys(TABLES["widths"].values(), aware_optimizer) | {
         "optimizer_cpu_offload": aware_optimizer,
         "delay_wgrad_compute": "overlap_moe_expert_parallel_comm",
         "offload_modules": "fine_grained_activation_offloading",

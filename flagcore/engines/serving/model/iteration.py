@@ -262,8 +262,8 @@ def _attention_rates(serving: Serving, settings: Settings, kernels: KernelCosts)
         batch: float, queries: float, keys: float, groups: FloatArray, dim: float, heads: FloatArray = heads
     ) -> FloatArray:
         ones = np.ones_like(heads)
-        sizes = {"batch": batch, "queries": queries, "keys": keys, "head_dim": dim}
-        shape = AttentionShape(heads=heads, groups=groups, **{name: size * ones for name, size in sizes.items()})
+        sizes = {"batch": batch * ones, "queries": queries * ones, "keys": keys * ones, "head_dim": dim * ones}
+        shape = AttentionShape(heads=heads, groups=groups, kernel="", **sizes)
         return kernels.attention_seconds(shape, serving.wide_precision)
 
     difference = seconds(64.0, 1.0, 2.0 * REFERENCE_TOKENS, groups, dim) - seconds(

@@ -189,9 +189,8 @@ def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[Floa
     precision = _unquantised(train.precision)
     lengths, width = np.full_like(heads, length), np.full_like(heads, size)
     if train.flash:
-        shape = AttentionShape(
-            batch=layout.micro_batch, heads=heads, groups=groups, queries=lengths, keys=lengths, head_dim=width
-        )
+        kernel, sizes = train.options.attention_kernel, {"queries": lengths, "keys": lengths, "head_dim": width}
+        shape = AttentionShape(batch=layout.micro_batch, heads=heads, groups=groups, kernel=kernel, **sizes)
         return _fused_core(train, layout, costs, shape, precision)
     scores = train.value_bytes * layout.micro_batch * heads * length**2 / layout.context
     score_rows = layout.micro_batch * heads * length / layout.context
