@@ -138,10 +138,8 @@ def services_of(document: Any, images: Mapping[str, Sequence[str]], unset: str, 
         ids = [f"device={name}" for each in reserved for name in each.get("device_ids") or ()]
         count, unread = _named([*ids, *(service.get("devices") or ())])
         given = service.get("env_file") or ()
-        paths = [
-            each["path"] if isinstance(each, Mapping) else each
-            for each in ([given] if isinstance(given, str) else given)
-        ]
+        given = [given] if isinstance(given, str) else given
+        paths = [each["path"] if isinstance(each, Mapping) else each for each in given]
         read = {key: value for each in paths for key, value in dotenv(folder / each).items()}
         start = Start(
             envs={UNSET: unset, **read, **literal_variables(service.get("environment"))},

@@ -25,8 +25,6 @@ _APPTAINER = ("apptainer", "singularity")
 _MPI = ("mpirun", "mpiexec", "orterun", "jsrun", "aprun")
 _LAUNCHERS = ("srun", *_MPI, *_APPTAINER, "numactl", "taskset", "timeout", "time", "sudo")
 _TERMINALS = ("tmux", "screen", "pm2")  # they start the commands in their arguments, each in one word
-_MOST_RANKS = 16
-"""The most hosts whose programs are read one by one, which takes seconds."""
 
 
 def starts_of(
@@ -90,7 +88,7 @@ def starts_of(
         script = ("bash", "-c", joined, *words[1:]) if joined != text or not words else tuple(words)
         batch = replace(_batch(text, directory), words=script)
         starts = [batch]
-        if 1 < batch.hosts <= _MOST_RANKS and 'case "$NODE_RANK" in' in text:  # each host starts its own servers
+        if 1 < batch.hosts <= 16 and 'case "$NODE_RANK" in' in text:  # own servers; each takes time
             for rank in range(batch.hosts):
                 start = replace(batch, job={**batch.job, "SLURM_NODEID": str(rank)}, hosts=1)
                 yield from (
