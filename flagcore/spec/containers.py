@@ -118,8 +118,8 @@ def container(start: Start, image: Any, entry: Any, args: Any, images: Mapping[s
             release = release or (FORMS["release"].match(tag) if "/" in known else None)  # others number their own
     program = () if entry is None and FORMS["program"].match(" ".join(_words(args))) else program
     words = filled((*program, *_words(args)), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
-    if image and (not words or words[0].startswith("-")):
-        words = (IMAGE + image, *words)
+    if (image or words) and (not words or words[0].startswith("-")):
+        words = (f"{IMAGE}{image or 'built here'}", *words)
     return replace(start, words=words, version=release[1] if release else "")
 
 
