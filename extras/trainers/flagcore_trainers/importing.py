@@ -165,6 +165,7 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
             if (value := option(words, key)) is None:
                 value = files.value_at(content, key)
             if value is not None:
+                value = {"true": True, "false": False}.get(str(value).lower(), number(value) or value)
                 found[name] = (key, value)
                 break
     cluster = cluster_of(command, notes, start)

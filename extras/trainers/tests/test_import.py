@@ -45,14 +45,15 @@ def test_a_command_with_a_toml_file_of_torchtitan(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     Path("8b.toml").write_text(TOML)
     words = "srun torchrun --nnodes 2 --nproc_per_node 8 train.py --job.config_file 8b.toml --training.seq_len 4096"
+    words += " --parallelism.tensor_parallel_degree 4 --compile.enable=true"
     imported = api.read_command(None, [words], chip="H100-SXM")
     train, program = imported.data["train"], imported.data["train"]["program"]
-    assert (train["engine"], train["seq_length"], train["global_batch_size"]) == ("torchtitan", 4096, 3 * 8)
+    assert (train["engine"], train["seq_length"], train["global_batch_size"]) == ("torchtitan", 4096, 3 * 4)
     assert program["knobs"]["activation_checkpointing"]["flag"] == "--activation_checkpoint.mode"
     engine = TORCHTITAN.with_program(program)
     space = engine.usual_space(task(engine="torchtitan", command=tuple(train["command"])))
     values = {name: space[name][0] for name in ("tensor_model_parallel_size", "micro_batch_size")}
-    assert values == {"tensor_model_parallel_size": 2, "micro_batch_size": 3}
+    assert values == {"tensor_model_parallel_size": 4, "micro_batch_size": 3}
     assert space["activation_checkpointing"] == ("full",)
 
 

@@ -103,15 +103,15 @@ def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: I
     """Return `instance` with the flags and environment variables of the kind prefill or decode."""
     connector, prefills = values.get(TRANSFER) or NIXL, kind == routing.PREFILL
     environment = dict(instance.environment)
-    config: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
+    config: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_producer" if prefills else "kv_consumer"}
     if connector == NIXL:
         environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": HEAD, "VLLM_NIXL_SIDE_CHANNEL_PORT": TRANSFER_PORT}
         config |= {"kv_buffer_device": "cpu"} if Hardware.of(task).on_cores else {}
     else:
         # the connector reads both addresses from the request's id, to which newer releases add random digits
         environment |= {"VLLM_HOST_IP": HEAD, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
-        config |= {"kv_role": "kv_producer" if prefills else "kv_consumer", "kv_port": TRANSFER_PORT}
-        config |= {"kv_buffer_size": BUFFER_BYTES[prefills], "kv_connector_extra_config": {"send_type": "PUT_ASYNC"}}
+        config |= {"kv_port": TRANSFER_PORT, "kv_buffer_size": BUFFER_BYTES[prefills]}
+        config |= {"kv_connector_extra_config": {"send_type": "PUT_ASYNC"}}
     return replace(instance, argv=(*instance.argv, f"--{CONFIG}", json.dumps(config)), environment=environment)
 
 

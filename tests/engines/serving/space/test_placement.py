@@ -220,7 +220,7 @@ def test_kinds_have_their_own_layouts_and_limits() -> None:
 def test_vllms_kinds_are_started_with_their_connector() -> None:
     task = cards(VLLM, engine_version="0.23.0")
     nixl = server(VLLM, task, "prefill", max_num_seqs=64, max_num_batched_tokens=512)
-    assert config(nixl) == {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    assert config(nixl) == {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
     assert nixl.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "{transfer_port}"
     assert "--max-num-batched-tokens" in nixl.argv
     assert "--max-num-seqs" not in nixl.argv
