@@ -22,7 +22,8 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     The result of a candidate is its first conclusive trial that did not fail, or its last trial if there is none.
     A trial of this run replaces a trial from another tool. Imported trials, repeats, interference trials and trials of
     another `fidelity` do not count as results. If parallel trials disturb each other, parallel trials with step times
-    are marked inconclusive.
+    are marked inconclusive. The best is the fastest candidate or, if a candidate that is not significantly slower ran
+    again, the fastest of those, because a single run may be fast by chance.
     """
     trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
     own_trials = [trial for trial in trials if trial.fidelity == fidelity]
@@ -47,7 +48,11 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     )
     measured = [each for each in by_candidate.values() if each.is_conclusive and search_state.runs_of(each.candidate)]
     order = sorted(measured, key=lambda trial: -search_state.speed_of(trial.candidate))
-    best = next((trial for trial in order if search_state.keeps_limits(trial.candidate)), None)
+    kept = [trial for trial in order if search_state.keeps_limits(trial.candidate)]
+    known = replace(search_state, best=next(iter(kept), None))
+    rivals = {trial.candidate for trial in known.rivals}
+    again = (each for each in kept if each is known.best or each.candidate in rivals)
+    best = next((each for each in again if search_state.repeats_of(each.candidate)), known.best)
     return replace(search_state, best=best, fastest=next(iter(order), None))
 
 
