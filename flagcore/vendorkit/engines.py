@@ -159,11 +159,12 @@ class Quirk(Scope):
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Quirk):
-    """A report on whether an engine works. If `works` is None, the value in `engines.yaml` applies."""
+    """A report on whether an engine works. Fields that are None or empty have the value in `engines.yaml`."""
 
     reason: str = ""
     works: bool | None = None
     install: str = ""
+    preload: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, published_runs, serving_costs
 from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
-from flagcore.vendorkit.engines import SUPPORT, environment, knobs, read_engines, read_quirks, read_variables
+from flagcore.vendorkit.engines import environment, knobs, read_engines, read_quirks, read_variables
 from flagcore.vendorkit.fields import S, applicable
 
 
@@ -93,8 +93,10 @@ class VendorPlugin:
             return None
         quirks, about = read_quirks(self.package), (chip, engine, engine_version, kind)
         for report in applicable(quirks.support, *about)[:1]:
-            works = support.support if report.works is None else SUPPORT[report.works]
-            support = replace(support, support=works, reason=report.reason, install=report.install or support.install)
+            works = {None: support.support, True: Support.YES, False: Support.NOT_YET}[report.works]
+            preload = support.preload if report.preload is None else report.preload
+            support = replace(support, support=works, reason=report.reason, preload=preload)
+            support = replace(support, install=report.install or support.install)
         if support.support is not Support.YES and not support.reason:
             support = replace(support, reason=f"no run of {engine} on {chip.name} has been reported")
         return replace(

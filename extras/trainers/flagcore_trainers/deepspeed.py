@@ -3,6 +3,7 @@
 Sources: DeepSpeed 0.19 `runtime/config.py`, `runtime/zero/config.py` and `runtime/engine.py`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,17 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Costs, Workload
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, Merge, Rule
+from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.megatron.command.user_command import parse
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore_trainers import start
 from flagcore_trainers.importing import Imported, spec_of_deepspeed
+from flagcore_trainers.program import StateSection
 from flagcore_trainers.trainer import Trainer
 
 FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
@@ -28,6 +31,8 @@ ZERO, MICRO, OFFLOAD = "zero_stage", "micro_batch_size", "offload_optimizer"
 OVERLAP, BUCKET = "overlap_comm", "reduce_bucket_size"
 HPZ, QUANTIZED = "zero_hpz_partition_size", ("zero_quantized_weights", "zero_quantized_gradients")
 """ZeRO++: ranks that also hold a second copy of all weights, and 8-bit gathers and 4-bit reductions."""
+AUTOTP, ULYSSES = "tensor_model_parallel_size", "context_parallel_size"
+"""Sizes of AutoTP, and of Ulysses' sequence parallelism, which the script has to support."""
 LEAST_STAGE = {OVERLAP: 1, BUCKET: 1, **dict.fromkeys((HPZ, *QUANTIZED), 3)}
 """The lowest stage of ZeRO that does not ignore a setting."""
 PROGRAM: Mapping[str, Any] = {
@@ -40,6 +45,8 @@ PROGRAM: Mapping[str, Any] = {
         BUCKET: {"key": "zero_optimization.reduce_bucket_size", "values": [500_000_000, 50_000_000]},
         HPZ: {"key": f"zero_optimization.{HPZ}", "values": [1, 2, 4, 8, 16], "label": "hpZ"},
         **{name: {"key": f"zero_optimization.{name}", "values": [False, True]} for name in QUANTIZED},
+        AUTOTP: {"key": "tensor_parallel.autotp_size", "values": [1, 2, 4, 8], "label": "AutoTP"},
+        ULYSSES: {"key": "sequence_parallel_size", "values": [1, 2, 4, 8], "label": "Ulysses"},
     },
     "trial_keys": {
         "steps_per_print": 1,
@@ -72,12 +79,8 @@ class DeepSpeed(Trainer):
                 merged[name] = {**PROGRAM[name], **merged[name]}
         engine, own = super().with_program(merged), given.get("knobs")
         own = own if isinstance(own, Mapping) else {}
-        engine.knobs = tuple(
-            replace(knob, auto=lambda task: (False,), auto_help="false")  # they change the training
-            if knob.name in QUANTIZED and knob.name not in own
-            else knob
-            for knob in engine.knobs
-        )
+        only_listed = {*QUANTIZED, AUTOTP, ULYSSES} - {*own}  # they change the training, or need a script that has them
+        engine.knobs = tuple(_unless_listed(each) if each.name in only_listed else each for each in engine.knobs)
         return engine
 
     def starts(self, command: Sequence[str], directory: str) -> bool:
@@ -103,13 +106,14 @@ class DeepSpeed(Trainer):
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         """Return the predictions, with the buffers in which a backward collects gradients; two if exchanges overlap."""
         found, numbers = super().predict(task, columns, costs), self.numbers(task, columns)
+        if (numbers[AUTOTP] > 1).any():
+            found = _with_whole_tables(task, numbers, self.described.state_bytes, found)
         if BUCKET not in columns:
             return found
         element = 4 if task.spec.train.precision == "fp32" else 2
         count = 1 + (columns.get(OVERLAP, 0) != 0) * (numbers[ZERO] < 3)
         buffers = np.where(numbers[ZERO] > 0, columns[BUCKET] * element * count, 0).astype(np.float64)
-        memory = ("activation_bytes", "peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
-        return replace(found, **{name: getattr(found, name) + buffers for name in memory})
+        return _with_bytes(found, ("activation_bytes", *PEAKS), buffers)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         def broken(columns: Columns) -> BoolArray:
@@ -124,7 +128,21 @@ class DeepSpeed(Trainer):
             message=f"{HPZ} must divide the number of devices, {task.cluster.devices}",
             broken=lambda columns: task.cluster.devices % np.maximum(columns[HPZ], 1) != 0,
         )
-        return (*super().rules(task), offload, whole_groups)
+        model, length = task.spec.model, task.spec.train.seq_length
+        shared = math.gcd(model.num_attention_heads, length)
+        ulysses = Rule(
+            name="ulysses",
+            knobs=(ULYSSES,),
+            message=f"{ULYSSES} must divide num_attention_heads and seq_length: a divisor of {shared}",
+            broken=lambda columns: shared % np.maximum(columns.get(ULYSSES, 1), 1) != 0,
+        )
+        alone = Rule(
+            name="autotp_or_ulysses",
+            knobs=(AUTOTP, ULYSSES),
+            message=f"{AUTOTP} and {ULYSSES} are not both above 1: DeepSpeed has one group besides data parallelism",
+            broken=lambda columns: np.asarray((columns.get(AUTOTP, 1) > 1) & (columns.get(ULYSSES, 1) > 1)),
+        )
+        return (*super().rules(task), offload, whole_groups, ulysses, alone)
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return the merge of candidates whose stage of ZeRO ignores a setting."""
@@ -137,8 +155,44 @@ class DeepSpeed(Trainer):
         return (Merge(name="ignored_by_stage", knobs=(ZERO, *neutral), canonical=canonical),)
 
     def further_keys(self, task: Task, candidate: Candidate) -> dict[str, Any]:
-        """Return the global batch size. DeepSpeed derives the number of micro-batches from it."""
-        return {"train_batch_size": task.spec.train.global_batch_size, "gradient_accumulation_steps": None}
+        """Return the global batch size, of which DeepSpeed derives the number of micro-batches, and the size of groups.
+
+        A size of 1 is left out. Before its groups exist, AutoTP counts all ranks as replicas.
+        """
+        values, batch, devices = candidate.as_dict(), task.spec.train.global_batch_size, task.cluster.devices
+        tensor, sequence = (int(values.get(name) or 1) for name in (AUTOTP, ULYSSES))
+        keys: dict[str, Any] = {"train_batch_size": batch * tensor, "gradient_accumulation_steps": None}
+        if tensor == 1:
+            keys["tensor_parallel.autotp_size"] = None
+        keys |= {"sequence_parallel_size": None} if sequence == 1 else {"data_parallel_size": devices // sequence}
+        return keys
+
+
+PEAKS = ("peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
+"""Predictions of a peak of memory, in bytes."""
+
+
+def _unless_listed(knob: Knob) -> Knob:
+    """Return a knob of which the search tries only the neutral value, unless the space lists others."""
+    neutral = knob.neutral
+    return replace(knob, auto=lambda task: (neutral,), auto_help=str(neutral).lower())
+
+
+def _with_bytes(found: Predictions, names: Sequence[str], extra: FloatArray) -> Predictions:
+    return replace(found, **{name: getattr(found, name) + extra for name in names})
+
+
+def _with_whole_tables(
+    task: Task, numbers: Mapping[str, IntArray], states: StateSection, found: Predictions
+) -> Predictions:
+    """Return predictions with whole embeddings and heads, which AutoTP does not split (`module_inject/auto_tp.py`)."""
+    model, u = task.spec.model, 4 if task.spec.train.precision == "fp32" else 2
+    tables = model.vocab_size * model.hidden_size * (1 + model.untie_embeddings_and_output_weights)
+    replicas, stage = np.maximum(numbers["data_parallel_size"], 1), numbers[ZERO]
+    shares = [np.where(stage >= least, replicas, 1) for least in (3, 2, 1)]
+    main = (states.main_weights if u == 2 else 0) + states.moments
+    each = u / shares[0] + (states.gradients if u == 2 else 4) / shares[1] + main / shares[2]
+    return _with_bytes(found, ("static_bytes", *PEAKS), tables * (1.0 - 1.0 / numbers[AUTOTP]) * each)
 
 
 DEEPSPEED = DeepSpeed("deepspeed").with_program(None)

@@ -6,7 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_trainers.deepspeed import BUCKET, DEEPSPEED, HPZ, MICRO, OFFLOAD, OVERLAP, QUANTIZED, ZERO
+from flagcore_trainers.deepspeed import (
+    AUTOTP,
+    BUCKET,
+    DEEPSPEED,
+    HPZ,
+    MICRO,
+    OFFLOAD,
+    OVERLAP,
+    QUANTIZED,
+    ULYSSES,
+    ZERO,
+)
 from flagcore_trainers.trainer import Trainer
 
 from flagcore import api
@@ -85,6 +96,33 @@ def test_ranks_with_a_second_copy_divide_the_devices(hpz: int, is_legal: bool) -
     assert rules["hpz_groups"]({HPZ: np.array([hpz])}).tolist() == [not is_legal]
 
 
+@pytest.mark.parametrize(
+    ("values", "rule"), [({AUTOTP: 2, ULYSSES: 2}, "autotp_or_ulysses"), ({ULYSSES: 8}, "ulysses")]
+)
+def test_rules_of_parallel_groups(values: dict[str, int], rule: str) -> None:
+    job = task(engine="deepspeed", command=("x",))
+    columns = {knob.name: np.array([knob.axis(()).encode(knob.neutral)]) for knob in DEEPSPEED.knobs}
+    columns |= {name: np.array([size]) for name, size in values.items()}
+    assert rule in [each.name for each in DEEPSPEED.rules(job) if each.broken(columns)[0]]
+
+
+def test_groups_of_a_layer_are_written_and_need_less_memory(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(CONFIG)
+    job = task(engine="deepspeed", command=("x", "--deepspeed=ds.json"), directory=str(tmp_path))
+    platform, found = Platform(task=job, workload=DEEPSPEED, costs=costs(job)), {}
+    for name in (ZERO, AUTOTP, ULYSSES):
+        values = {**{knob.name: knob.neutral for knob in DEEPSPEED.knobs}, name: 2}
+        launch = DEEPSPEED.launch(platform, Candidate.of(values), str(tmp_path))
+        (path,) = (word.rpartition("=")[2] for word in launch.argv if word.endswith("candidate.json"))
+        found[name] = json.loads(Path(path).read_text())
+        columns = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in DEEPSPEED.knobs}
+        found[name]["activation"] = DEEPSPEED.predict(job, columns, costs(job)).activation_bytes[0]
+    assert (found[AUTOTP]["tensor_parallel"], found[AUTOTP]["train_batch_size"]) == ({"autotp_size": 2}, 16)
+    assert (found[ULYSSES]["sequence_parallel_size"], found[ULYSSES]["data_parallel_size"]) == (2, 2)
+    assert not {"sequence_parallel_size", "data_parallel_size", "autotp_size"} & {*found[ZERO]}
+    assert found[ULYSSES]["activation"] < found[ZERO]["activation"]
+
+
 def test_buckets_of_gradients_need_memory() -> None:
     job = task(engine="deepspeed", command=("x",))
     plain = {knob.name: np.array([knob.axis(()).encode(knob.neutral)]) for knob in DEEPSPEED.knobs} | {
@@ -98,7 +136,18 @@ def test_buckets_of_gradients_need_memory() -> None:
 def test_a_spec_adds_knobs_of_the_script() -> None:
     own: dict[str, Any] = {"knobs": {"ac": {"flag": "--ac", "values": {"none": 0, "full": 2}, "meaning": "recompute"}}}
     engine = DEEPSPEED.with_program(own)
-    assert [knob.name for knob in engine.knobs] == [ZERO, MICRO, OFFLOAD, OVERLAP, BUCKET, HPZ, *QUANTIZED, "ac"]
+    assert [knob.name for knob in engine.knobs] == [
+        ZERO,
+        MICRO,
+        OFFLOAD,
+        OVERLAP,
+        BUCKET,
+        HPZ,
+        *QUANTIZED,
+        AUTOTP,
+        ULYSSES,
+        "ac",
+    ]
     train = {"engine": "deepspeed", "seq_length": 64, "global_batch_size": 8, "precision": "bf16", "command": ["x"]}
     spec = {"model": SHAPE, "cluster": {"chip": "H100-SXM", "devices_per_node": 4}, "train": {**train, "program": own}}
     space = {ZERO: [1, 3], MICRO: [1, 2], OFFLOAD: "none", OVERLAP: False, BUCKET: 500_000_000, HPZ: 1}
