@@ -10,13 +10,14 @@ acme-smi-1.txt:
   tool: acme-smi
   lists: {chip: ACME A1, devices: 8, memory_mib: 65536, driver: "1.2"}   # or a list of these; missing: no device
   left_out: 1   # how many devices are reported as unusable; missing: none
-  reads: {device: 0, used_mib: 120, watts: 60, limit_watts: 400, celsius: 41, percent: 0}   # as a person reads one
+  reads: {device: 0, used_mib: 120, watts: 60, limit_watts: 400, celsius: 41, percent: 7}   # as a person reads one
 acme-smi-1-lost.txt:   # no file: the text of another one with edits, for a state that no transcript has
   of: acme-smi-1.txt
   edits: {"120MiB / 65536MiB": "ERR!"}
   others: {metric: acme-smi-2.txt}   # the file that the tool prints instead if its arguments contain a word
   source: what the tool prints then, with an address
   ...
+acme-smi-3.txt: {source: where it was printed, tool: acme-smi, matrix: 8}   # links of eight devices
 ```
 """
 
@@ -157,6 +158,8 @@ class Transcript:
     """Name of the file whose text this is, with `edits`. It is empty for a file of its own."""
     edits: Mapping[str, str] = field(default_factory=dict)
     """What replaces the first occurrence of each text in the file."""
+    matrix: int = 0
+    """Number of devices whose links the file shows, if the tool prints a matrix of links."""
     others: Mapping[str, str] = field(default_factory=dict)
     """What the tool prints instead of `text` if its arguments contain a word, by that word."""
 

@@ -154,6 +154,8 @@ OF_STATES = (
     Fault("parsers_are_tried_on_transcripts", SMI, "    if memory is None:\n        return None\n", "    if memory is None:\n        return None\n    if index > 7:\n        return f\"device {index} is lost\"\n", "is lost"),
     Fault("readings_are_found_in_transcripts", SMI, "celsius=", "megahertz=search(r\"(\\d+)MHz\", parts[0])[0],\n            celsius=", "megahertz"),
     Fault("figures_agree_with_their_second_entry", CHIP, "topology: mesh", "topology: switch", "link.topology = switch"),
+    Fault("matrices_of_links_are_read", SOURCES, "  tool: acme-smi\n", "  tool: acme-smi\n  matrix: 8\n", "expected 8"),
+    quirk("versions_are_those_of_their_reasons", "forced", "name: acme_old, engine: vllm, versions: '>=0.12', setting: engine_args.max-num-seqs, value: 8, reason: releases 0.11.2 and older need it", "0.11.2"),
     Fault("nodes_have_the_devices_of_transcripts", CHIP, "TODO: what else a user should know", "A node has 4 of these devices.", "notes say 4"),
     Fault("links_can_be_what_they_claim", CHIP, "TODO: what else a user should know", "The driver allows no copies between devices.", "no copies between devices"),
 )

@@ -13,11 +13,13 @@ from typing import Any
 from flagcore.domain.chip import Chip
 from flagcore.domain.engine import RefusedValues
 from flagcore.errors import SpecError
+from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.engines import Variable, read_quirks, read_variables
 from flagcore_testing import fakes
 from flagcore_testing.checks.spelling import detector_of, others_detectors, others_hooks
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, chips
+from flagcore_testing.package import Transcript
 
 AGREE = 3
 """Minimum number of other plugins that agree."""
@@ -187,6 +189,9 @@ def uuids_are_read(plugin: Subject) -> Problems:
         if not isinstance(answer, Mapping):
             text = f"discover.py: uuids returns a {type(answer).__name__}"
             yield Problem(text, "return a mapping from the index of a device to its UUID")
+        if isinstance(answer, Mapping) and not any(_uuids_of(detector, each) for each in plugin.listings):
+            text = "discover.py: no transcript has a UUID, although the detector reads them"
+            yield Problem(text, "save what that command prints, and name it in `others` of sources.yaml")
     if not own:
         raise Skip("no transcript has UUIDs")
     if detector.uuids is None:
@@ -208,6 +213,11 @@ def topology_command_is_known(plugin: Subject) -> Problems:
     arguments = " ".join(map(str, detector.topology[1:]))
     if not re.search(re.escape(arguments).replace(r"\ ", r"\s+") + r"(?!\w)", words):
         yield f"discover.py: topology runs `{command}`, which no other file of the plugin has"
+
+
+def _uuids_of(detector: DeviceDetector, each: Transcript) -> object:
+    with fakes.machine(fakes.printing(each)), fakes.quiet():
+        return detector.uuids() if detector.uuids else None
 
 
 UNSELECTABLE = re.compile(r"0x|[^\w-]|^GPU-.*[^0-9a-fA-F-]")

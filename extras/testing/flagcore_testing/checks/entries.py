@@ -18,6 +18,7 @@ from flagcore.errors import SpecError
 from flagcore.plugins import kind_of, workload
 from flagcore.vendorkit.engines import all_knobs, read_quirks, read_variables
 from flagcore.vendorkit.fields import Scope
+from flagcore_testing.checks.chips import mappings
 from flagcore_testing.checks.engines import MOST
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
@@ -53,6 +54,19 @@ def entries_apply_somewhere(plugin: Subject, where: str, scope: Scope) -> Proble
         for word, times in Counter(words).items():
             if times > 1:
                 yield f"{where} has {word} {times} times in {key}"
+
+
+OF_AGE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)+)[^\s,;)]*\)?,? and (?:older|earlier|newer|later)")
+
+
+@check("correct versions, or the reason: they must contain a release that the reason names")
+def versions_are_those_of_their_reasons(plugin: Subject) -> Problems:
+    for name, content in plugin.yaml_files("quirks.yaml"):
+        for path, entry in mappings(content):
+            versions = str(entry.get("versions") or "")
+            for release in OF_AGE.findall(str(entry.get("reason"))) if versions else ():
+                if not SpecifierSet(versions, prereleases=True).contains(release):
+                    yield f"{name}: {path}versions = {versions!r}, and reason has {release}"
 
 
 def _near_versions(versions: SpecifierSet) -> Iterator[str]:

@@ -157,6 +157,7 @@ def curves_are_plausible(plugin: Subject, chip: Chip, folder: str) -> Problems:
         yield from (f"{folder}/{name}: {problem}" for problem in problems)
 
 
+OF_UNITS = re.compile(r"\b(\d+) (?:compute units|multiprocessors|processors)\b")
 OF_PEAK = re.compile(r"\b(\d+)(?: to (\d+))? of (\d+)( TFLOP/s)")
 OF_MEMORY = re.compile(r"\b(\d+)(?: to (\d+))? GB/s of ([\d.]+) (TB/s)")
 """Rates that kernels reached, of a peak, in the words of a source."""
@@ -169,6 +170,10 @@ def _curve_problems(curve: Curve, source: str, chip: Chip) -> Iterator[str]:
     for key, value in shares.items():
         if not TINY_SHARE <= value <= ABOVE_PEAK:
             yield f"{key} = {value:g}"
+    words = " ".join([source, chip.notes, *(fact.source.detail for fact in chip.figures.values())])
+    said = {int(number) for number in OF_UNITS.findall(words)}
+    if said and int(curve.units) not in said:
+        yield f"units = {curve.units:g}, and the chip's file or the source has {min(said)} of them"
     for key in curve.gemm_shares:
         if key not in KNOWN:
             yield f"gemm_shares has {key!r}, and the names are {', '.join(KNOWN)}"

@@ -4,13 +4,17 @@ import ast
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from math import isclose
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
 
 from flagcore.vendorkit import rows
+from flagcore.vendorkit.matrix import read_matrix
 from flagcore_testing import fakes
+from flagcore_testing.checks.spelling import detector_of
+from flagcore_testing.checks.trials import READ
 from flagcore_testing.kit import Problems, Skip, Subject, check
 from flagcore_testing.package import FOLDER, SOURCES
 
@@ -29,13 +33,16 @@ def _parsers(plugin: Subject) -> dict[Path, ast.Module]:
 
 def _reached(plugin: Subject) -> tuple[set[Place], dict[Place, set[str]]]:
     """Return the lines that detection and telemetry execute on the transcripts, and the arguments of each call of
-    `reading` that gave a figure.
+    `reading` that gave a figure above 0 which `reads` has.
     """
 
     def run() -> tuple[set[Place], dict[Place, set[str]]]:
-        lines, given = set[Place](), dict[Place, set[str]]()
-        with _traced(plugin.package_folder, lines), _recorded(plugin, given):
+        lines, given, expected = set[Place](), dict[Place, set[str]](), dict[str, float]()
+        with _traced(plugin.package_folder, lines), _recorded(plugin, given, expected):
             for each in (each for each in plugin.transcripts if each.tool):
+                read = ((figure, each.reads.get(key, 0.0) * unit) for key, (figure, unit) in READ.items())
+                expected.clear()
+                expected.update(read)
                 with fakes.machine(fakes.printing(each)), fakes.uncached():
                     readers = [plugin.loaded.telemetry(device) for device in fakes.ask(plugin)]
                     [reader.sample() for reader in readers if reader]
@@ -63,14 +70,17 @@ def _traced(folder: Path, lines: set[Place]) -> Iterator[None]:
 
 
 @contextmanager
-def _recorded(plugin: Subject, given: dict[Place, set[str]]) -> Iterator[None]:
-    """Record the arguments of `reading` that give a figure, by the place of the call."""
+def _recorded(plugin: Subject, given: dict[Place, set[str]], expected: Mapping[str, float]) -> Iterator[None]:
+    """Record the arguments of `reading` that give an expected figure above 0, by the place of the call."""
+
+    def is_expected(figures: Mapping[str, float]) -> bool:
+        return any(value and isclose(value, expected.get(name, 0.0), rel_tol=1e-3) for name, value in figures.items())
 
     def recording(own: Callable[..., Mapping[str, float]]) -> Callable[..., Mapping[str, float]]:
         def read(**words: Any) -> Mapping[str, float]:
             caller = sys._getframe(1)
             names = given.setdefault((Path(caller.f_code.co_filename), caller.f_lineno), set())
-            names |= {name for name, word in words.items() if own(**{name: word})}
+            names |= {name for name, word in words.items() if is_expected(own(**{name: word}))}
             return own(**words)
 
         return read
@@ -90,6 +100,8 @@ def parsers_are_tried_on_transcripts(plugin: Subject) -> Problems:
         for node in ast.walk(tree):
             value = getattr(node, "value", None) if isinstance(node, ast.Return | ast.Yield) else None
             shown = _result(value)
+            if isinstance(node, ast.Continue) and (path, node.lineno) not in lines:
+                yield f"{path.name}:{node.lineno}: no file of {FOLDER} has a device or line that is ignored here"
             if value is not None and shown and not {(path, value.lineno), (path, getattr(node, "lineno", 0))} & lines:
                 yield f"{path.name}:{value.lineno}: no file of {FOLDER} has {shown}"
 
@@ -103,7 +115,7 @@ def _result(value: ast.expr | None) -> str:
     return "a device that this line reads" if is_row else ""
 
 
-@check("correct the name of the column or field, or add a transcript that has it")
+@check("correct the column or field, or let `reads` have a device in use: 0 is in many columns; edits of a file count")
 def readings_are_found_in_transcripts(plugin: Subject) -> Problems:
     _, given = _reached(plugin)
     for path, tree in _parsers(plugin).items():
@@ -111,4 +123,14 @@ def readings_are_found_in_transcripts(plugin: Subject) -> Problems:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "reading":
                 names = {word.arg for word in node.keywords if word.arg} - given.get((path, node.lineno), set())
                 for name in sorted(names) if (path, node.lineno) in given else ():
-                    yield f"{path.name}:{node.lineno}: reading gets no {name} from any file of {FOLDER}"
+                    yield f"{path.name}:{node.lineno}: reading gets no {name} above 0 that {FOLDER / SOURCES} has"
+
+
+@check(f"correct `topology` or `matrix` of the detector, or `matrix` in {SOURCES}")
+def matrices_of_links_are_read(plugin: Subject) -> Problems:
+    for each in (each for each in plugin.transcripts if each.matrix):
+        with fakes.machine(fakes.printing(each)):
+            found = read_matrix(detector_of(plugin).matrix())
+        devices = len(found.devices) if found else 0
+        if devices != each.matrix:
+            yield f"{FOLDER / each.name}: the detector reads the links of {devices} devices, expected {each.matrix}"

@@ -273,6 +273,9 @@ def memory_failures_have_their_state(plugin: Subject) -> Problems:
     for place, each in enumerate(plugin.quirks.failures):
         if each.state not in FAILED:
             yield f"quirks.yaml: failures[{place}].state = {each.state.value}, which is no failure"
+        if each.state is TrialState.OUT_OF_MEMORY and not re.search("memory|alloc", each.example, re.I):
+            shown = each.example[:80]
+            yield f"quirks.yaml: failures[{place}].state = {each.state.value}, but its example, {shown!r}, is of none"
         if NO_MEMORY.search(each.example) and each.state is not TrialState.OUT_OF_MEMORY:
             yield f"quirks.yaml: failures[{place}].state = {each.state.value}, but its example is {each.example[:80]!r}"
 
