@@ -17,7 +17,7 @@ from flagcore_kubernetes.pods import pod_options
 from flagcore.cli.main import flag
 from flagcore.domain.plan import Counts
 from flagcore.domain.trial import TrialState
-from flagcore.engines.megatron.space.knobs import _knob
+from flagcore.engines.megatron.space.knobs import knob_of_row
 from flagcore.errors import RunError
 from flagcore.report.text import funnel
 from flagcore.spec.clusters import read_hosts
@@ -124,7 +124,7 @@ def log_line(block: Block) -> None:
 def knob_row(block: Block) -> None:
     """A row of Megatron's knobs."""
     for name, row in yaml.safe_load(block.text).items():
-        assert _knob(name, row).searchable
+        assert knob_of_row(name, row).searchable
 
 
 def left_to_readers(_block: Block) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import sys
-import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -20,7 +18,6 @@ from flagcore.i18n import N_, _
 
 if TYPE_CHECKING:
     from flagcore import api
-    from flagcore.domain.space import Candidate
 
 
 @click.command("estimate")
@@ -91,8 +88,7 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         changed, report_on = api.changed_spec(spec, objective), api.explain_like if like else api.explain_candidate
         _print(report_on(changed, like or str(explain), chip=arguments["chip"], without=arguments["without"]), form)
         return
-    on_best = _say_best if form == "table" and sys.stderr.isatty() else None
-    estimate = api.estimate(spec, top=max(top, number), on_best=on_best, **arguments)
+    estimate = api.estimate(spec, top=max(top, number), **arguments)
     if explain is not None:
         if number > len(estimate.candidates):
             count = len(estimate.candidates)
@@ -122,15 +118,6 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
     else:
         for text, is_result in estimate_texts(estimate):
             (options.show if is_result else options.say)(text)
-
-
-def _say_best(candidate: Candidate, seconds: float) -> None:
-    from flagcore.report.text import candidate_text
-
-    if time.process_time() < 1.0:  # a short plan needs no line
-        return
-    text = N_("flag: best so far {candidate}: ~{seconds} s/step")
-    options.say(_(text, candidate=candidate_text(candidate, {}), seconds=f"{seconds:.4g}"))
 
 
 def _number(explain: str | None) -> int | None:

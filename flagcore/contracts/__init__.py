@@ -26,7 +26,7 @@ from flagcore.contracts.plugin import (
     communicator_bytes,
     device_use,
 )
-from flagcore.contracts.search import Choice, Event, OnBest, OnEvent, Problem, SearchContext, Strategy, Watcher
+from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, Watcher
 from flagcore.contracts.workload import HostSetup, Platform, Workload
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "Launcher",
     "ManifestWriter",
     "MemoryModel",
-    "OnBest",
     "OnEvent",
     "Platform",
     "Problem",

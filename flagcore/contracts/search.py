@@ -179,6 +179,4 @@ class Watcher(Protocol):
 
 
 OnEvent: TypeAlias = Callable[[Event], None]
-OnBest: TypeAlias = Callable[[Candidate, float], None]
-"""Called with the fastest candidate that is known so far, and its predicted seconds per step."""
 """A function that receives events. If it raises an exception, the run ends."""

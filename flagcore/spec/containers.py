@@ -118,8 +118,8 @@ def container(start: Start, image: Any, entry: Any, args: Any, images: Mapping[s
             release = release or (FORMS["release"].match(tag) if "/" in known else None)  # others number their own
     program = () if entry is None and FORMS["program"].match(" ".join(_words(args))) else program
     words = filled((*program, *_words(args)), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
-    if image and (not words or words[0].startswith("-")):
-        words = (IMAGE + image, *words)
+    if (image or words) and (not words or words[0].startswith("-")):
+        words = (f"{IMAGE}{image or 'built here'}", *words)
     return replace(start, words=words, version=release[1] if release else "")
 
 
@@ -138,10 +138,8 @@ def services_of(document: Any, images: Mapping[str, Sequence[str]], unset: str, 
         ids = [f"device={name}" for each in reserved for name in each.get("device_ids") or ()]
         count, unread = _named([*ids, *(service.get("devices") or ())])
         given = service.get("env_file") or ()
-        paths = [
-            each["path"] if isinstance(each, Mapping) else each
-            for each in ([given] if isinstance(given, str) else given)
-        ]
+        given = [given] if isinstance(given, str) else given
+        paths = [each["path"] if isinstance(each, Mapping) else each for each in given]
         read = {key: value for each in paths for key, value in dotenv(folder / each).items()}
         start = Start(
             envs={UNSET: unset, **read, **literal_variables(service.get("environment"))},

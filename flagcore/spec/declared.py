@@ -18,6 +18,7 @@ def declared_servers(document: Any, tables: Mapping[str, Mapping[str, Any]]) -> 
     - `args`: the arguments. `script`: the text of the script that starts the server; empty if there is none.
     - `role`: `prefill` or `decode` if the server does only that.
     - `devices`, `hosts`, `instances`, `envs`: values of keys, in the forms of the file. Missing if the table has none.
+    - `left_out`: the keys of the section that the table does not name, with their values.
     - `job`: environment variables that the scheduler sets, each with the quantity that is its value: devices (of a
       host), hosts, total (of devices) or rank.
     """
@@ -105,6 +106,7 @@ class _Section:
         read = {each.rpartition(".env.")[2] for each in table.get("args", ()) if isinstance(each, str)}
         if isinstance(known.get("envs"), list):
             known["envs"] = [each for each in known["envs"] if isinstance(each, str) or each.get("name") not in read]
+        named_keys = re.findall(r"\w+", str(table))
         if named := {name: value for name, path in table.get("variables", {}).items() if (value := self.value(path))}:
             known["envs"] = [*(known.get("envs") or ()), *(f"{name}={value}" for name, value in named.items())]
         return {
@@ -114,6 +116,7 @@ class _Section:
             "script": "\n".join(script) if isinstance(script, list) else str(script or ""),
             "role": table.get("role", ""),
             "job": table.get("job", {}),
+            "left_out": {key: value for key, value in self._section.items() if key not in named_keys},
             **known,
         }
 

@@ -25,8 +25,6 @@ _APPTAINER = ("apptainer", "singularity")
 _MPI = ("mpirun", "mpiexec", "orterun", "jsrun", "aprun")
 _LAUNCHERS = ("srun", *_MPI, *_APPTAINER, "numactl", "taskset", "timeout", "time", "sudo")
 _TERMINALS = ("tmux", "screen", "pm2")  # they start the commands in their arguments, each in one word
-_MOST_RANKS = 16
-"""The most hosts whose programs are read one by one, which takes seconds."""
 
 
 def starts_of(
@@ -76,7 +74,12 @@ def starts_of(
                 )
             ] or [start for each in read.containers_in(documents) for start in read.pods_of(each, images)]
         except yaml.YAMLError as error:
-            raise UsageError(_("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))) from None
+            problem = _("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))
+            if re.search(r"(?m)\{\{|^\s*[$]?\{\w+\}", text):
+                problem = _(
+                    "the file is a template: give it after `envsubst`, `helm template` or the like has filled it"
+                )
+            raise UsageError(problem) from None
         except (AttributeError, LookupError, TypeError) as error:  # nodes are read without a check of their types
             problem = _("the file has another structure than a manifest or a compose file: {reason}", reason=error)
             raise UsageError(problem) from None
@@ -85,7 +88,7 @@ def starts_of(
         script = ("bash", "-c", joined, *words[1:]) if joined != text or not words else tuple(words)
         batch = replace(_batch(text, directory), words=script)
         starts = [batch]
-        if 1 < batch.hosts <= _MOST_RANKS and 'case "$NODE_RANK" in' in text:  # each host starts its own servers
+        if 1 < batch.hosts <= 16 and 'case "$NODE_RANK" in' in text:  # own servers; each takes time
             for rank in range(batch.hosts):
                 start = replace(batch, job={**batch.job, "SLURM_NODEID": str(rank)}, hosts=1)
                 yield from (
@@ -181,6 +184,7 @@ def _declared(
             hosts=positive(found.get("hosts")) or 1,
             instances=positive(found.get("instances")) or 1,
             role=found["role"],
+            left_out=read.left_out("values", found["left_out"]),
         )
         values = {"devices": start.devices or 1, "hosts": start.hosts, "rank": 0}
         values["total"] = values["devices"] * values["hosts"]

@@ -258,7 +258,7 @@ __fc_leave() {
     bash) __fc_child "${__fc_call[@]:1}" ;;
     sh | dash) __fc_no_functions; __fc_child "${__fc_call[@]:1}" ;;
     ssh) __fc_remote "${__fc_call[@]:1}" ;;
-    *) [[ -z ${__fc_away-} || ${__fc_call[0]} != ./* ]] || __fc_call[0]=$__fc_away/${__fc_call[0]#./}
+    *) [[ -z ${__fc_away-} || ${__fc_call[0]} != [!/]*/* ]] || __fc_call[0]=$__fc_away/${__fc_call[0]#./}
        if ! __fc_is_script "${__fc_call[0]}"; then __fc_record skipped "${__fc_call[@]}"; return; fi
        [[ $__fc_first == *bash* ]] || __fc_no_functions
        __fc_child "${__fc_call[@]}" ;;

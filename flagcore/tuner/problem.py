@@ -1,13 +1,13 @@
 """The search problem of a spec before any trial: its platform, space, predictions and baseline."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from flagcore.contracts import OnBest, Platform, Problem, Workload
+from flagcore.contracts import Platform, Problem, Workload
 from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
@@ -24,10 +24,8 @@ from flagcore.tuner.stages.prune import prune
 from flagcore.tuner.stages.shorten import smaller_task
 
 
-def build_problem(
-    spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bool = False, on_best: OnBest | None = None
-) -> Problem:
-    """Complete `spec`, build the space, predict all candidates and prune them. `on_best` is called in between.
+def build_problem(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bool = False) -> Problem:
+    """Complete `spec`, build the space, predict all candidates and prune them.
 
     No trial runs if `plan` is true or the fidelity is `estimate`. In this case, if trials could not run on this
     machine, the problem uses the defaults of production on the chip. Raises NothingFits if no combination is legal; the
@@ -38,22 +36,13 @@ def build_problem(
     legal = legality(platform)
     smaller = smaller_task(platform)
     legal = replace(legal, rules=(*legal.rules, smaller.rule())) if smaller else legal
-
-    def tell(space: Space, predictions: Predictions) -> None:
-        seconds = np.where(predictions.share_in_use <= PLANNED_SHARE, predictions.step_time_s, np.inf)
-        if on_best and np.isfinite(seconds).any():
-            row = int(np.nanargmin(seconds))
-            on_best(space.candidate(row), float(seconds[row]))
-
-    baseline = _baseline(platform, legal, tell)
+    baseline = _baseline(platform, legal)
     values = baseline.as_dict()
     axes = tuple(replace(axis, extra_values=(values[axis.knob],)) for axis in legal.axes)
     built = partial(build, axes, legal.rules, legal.merges, first=[knob.name for knob in platform.task.knobs])
     space, known_s = built(bounds(platform, axes, None)), np.inf
     if is_bounded := NOT_LIKELY in space.illegal:
-        sample = predict(platform, space)
-        tell(space, sample)
-        known_s = _known_seconds(sample)
+        known_s = _known_seconds(predict(platform, space))
     legal = replace(legal, bounds=bounds(platform, axes, known_s, plan=plan))
     space = built(legal.bounds) if is_bounded else space
     if not len(space):
@@ -157,7 +146,7 @@ def lacks_margin(problem: Problem) -> BoolArray:
     return problem.predictions.share_in_use > PLANNED_SHARE
 
 
-def _baseline(platform: Platform, legal: Legality, tell: Callable[[Space, Predictions], None]) -> Candidate:
+def _baseline(platform: Platform, legal: Legality) -> Candidate:
     """Return the baseline of the spec, or else the candidate that an expert would choose without measuring.
 
     This candidate comes from the engine's usual space, or from the whole space if no candidate of the usual space is
@@ -173,7 +162,6 @@ def _baseline(platform: Platform, legal: Legality, tell: Callable[[Space, Predic
         else:
             raise NothingFits(_nothing_legal(space, legal))
         predictions = predict(platform, space)
-        tell(space, predictions)
         fitting = np.flatnonzero(predictions.fits)
         rows = fitting if fitting.size else np.arange(len(space))
         row = rows[workload.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]

@@ -252,13 +252,7 @@ def test_a_served_tree_of_flagscale_is_read_as_the_same_server(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("target", "candidate"),
-    [
-        ("compose", "best"),
-        ("kubernetes", "best"),
-        ("megatron", "tp=3"),
-        ("megatron", "0"),
-    ],
+    ("target", "candidate"), [("compose", "best"), ("kubernetes", "best"), ("megatron", "tp=3"), ("megatron", "0")]
 )
 def test_what_cannot_be_exported_is_a_usage_error_and_leaves_no_folder(
     target: str, candidate: str, tmp_path: Path

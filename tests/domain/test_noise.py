@@ -98,6 +98,16 @@ def test_the_best_races_a_rival_until_they_are_equal_or_distinguished(speed: flo
     assert order == ["base", "a", "b", *["a", "b"] * extra_rounds]
 
 
+def test_of_equals_that_ran_again_the_best_has_the_fewest_settings_that_differ_from_the_baseline() -> None:
+    known = first(base=50.0, a=100.0, b=99.0, once=100.5)
+    closer = replace(known[2], candidate=Candidate.of({"who": "base", "other": 1}))
+    again = [replace(each, number=5 + each.number, role=Role.REPEAT) for each in (known[1], closer)]
+    farther = [replace(each, candidate=Candidate.of({"who": "a", "other": 2})) for each in (known[1], again[0])]
+    best = learn([known[0], farther[0], closer, known[3], farther[1], again[1]]).best
+    assert best is not None
+    assert best.candidate == closer.candidate
+
+
 def test_a_larger_indifference_ends_the_race_earlier() -> None:
     known, speeds = first(base=50.0, a=100.0, b=98.9), {"base": [50.0], "a": [100.0], "b": [98.9]}
     order, _ = again(known, replace(CONTROL, indifference=0.05), **speeds)

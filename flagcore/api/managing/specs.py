@@ -273,7 +273,9 @@ def _not_one(
 ) -> SpecError | None:
     """Return the error for an input that does not start exactly one engine, or None."""
     commands = [shlex.join(each.words) for each in programs]
-    unknown = [each.words[0] for each in programs if each.words[0].startswith(IMAGE) and each.words[not programs[1:] :]]
+    unknown = [
+        each.words[0] for each in programs if each.words[0].startswith(IMAGE) and each.words[bool(programs[1:]) :]
+    ]
     if len(found) == 1:
         return None
     failure = next((each.words[0] for each in programs if each.words[0].startswith(ENDS_WITH)), "")

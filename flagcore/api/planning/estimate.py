@@ -11,7 +11,7 @@ import numpy as np
 from flagcore.api.inputs import SpecLike, changed_spec, loaded_plugins, read_spec, warn_about_problem
 from flagcore.api.planning.evidence import NEAREST, expected_seconds, published_runs
 from flagcore.api.planning.records import prediction_records
-from flagcore.contracts import OnBest, Platform, Problem
+from flagcore.contracts import Platform, Problem
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
@@ -41,18 +41,16 @@ def estimate(
     objective: str | None = None,
     evidence: bool = False,
     without: Collection[str] = (),
-    on_best: OnBest | None = None,
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
 
     With `distinct`, only the fastest candidate of each layout is returned, and its `variants` is the number of other
     candidates with the layout. `chip` and `objective` replace the values of the spec. With `evidence`, `published`
-    contains all published runs on the chip. In large spaces of training, `on_best` is called with the fastest candidate
-    known so far and its seconds. Raises the errors of `flagcore.errors`.
+    contains all published runs on the chip. Raises the errors of `flagcore.errors`.
     """
     if objective is not None:
         spec = changed_spec(spec, {"auto_tuner.objective": objective})
-    problem = build_problem_of_spec(spec, chip, without, plan=True, on_best=on_best)
+    problem = build_problem_of_spec(spec, chip, without, plan=True)
     task, order, mixing = problem.task, rows_by_time(problem), None
     if not order.size:
         is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups
@@ -69,6 +67,7 @@ def estimate(
         counts=count(problem.space, problem.pruned, SearchState()),
         baseline=_records(problem, np.array([problem.space.find(problem.baseline)]))[0],
         defaults=_engine_defaults(problem),
+        roomier=_roomier(problem, order),
         expected_s=expected_seconds(task, float(problem.predictions.step_time_s[order[0]])),
         crowded=_crowded(problem, order),
         unmet=unmet_text(problem) or only_baseline_text(problem),
@@ -88,16 +87,14 @@ def estimate(
     )
 
 
-def build_problem_of_spec(
-    spec: SpecLike, chip: str | None, without: Collection[str], *, plan: bool = False, on_best: OnBest | None = None
-) -> Problem:
-    """Return the problem of a spec, optionally for another chip or as a `plan`. `on_best` is that of `build_problem`.
+def build_problem_of_spec(spec: SpecLike, chip: str | None, without: Collection[str], *, plan: bool = False) -> Problem:
+    """Return the problem of a spec, optionally for another chip or as a `plan`.
 
     Raises SpecError and other FlagErrors.
     """
     parsed_spec = read_spec(spec, chip, without)
     with loaded_plugins(without) as loaded:
-        problem = build_problem(parsed_spec, loaded, workload_of(parsed_spec.work), plan=plan, on_best=on_best)
+        problem = build_problem(parsed_spec, loaded, workload_of(parsed_spec.work), plan=plan)
     warn_about_problem(problem)
     return problem
 
@@ -184,6 +181,21 @@ def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
         return None
     columns = candidate_columns(problem.platform, values)
     return {"candidate": values, **prediction_records(problem.platform, columns)[0]}
+
+
+def _roomier(problem: Problem, order: IntArray) -> dict[str, Any] | None:
+    """Return the first candidate of `order` below ROOMY_SHARE of the memory, if the first candidate is not below it.
+
+    Returns None otherwise, and if all candidates use the same share, because a knob sets the share that the engine
+    reserves.
+    """
+    share = problem.predictions.share_in_use[order]
+    below = order[share < ROOMY_SHARE]
+    return _records(problem, below[:1])[0] if below.size and share[0] >= ROOMY_SHARE else None
+
+
+ROOMY_SHARE = 0.90
+"""The share of the memory below which a candidate has ample room. Chosen by hand."""
 
 
 def _crowded(problem: Problem, order: IntArray) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ import numpy as np
 from flagcore.contracts import Choice, Problem, SearchContext, Strategy
 from flagcore.domain.plan import interference
 from flagcore.domain.prediction import PastMeasurements
-from flagcore.domain.search_state import SearchState
+from flagcore.domain.search_state import MIN_NOISE, SearchState
 from flagcore.domain.space import Candidate, IntArray
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
 from flagcore.i18n import N_
@@ -22,8 +22,9 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     The result of a candidate is its first conclusive trial that did not fail, or its last trial if there is none.
     A trial of this run replaces a trial from another tool. Imported trials, repeats, interference trials and trials of
     another `fidelity` do not count as results. If parallel trials disturb each other, parallel trials with step times
-    are marked inconclusive. The best is the fastest candidate or, if a candidate that is not significantly slower ran
-    again, the fastest of those, because a single run may be fast by chance.
+    are marked inconclusive. The best is the fastest candidate or, if candidates that are not significantly slower ran
+    again, the fastest of those, because a single run may be fast by chance. Of several that ran again and are within
+    MIN_NOISE, it is the one with the fewest settings that differ from the baseline.
     """
     trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
     own_trials = [trial for trial in trials if trial.fidelity == fidelity]
@@ -47,12 +48,19 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
         probes=tuple(trial for trial in trials if trial.fidelity != fidelity),
     )
     measured = [each for each in by_candidate.values() if each.is_conclusive and search_state.runs_of(each.candidate)]
-    order = sorted(measured, key=lambda trial: -search_state.speed_of(trial.candidate))
+
+    def speed_of(trial: Trial) -> float:
+        return search_state.speed_of(trial.candidate)
+
+    order = sorted(measured, key=speed_of, reverse=True)
     kept = [trial for trial in order if search_state.keeps_limits(trial.candidate)]
     known = replace(search_state, best=next(iter(kept), None))
     rivals = {trial.candidate for trial in known.rivals}
-    again = (each for each in kept if each is known.best or each.candidate in rivals)
-    best = next((each for each in again if search_state.repeats_of(each.candidate)), known.best)
+    near = [each for each in kept if each is known.best or each.candidate in rivals]
+    again = [each for each in near if search_state.repeats_of(each.candidate)] or near[:1]
+    equals = [each for each in again if speed_of(each) >= (1.0 - MIN_NOISE) * speed_of(again[0])]
+    settings = {*baseline[0].candidate.items} if baseline else set()
+    best = min(equals, key=lambda trial: len({*trial.candidate.items} - settings), default=None)
     return replace(search_state, best=best, fastest=next(iter(order), None))
 
 

@@ -33,8 +33,6 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1
 _HOSTS = "nnodes"
 Pair: TypeAlias = tuple[str, list[str]]
 """A flag, with its dashes, and its values."""
-_PASSES = ("exec", "nohup", "sudo", "time", "env", "setsid", "uv", "run")
-"""Words in front of a program that change nothing for it."""
 
 
 def spec_of_command(
@@ -48,7 +46,7 @@ def spec_of_command(
         raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
     program = words[place[0] : place[1]]
     notes = Notes()
-    if before := " ".join(each for each in words[: place[0]] if each not in _PASSES):
+    if before := " ".join(each for each in words[: place[0]] if not FORMS["passes"].fullmatch(each)):
         notes.note("command", f"is left out in front of the program: {redact_text(before)[:100]}")
     is_default = tuple(program) == tuple(engine.program.program)
     flags, version = engine.program.installed_release() if is_default and not start.version else ((), start.version)
