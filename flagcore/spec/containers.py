@@ -68,7 +68,7 @@ def container_run(start: Start, words: Sequence[str], images: Mapping[str, Seque
         options.append((name.lstrip("-"), value))
     if not rest:
         return replace(start, words=())
-    given = dict(options)
+    given = {name: value for name, value in options if name != "env-file" or not dotenv(Path(value))}
     variables = literal_variables([value for name, value in options if name in ("e", "env")])
     read = {key: each for name, file in options if name == "env-file" for key, each in dotenv(Path(file)).items()}
     count, unread = _named([value for name, value in options if name in ("gpus", "device")])
@@ -87,7 +87,9 @@ def left_out(form: str, given: Mapping[Any, Any], path: str = "") -> dict[str, s
     found = dict[str, str]()
     for key, value in ((f"{path}{key}", value) for key, value in given.items() if value not in (None, "", [], {})):
         if not FORMS[form].fullmatch(key):
-            found |= left_out(form, value, f"{key}.") if isinstance(value, Mapping) else {key: str(value)}
+            is_list = isinstance(value, list) and any(isinstance(each, Mapping) for each in value)  # may have secrets
+            text = f"a list of {len(value)}" if is_list else str(value)
+            found |= left_out(form, value, f"{key}.") if isinstance(value, Mapping) else {key: text}
     return found
 
 
@@ -201,9 +203,11 @@ def pods_of(
     if not isinstance(node, Mapping):
         return
     role = str(node.get("name")) if node.get("name") in ("prefill", "decode") and "template" in node else role
-    replica_specs = next((each for key, each in node.items() if str(key).endswith("ReplicaSpecs")), None) or {
-        n: each for n, each in enumerate(node.get("tasks") or ()) if isinstance(each, Mapping) and "template" in each
-    }  # of kubeflow, or the tasks of Volcano
+    tasks = node.get("tasks") if isinstance(node.get("tasks"), list) else ()  # of Volcano
+    tasks = [each for each in tasks or () if isinstance(each, Mapping) and isinstance(each.get("template"), Mapping)]
+    is_split = {"prefill", "decode"} & {str(each.get("name")) for each in tasks}
+    replica_specs = next((each for key, each in node.items() if str(key).endswith("ReplicaSpecs")), None)
+    replica_specs = replica_specs or {n: each for n, each in enumerate(tasks) if not is_split}
     if "containers" in node:
         given = node["containers"]
         for each in given.values() if isinstance(given, Mapping) else given:
@@ -223,7 +227,9 @@ def pods_of(
         pods = [[*pods_of(each.get("template"), images)] for each in replica_specs.values()]
         sizes = [max((each.devices or 0 for each in pod), default=0) for pod in pods]  # 0 for one that only starts
         total = sum(n for n, size in zip(counts, sizes, strict=True) if size or not any(sizes))
-        for start in pods[0]:
+        launcher = next((pod for pod, size in zip(pods, sizes, strict=True) if any(sizes) and not size), pods[0])
+        programs = {each.words: each for pod in reversed(pods) for each in pod} if tasks else {}
+        for start in programs.values() or launcher:
             count = start.devices or max(sizes) or None
             job = variables_of("PyTorchJob", hosts=total, devices=count or "auto")
             yield replace(start, hosts=total, devices=count, job=job)
@@ -266,7 +272,7 @@ def with_runtimes(documents: Sequence[Any]) -> list[Any]:
 def _maps_in(folder: Path) -> Iterator[Any]:
     """Yield the documents of the YAML files with ConfigMaps in a folder."""
     for file in sorted(folder.glob("*.y*ml")):
-        with suppress(yaml.YAMLError):
+        with suppress(yaml.YAMLError, ValueError):  # ValueError: an impossible date
             if re.search(r"(?m)^kind: ConfigMap", text := _text_of(file)):
                 yield from yaml.safe_load_all(text)
 

@@ -107,6 +107,8 @@ class _Section:
         if isinstance(known.get("envs"), list):
             known["envs"] = [each for each in known["envs"] if isinstance(each, str) or each.get("name") not in read]
         named_keys = re.findall(r"\w+", str(table))
+        spec = self._section.get("spec")
+        keys = {**self._section, **(spec if "spec" in named_keys and isinstance(spec, Mapping) else {})}
         if named := {name: value for name, path in table.get("variables", {}).items() if (value := self.value(path))}:
             known["envs"] = [*(known.get("envs") or ()), *(f"{name}={value}" for name, value in named.items())]
         return {
@@ -116,7 +118,7 @@ class _Section:
             "script": "\n".join(script) if isinstance(script, list) else str(script or ""),
             "role": table.get("role", ""),
             "job": table.get("job", {}),
-            "left_out": {key: value for key, value in self._section.items() if key not in named_keys},
+            "left_out": {key: value for key, value in keys.items() if key not in named_keys},
             **known,
         }
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -73,14 +72,14 @@ def starts_of(
                     *read.pods_of(each, images),
                 )
             ] or [start for each in read.containers_in(documents) for start in read.pods_of(each, images)]
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
             problem = _("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))
             if re.search(r"(?m)\{\{|^\s*[$]?\{\w+\}", text):
                 problem = _(
                     "the file is a template: give it after `envsubst`, `helm template` or the like has filled it"
                 )
             raise UsageError(problem) from None
-        except (AttributeError, LookupError, TypeError) as error:  # nodes are read without a check of their types
+        except (AttributeError, LookupError, TypeError, RecursionError) as error:  # types are not checked
             problem = _("the file has another structure than a manifest or a compose file: {reason}", reason=error)
             raise UsageError(problem) from None
     else:
@@ -227,7 +226,7 @@ def _batch(text: str, directory: str) -> Start:
     """Return a batch script without its words: the variables that Slurm sets, its hosts, and its devices per host."""
     options = dict[str, str]()
     for line in FORMS["batch line"].findall(text):
-        words = shlex.split(line, comments=True)
+        words = read.split_words(re.sub(r"(^|\s)#.*", "", line))
         for number, word in enumerate(words):
             name, equals, value = word.lstrip("-").partition("=")
             if not word.startswith("-"):

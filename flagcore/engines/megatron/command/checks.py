@@ -99,7 +99,7 @@ def _process_count_problems(spec: Spec, command: UserCommand) -> Iterator[SpecEr
             fix = "write its value; a command of the script that prints it may not be run when the script is read"
             yield _error(option.words[0], "has no value", fix)
     nnodes = command.option("nnodes")
-    node_starters = {"srun", "mpirun", "mpiexec", "orterun", "jsrun", "ssh"}
+    node_starters = {"srun", "mpirun", "mpiexec", "orterun", "jsrun", "aprun", "ssh"}
     nodes = 1 if spec.on_each_host else nodes
     if nodes > 1 and command.launcher and not node_starters & {Path(word).name for word in command.prefix}:
         problem = f"starts the ranks of this node only, but cluster.nodes = {nodes}"

@@ -100,8 +100,9 @@ MASTER_VARIABLES = {
 }
 """Default environment variables of a traced script, whose values differ between hosts or jobs."""
 WRAPPERS = {
-    *("env", "nohup", "setsid", "nice", "numactl", "taskset", "stdbuf", "time", "timeout", "command", "exec", "uv"),
-    *("srun", "mpirun", "mpiexec", "orterun", "jsrun", "sudo", "nsys", "singularity", "apptainer", "conda", "poetry"),
+    *("env", "nohup", "setsid", "nice", "numactl", "taskset", "stdbuf", "time", "timeout", "command", "exec"),
+    *("srun", "mpirun", "mpiexec", "orterun", "jsrun", "aprun", "sudo", "nsys", "singularity", "apptainer"),
+    *("uv", "conda", "poetry"),
 }
 """Programs that run the rest of their command line as a command."""
 TORCHRUN_SWITCHES = {"standalone", "m", "module", "no-python", "run-path", "use-env", "virtual-local-rank"}

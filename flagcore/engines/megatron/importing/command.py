@@ -134,7 +134,7 @@ def _of_launcher(command: UserCommand, notes: Notes, hosts: int, devices: int) -
     text = text[starter.end() - 1 :]
     if starter[2] == "jsrun":
         sets, size, per_host_of = (int(each[1]) if (each := re.search(rf" -{n} ?(\d+)", text)) else 1 for n in "nar")
-        return max(1, sets // per_host_of), 0 if command.launcher else size * per_host_of
+        return max(1, sets // max(1, per_host_of)), 0 if command.launcher else size * per_host_of
     tasks, per_host, given = (FORMS[name].search(text) for name in ("tasks", "tasks per host", "hosts"))
     per = int(per_host[1]) if per_host and not command.launcher else 0
     if starter[2] == "srun":

@@ -78,8 +78,9 @@ class VllmProgram(Program):
                 given = result[name]
                 text = ",".join(map(str, given)) if isinstance(given, list) else str(given)
                 limits = json.loads(re.sub(r"^([^{].*)$", r"{\1}", re.sub(r"([\w-]+)=(\d+)", r'"\1":\2', text))).items()
-                del result[name]
-                result |= {f"{name}.{key}": value for key, value in limits}
+                if not any(isinstance(value, Mapping) for _key, value in limits):
+                    del result[name]
+                    result |= {f"{name}.{key}": value for key, value in limits}
         return result
 
 
