@@ -141,7 +141,8 @@ def links_can_be_what_they_claim(chip: Chip) -> Problems:
     if not link.peer_access and link.topology not in ("pcie", "shared-memory"):
         fix = "remove it: devices on a link of their own can access each other's memory"
         yield Problem(f"{chip.name}: link.peer_access = False {where}", fix)
-    none = re.search(r"\bno (?:peer access|copies between devices)\b|go through the host", chip.notes)
+    of_a_node = " ".join(each for each in re.split(r"[.;]", chip.notes) if "node" not in each)
+    none = re.search(r"\bno (?:peer access|copies between devices)\b", of_a_node)
     if none and link.peer_access:
         text = f"{chip.name}: link.peer_access = True, but notes say {none[0]!r}"
         yield Problem(text, "write peer_access: false, or correct the notes")
@@ -189,7 +190,8 @@ def uuids_are_read(plugin: Subject) -> Problems:
         if not isinstance(answer, Mapping):
             text = f"discover.py: uuids returns a {type(answer).__name__}"
             yield Problem(text, "return a mapping from the index of a device to its UUID")
-        if isinstance(answer, Mapping) and not any(_uuids_of(detector, each) for each in plugin.listings):
+        is_lacking = isinstance(answer, Mapping) and not any(_uuids_of(detector, each) for each in plugin.listings)
+        if is_lacking and _asks_its_tool(detector):
             text = "discover.py: no transcript has a UUID, although the detector reads them"
             yield Problem(text, "save what that command prints, and name it in `others` of sources.yaml")
     if not own:
@@ -213,6 +215,14 @@ def topology_command_is_known(plugin: Subject) -> Problems:
     arguments = " ".join(map(str, detector.topology[1:]))
     if not re.search(re.escape(arguments).replace(r"\ ", r"\s+") + r"(?!\w)", words):
         yield f"discover.py: topology runs `{command}`, which no other file of the plugin has"
+
+
+def _asks_its_tool(detector: DeviceDetector) -> bool:
+    """Return whether `uuids` runs the tool. Others read files or a library, which no transcript shows."""
+    with fakes.machine({detector.tool: ': > "$(dirname "$0")/../asked"'}) as folder:
+        if detector.uuids:
+            detector.uuids()
+        return (folder / "asked").exists()
 
 
 def _uuids_of(detector: DeviceDetector, each: Transcript) -> object:

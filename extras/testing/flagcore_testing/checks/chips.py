@@ -209,7 +209,10 @@ def figures_are_consistent(chip: Chip) -> Problems:
                 yield Problem(f"{chip.name}: {values}", fix)
 
 
-OF_A_NODE = re.compile(r"\b[Aa] (?:node|server) (?:has|of) (\d+)\b|\b(\d+) devices (?:a|per) (?:node|server)")
+OF_A_NODE = re.compile(
+    r"\b[Aa] (?:node|server) (?:has|of) (\d+) (?:of (?:these|the \d+) )?devices"
+    r"|\b(\d+) devices (?:a|per) (?:node|server)"
+)
 MOST_DEVICES = 32
 """Maximum number of devices of a node. A rack of several hosts is a link domain."""
 

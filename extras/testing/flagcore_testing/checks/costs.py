@@ -285,7 +285,7 @@ def inner_levels_have_the_rate_of_the_link(plugin: Subject) -> Problems:
             link = chip.link.bytes_per_second.value
             yield f"flagcore_topology: the innermost level of {chip.name} has {rate:g} B/s, and its link {link:g}"
         size = min(chip.link.domain_size or chip.devices_per_node, chip.devices_per_node) if chip.link else 0
-        if topology and size and topology.levels[0].devices != size:
+        if topology and size and size not in [level.devices for level in topology.levels]:
             text = f"the innermost level of {chip.name} has {topology.levels[0].devices} devices"
             yield Problem(f"flagcore_topology: {text}, and its link joins {size}", "correct it, or link.domain_size")
 

@@ -157,7 +157,7 @@ def curves_are_plausible(plugin: Subject, chip: Chip, folder: str) -> Problems:
         yield from (f"{folder}/{name}: {problem}" for problem in problems)
 
 
-OF_UNITS = re.compile(r"\b(\d+) (?:compute units|multiprocessors|processors)\b")
+OF_UNITS = re.compile(r"\b(\d+) (?:compute units|multiprocessors)\b")
 OF_PEAK = re.compile(r"\b(\d+)(?: to (\d+))? of (\d+)( TFLOP/s)")
 OF_MEMORY = re.compile(r"\b(\d+)(?: to (\d+))? GB/s of ([\d.]+) (TB/s)")
 """Rates that kernels reached, of a peak, in the words of a source."""
@@ -172,7 +172,7 @@ def _curve_problems(curve: Curve, source: str, chip: Chip) -> Iterator[str]:
             yield f"{key} = {value:g}"
     words = " ".join([source, chip.notes, *(fact.source.detail for fact in chip.figures.values())])
     said = {int(number) for number in OF_UNITS.findall(words)}
-    if said and int(curve.units) not in said:
+    if said and not any(curve.units == n or ("dies" in words and curve.units % n == 0) for n in said):
         yield f"units = {curve.units:g}, and the chip's file or the source has {min(said)} of them"
     for key in curve.gemm_shares:
         if key not in KNOWN:

@@ -273,7 +273,7 @@ def memory_failures_have_their_state(plugin: Subject) -> Problems:
     for place, each in enumerate(plugin.quirks.failures):
         if each.state not in FAILED:
             yield f"quirks.yaml: failures[{place}].state = {each.state.value}, which is no failure"
-        if each.state is TrialState.OUT_OF_MEMORY and not re.search("memory|alloc", each.example, re.I):
+        if each.state is TrialState.OUT_OF_MEMORY and not re.search("memory|alloc|oom|resource", each.example, re.I):
             shown = each.example[:80]
             yield f"quirks.yaml: failures[{place}].state = {each.state.value}, but its example, {shown!r}, is of none"
         if NO_MEMORY.search(each.example) and each.state is not TrialState.OUT_OF_MEMORY:
