@@ -58,6 +58,7 @@ def estimate(
         raise NothingFits(nothing_fits_text(problem, change))
     with loaded_plugins(without) as loaded:
         published = published_runs(task, loaded, None if evidence else NEAREST)
+        expected_s = expected_seconds(task, loaded, float(problem.predictions.step_time_s[order[0]]))
         if len(task.cluster.groups) > 1:
             mixing = mixing_of(read_spec(spec, chip, without), problem, loaded)
     untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
@@ -68,7 +69,7 @@ def estimate(
         baseline=_records(problem, np.array([problem.space.find(problem.baseline)]))[0],
         defaults=_engine_defaults(problem),
         roomier=_roomier(problem, order),
-        expected_s=expected_seconds(task, float(problem.predictions.step_time_s[order[0]])),
+        expected_s=expected_s,
         crowded=_crowded(problem, order),
         unmet=unmet_text(problem) or only_baseline_text(problem),
         candidates=_candidates(problem, order, top, distinct=distinct),

@@ -24,10 +24,12 @@ CHOSEN = 1.18
 to 1.19 without one source). It is 1.03 in 54 dense jobs. `benchmarks/chosen.py` measures both."""
 
 
-def expected_seconds(task: Task, planned_s: float) -> float | None:
-    """Return the seconds that a step of the plan is expected to take, or None if they are as predicted."""
-    is_slower = not isinstance(task.spec.work, ServeSpec) and task.spec.model.num_moe_experts is not None
-    return CHOSEN * planned_s if is_slower and math.isfinite(planned_s) else None
+def expected_seconds(task: Task, loaded: LoadedPlugins, planned_s: float) -> float | None:
+    """Return the seconds that a step of the plan is expected to take, or None if they are as predicted, or unknown: if
+    no run with experts is published that this engine made on these chips."""
+    jobs = _nearest(task, loaded) if task.spec.model.num_moe_experts and math.isfinite(planned_s) else ()
+    known = (job for job, _ in jobs if job.model.num_moe_experts and job.work.engine == task.spec.work.engine)
+    return CHOSEN * planned_s if any(known) else None
 
 
 def published_runs(task: Task, loaded: LoadedPlugins, limit: int | None = NEAREST) -> tuple[PublishedRun, ...]:
