@@ -42,7 +42,7 @@ _TOKEN_FORMATS = re.compile(
 
 @lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """Return whether a name denotes a secret, such as `HF_TOKEN`, `--api-key` or `db.password`, not `max_tokens`."""
+    """Return whether a name denotes a secret, such as `HF_TOKEN`, `ADMIN_KEY` or `db.password`, not `max_tokens`."""
     words = [
         word for word in re.split(r"[_.]+", re.sub(r"([a-z0-9])(?=[A-Z])", r"\1_", name).replace("-", "_")) if word
     ]
@@ -51,7 +51,8 @@ def is_secret(name: str) -> bool:
     last, previous = words[-1].lower(), words[-2].lower() if len(words) > 1 else ""
     if last == "token":
         return previous not in _TEXT_WORDS
-    return last.endswith(_SECRET_SUFFIXES) or (last == "key" and previous in _KEY_PREFIXES)
+    is_key = previous in _KEY_PREFIXES or (name.isupper() and previous not in {"", *_TEXT_WORDS})
+    return last.endswith(_SECRET_SUFFIXES) or (last in ("key", "keys") and is_key)
 
 
 def secrets_in_environment(environment: Mapping[str, object]) -> tuple[str, ...]:

@@ -74,6 +74,8 @@ def container_run(start: Start, words: Sequence[str], images: Mapping[str, Seque
     count, unread = _named([value for name, value in options if name in ("gpus", "device")])
     devices = count or positive(re.sub(r"\D*", "", given.get("gpus", ""))) or start.devices
     unread |= {f"--{name}": value for name, value in left_out("docker run", given).items()}
+    is_here = all(os.path.isfile(file) for name, file in options if name == "env-file")
+    unread |= {} if is_here else {"--env-file": "a file that is not here"}
     envs = {**start.envs, **read, **variables}
     start = replace(start, envs=envs, devices=devices, script=(), left_out={**start.left_out, **unread})
     mounts = (value.split(":") for name, value in options if name in ("v", "volume") and value.count(":") in (1, 2))
@@ -111,7 +113,8 @@ def container(start: Start, image: Any, entry: Any, args: Any, images: Mapping[s
     image = f"{image.get('repository')}:{image.get('tag') or ''}" if isinstance(image, Mapping) else image
     path, _at, _digest = image.partition("@")
     repository, _colon, tag = path.rpartition(":") if ":" in path.rpartition("/")[2] else (path, "", "")
-    program: Sequence[str] = _words(entry)
+    is_text = isinstance(entry, list) and len(entry) == 1 and " -" in str(entry[0])  # the command as one word
+    program: Sequence[str] = _words(entry[0] if is_text else entry)
     release = None
     for name, entry_point in images.items():
         known, _colon, tags = name.partition(":")
@@ -120,9 +123,11 @@ def container(start: Start, image: Any, entry: Any, args: Any, images: Mapping[s
             release = release or (FORMS["release"].match(tag) if "/" in known else None)  # others number their own
     program = () if entry is None and FORMS["program"].match(" ".join(_words(args))) else program
     words = filled((*program, *_words(args)), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
+    unread = {"image": image} if image and not release and FORMS["any release"].search(tag) else {}
+    unread |= {"image": f"{image}: it is for CPUs, set cluster.chip"} if FORMS["cpu image"].search(path) else {}
     if (image or words) and (not words or words[0].startswith("-")):
         words = (f"{IMAGE}{image or 'built here'}", *words)
-    return replace(start, words=words, version=release[1] if release else "")
+    return replace(start, words=words, version=release[1] if release else "", left_out={**start.left_out, **unread})
 
 
 def filled(words: Iterable[str], pattern: str, values: Mapping[str, str]) -> tuple[str, ...]:
@@ -143,6 +148,7 @@ def services_of(document: Any, images: Mapping[str, Sequence[str]], unset: str, 
         given = [given] if isinstance(given, str) else given
         paths = [each["path"] if isinstance(each, Mapping) else each for each in given]
         read = {key: value for each in paths for key, value in dotenv(folder / each).items()}
+        unread |= {} if all((folder / each).is_file() for each in paths) else {"env_file": "a file that is not here"}
         start = Start(
             envs={UNSET: unset, **read, **literal_variables(service.get("environment"))},
             devices=count or positive(reserved[0].get("count")),
@@ -260,11 +266,12 @@ def with_runtimes(documents: Sequence[Any]) -> list[Any]:
     runtimes = {
         str(each.get("metadata", {}).get("name")): each for each in found if "ServingRuntime" in str(each["kind"])
     }
-    services = [each["spec"]["predictor"] for each in found if each["kind"] == "InferenceService"]
-    for model in [each.get("model") or {} for each in services]:
+    for service in [each for each in found if each["kind"] == "InferenceService"]:
+        model = service["spec"]["predictor"].get("model") or {}
         if runtime := runtimes.get(str(model.get("runtime"))):
-            container = runtime["spec"]["containers"][0]
-            model |= {**container, **model, "args": [*(container.get("args") or ()), *(model.get("args") or ())]}
+            container, name = runtime["spec"]["containers"][0], str((service.get("metadata") or {}).get("name"))
+            args = [re.sub(r"\{\{ *\.Name *\}\}", name, str(each)) for each in container.get("args") or ()]
+            model |= {**container, **model, "args": [*args, *(model.get("args") or ())]}
             documents = [each for each in documents if each is not runtime]
     return list(documents)
 

@@ -56,5 +56,6 @@ def _stem(name: str) -> tuple[str, str | None]:
     while len(words) > 1 and (
         words[-1] in _SAME_SHAPE or words[-1] in FORMATS or re.fullmatch(r"[01]\d{3}|2[345]\d\d", words[-1])
     ):
-        weights = FORMATS.get(words.pop(), weights)
+        last = FORMATS.get(words.pop())
+        weights = weights or last
     return "-".join(words), weights

@@ -119,6 +119,8 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
     while words and (words[0] == "env" or ASSIGNMENT.match(words[0])):
         name, equals, value = words.pop(0).partition("=")
         envs |= {name: value} if equals else {}
+    if words[:2] == ["uv", "run"] and "-m" in words and not any(map(FORMS["python"].fullmatch, words)):
+        words.insert(words.index("-m"), "python")
     start = replace(start, words=tuple(words), envs=envs)
     names = [os.path.basename(word) for word in words]
     shells = [n for n, name in enumerate(names) if name in SHELLS and _shell_text(words[n + 1 :])]
@@ -154,7 +156,9 @@ def _inner(start: Start, images: Mapping[str, Sequence[str]], directory: str, de
             new = replace(new, script=start.script or (() if before else script))
             yield from _inner(new, images, directory, depth + 1)
     elif words:
-        yield start
+        named = (FORMS["image of launcher"].search(word) for word in words)
+        releases = [read.container(Start(), each[1], None, None, images).version for each in named if each]
+        yield replace(start, version=start.version or "".join(releases[:1]))
 
 
 def _shell_text(words: Sequence[str]) -> Sequence[str]:

@@ -31,7 +31,7 @@ HIDDEN = "s3cr3tv4lu3"
             "apiKey",
         ),
         *("apikey", "AWS_SECRET_ACCESS_KEY", "password", "db.password", "PGPASSWORD", "client_secret", "MY_SECRET"),
-        *("GOOGLE_CREDENTIALS", "private_key", "ssl.private-key", "Authorization", "DB_PASSWD"),
+        *("ADMIN_KEY", "GATEWAY_API_KEYS", "private_key", "ssl.private-key", "Authorization", "DB_PASSWD"),
     ],
 )
 def test_names_of_secrets(name: str) -> None:

@@ -25,7 +25,7 @@ def test_a_public_model_has_its_published_number_of_parameters() -> None:
     [
         ("qwen/qwen3-8b", "Qwen/Qwen3-8B", None),
         ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B", "fp8"),
-        ("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int4", "Qwen/Qwen2.5-72B", "int4"),
+        ("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int8", "Qwen/Qwen2.5-72B", "int8"),
         ("RedHatAI/DeepSeek-R1-0528-quantized.w4a16", "deepseek-ai/DeepSeek-R1", "int4"),
         ("nvidia/DeepSeek-V3.1-NVFP4", "deepseek-ai/DeepSeek-V3.1", "nvfp4"),
         ("deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-V3", "fp8"),

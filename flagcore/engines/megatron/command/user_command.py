@@ -27,6 +27,7 @@ from flagcore.engines.megatron.command.arguments import FORK, ArgumentTable, rel
 from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
 from flagcore.engines.megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
 from flagcore.errors import SpecError
+from flagcore.spec.containers import variables_of
 from flagcore.spec.knobs import setting_from_text
 from flagcore.spec.script import SCRIPT_FIX, SHELLS, is_script, trace_script
 
@@ -91,13 +92,7 @@ def _installed_release(directory: str, python: str | None, path: str | None) -> 
 
 PLACEHOLDER = "{flags}"
 """A word of a command that is replaced by the flags of a trial. Commands that start Megatron-LM do not need it."""
-MASTER_VARIABLES = {
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-    "SLURM_JOB_NODELIST": "localhost",
-    "SLURM_JOB_ID": "1",
-    **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), "0"),
-}
+MASTER_VARIABLES = variables_of("first rank")
 """Default environment variables of a traced script, whose values differ between hosts or jobs."""
 WRAPPERS = {
     *("env", "nohup", "setsid", "nice", "numactl", "taskset", "stdbuf", "time", "timeout", "command", "exec"),
