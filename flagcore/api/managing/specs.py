@@ -283,8 +283,7 @@ def _not_one(
         problem = _("starts no engine: it {failure}", failure=redact_text(failure))
         fix = _("give its arguments, as in `flag import -- bash FILE ARGUMENT`, set its variables, or give its command")
         return SpecError(key="command", value=value, problem=problem, fix=_with_unset(fix, programs))
-    started = map(FORMS["script"].search, commands or [text])
-    absent = [each[1] for each in started if each and not os.path.isfile(each[1])]
+    absent = [hit[1] for hit in map(FORMS["script"].search, commands or [text]) if hit and not os.path.isfile(hit[1])]
     if absent and not found:
         problem = _("starts no engine: the script {file}, which it starts, is not here", file=redact_text(absent[0]))
         fix = _("give that script, or start from the folder to which its path belongs")

@@ -27,7 +27,7 @@ from flagcore.engines.megatron.command.arguments import FORK, ArgumentTable, rel
 from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
 from flagcore.engines.megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
 from flagcore.errors import SpecError
-from flagcore.spec.containers import variables_of
+from flagcore.spec.containers import FORMS, variables_of
 from flagcore.spec.knobs import setting_from_text
 from flagcore.spec.script import SCRIPT_FIX, SHELLS, is_script, trace_script
 
@@ -94,17 +94,10 @@ PLACEHOLDER = "{flags}"
 """A word of a command that is replaced by the flags of a trial. Commands that start Megatron-LM do not need it."""
 MASTER_VARIABLES = variables_of("first rank")
 """Default environment variables of a traced script, whose values differ between hosts or jobs."""
-WRAPPERS = {
-    *("env", "nohup", "setsid", "nice", "numactl", "taskset", "stdbuf", "time", "timeout", "command", "exec"),
-    *("srun", "mpirun", "mpiexec", "orterun", "jsrun", "aprun", "sudo", "nsys", "singularity", "apptainer"),
-    *("uv", "conda", "poetry"),
-}
-"""Programs that run the rest of their command line as a command."""
 TORCHRUN_SWITCHES = {"standalone", "m", "module", "no-python", "run-path", "use-env", "virtual-local-rank"}
 """Options of torchrun without a value. Source: torch 2.13 `distributed/run.py`."""
-PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 TRAINING_FLAGS = {"--num-layers", "--micro-batch-size", "--global-batch-size", "--seq-length", "--train-iters"}
-PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
+PYTHON = FORMS["python"]
 PROGRAM = re.compile(r"pretrain_\w+(\.py)?")
 
 
@@ -256,7 +249,7 @@ def parse(words: Sequence[str], directory: str, environment: Mapping[str, str] |
     for index, word in enumerate(words[shell_words:], start=shell_words):
         name = Path(word).name
         wrapper = next((each for each in words[shell_words:index] if "=" not in each), "env")
-        if Path(wrapper).name not in WRAPPERS:
+        if not FORMS["wrapper"].fullmatch(Path(wrapper).name):
             return None
         command = None
         if name == "torchrun":
@@ -279,7 +272,7 @@ def _parse_python(words: Sequence[str]) -> UserCommand | None:
             return UserCommand(program=tuple(words[: index + 2]), arguments=_arguments(words[index + 2 :]))
         if words[index] == "-c":
             return None
-        index += 2 if words[index] in PYTHON_OPTIONS_WITH_VALUE else 1
+        index += 2 if words[index] in ("-W", "-X", "--check-hash-based-pycs") else 1
     if index >= len(words):
         return None
     return UserCommand(program=tuple(words[: index + 1]), arguments=_arguments(words[index + 1 :]))
