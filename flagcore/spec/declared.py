@@ -107,8 +107,8 @@ class _Section:
         if isinstance(known.get("envs"), list):
             known["envs"] = [each for each in known["envs"] if isinstance(each, str) or each.get("name") not in read]
         named_keys = re.findall(r"\w+", str(table))
-        spec = self._section.get("spec")
-        keys = {**self._section, **(spec if "spec" in named_keys and isinstance(spec, Mapping) else {})}
+        parts = [part for key, part in self._section.items() if isinstance(part, Mapping) and f"{key}." in str(table)]
+        keys = {name: value for part in (self._section, *parts) for name, value in part.items()}
         if named := {name: value for name, path in table.get("variables", {}).items() if (value := self.value(path))}:
             known["envs"] = [*(known.get("envs") or ()), *(f"{name}={value}" for name, value in named.items())]
         return {
