@@ -57,6 +57,14 @@ def test_a_plan_comes_with_the_nearest_published_runs(estimate: Estimate) -> Non
     assert not api.estimate(SPEC, chip="910B1").published
 
 
+def test_plans_with_experts_are_expected_to_be_slower_where_such_runs_are_published(estimate: Estimate) -> None:
+    spec = {**SPEC, "model": "Qwen/Qwen3-30B-A3B"}
+    plan = api.estimate(spec)
+    assert plan.expected_s is not None
+    assert plan.expected_s > plan.candidates[0]["step_time_s"]["value"]
+    assert (estimate.expected_s, api.estimate(spec, chip="MI300X").expected_s) == (None, None)
+
+
 def test_the_layout_of_a_published_run_is_compared_with_the_best() -> None:
     report = api.explain_like(SPEC, "dgxc-benchmarking LLAMA-3.1-8b fp8")
     assert report.name.startswith("Meta-Llama-3.1-8B, 8 x H100-SXM, fp8, 8192 (https://")

@@ -118,6 +118,14 @@ def test_attention_grows_with_the_square_of_the_sequence() -> None:
     assert 3.7 < attention(32768, 32768)[0] / attention(16384, 16384)[0] < 4.0
 
 
+def test_a_kernel_of_attention_may_reach_its_own_share_of_the_peak() -> None:
+    curve = Curve()
+    own = Roofline(chip=CHIP, curve=replace(curve, attention_shares={"slow": curve.attention_share / 2}))
+    usual, slow = shaped(8192, 8192), replace(shaped(8192, 8192), kernel="slow")
+    for seconds in (own.attention_seconds, own.attention_backward_seconds):
+        assert float(seconds(slow, "bf16")[0]) == pytest.approx(2 * float(seconds(usual, "bf16")[0]), rel=0.05)
+
+
 def test_attention_backward_runs_five_products_for_two_in_forward() -> None:
     forward, backward = attention(8192, 8192, groups=32)
     assert 2.5 < backward / forward < 3.0

@@ -152,6 +152,13 @@ def test_source_keys_may_be_at_any_usual_place_of_a_record() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "rate"), [("NVLink, inter-node 800 Gbps", 25e9), ("IB 8x50GB/s", 100e9), ("tin cans", None)]
+)
+def test_the_network_of_a_node_is_read_from_its_interconnect(text: str, rate: float | None) -> None:
+    assert read_job(changed(("cluster", "interconnect"), text), ENGINES).nic_bytes_per_second == rate
+
+
+@pytest.mark.parametrize(
     ("cluster", "devices"), [({"nodes": 3}, 12), ({"devices": 2}, 2), ({"devices": 2, "nodes": 1}, 2)]
 )
 def test_nodes_may_be_set_if_they_match_the_allocation(cluster: dict[str, int], devices: int) -> None:
