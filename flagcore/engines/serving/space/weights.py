@@ -51,7 +51,7 @@ def check_formats(spec: Spec) -> None:
     if weights is None or not (os.path.exists(weights) or find_public(weights)) or is_quantized(weights):
         return
     listed = spec.space.get("quantization", ())
-    values = {f"auto_tuner.space.quantization[{at}]": value for at, value in enumerate(listed)}
+    values: dict[str, object] = {f"auto_tuner.space.quantization[{at}]": value for at, value in enumerate(listed)}
     values["auto_tuner.baseline.quantization"] = (spec.baseline or {}).get("quantization")
     args = spec.serve.engine_args.items()
     values |= {f"serve.engine_args.{key}": value for key, value in args if strip_dashes(key) in ("q", "quantization")}
