@@ -77,7 +77,7 @@ def _forked(parts: Iterable[Predictions]) -> Iterator[IO[bytes]]:
 def _received(stream: IO[bytes] | None) -> Predictions | None:
     """Return the next part of a stream of `_forked`, None if there is no stream or no further part."""
     with suppress(EOFError, pickle.UnpicklingError):
-        return None if stream is None else pickle.load(stream)  # type: ignore[no-any-return]
+        return None if stream is None else pickle.load(stream)
     return None
 
 
