@@ -300,14 +300,15 @@ def linear(
 
     Products of `attention` may have a wider precision than others, and `wide` products have 16 bits. Weights in a
     storage format are read in this format and multiplied in a wider one. The engine's overheads already include the
-    casts of operands, so the time of casts is subtracted from the product.
+    casts of operands, so the time of casts is subtracted from the product, but for the latency of separate kernels.
     """
     ones = np.ones_like(tokens)
     precision = serving.wide_precision if wide else serving.attention_precision if attention else serving.precision
     if serving.weight_bytes is None:
         seconds = kernels.gemm_seconds(tokens, outer * ones, inner * ones, precision)
         cast = cast_bytes(tokens, inner * ones, precision)
-        return seconds if cast is None else seconds - kernels.memory_seconds(cast)
+        latency = kernels.memory_seconds(ones) if precision in serving.overheads.casts else 0.0
+        return seconds if cast is None else seconds - kernels.memory_seconds(cast) + latency
     if wide:
         return kernels.gemm_seconds(tokens, outer * ones, inner * ones, serving.precision)
     all_rows, single_row = (

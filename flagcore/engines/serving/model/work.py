@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class Overheads:
     - `attention`, `ffn`: kernels of an attention layer, and of an FFN.
     - `latent`, `indexer`: additional kernels of latent attention, and of the indexer of sparse attention.
     - `experts`: kernels of a layer with experts, by precision of the weights.
+    - `casts`: formats to which separate kernels cast the operands of products. Elsewhere the kernel before casts, too.
     - `reduce`: a small all-reduce between two ranks.
     - `reduce_doubling`: addition to `reduce` for each doubling of the ranks beyond two.
 
@@ -75,6 +76,7 @@ class Overheads:
     latent: float = 0.0
     indexer: float = 0.0
     experts: Mapping[str, float] = field(default_factory=dict)
+    casts: Sequence[str] = ()
     reduce: float = 10e-6
     reduce_doubling: float = 0.0
     grouped_share: float = 1.0
