@@ -88,10 +88,11 @@ class CustomMetadataHook(MetadataHookInterface):
         own = {name: [part("plugins", name)] for name in VENDORS} | {name: [part("extras", name)] for name in EXTRAS}
         own["dynamo"] = own["kubernetes"]
         watchers = {name: [part("extras", "watchers"), *needs] for name, needs in TOOLS.items()}
-        engines = ENGINES | {name: [part("extras", name), *ENGINES[name]] for name in ("llamacpp", "lmdeploy")}
+        adapters = {name: part("extras", name) for name in ("llamacpp", "lmdeploy", "sglang")}
+        engines = ENGINES | {name: [adapter, *ENGINES[name]] for name, adapter in adapters.items()}
         parts = {**own, **engines, **watchers}
         everything = list(dict.fromkeys(need for name, needs in parts.items() if name not in ENGINES for need in needs))
-        metadata["dependencies"] = [*CORE, part("plugins", "cpu"), part("extras", "llamacpp")]
+        metadata["dependencies"] = [*CORE, part("plugins", "cpu"), adapters["llamacpp"], adapters["sglang"]]
         dev = [*DEV, *TOOLS["tensorboard"]]
         metadata["optional-dependencies"] = {**parts, "all": everything, "dev": dev, "docs": DOCS}
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flagcore_sglang.profile import RECEIVE
+from flagcore_sglang.profile import WORKLOAD as SGLANG
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
@@ -17,8 +19,6 @@ from flagcore.engines.serving.model import candidates, simulated_load
 from flagcore.engines.serving.model.candidates import PARTS
 from flagcore.engines.serving.model.predict import crowding
 from flagcore.engines.serving.model.work import UNFITTED, overheads_of
-from flagcore.engines.serving.sglang.profile import RECEIVE
-from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
 from flagcore.engines.serving.space.placement import uniform_kinds
 from flagcore.engines.serving.space.weights import parameters
 from flagcore.engines.serving.vllm.knobs import graph_tokens

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore_lmdeploy.profile import WORKLOAD as LMDEPLOY
+from flagcore_sglang.profile import WORKLOAD as SGLANG
 
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Images, Load
@@ -17,7 +18,6 @@ from flagcore.engines.serving.model.disaggregated import Disaggregated, Prefill
 from flagcore.engines.serving.model.simulation import Price, Simulation
 from flagcore.engines.serving.model.vision import EncoderCosts, ImageWork, encoder_costs, image_work
 from flagcore.engines.serving.model.work import PIXEL, Serving
-from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
 from flagcore.engines.serving.space.hardware import CHAT_TOKENS, longest_request
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.errors import SpecError

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore_sglang.profile import WORKLOAD as SGLANG
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
 from flagcore.engines.serving.space.knobs import DEFAULT_SPACE
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.tuner.stages.build import build

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore_sglang.profile import WORKLOAD as SGLANG
 
 from flagcore.domain.serving import Load
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import Instance
-from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
 from flagcore.engines.serving.space import placement
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, PREFILL_DECODE, TP, Hardware
 from flagcore.engines.serving.space.placement import placements

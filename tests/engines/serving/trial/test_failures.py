@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 from flagcore_llamacpp.profile import WORKLOAD as LLAMACPP_ENGINE
+from flagcore_sglang.profile import WORKLOAD as SGLANG_ENGINE
 
 from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, classify
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG_ENGINE
 from flagcore.engines.serving.trial import failures
 from flagcore.engines.serving.trial.failures import PATTERNS, TrialFailure, first_error, log_text, server_failure
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM_ENGINE

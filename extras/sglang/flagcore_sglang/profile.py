@@ -125,7 +125,7 @@ def _chunks(task: Task) -> tuple[int, ...]:
 
 
 PROGRAM = SglangProgram.read(
-    "flagcore.engines.serving.sglang",
+    "flagcore_sglang",
     {
         "cache_types": knobs.if_fp8("auto", "fp8_e4m3"),
         "chunks": knobs.Auto(_chunks, f"{', '.join(map(str, CHUNKS))}; larger with experts on several hosts"),
@@ -398,7 +398,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
 
 WORKLOAD = Engine(
     name="sglang",
-    where="flagcore.engines.serving.sglang:REPORTS",
+    where="flagcore_sglang:REPORTS",
     program=PROGRAM,
     modules={"sglang": "sglang>=0.5,<0.6"},
     rules=_rules,

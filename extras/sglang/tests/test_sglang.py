@@ -2,8 +2,8 @@ import json
 from typing import Any
 
 import pytest
+from flagcore_sglang.profile import WORKLOAD as ENGINE
 
-from flagcore.engines.serving.sglang.profile import WORKLOAD as ENGINE
 from tests.engines.serving.engines.tasks import broken, planned, server, settings
 from tests.small import DENSE
 
