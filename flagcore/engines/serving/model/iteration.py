@@ -242,7 +242,7 @@ def _stages(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArr
     ranks, stride = settings.pipeline.astype(np.int64), (settings.tensor * settings.data).astype(np.int64)
     payload = tokens * (2.0 * serving.model.hidden_size)
     each = costs.collectives.seconds("send", payload, np.minimum(ranks, 2), stride)
-    return np.where(settings.pipeline > 1.0, (settings.pipeline - 1.0) * each, 0.0)
+    return np.where(settings.pipeline > 1.0, (settings.pipeline - 1.0) * (each + serving.overheads.handover), 0.0)
 
 
 def _attention_rates(serving: Serving, settings: Settings, kernels: KernelCosts) -> tuple[FloatArray, FloatArray]:
@@ -350,6 +350,8 @@ def experts(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: 
     traffic = kernels.memory_seconds(routed * 2.0 * (2.0 * h + (gates + 1.0) * width))
     router = linear(kernels, tokens / settings.data, h, count, serving, wide=True)
     small_kernels = overheads.experts.get(precision, max(overheads.experts.values(), default=0.0))
+    holds_whole = (settings.expert > 1.0) & (settings.data == 1.0)
+    small_kernels = small_kernels + overheads.whole_experts.get(precision, 0.0) * holds_whole
     return time + traffic + router + small_kernels
 
 
