@@ -350,9 +350,8 @@ def experts(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: 
     traffic = kernels.memory_seconds(routed * 2.0 * (2.0 * h + (gates + 1.0) * width))
     router = linear(kernels, tokens / settings.data, h, count, serving, wide=True)
     small_kernels = overheads.experts.get(precision, max(overheads.experts.values(), default=0.0))
-    holds_whole = (settings.expert > 1.0) & (settings.data == 1.0)
-    small_kernels = small_kernels + overheads.whole_experts.get(precision, 0.0) * holds_whole
-    return time + traffic + router + small_kernels
+    whole = np.where((settings.expert > 1.0) & (settings.data == 1.0), overheads.whole_experts.get(precision, 0.0), 0.0)
+    return time + traffic + router + small_kernels + whole
 
 
 LOW_LATENCY_TOKENS = 256.0
