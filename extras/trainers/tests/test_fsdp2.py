@@ -97,6 +97,7 @@ def test_predictions_follow_the_knobs() -> None:
     assert predicted(**{AC: "full"}).step_time_s > predicted(**{AC: "selective"}).step_time_s > plain.step_time_s
     assert predicted(**{RESHARD: False}).time_s["dp_comm_exposed_s"] < plain.time_s["dp_comm_exposed_s"]
     assert predicted(**{SHARD: 4, REPLICATE: 2}).static_bytes > plain.static_bytes
+    assert predicted(compile=True).step_time_s < plain.step_time_s
     staged, looped = (predicted(**{SHARD: 4, PP: 2, RESHARD: False, SCHEDULE: name}) for name in SCHEDULES[:2])
     experts = task(MIXED, engine="fsdp2", devices=8, global_batch_size=16)
     whole, split = (FSDP2.predict(experts, columns(**{SHARD: 8, EP: size}), costs(experts)) for size in (1, 2))

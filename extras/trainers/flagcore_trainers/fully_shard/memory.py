@@ -41,6 +41,7 @@ class Job:
     `schedule`: the code of the schedule of a pipeline, as in `space`.
     `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced.
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
+    `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
     """
 
     model: Model
@@ -59,6 +60,7 @@ class Job:
     pipeline: FloatArray
     schedule: IntArray
     fused_norm: bool = True
+    compiled_loss: bool = False
 
     @property
     def expert_layers(self) -> float:
@@ -189,7 +191,7 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
     whole, share = layers_of_rank(job)
     act, logits = _activations(job), job.tokens * job.model.vocab_size / job.tensor
     splits, parts = job.schedule >= ZBV, np.where(job.schedule >= INTERLEAVED, 2.0, 1.0)
-    loss = (LOSS_BYTES + SPLIT_LOSS_BYTES * (job.tensor > 1) + u) * logits + act.head_input
+    loss = (_loss_bytes(job) + u) * logits + act.head_input
     found = []
     for place in (np.zeros_like(size), size - 1.0):  # others have as many layers, but no embedding or head
         first, last = place == 0, np.where(splits, place == 0, place == size - 1.0)
@@ -212,6 +214,13 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
     is_last = last_peak > first_peak
     static, peak = np.where(is_last, last_static, first_static), np.maximum(first_peak, last_peak)
     return (static, peak - static, peak), np.where(is_last, size - 1.0, 0.0).astype(np.int64)
+
+
+def _loss_bytes(job: Job) -> FloatArray:
+    """Return the peak bytes per logit in the backward of the loss. A compiled one has logits and their gradient."""
+    if job.compiled_loss:
+        return np.full_like(job.tensor, 2.0 * job.value_bytes)
+    return LOSS_BYTES + SPLIT_LOSS_BYTES * (job.tensor > 1)
 
 
 def _without_pipeline(job: Job) -> _Sizes:
@@ -246,9 +255,13 @@ def _without_pipeline(job: Job) -> _Sizes:
     at_head = act.stored + act.head_input + edge + gathered
     head_reduce = np.zeros_like(n) if is_tied else r * table
     moments = [
-        early - stale + at_head + LOSS_FORWARD_BYTES * logits + u * buffer * (layer if is_tied else table),
-        early + at_head + (LOSS_BYTES + SPLIT_LOSS_BYTES * (job.tensor > 1)) * logits,
-        early + at_head + (u + 4.0) * logits,
+        early
+        - stale
+        + at_head
+        + (u if job.compiled_loss else LOSS_FORWARD_BYTES) * logits
+        + u * buffer * (layer if is_tied else table),
+        early + at_head + _loss_bytes(job) * logits,
+        early + at_head + (u + (u if job.compiled_loss else 4.0)) * logits,
         early + at_head + u * logits + u * table + act.hidden * job.tensor + ahead,
     ]
     # The gradient of a tensor-parallel head is computed whole, and then divided (`_fsdp_param.py`).
