@@ -203,9 +203,13 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
         buffers = act.hidden * job.microbatches * (2.0 * parts - first - last)
         flight = in_flight(job, place)
         stored = flight * (act.stored / size + act.hidden * (parts - last))
-        moments = [held + buffers + stored + extra for extra in act.backward]
-        moments.append(held + buffers + stored + loss * last)
         one = act.stored / size / parts
+        # The first backward of a zero-bubble stage keeps the gradients of all products for the second one. Most wait at
+        # the end, when ranks have computed the first backward of all micro-batches but not yet the second.
+        kept = np.where(job.schedule == ZBV, act.gradients / size / parts, 0.0)
+        waits = np.maximum(kept, (2.0 * place + 1.0) * kept - one)
+        moments = [held + buffers + stored + waits + extra for extra in act.backward]
+        moments.append(held + buffers + stored + loss * last)
         moments.append(held + buffers + stored - one + (u * table + act.hidden) * first)
         moments.append(held + buffers + r * np.where(first, table, layer) * (1.0 + 1.0 / n))
         static = (2.0 * MAIN_BYTES + ADAM_BYTES) * own
@@ -292,6 +296,7 @@ class _Activations:
     `stored`: of all layers before backward. `layer`: of one layer. `input`: the input of a layer. `hidden`: the tensor
     between layers. `head_input`: what the head and the norm before it store. `backward`: at the moments of a layer's
     backward, above what all layers store. `norm`: of the backward of a norm.
+    `gradients`: of the outputs of all products and norms.
     """
 
     stored: FloatArray
@@ -301,6 +306,7 @@ class _Activations:
     head_input: FloatArray
     backward: tuple[FloatArray, ...]
     norm: FloatArray
+    gradients: FloatArray
 
 
 def _activations(job: Job) -> _Activations:
@@ -331,6 +337,7 @@ def _activations(job: Job) -> _Activations:
     stored = plain * (model.num_layers - job.expert_layers) + per_layer * job.expert_layers
     again = np.where(job.checkpointing > 0, mixed, 0.0) - np.where(job.checkpointing == 2, hidden, 0.0)
     again = np.where(job.checkpointing == 1, full - hidden - query - width, again)
+    gradients = query + 2.0 * key + (1.0 + model.gated_linear_unit) * width + 2.0 * (hidden + whole)
     norm = hidden * (NORM_VALUES[u] if not job.fused_norm else 2.0)
     at_gate = again + (gate - 2.0) * width + hidden + weights + (whole - 0.0) * (tensor > 1)
     after_ffn = again - gate * width - whole + matrices * weights + norm + hidden
@@ -346,4 +353,5 @@ def _activations(job: Job) -> _Activations:
         head_input=hidden + whole,
         backward=(at_gate, after_ffn),
         norm=norm,
+        gradients=gradients * model.num_layers,
     )
