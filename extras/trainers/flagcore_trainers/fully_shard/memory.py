@@ -224,7 +224,7 @@ def _loss_bytes(job: Job) -> FloatArray:
     """Return the peak bytes per logit in the backward of the loss. A compiled one has logits and their gradient."""
     if job.compiled_loss:
         return np.full_like(job.tensor, 2.0 * job.value_bytes)
-    return LOSS_BYTES + SPLIT_LOSS_BYTES * (job.tensor > 1)
+    return np.where(job.tensor > 1, LOSS_BYTES + SPLIT_LOSS_BYTES, LOSS_BYTES)
 
 
 def _without_pipeline(job: Job) -> _Sizes:

@@ -127,4 +127,5 @@ def _masked_seconds(train: Training, layout: Layout, kernels: KernelCosts, check
     shape = AttentionShape(batch=layout.micro_batch, heads=heads, groups=groups, kernel="flash", **sizes)
     precision = train.precision if train.value_bytes == 4 else "bf16"
     forward = kernels.attention_seconds(shape, precision) * (1.0 + (checkpointing == 2))
-    return (forward + kernels.attention_backward_seconds(shape, precision)) / layout.context
+    total: FloatArray = (forward + kernels.attention_backward_seconds(shape, precision)) / layout.context
+    return total
