@@ -235,10 +235,7 @@ class Workload(Predictor):
     # Completing a spec
 
     def check_release(self, spec: Spec) -> None:
-        """Raise SpecError if the engine release in `spec` does not support some of its values.
-
-        The error lists all such values. By default nothing is checked.
-        """
+        """Raise SpecError if the engine, or its release in `spec`, does not support some values. Default: no check."""
 
     def as_in_production(self, platform: Platform) -> Platform:
         """Return `platform` with the options that the spec leaves open set as in production jobs on the chips.

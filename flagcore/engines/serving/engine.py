@@ -39,6 +39,7 @@ from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.settings import PublishedRuns
 from flagcore.engines.serving.space.weights import (
     WIDE_PRECISIONS,
+    check_formats,
     has_unknown_format,
     is_quantized,
     min_devices,
@@ -62,6 +63,7 @@ class Engine(EngineProfile, Workload):
     starts = importing.starts
     role = importing.role
     read_command = importing.spec_of_command
+    check_release = staticmethod(check_formats)
     export = start.exported
     groups = start.server_groups
 

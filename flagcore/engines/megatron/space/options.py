@@ -2,10 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
@@ -15,6 +12,7 @@ from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.engines.training.layout import Options
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.pipelines import SCHEDULES
+from flagcore.spec.plain_data import package_yaml
 
 Settings = Mapping[str, SettingValue]
 
@@ -55,7 +53,7 @@ def settings_in_force(spec: Spec) -> Settings:
     return {**DEFAULTS[runs(train)], **train.assumed, **command, **train.settings}
 
 
-TABLES = yaml.safe_load(files(__package__).joinpath("options.yaml").read_text(encoding="utf-8"))
+TABLES = package_yaml(__package__, "options.yaml")
 
 
 def options(task: Task) -> Options:

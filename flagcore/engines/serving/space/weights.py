@@ -1,5 +1,6 @@
 """Weight sizes, checks of a Hugging Face directory, and the minimum number of devices for a model."""
 
+import glob
 import json
 import math
 import os
@@ -37,6 +38,26 @@ def check_directory(spec: Spec) -> None:
         problem = f"is not the precision of {weights}, and serve.engine_args do not quantize it"
         fix = "set engine_args: {quantization: ...}, or the precision of the weights"
         raise SpecError(key="serve.precision", value=precision, problem=problem, fix=fix)
+
+
+STORED_FORMATS = ("awq", "awq_marlin", "auto_awq", "gptq", "gptq_marlin", "auto_gptq", "moe_wna16", "auto-round")
+"""Values of `quantization` with which engines read stored weights and convert none. Source: `get_config_filenames` of
+the formats in vLLM 0.32 and SGLang 0.5.23: their settings come from a file beside the weights."""
+
+
+def check_formats(spec: Spec) -> None:
+    """Raise SpecError for a quantization in STORED_FORMATS if the weights are known and not quantized."""
+    weights = spec.serve.weights
+    if weights is None or not (os.path.exists(weights) or find_public(weights)) or is_quantized(weights):
+        return
+    listed = spec.space.get("quantization", ())
+    values: dict[str, object] = {f"auto_tuner.space.quantization[{at}]": value for at, value in enumerate(listed)}
+    values["auto_tuner.baseline.quantization"] = (spec.baseline or {}).get("quantization")
+    args = spec.serve.engine_args.items()
+    values |= {f"serve.engine_args.{key}": value for key, value in args if strip_dashes(key) in ("q", "quantization")}
+    if key := next((key for key, value in values.items() if value in STORED_FORMATS), None):
+        problem = f"needs weights that are stored in it, but {weights} is not quantized"
+        raise SpecError(key=key, value=values[key], problem=problem, fix="use weights that are, or fp8")
 
 
 def unusable_weights(spec: Spec, problem: str, fix: str) -> SpecError:
@@ -88,7 +109,9 @@ def _config(weights: str) -> dict[str, Any]:
 def _names_quantization(weights: str) -> bool:
     config = _config(weights)
     text_config = config.get("text_config")
-    return any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text_config))
+    return any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text_config)) or bool(
+        glob.glob(os.path.join(glob.escape(weights), "*quant*_config.json"))
+    )
 
 
 def is_quantized(weights: str) -> bool:
