@@ -147,8 +147,9 @@ def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray
 
 def _kept(train: Training, stage: Stage) -> FloatArray:
     """Return the share of a stage's layers that are on the device. The last layer is needed again at once."""
-    away = np.clip(train.options.offload_layers, 0.0, np.maximum(stage.layers - 1.0, 0.0))
-    return 1.0 - away / np.maximum(stage.layers, 1.0)
+    away = np.minimum(float(train.options.offload_layers), np.maximum(stage.layers - 1.0, 0.0))
+    kept: FloatArray = 1.0 - away / np.maximum(stage.layers, 1.0)
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
