@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from flagcore import api
 from flagcore.api.inputs import loaded_plugins
+from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.api.planning.jobs import predict_records
 from flagcore.errors import UsageError
 from flagcore.report.estimate import Estimate, estimate_texts
+from flagcore.tuner.problem import rows_by_time
 
 SPEC = {
     "model": "meta-llama/Meta-Llama-3.1-8B",
@@ -55,6 +58,15 @@ def test_a_plan_comes_with_the_nearest_published_runs(estimate: Estimate) -> Non
     assert nearest.predicted / nearest.measured == pytest.approx(1, rel=0.3)
     assert len(estimate.published) < len(api.estimate(SPEC, evidence=True).published)
     assert not api.estimate(SPEC, chip="910B1").published
+
+
+def test_of_equally_fast_candidates_those_with_the_layout_of_a_near_published_run_come_first() -> None:
+    problem = build_problem_of_spec({**SPEC, "auto_tuner": {}}, None, (), plan=True)
+    equal = replace(problem.predictions, step_time_s=np.ones(len(problem.space)))
+    orders = [rows_by_time(replace(problem, predictions=equal, published=runs)) for runs in (problem.published[:1], ())]
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    first, usual = ([problem.space.candidate(int(rows[0])).as_dict()[name] for name in sizes] for rows in orders)
+    assert first == [1, 1, 2] != usual
 
 
 def test_plans_with_experts_are_expected_to_be_slower_where_such_runs_are_published(estimate: Estimate) -> None:
