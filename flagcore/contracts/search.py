@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from flagcore.domain.knob import Knobs
 from flagcore.domain.prediction import Features, PastMeasurements, Predictions, features
 from flagcore.domain.search_state import LEARNED_MESSAGES, Pruned, SearchTime
 from flagcore.domain.space import Candidate, IntArray, Legality, Space
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import Job, Task
 from flagcore.domain.trial import RunEvent, Trial
 
 
@@ -26,6 +26,7 @@ class Problem:
     `pruned`: the candidates that were removed by `rules`, or by rules that the search has learned from trials.
     `knobs`: the knobs of the engine and of plugins, by name.
     `adds_baseline`: whether the space that the spec describes does not contain the baseline.
+    `published`: the published training runs on the chips, the nearest first, each as a job and as its record.
     """
 
     platform: Platform
@@ -37,6 +38,7 @@ class Problem:
     rules: tuple[PruningRule, ...] = ()
     knobs: Knobs = field(default_factory=dict)
     adds_baseline: bool = False
+    published: tuple[tuple[Job, Mapping[str, Any]], ...] = ()
 
     @property
     def task(self) -> Task:

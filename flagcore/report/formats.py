@@ -9,14 +9,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from html import escape
-from importlib.resources import files
 from itertools import zip_longest
 from typing import Any
 
-import yaml
-
 from flagcore.i18n import _, left, pieces, right, wrapped
 from flagcore.i18n import columns as columns_of
+from flagcore.spec.plain_data import dump_yaml, package_yaml
 
 BETWEEN = "  "
 """The separator between two columns of a table."""
@@ -161,8 +159,6 @@ def lookup(record: Mapping[str, Any], key: str) -> Any:
 
 def as_yaml(data: object) -> str:
     """Return plain data as YAML in the order of its keys."""
-    from flagcore.spec.plain_data import dump_yaml
-
     return dump_yaml(json.loads(json.dumps(data))).rstrip("\n")
 
 
@@ -208,7 +204,7 @@ NAMES: dict[str, dict[str, str]]
 COLUMNS: dict[str, dict[str, str]]
 """For each table, the headings of its columns with dotted keys of a record."""
 
-_DATA: Any = yaml.safe_load(files(__package__).joinpath("names.yaml").read_text(encoding="utf-8"))
+_DATA: Any = package_yaml(__package__, "names.yaml")
 COLUMNS = _DATA.pop("columns")
 NAMES = _DATA
 

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from flagcore.domain.files import read_regular
 from flagcore.domain.launch import Start
 from flagcore.errors import UsageError
 from flagcore.i18n import _
+from flagcore.spec.plain_data import package_yaml
 from flagcore.spec.script import UNSET
 
 IMAGE = "image "
@@ -24,7 +24,7 @@ IMAGE = "image "
 CONFIG_MAP = "ConfigMap "
 """The start of the keys in `Start.left_out` that name ConfigMaps."""
 CONTAINERS = ("docker", "podman", "nerdctl")
-_TABLES = yaml.safe_load(files(__package__).joinpath("forms.yaml").read_text("utf-8"))
+_TABLES = package_yaml(__package__, "forms.yaml")
 SHORT = _TABLES["short options"]
 FORMS = {name: re.compile(re.sub(r"\n\s*", "", pattern)) for name, pattern in _TABLES["patterns"].items()}
 

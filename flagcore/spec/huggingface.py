@@ -12,11 +12,12 @@ from pydantic import AliasChoices, AliasGenerator, BaseModel, ConfigDict
 
 from flagcore.domain.model import Indexer, LinearAttention, Model, Vision, Windows
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.plain_data import KeyPath, spec_error
+from flagcore.spec.plain_data import KeyPath, SafeLoader, spec_error
 from flagcore.spec.shapes import check_model
 from flagcore.spec.validate import Layers, NoLayers, NoSize, Size, checked, located
 
-FAMILIES, MODELS, NAMES, _ALIASES = yaml.safe_load_all(files(__package__).joinpath("families.yaml").read_text("utf-8"))
+_TABLES = files(__package__).joinpath("families.yaml").read_text("utf-8")
+FAMILIES, MODELS, NAMES, _ALIASES = yaml.load_all(_TABLES, SafeLoader)
 """FAMILIES: defaults of the keys of config.json, by model_type. MODELS: defaults of the keys of vision_config, by the
 model_type of multimodal models whose vision tower `Vision` can describe. NAMES: the key of config.json that messages
 name for a field of `Model`."""

@@ -227,10 +227,10 @@ def package_yaml(package: str, name: str) -> Any:
     return yaml.load(files(package).joinpath(name).read_text("utf-8"), _Loader)
 
 
-_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # without libyaml, ten times as slow
+SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # without libyaml, ten times as slow
 
 
-class _Loader(_SafeLoader):  # type: ignore[misc]
+class _Loader(SafeLoader):  # type: ignore[misc]
     """A SafeLoader with the scalar types of YAML 1.2. It rejects other tags and duplicate keys."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own declaration)

@@ -11,12 +11,13 @@ from flagcore.contracts import Platform, Problem, Workload
 from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, IntArray, KnobValue, Legality, Space, as_candidate
+from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Legality, Space, as_candidate
 from flagcore.domain.spec import Spec, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
+from flagcore.tuner.published import distance, nearest_runs
 from flagcore.tuner.stages.build import NOT_LIKELY, PLANNED_SHARE, bounds, build, check, legality
 from flagcore.tuner.stages.complete import complete
 from flagcore.tuner.stages.predict import predict
@@ -62,6 +63,7 @@ def build_problem(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, pla
         rules=rules,
         knobs={knob.name: knob for knob in (*workload.knobs, *platform.task.knobs)},
         adds_baseline=adds_baseline,
+        published=nearest_runs(platform.task, plugins),
     )
 
 
@@ -116,12 +118,14 @@ def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
 def rows_by_time(problem: Problem) -> IntArray:
     """Return the rows that were not pruned, sorted by predicted time, with ties sorted by predicted memory.
 
-    Each unusual property counts as UNUSUAL_SHARE of the time, so that usual candidates come first if they are about as
-    fast. Then come candidates that leave no margin of memory (`lacks_margin`), those without a predicted time, those
+    Each unusual property counts as UNUSUAL_SHARE of the time, and the layout of a published run near the task as minus
+    one property, so that usual candidates come first if they are about as fast. Then come candidates that leave no
+    margin of memory (`lacks_margin`), those without a predicted time, those
     that exceed a limit, and a baseline that the space of the spec does not contain.
     """
     rows, predictions = problem.pruned.open_rows, problem.predictions
-    unusual = problem.workload.unusual(problem.task, problem.space.columns(rows), predictions.take(rows))
+    columns = problem.space.columns(rows)
+    unusual = problem.workload.unusual(problem.task, columns, predictions.take(rows)) - _is_published(problem, columns)
     time = np.nan_to_num(predictions.step_time_s[rows] * (1.0 + UNUSUAL_SHARE * unusual), nan=np.inf)
     breaks_limit = ~predictions.keeps_limits(problem.task.spec.limits)[rows]
     is_added = np.full(rows.size, problem.adds_baseline)
@@ -132,6 +136,25 @@ def rows_by_time(problem: Problem) -> IntArray:
 
 UNUSUAL_SHARE = 0.02
 """Chosen by hand, well below the errors of predictions: predicted differences of this size do not decide."""
+
+
+def _is_published(problem: Problem, columns: Columns) -> BoolArray:
+    """Return whether each candidate has the layout, apart from the number of replicas, of a published run near the
+    task. On several kinds of chips, none has."""
+    task, workload = problem.task, problem.workload
+    names = {name for name, knob in problem.knobs.items() if knob.layout} - {workload.replicas}
+    axes = [axis for axis in problem.legality.axes if axis.knob in names]
+    found = np.zeros(problem.pruned.open_rows.size, dtype=np.bool_)
+    for job, _record in problem.published if len(task.cluster.groups) == 1 else ():
+        if distance(task, job) <= NEAR and job.work.engine == workload.name:
+            codes = ((axis.knob, axis.encode(job.candidate.get(axis.knob, axis.neutral))) for axis in axes)
+            found |= np.logical_and.reduce([columns[knob] == code for knob, code in codes])
+    return found
+
+
+NEAR = 1.0
+"""The largest `distance` of a run whose layout counts. Chosen by hand: within it are runs of the same model in another
+precision, or in the same precision of models of up to twice the size or at up to 16 times the scale."""
 
 
 def lacks_margin(problem: Problem) -> BoolArray:

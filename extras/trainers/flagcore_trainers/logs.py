@@ -148,8 +148,10 @@ def _steps_between(before: str, number: str) -> int:
 
 
 def _clock_seconds(text: str | None) -> float | None:
-    """Return the seconds of a timestamp on the axis of `datetime.timestamp`, or None if there is none."""
-    return datetime.fromisoformat(text.replace(",", ".")).replace(tzinfo=timezone.utc).timestamp() if text else None
+    """Return the seconds of a timestamp on the axis of `datetime.timestamp`, or None if it is none."""
+    with suppress(ValueError):
+        return datetime.fromisoformat((text or "").replace(",", ".")).replace(tzinfo=timezone.utc).timestamp()
+    return None
 
 
 def _number(text: str | None) -> float | None:
@@ -182,8 +184,11 @@ class Reading:
             lines.seek(place)
             while place < LARGEST_LOG and (line := lines.readline(LONGEST_LINE)):
                 if not (line.endswith(b"\n") or unfinished or len(line) == LONGEST_LINE):
+                    line = line[: line.rfind(b"\r") + 1]
+                if not line:
                     break
                 place += len(line)
+                lines.seek(place)
                 for part in line.decode("utf-8", errors="replace").split("\r"):
                     self.log.add(part)
         return place

@@ -221,7 +221,7 @@ shown = 1 if given.tp == 2 else given.tp
 print(f"tensor parallel size: {shown}", flush=True)
 for step in range(1, 1000):
     time.sleep(0.4 / given.micro)
-    print(f"step {step} loss {9.0 / step}", flush=True)
+    print(f"step {step} loss {9.0 / step}", end="\\r", flush=True)
 """
 
 

@@ -41,7 +41,7 @@ def test_a_log_is_read_in_parts_and_an_unfinished_line_is_left(tmp_path: Path) -
     line = (LOGS / "megatron.log").read_text().splitlines()[1]
     reading = Reading(str(tmp_path), Log.of(task(), Patterns(steps=[re.compile(FORMATS["megatron"])])))
     file = tmp_path / "stdout.log"
-    file.write_text(line + "\n" + line.replace("122/", "123/"))
+    file.write_text(line + "\r" + line.replace("122/", "123/"))
     assert len(reading()) == 1
     file.write_text(file.read_text() + "\n")
     assert len(reading()) == 2

@@ -249,7 +249,7 @@ def explain_like(
     """
     snapshot = load_snapshot(spec, chip, without)
     with loaded_plugins(without) as loaded:
-        title, layout = published_layout(snapshot.task, loaded, name)
+        title, layout = published_layout(snapshot.problem, loaded, name)
     knobs = [axis.knob for axis in snapshot.problem.space.axes if axis.knob != snapshot.problem.workload.replicas]
     values = {knob: layout[knob] for knob in knobs if layout.get(knob) is not None}
     report = candidate_report(snapshot, ", ".join(f"{knob}={value}" for knob, value in values.items()))

@@ -57,8 +57,8 @@ def estimate(
         change = None if is_detected else partial(cheapest_change, problem, without)
         raise NothingFits(nothing_fits_text(problem, change))
     with loaded_plugins(without) as loaded:
-        published = published_runs(task, loaded, None if evidence else NEAREST)
-        expected_s = expected_seconds(task, loaded, float(problem.predictions.step_time_s[order[0]]))
+        published = published_runs(problem, loaded, None if evidence else NEAREST)
+        expected_s = expected_seconds(problem, float(problem.predictions.step_time_s[order[0]]))
         if len(task.cluster.groups) > 1:
             mixing = mixing_of(read_spec(spec, chip, without), problem, loaded)
     untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())

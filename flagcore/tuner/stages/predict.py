@@ -1,7 +1,14 @@
 """predict: predict memory and time of all candidates of a space, in chunks."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import IO, Any
 
 import numpy as np
 
@@ -22,10 +29,58 @@ FULL_SHARE = 0.9
 """If no part of the step is the bottleneck, memory is, if at least this share of the capacity is in use."""
 
 
+FORK_ROWS = 1 << 12
+"""The fewest rows of a process. A fork costs as much as about a tenth of them."""
+
+
 def predict(platform: Platform, space: Space) -> Predictions:
-    """Return the predictions of all candidates in the order of the space's rows."""
-    pieces = space.chunks(CHUNK) if len(space) else [slice(0, 0)]
-    return Predictions.join((predict_columns(platform, space.columns(rows)) for rows in pieces), len(space))
+    """Return the predictions of all candidates in the order of the space's rows.
+
+    Each processor predicts a share of a large space in a fork. A process with threads, other than timers, does not
+    fork, because a lock that another thread holds would stay locked in the fork.
+    """
+    others = [each for each in threading.enumerate() if not isinstance(each, threading.Timer)][1:]
+    processors = 1 if others or sys.platform != "linux" else len(os.sched_getaffinity(0))
+    workers = max(min(processors, len(space) // FORK_ROWS), 1)
+    pieces = list(space.chunks(min(CHUNK, -(-len(space) // workers)))) or [slice(0, 0)]
+
+    def predicted(some: Iterable[slice]) -> Iterator[Predictions]:
+        return (predict_columns(platform, space.columns(rows)) for rows in some)
+
+    with ExitStack() as stack:
+        forks = [stack.enter_context(_forked(predicted(pieces[start::workers]))) for start in range(1, workers)]
+        streams = (forks[number % workers - 1] if number % workers else None for number in range(len(pieces)))
+        parts = (_received(stream) or next(predicted([rows])) for stream, rows in zip(streams, pieces, strict=True))
+        return Predictions.join(parts, len(space))
+
+
+@contextmanager
+def _forked(parts: Iterable[Predictions]) -> Iterator[IO[bytes]]:
+    """Fork a process that computes `parts`. Yield a stream with the pickled parts, up to the first that fails."""
+    receiver, sender = os.pipe()
+    process = os.fork()
+    if not process:
+        with suppress(BaseException):
+            os.close(receiver)
+            logging.disable()
+            with open(sender, "wb") as stream:
+                for part in parts:
+                    pickle.dump(part, stream)
+        os._exit(0)
+    os.close(sender)
+    try:
+        with open(receiver, "rb") as stream:
+            yield stream
+    finally:
+        os.kill(process, signal.SIGKILL)  # it has sent its parts, or nobody needs them
+        os.waitpid(process, 0)
+
+
+def _received(stream: IO[bytes] | None) -> Predictions | None:
+    """Return the next part of a stream of `_forked`, None if there is no stream or no further part."""
+    with suppress(EOFError, pickle.UnpicklingError):
+        return None if stream is None else pickle.load(stream)
+    return None
 
 
 def predict_columns(platform: Platform, columns: Columns) -> Predictions:

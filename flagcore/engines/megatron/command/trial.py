@@ -6,14 +6,12 @@ The options of torchrun are those of torch 2.13 `distributed/run.py`.
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml
-
 from flagcore.engines.megatron.command.arguments import Argument, ArgumentTable
 from flagcore.engines.megatron.command.user_command import Option, UserCommand
+from flagcore.spec.plain_data import package_yaml
 
 Effective: TypeAlias = Mapping[str, Any]
 """The values of the user's arguments, by argparse destination."""
@@ -51,7 +49,7 @@ CONDITIONS: Mapping[str, Callable[[Effective], bool]] = {
 """The values of `when` in `trial_rules.yaml`."""
 RULES = tuple(
     TrialRule(**{**row, "adds": tuple(row.get("adds", ())), "when": CONDITIONS.get(row.get("when", ""))})
-    for row in yaml.safe_load(files(__package__).joinpath("trial_rules.yaml").read_text("utf-8"))
+    for row in package_yaml(__package__, "trial_rules.yaml")
 )
 
 EQUIVALENT_ARGUMENTS = {

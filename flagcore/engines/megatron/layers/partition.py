@@ -15,9 +15,9 @@ from itertools import pairwise, product
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Training, pick
-from flagcore.engines.training.time.step import Blocks, Pace
+from flagcore.engines.training.time.step import Blocks, Pace, StagePace
 
 EQUAL = 1.0 + 1e-9
 """Two times count as equal if their ratio is at most this."""
@@ -277,7 +277,12 @@ def _search(
         leading_and_column = zip(fronts.leading, columns, strict=True)
         limits[ends] = np.minimum(limits[ends], [most[row, count, place] for count, place in leading_and_column])
     layers, possible = _start(train.model.num_layers, least, limits, [group_stages.count for group_stages in middles])
-    slowest = _move_layers(fronts, [*map(paces.at, places), *paces.groups], middles, layers, (least, limits), possible)
+    end, stages = len(places) - 1, []
+    for number, (place, count) in enumerate(zip(places, fronts.leading, strict=True)):
+        is_end = {"first": number == 0, "mtp": number == end - fronts.early, "last": number == end}
+        stages.append(paces.at(place).on_stage(count, **is_end))
+    pace = StagePace.of_stages([*stages, *(each.on_stage() for each in paces.groups)])
+    slowest = _move_layers(pace, middles, layers, (least, limits), possible)
     split = np.zeros((2, last.size, int(layout.pipeline.max())))
     for column, count, number in zip(columns, fronts.leading, layers[ends], strict=True):
         split[:, row, column] = number, np.full(last.size, float(count))
@@ -310,8 +315,7 @@ def _start(
 
 
 def _move_layers(
-    fronts: Fronts,
-    paces: Sequence[Pace],
+    pace: StagePace,
     middles: Sequence[Middles],
     layers: FloatArray,
     bounds: tuple[FloatArray, FloatArray],
@@ -319,7 +323,7 @@ def _move_layers(
 ) -> FloatArray:
     """Move single layers in place while this makes the slowest stage faster, and return the slowest stage's seconds.
 
-    The seconds are inf if there is no split. The rows of `paces`, `layers` and `bounds` (minimum and maximum) are the
+    The seconds are inf if there is no split. The rows of `pace`, `layers` and `bounds` (minimum and maximum) are the
     first and last stages, then the middle stages of each node group.
     """
     slowest, moving = np.full(possible.shape, np.inf), np.flatnonzero(possible)
@@ -327,8 +331,8 @@ def _move_layers(
     moves, (counts, (least, limits)) = moving, (layers, bounds)
     if moving.size < possible.size:
         counts, least, limits = layers[:, moving], least[:, moving], limits[:, moving]
-        paces, middles = _of_rows(paces, moving), [each[moving] for each in middles]
-    now, after = (_seconds(fronts, paces, middles, counts + added) for added in (0.0, 1.0))
+        pace, middles = pace[moving], [each[moving] for each in middles]
+    now, after = (_seconds(pace, middles, counts + added) for added in (0.0, 1.0))
     while moving.size:
         row, source = np.arange(moving.size), np.argmax(now, axis=0)
         allowed = np.where(counts + 1.0 > limits, np.inf, after)
@@ -337,38 +341,31 @@ def _move_layers(
         slowest[moving] = now[source, row]
         spare = (counts - least)[source, row] >= 1.0
         moves = np.flatnonzero(spare & (allowed[target, row] * EQUAL < now[source, row]))
+        if not moves.size:
+            break
         moving, counts, least, limits = moving[moves], counts[:, moves], least[:, moves], limits[:, moves]
         now, after, row = now[:, moves], after[:, moves], np.arange(moves.size)
         giver, taker = (source[moves], row), (target[moves], row)
         counts[giver] -= 1.0
         counts[taker] += 1.0
-        paces, middles = _of_rows(paces, moves), [each[moves] for each in middles]
+        pace, middles = pace[moves], [each[moves] for each in middles]
         layers[:, moving] = counts
         # Only the stages of the move changed. Each needs one new time; its other time is one from before the move.
         after[giver], now[taker], more = now[giver], after[taker], np.zeros_like(counts)
         more[taker] = 1.0
-        seconds = _seconds(fronts, paces, middles, counts + more)
+        seconds = _seconds(pace, middles, counts + more)
         now[giver], after[taker] = seconds[giver], seconds[taker]
     return slowest
 
 
-def _of_rows(paces: Sequence[Pace], rows: IntArray) -> list[Pace]:
-    """Return `paces` for only the candidates `rows`. Stages on the same node group still share one object."""
-    by_id = {id(pace): pace[rows] for pace in paces}
-    return [by_id[id(pace)] for pace in paces]
-
-
-def _seconds(fronts: Fronts, paces: Sequence[Pace], middles: Sequence[Middles], layers: FloatArray) -> FloatArray:
+def _seconds(pace: StagePace, middles: Sequence[Middles], layers: FloatArray) -> FloatArray:
     """Return the seconds of each of the first and last stages, and of the slowest middle stage on each node group. They
     are -inf for a node group without middle stages. If times are unknown, the result is the number of layers."""
-    last, stage_seconds = len(fronts.leading) - 1, []
-    for place, (pace, leading) in enumerate(zip(paces, fronts.leading, strict=False)):
-        is_first, has_mtp, is_last = place == 0, place == last - fronts.early, place == last
-        stage_seconds.append(pace.seconds(layers[place], leading, first=is_first, mtp=has_mtp, last=is_last))
-    layer_counts = layers.copy()
-    for place, (pace, stages) in enumerate(zip(paces[last + 1 :], middles, strict=True), start=last + 1):
+    layer_counts, first = layers.copy(), len(layers) - len(middles)
+    for place, stages in enumerate(middles, start=first):
         level = stages.level(layers[place])
-        layer_counts[place] = level = np.where(np.isfinite(level), level, 1.0)
-        stage_seconds.append(np.where(stages.count > 0, pace.seconds(level, 0), -np.inf))
-    seconds = np.stack(stage_seconds)
+        layer_counts[place] = np.where(np.isfinite(level), level, 1.0)
+    seconds = pace.seconds(layer_counts)
+    for place, stages in enumerate(middles, start=first):
+        seconds[place, stages.count <= 0] = -np.inf
     return np.where(np.isnan(seconds), layer_counts, seconds)

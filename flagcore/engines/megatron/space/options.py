@@ -2,10 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
@@ -15,6 +12,7 @@ from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.engines.training.layout import Options
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.pipelines import SCHEDULES
+from flagcore.spec.plain_data import package_yaml
 
 Settings = Mapping[str, SettingValue]
 
@@ -55,7 +53,7 @@ def settings_in_force(spec: Spec) -> Settings:
     return {**DEFAULTS[runs(train)], **train.assumed, **command, **train.settings}
 
 
-TABLES = yaml.safe_load(files(__package__).joinpath("options.yaml").read_text(encoding="utf-8"))
+TABLES = package_yaml(__package__, "options.yaml")
 
 
 def options(task: Task) -> Options:
@@ -66,6 +64,7 @@ def options(task: Task) -> Options:
     train, settings = task.spec.train, settings_in_force(task.spec)
     check(task, settings)
     share, offloads = settings.get("optimizer_offload_fraction", 1.0), "fine_grained_activation_offloading"
+    fp8_attention = settings.get("fp8_dot_product_attention")
     fields: dict[str, Any] = {name: bool(settings.get(key)) for name, key in TABLES["switches"].items()}
     fields |= {name: BYTES[str(settings.get(key, "fp32"))] for name, key in TABLES["widths"].items()}
     return Options(
@@ -78,13 +77,14 @@ def options(task: Task) -> Options:
         optimizer_offload_fraction=float(share or 0.0) if settings.get("optimizer_cpu_offload") else 0.0,
         offload_modules=words(settings.get("offload_modules")) if settings.get(offloads) else frozenset(),
         offload_stages=numbers(settings.get("offload_stages")),
+        offload_layers=int(settings.get("cpu_offloading_num_layers") or 0),
         adapters=settings.get("trainable") == "adapters",
         overlap_p2p_comm=bool(settings.get("overlap_p2p_comm", True)),
         dispatcher=str(settings["moe_token_dispatcher_type"]),
         linked_devices=float(task.cluster.linked_devices),
         expert_imbalance=_imbalance(settings),
         cp_comm=str(settings.get("cp_comm_type", "p2p")),
-        attention_kernel=str(settings.get("attention_backend") or ""),
+        attention_kernel=precision(train, settings) if fp8_attention else str(settings.get("attention_backend") or ""),
         cuda_graph=_graph(settings),
         dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
     )

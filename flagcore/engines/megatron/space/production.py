@@ -11,11 +11,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, lru_cache
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
-import yaml
 
 from flagcore.contracts import Platform
 from flagcore.domain.engine import RefusedValues, ValueRule
@@ -36,6 +34,7 @@ from flagcore.engines.megatron.space.rules import CP, EXPERT_OVERLAP, TP, settin
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.knobs import setting_from_text
+from flagcore.spec.plain_data import package_yaml
 
 IMPLEMENTATION = "transformer_engine"
 
@@ -230,8 +229,7 @@ def read_notes(notes: str) -> Mapping[str, SettingValue]:
 
 @cache
 def _tables() -> dict[str, Any]:
-    text = files(__package__).joinpath("notes.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text))
+    return dict(package_yaml(__package__, "notes.yaml"))
 
 
 @cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -315,7 +316,7 @@ def launch_wait(
 def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, window: FloatArray) -> FloatArray:
     """Return the seconds that a pass of one micro-batch waits for copies of activations to or from the host. `window`
     is the time of the pass, which the copies overlap."""
-    if not train.options.offload_modules:
+    if not (train.options.offload_modules or train.options.offload_layers):
         return np.zeros_like(window)
     return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, stage)) - window, 0.0)
 
@@ -415,32 +416,77 @@ class Pace:
         host, lag = (each[rows] if isinstance(each, np.ndarray) else each for each in (self.host, self.lag))
         return replace(self, blocks=self.blocks[rows], host=host, lag=lag)
 
-    def seconds(
-        self,
-        layers: FloatArray,
-        leading: FloatArray | int,
-        *,
-        first: bool = False,
-        mtp: bool = False,
-        last: bool = False,
-    ) -> FloatArray:
-        """Return the seconds of one micro-batch on a stage with `layers` layers, including `leading` dense layers."""
-        blocks = self.blocks
-        total = blocks.layer * (layers - leading + self.depths * mtp)
-        if np.any(leading):
-            total = total + blocks.leading_layer * np.float64(leading)
-        share = np.minimum(blocks.recomputed_layers / np.maximum(layers, 1.0), 1.0)
-        backward = total.backward + share * total.forward + blocks.once_s
+    def on_stage(
+        self, leading: FloatArray | int = 0, *, first: bool = False, mtp: bool = False, last: bool = False
+    ) -> StagePace:
+        """Return the pace of a stage with `leading` dense layers and these ends of the model."""
+        blocks, none = self.blocks, _Passes(_NONE, _NONE, _NONE, _NONE)
+        dense = blocks.leading_layer * np.float64(leading) if np.any(leading) else none
+        ends = [blocks.embedding] * first + [blocks.head] * last + [blocks.mtp] * bool(mtp and self.depths)
+        fixed = sum(ends[1:], ends[0]) if ends else none
+        others = np.asarray(self.depths * mtp - leading), blocks.once_s, blocks.recomputed_layers, self.host, self.lag
+        return StagePace(blocks.layer, dense, fixed, *others)
+
+    def seconds(self, layers: FloatArray, leading: FloatArray | int, **ends: bool) -> FloatArray:
+        """Return the seconds of one micro-batch on a stage with `layers` layers, as `on_stage` describes it."""
+        return self.on_stage(leading, **ends).seconds(layers)
+
+
+_NONE = np.zeros(1)
+
+
+@dataclass(frozen=True, slots=True)
+class StagePace:
+    """The `Pace` of one stage of each candidate, or of several stages: (stages, candidates).
+
+    `dense` are the leading dense layers, `ends` the parts of the model at its ends, and `others` is the number of
+    layers beside those of the stage that are like `layer`.
+    """
+
+    layer: _Passes
+    dense: _Passes
+    ends: _Passes
+    others: FloatArray
+    once_s: FloatArray
+    recomputed_layers: FloatArray
+    host: FloatArray | float
+    lag: FloatArray | float
+
+    @classmethod
+    def of_stages(cls, stages: Sequence[StagePace]) -> StagePace:
+        """Return the pace of several stages. Arrays that all stages share are not repeated."""
+        return cls(*(_stacked([getattr(each, name) for each in stages]) for name in cls.__dataclass_fields__))
+
+    def __getitem__(self, rows: IntArray) -> StagePace:
+        return StagePace(*(_of_candidates(getattr(self, name), rows) for name in self.__dataclass_fields__))
+
+    def seconds(self, layers: FloatArray) -> FloatArray:
+        """Return the seconds of one micro-batch on stages with `layers` layers."""
+        total = self.layer * (layers + self.others) + self.dense
+        share = np.minimum(self.recomputed_layers / np.maximum(layers, 1.0), 1.0)
+        backward = total.backward + share * total.forward + self.once_s
         backward_launches = total.backward_launches + share * total.launches
-        total = _Passes(total.forward, total.launches, backward, backward_launches)
-        if first:
-            total = total + blocks.embedding
-        if last:
-            total = total + blocks.head
-        if mtp and self.depths:
-            total = total + blocks.mtp
+        total = _Passes(total.forward, total.launches, backward, backward_launches) + self.ends
         forward = total.forward + launch_wait(total.forward, total.launches, self.host, self.lag)
         return forward + (total.backward + launch_wait(total.backward, total.backward_launches, self.host, self.lag))
+
+
+def _stacked(values: Sequence[Any]) -> Any:
+    """Return the values of several stages as one: arrays of the shape (stages or 1, candidates or 1)."""
+    first = values[0]
+    if isinstance(first, _Passes):
+        names = _Passes.__dataclass_fields__
+        return _Passes(*(_stacked([getattr(each, name) for each in values]) for name in names))
+    if all(each is first for each in values):
+        return first
+    return np.stack(np.broadcast_arrays(*map(np.atleast_1d, values)))
+
+
+def _of_candidates(values: Any, rows: IntArray) -> Any:
+    """Return the columns `rows` of arrays whose last axis is the candidates, unless all candidates share a value."""
+    if isinstance(values, _Passes):
+        return _Passes(*(_of_candidates(getattr(values, name), rows) for name in _Passes.__dataclass_fields__))
+    return values.take(rows, -1) if isinstance(values, np.ndarray) and values.ndim and values.shape[-1] > 1 else values
 
 
 def _total(parts: Mapping[str, FloatArray]) -> FloatArray:
