@@ -61,7 +61,7 @@ def columns(**values: Any) -> dict[str, Any]:
         ({PP: 4, RESHARD: False, SCHEDULE: "interleaved"}, "pipeline_layers"),
         ({PP: 4, RESHARD: False, MBS: 4}, "pipeline_microbatches"),
         ({PP: 2, SHARD: 2, RESHARD: False, SCHEDULE: "zbv", AC: "selective"}, "split_backward"),
-        ({PP: 2, SHARD: 2, RESHARD: False, SCHEDULE: "zbv", AC: "full"}, "kept_recomputation"),
+        ({PP: 2, SHARD: 2, RESHARD: False, SCHEDULE: "dualpipev", AC: "full"}, "split_backward"),
         ({SHARD: 4, EP: 4}, None),
         ({SHARD: 2, REPLICATE: 2, EP: 4}, "expert_parallel"),
         ({SHARD: 4, AC: "selective", EP: 2}, "experts_alone"),
