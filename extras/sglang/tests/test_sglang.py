@@ -1,9 +1,11 @@
 import json
+import math
 from typing import Any
 
 import pytest
 from flagcore_sglang.profile import WORKLOAD as ENGINE
 
+from flagcore.api import estimate_jobs
 from tests.engines.serving.engines.tasks import broken, planned, server, settings
 from tests.small import DENSE
 
@@ -55,3 +57,18 @@ def test_a_server_of_unset_drafted_tokens_lets_sglang_choose_them() -> None:
     task = cards(engine_args={**task.spec.serve.engine_args, **tree})
     assert settings(task).drafted.item() == 5
     assert server(task).argv[-6:] == tuple(str(word) for name, value in tree.items() for word in (f"--{name}", value))
+
+
+def predicted(version: str, **candidate: int) -> dict[str, Any]:
+    serve = {"engine": "sglang", "engine_version": version, "precision": "bf16"}
+    serve |= {"input_len": 65536, "output_len": 8, "concurrency": 1}
+    cluster = {"chip": "NVIDIA H200", "devices": math.prod(candidate.values()), "devices_per_node": 8}
+    job = {"id": "one", "kind": "serve", "model": "Qwen/Qwen3-32B", "cluster": cluster, "serve": serve}
+    return next(iter(estimate_jobs([{**job, "candidate": {**candidate, "chunked_prefill_size": 8192}}])))
+
+
+def test_stages_compute_pieces_of_one_prompt_together_and_old_releases_wait_between_stages() -> None:
+    one, four = (predicted("0.5.8", pipeline_model_parallel_size=stages) for stages in (1, 4))
+    assert one["ttft_s"]["mean"] > 2.5 * four["ttft_s"]["mean"]
+    old = predicted("0.5.5", pipeline_model_parallel_size=4)
+    assert old["tpot_s"]["mean"] == pytest.approx(four["tpot_s"]["mean"] + 3 * 9e-3, rel=0.02)

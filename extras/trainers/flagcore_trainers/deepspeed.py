@@ -108,12 +108,28 @@ class DeepSpeed(Trainer):
         found, numbers = super().predict(task, columns, costs), self.numbers(task, columns)
         if (numbers[AUTOTP] > 1).any():
             found = _with_whole_tables(task, numbers, self.described.state_bytes, found)
+        if HPZ in columns:
+            found = _with_bytes(found, ("static_bytes", *PEAKS), self._secondary(task, columns, numbers, found))
         if BUCKET not in columns:
             return found
         element = 4 if task.spec.train.precision == "fp32" else 2
         count = 1 + (columns.get(OVERLAP, 0) != 0) * (numbers[ZERO] < 3)
         buffers = np.where(numbers[ZERO] > 0, columns[BUCKET] * element * count, 0).astype(np.float64)
         return _with_bytes(found, ("activation_bytes", *PEAKS), buffers)
+
+    def _secondary(
+        self, task: Task, columns: Columns, numbers: Mapping[str, IntArray], found: Predictions
+    ) -> FloatArray:
+        """Return the bytes of a rank's share of the second copy of weights, which hpZ keeps between steps.
+
+        Source: DeepSpeed 0.19 `runtime/zero/partition_parameters.py`, `_partition_param_sec`.
+        """
+        states, u = self.described.state_bytes, 4 if task.spec.train.precision == "fp32" else 2
+        on_host = numbers[OFFLOAD] > 0
+        optimizer = np.where(on_host, 0, (u == 2) * states.main_weights + states.moments)
+        each = u + (states.gradients if u == 2 else 4) + optimizer
+        weights = found.static_bytes * np.maximum(numbers["data_parallel_size"], 1) / each
+        return np.where((columns[HPZ] > 1) & (numbers[ZERO] == 3), u * weights / np.maximum(columns[HPZ], 1), 0.0)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         def broken(columns: Columns) -> BoolArray:

@@ -36,6 +36,7 @@ from flagcore_trainers.fully_shard import (
     TP,
 )
 from flagcore_trainers.fully_shard import predict as fully_shard
+from flagcore_trainers.fully_shard.traffic import TORCHTITAN as TORCHTITAN_PROGRAM
 from flagcore_trainers.importing import Imported, spec_of_torchtitan, starts_torchtitan
 from flagcore_trainers.trainer import Trainer
 
@@ -117,7 +118,7 @@ class TorchTitan(Trainer):
             OFFLOAD: 0 * ones,
             COMPILE: is_value(COMPILE, True),
         }
-        return fully_shard.predict(task, given, costs)
+        return fully_shard.predict(task, given, costs, TORCHTITAN_PROGRAM)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         train = platform.task.spec.train

@@ -111,7 +111,7 @@ def drawn(seed: int, count: int) -> list[Job]:
             "vocab_size": choose.choice([2048, 8192, 16384]),
             "untie_embeddings_and_output_weights": True,
         }
-        levels = [level for level in LEVELS if level != "selective" or parts in ("1f1b", "interleaved")]
+        levels = list(LEVELS) if parts in ("1f1b", "interleaved") else ["none"]
         candidate = {
             "replicate": choose.choice([1, 1, 2]),
             "shard": choose.choice([2, 4]),

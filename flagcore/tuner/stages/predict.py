@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,6 +72,7 @@ def _forked(parts: Iterable[Predictions]) -> Iterator[IO[bytes]]:
         with open(receiver, "rb") as stream:
             yield stream
     finally:
+        os.kill(process, signal.SIGKILL)  # it has sent its parts, or nobody needs them
         os.waitpid(process, 0)
 
 

@@ -41,6 +41,7 @@ class Job:
     `schedule`: the code of the schedule of a pipeline, as in `space`.
     `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced.
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
+    `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
     """
 
     model: Model
@@ -59,6 +60,7 @@ class Job:
     pipeline: FloatArray
     schedule: IntArray
     fused_norm: bool = True
+    compiled_loss: bool = False
 
     @property
     def expert_layers(self) -> float:
@@ -189,7 +191,7 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
     whole, share = layers_of_rank(job)
     act, logits = _activations(job), job.tokens * job.model.vocab_size / job.tensor
     splits, parts = job.schedule >= ZBV, np.where(job.schedule >= INTERLEAVED, 2.0, 1.0)
-    loss = (LOSS_BYTES + SPLIT_LOSS_BYTES * (job.tensor > 1) + u) * logits + act.head_input
+    loss = (_loss_bytes(job) + u) * logits + act.head_input
     found = []
     for place in (np.zeros_like(size), size - 1.0):  # others have as many layers, but no embedding or head
         first, last = place == 0, np.where(splits, place == 0, place == size - 1.0)
@@ -201,9 +203,13 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
         buffers = act.hidden * job.microbatches * (2.0 * parts - first - last)
         flight = in_flight(job, place)
         stored = flight * (act.stored / size + act.hidden * (parts - last))
-        moments = [held + buffers + stored + extra for extra in act.backward]
-        moments.append(held + buffers + stored + loss * last)
         one = act.stored / size / parts
+        # The first backward of a zero-bubble stage keeps the gradients of all products for the second one. Most wait at
+        # the end, when ranks have computed the first backward of all micro-batches but not yet the second.
+        kept = np.where(job.schedule == ZBV, act.gradients / size / parts, 0.0)
+        waits = np.maximum(kept, (2.0 * place + 1.0) * kept - one)
+        moments = [held + buffers + stored + waits + extra for extra in act.backward]
+        moments.append(held + buffers + stored + loss * last)
         moments.append(held + buffers + stored - one + (u * table + act.hidden) * first)
         moments.append(held + buffers + r * np.where(first, table, layer) * (1.0 + 1.0 / n))
         static = (2.0 * MAIN_BYTES + ADAM_BYTES) * own
@@ -212,6 +218,13 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
     is_last = last_peak > first_peak
     static, peak = np.where(is_last, last_static, first_static), np.maximum(first_peak, last_peak)
     return (static, peak - static, peak), np.where(is_last, size - 1.0, 0.0).astype(np.int64)
+
+
+def _loss_bytes(job: Job) -> FloatArray:
+    """Return the peak bytes per logit in the backward of the loss. A compiled one has logits and their gradient."""
+    if job.compiled_loss:
+        return np.full_like(job.tensor, 2.0 * job.value_bytes)
+    return np.where(job.tensor > 1, LOSS_BYTES + SPLIT_LOSS_BYTES, LOSS_BYTES)
 
 
 def _without_pipeline(job: Job) -> _Sizes:
@@ -246,9 +259,13 @@ def _without_pipeline(job: Job) -> _Sizes:
     at_head = act.stored + act.head_input + edge + gathered
     head_reduce = np.zeros_like(n) if is_tied else r * table
     moments = [
-        early - stale + at_head + LOSS_FORWARD_BYTES * logits + u * buffer * (layer if is_tied else table),
-        early + at_head + (LOSS_BYTES + SPLIT_LOSS_BYTES * (job.tensor > 1)) * logits,
-        early + at_head + (u + 4.0) * logits,
+        early
+        - stale
+        + at_head
+        + (u if job.compiled_loss else LOSS_FORWARD_BYTES) * logits
+        + u * buffer * (layer if is_tied else table),
+        early + at_head + _loss_bytes(job) * logits,
+        early + at_head + (u + (u if job.compiled_loss else 4.0)) * logits,
         early + at_head + u * logits + u * table + act.hidden * job.tensor + ahead,
     ]
     # The gradient of a tensor-parallel head is computed whole, and then divided (`_fsdp_param.py`).
@@ -279,6 +296,7 @@ class _Activations:
     `stored`: of all layers before backward. `layer`: of one layer. `input`: the input of a layer. `hidden`: the tensor
     between layers. `head_input`: what the head and the norm before it store. `backward`: at the moments of a layer's
     backward, above what all layers store. `norm`: of the backward of a norm.
+    `gradients`: of the outputs of all products and norms.
     """
 
     stored: FloatArray
@@ -288,6 +306,7 @@ class _Activations:
     head_input: FloatArray
     backward: tuple[FloatArray, ...]
     norm: FloatArray
+    gradients: FloatArray
 
 
 def _activations(job: Job) -> _Activations:
@@ -318,6 +337,7 @@ def _activations(job: Job) -> _Activations:
     stored = plain * (model.num_layers - job.expert_layers) + per_layer * job.expert_layers
     again = np.where(job.checkpointing > 0, mixed, 0.0) - np.where(job.checkpointing == 2, hidden, 0.0)
     again = np.where(job.checkpointing == 1, full - hidden - query - width, again)
+    gradients = query + 2.0 * key + (1.0 + model.gated_linear_unit) * width + 2.0 * (hidden + whole)
     norm = hidden * (NORM_VALUES[u] if not job.fused_norm else 2.0)
     at_gate = again + (gate - 2.0) * width + hidden + weights + (whole - 0.0) * (tensor > 1)
     after_ffn = again - gate * width - whole + matrices * weights + norm + hidden
@@ -333,4 +353,5 @@ def _activations(job: Job) -> _Activations:
         head_input=hidden + whole,
         backward=(at_gate, after_ffn),
         norm=norm,
+        gradients=gradients * model.num_layers,
     )

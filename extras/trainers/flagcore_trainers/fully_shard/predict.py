@@ -37,13 +37,11 @@ from flagcore_trainers.fully_shard import (
     TP,
     ZBV,
     memory,
+    traffic,
 )
+from flagcore_trainers.fully_shard.traffic import TRIAL, Program
 from flagcore_trainers.meaning import BATCH_ROWS, INTERVAL
 
-ROTATION = (9.0, 12.0)
-"""Passes over queries and keys of rotary embeddings in separate kernels, forward and backward. Counted."""
-FUSED_ROTATION = 2.0
-"""The passes that the shared formulas assume for one kernel, forward and backward each."""
 ATTENTION_SHARE = {"sm_90": 0.35}
 """The largest share of the peak that torch's attention kernel, FlashAttention-2, reaches, by architecture. On others
 the chip's own kernel times hold. Source: arXiv 2407.08608, abstract."""
@@ -58,7 +56,7 @@ FORWARD_SHARE = 1.0 / 3.0
 """The share of the forward pass in forward and backward without checkpoints."""
 
 
-def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
+def predict(task: Task, columns: Columns, costs: Costs, program: Program = TRIAL) -> Predictions:
     """Return the predicted memory in bytes and step time in seconds of each candidate in `columns`."""
     parts, order = [], []
     for start in range(0, columns[TP].size or 1, BATCH_ROWS):
@@ -68,12 +66,12 @@ def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
             rows = np.flatnonzero(kind == each)
             part = {name: values[rows] for name, values in batch.items()}
             schedule = FOLDED if each // 2 else None
-            parts.append(_predict(task, part, costs, compiled=bool(each % 2), schedule=schedule))
+            parts.append(_predict(task, part, costs, program, compiled=bool(each % 2), schedule=schedule))
             order.append(rows + start)
     return Predictions.join(parts).take(np.argsort(np.concatenate(order)))
 
 
-def memory_job(task: Task, columns: Columns, *, fused_norm: bool) -> memory.Job:
+def memory_job(task: Task, columns: Columns, *, fused_norm: bool, compiled_loss: bool = False) -> memory.Job:
     """Return what the memory of candidates depends on."""
     layout = layout_of(task, columns)
     size, schedule = np.broadcast_arrays(columns[PP], columns[SCHEDULE])
@@ -96,6 +94,7 @@ def memory_job(task: Task, columns: Columns, *, fused_norm: bool) -> memory.Job:
         pipeline=size.astype(np.float64),
         schedule=schedule,
         fused_norm=fused_norm,
+        compiled_loss=compiled_loss,
     )
 
 
@@ -125,7 +124,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
     )
 
 
-def training(task: Task, *, compiled: bool, schedule: str | None = None) -> Training:
+def training(task: Task, *, compiled: bool, compiled_loss: bool = False, schedule: str | None = None) -> Training:
     """Return the inputs to the shared formulas, of which the times of layers and of the pipeline are used."""
     train = task.spec.train
     return Training(
@@ -136,20 +135,26 @@ def training(task: Task, *, compiled: bool, schedule: str | None = None) -> Trai
         fused_activation=compiled,
         transformer_engine=True,
         gathered_keys=True,
-        options=Options(cp_comm="all_gather", cross_entropy_fusion=compiled, schedule=schedule),
+        options=Options(
+            cp_comm="all_gather", cross_entropy_fusion=compiled_loss, schedule=schedule, attention_kernel="flash"
+        ),
     )
 
 
-def _predict(task: Task, columns: Columns, costs: Costs, *, compiled: bool, schedule: str | None) -> Predictions:
-    train, layout = training(task, compiled=compiled, schedule=schedule), layout_of(task, columns)
-    costs = _with_torch_attention(task, costs)
-    job = memory_job(task, columns, fused_norm=not costs.synchronous)
+def _predict(
+    task: Task, columns: Columns, costs: Costs, program: Program, *, compiled: bool, schedule: str | None
+) -> Predictions:
+    fused_loss = compiled and program.compiled_loss
+    train = training(task, compiled=compiled, compiled_loss=fused_loss, schedule=schedule)
+    layout, costs = layout_of(task, columns), _with_torch_attention(task, costs)
+    fused_norm = program.fused_norm and not costs.synchronous
+    job = memory_job(task, columns, fused_norm=fused_norm, compiled_loss=fused_loss)
     needed = memory.of_rank(job)
     workspaces = 2.0 * costs.memory.workspace_bytes()
     peak = needed.peak + workspaces
     reserved = costs.memory.reserved_bytes(peak)
     used = costs.memory.device_used_bytes(reserved) + communicator_bytes(costs.memory) * layout.communicators()
-    time_s = _times(train, layout, costs, job, columns, compiled=compiled)
+    time_s = _times(train, layout, costs, job, columns, program, compiled=compiled)
     total: FloatArray = sum(time_s.values(), np.zeros(()))
     return Predictions(
         step_time_s=total,
@@ -200,7 +205,14 @@ def _with_torch_attention(task: Task, costs: Costs) -> Costs:
 
 
 def _times(
-    train: Training, layout: Layout, costs: Costs, job: memory.Job, columns: Columns, *, compiled: bool
+    train: Training,
+    layout: Layout,
+    costs: Costs,
+    job: memory.Job,
+    columns: Columns,
+    program: Program,
+    *,
+    compiled: bool,
 ) -> dict[str, FloatArray]:
     """Return the parts of the step time in seconds."""
     run, kernels = costs_in_run(costs), costs.kernels
@@ -210,7 +222,7 @@ def _times(
     )
     again = np.select([columns[AC] == 1, columns[AC] == 2], [0.0, selective_share(train)], 1.0)
     time_s = {name: plain[name] + again * (full[name] - plain[name]) for name in plain}
-    layers, u = train.model.num_layers / job.pipeline, float(train.value_bytes)
+    u = float(train.value_bytes)
     weights, share = memory.stage_weights(job)
     gathers = 1.0 + job.reshard
     # The shared formulas assume an fp32 buffer of gradients per weight. FSDP2 copies out weights, and gradients in; a
@@ -218,11 +230,7 @@ def _times(
     copied = gathers * 2.0 * u + u + job.reduce_bytes - ACCUMULATION_BYTES[True]
     copied = np.where(job.pipeline > 1, ACCUMULATION_BYTES[False] - ACCUMULATION_BYTES[True], copied)
     extra = kernels.memory_seconds(np.abs(copied) * weights) * np.sign(copied)
-    if not compiled:
-        heads = train.model.num_attention_heads + train.model.num_query_groups
-        rotated = u * heads * train.model.kv_channels * job.tokens / layout.tensor * layers
-        passes = sum(ROTATION) - 2.0 * FUSED_ROTATION + again * (ROTATION[0] - FUSED_ROTATION)
-        extra = extra + kernels.memory_seconds(passes * rotated)
+    extra = extra + traffic.seconds(train, layout, kernels, job, program, again, compiled=compiled)
     time_s["compute_s"] = time_s["compute_s"] + layout.microbatches * extra * costs.run_slowdown
     if train.options.schedule == FOLDED:  # its formula does not wait for the stages that start last
         forward = _busy(layout, time_s) * FORWARD_SHARE / (1.0 + FORWARD_SHARE * again)

@@ -242,7 +242,7 @@ def _stages(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArr
     ranks, stride = settings.pipeline.astype(np.int64), (settings.tensor * settings.data).astype(np.int64)
     payload = tokens * (2.0 * serving.model.hidden_size)
     each = costs.collectives.seconds("send", payload, np.minimum(ranks, 2), stride)
-    return np.where(settings.pipeline > 1.0, (settings.pipeline - 1.0) * each, 0.0)
+    return np.where(settings.pipeline > 1.0, (settings.pipeline - 1.0) * (each + serving.overheads.handover), 0.0)
 
 
 def _attention_rates(serving: Serving, settings: Settings, kernels: KernelCosts) -> tuple[FloatArray, FloatArray]:
@@ -300,14 +300,15 @@ def linear(
 
     Products of `attention` may have a wider precision than others, and `wide` products have 16 bits. Weights in a
     storage format are read in this format and multiplied in a wider one. The engine's overheads already include the
-    casts of operands, so the time of casts is subtracted from the product.
+    casts of operands, so the time of casts is subtracted from the product, but for the latency of separate kernels.
     """
     ones = np.ones_like(tokens)
     precision = serving.wide_precision if wide else serving.attention_precision if attention else serving.precision
     if serving.weight_bytes is None:
         seconds = kernels.gemm_seconds(tokens, outer * ones, inner * ones, precision)
         cast = cast_bytes(tokens, inner * ones, precision)
-        return seconds if cast is None else seconds - kernels.memory_seconds(cast)
+        latency = kernels.memory_seconds(ones) if precision in serving.overheads.casts else 0.0
+        return seconds if cast is None else seconds - kernels.memory_seconds(cast) + latency
     if wide:
         return kernels.gemm_seconds(tokens, outer * ones, inner * ones, serving.precision)
     all_rows, single_row = (
@@ -349,7 +350,8 @@ def experts(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: 
     traffic = kernels.memory_seconds(routed * 2.0 * (2.0 * h + (gates + 1.0) * width))
     router = linear(kernels, tokens / settings.data, h, count, serving, wide=True)
     small_kernels = overheads.experts.get(precision, max(overheads.experts.values(), default=0.0))
-    return time + traffic + router + small_kernels
+    whole = np.where((settings.expert > 1.0) & (settings.data == 1.0), overheads.whole_experts.get(precision, 0.0), 0.0)
+    return time + traffic + router + small_kernels + whole
 
 
 LOW_LATENCY_TOKENS = 256.0

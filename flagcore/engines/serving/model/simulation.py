@@ -108,9 +108,10 @@ class Price:
         - `encode`: seconds that the vision tower takes for the images of the prompts.
 
         The time depends on the slowest rank or stage. It is assumed to compute an even share of the tokens, or the
-        longest chunk if that is more.
+        longest chunk if that is more. Pieces of one prompt are in several stages at the same time.
         """
         stages, ranks = self.lane.stages, self.lane.ranks * self.lane.stages
+        longest = max(min(longest, self.lane.budget / ranks), longest / stages)
         per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
         time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
         time += _interpolate(self._shared, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,8 +40,11 @@ class Overheads:
     - `attention`, `ffn`: kernels of an attention layer, and of an FFN.
     - `latent`, `indexer`: additional kernels of latent attention, and of the indexer of sparse attention.
     - `experts`: kernels of a layer with experts, by precision of the weights.
+    - `whole_experts`: additional kernels of such a layer if tensor ranks hold whole experts, by precision.
+    - `casts`: formats to which separate kernels cast the operands of products. Elsewhere the kernel before casts, too.
     - `reduce`: a small all-reduce between two ranks.
     - `reduce_doubling`: addition to `reduce` for each doubling of the ranks beyond two.
+    - `handover`: between two stages of a pipeline, besides the message.
 
     Experts:
 
@@ -75,8 +78,11 @@ class Overheads:
     latent: float = 0.0
     indexer: float = 0.0
     experts: Mapping[str, float] = field(default_factory=dict)
+    whole_experts: Mapping[str, float] = field(default_factory=dict)
+    casts: Sequence[str] = ()
     reduce: float = 10e-6
     reduce_doubling: float = 0.0
+    handover: float = 0.0
     grouped_share: float = 1.0
     grouped_work: float = 1.0
     exchanged_share: float = 1.0

@@ -111,16 +111,6 @@ def test_a_mixed_cluster_is_as_slow_as_its_slow_half(model: Model) -> None:
         assert (between <= slow * (1 + 1e-12)).all()
 
 
-def test_fewer_layers_on_the_slow_chip_make_a_step_shorter() -> None:
-    split = halves(first_layers=[16, 20, 22, 31])
-    slow_last = seconds(split, mixed(costs(), costs(TIMES)))
-    assert slow_last[2] < 0.75 * slow_last[0]
-    assert slow_last[2] < slow_last[1]
-    assert slow_last[2] < slow_last[3]
-    slow_first = seconds(split, mixed(costs(TIMES), costs()))
-    assert (np.diff(slow_first) > 0).all()
-
-
 @pytest.mark.parametrize("schedule", [None, "zb-h1", "v-half"])
 @pytest.mark.parametrize("hidden", [True, False])
 def test_only_stages_at_the_border_wait_for_the_link_between_groups(schedule: str | None, hidden: bool) -> None:

@@ -85,6 +85,7 @@ def layouts(layers: int, stages: int) -> Iterator[str]:
     [
         pytest.param(2, 4, MODEL, True, id="2-4-dense"),
         pytest.param(2, 4, EXPERTS, True, id="2-4-experts", marks=pytest.mark.long),
+        pytest.param(2, 8, EXPERTS, False, id="2-8-experts", marks=pytest.mark.long),
         pytest.param(3, 2, MODEL, True, id="3-2-dense", marks=pytest.mark.long),
         pytest.param(3, 2, EXPERTS, False, id="3-2-experts"),
         pytest.param(3, 2, EXPERTS, True, id="3-2-experts, recompute", marks=pytest.mark.long),
