@@ -62,7 +62,7 @@ def columns(**values: Any) -> dict[str, Any]:
         ({PP: 4, RESHARD: False, MBS: 4}, "pipeline_microbatches"),
         ({PP: 2, SHARD: 2, RESHARD: False, SCHEDULE: "zbv", AC: "selective"}, "split_backward"),
         ({PP: 2, SHARD: 2, RESHARD: False, SCHEDULE: "dualpipev", AC: "full"}, "split_backward"),
-        ({SHARD: 4, EP: 4}, None),
+        ({SHARD: 4, EP: 4, "compile": True}, None),
         ({SHARD: 2, REPLICATE: 2, EP: 4}, "expert_parallel"),
         ({SHARD: 4, AC: "selective", EP: 2}, "experts_alone"),
     ],

@@ -25,7 +25,7 @@ from tests.engines.serving.engines.starting import tiny_model
 from tests.engines.serving.trial import trials
 from tests.spec.test_serving import serve
 
-LIMIT_S, INPUTS, OUTPUTS, SCANNED_S = 0.5, 8, 8, 10.0
+LIMIT_S, INPUTS, OUTPUTS, SCANNED_S = 0.5, 8, 8, 20.0
 RATIO = 1.1
 """A rate that is lower by this ratio meets the limit in one of two scans, one that is higher exceeds it in one."""
 
@@ -91,7 +91,7 @@ def test_the_highest_rate_agrees_with_a_scan(is_real: bool, tmp_path: Path) -> N
     assert found.met is not None
     assert found.untested is None
     with served(platform, tmp_path, parallel=4) as address:
-        below, above = ([p90_at(address, rate) for _ in range(2)] for rate in (found.met / RATIO, found.met * RATIO))
-    assert min(below) <= LIMIT_S < max(above), (below, above)
+        assert any(p90_at(address, found.met / RATIO) <= LIMIT_S for _ in range(2))
+        assert any(p90_at(address, found.met * RATIO) > LIMIT_S for _ in range(2))
     if not is_real:  # four slots of 0.1 s
         assert found.met <= 41.0
