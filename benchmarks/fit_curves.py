@@ -46,6 +46,7 @@ class Family:
 
     Parameters in `fixed` are not fitted; `note` gives their sources. A parameter with a dot, such as `gemm_shares.fp8`,
     is an entry of a mapping. `power` has chips whose higher power limit multiplies the shares of their peak flops.
+    `attention` has the speed of kernels of attention relative to the default one.
     """
 
     chips: tuple[str, ...]
@@ -54,6 +55,7 @@ class Family:
     start: Mapping[str, float]
     note: str
     power: Mapping[str, float] = field(default_factory=dict)
+    attention: Mapping[str, float] = field(default_factory=dict)
 
 
 ULTRA = 1.2
@@ -97,8 +99,10 @@ FAMILIES = {
             "attention_share": 0.4,
         },
         note="fp32 products as measured on a B200: 66.2 TFLOP/s (zzc0721/torch-performance-test-data); products and"
-        " attention of GB300 1.2 times as fast, as in pairs of published runs: its power limit is higher",
+        " attention of GB300 1.2 times as fast, as in pairs of published runs: its power limit is higher; attention in"
+        " FP8 relative to bf16 as in NVIDIA/cudnn-frontend benchmark/sdpa_benchmark_training/results @3929da2 (GB200)",
         power={"GB300": ULTRA},
+        attention={"fp8": 1.43, "mxfp8": 1.26},
     ),
 }
 
@@ -199,6 +203,8 @@ def _arguments(family: Family, parameters: Mapping[str, float], chip: str) -> di
     reported = {**family.fixed, **parameters, **(faster if power != 1.0 else {})}
     values: dict[str, Any] = {key: value for key, value in reported.items() if "." not in key}
     values["attention_backward_share"] = round(BACKWARD * values["attention_share"], 3)
+    shares = {name: round(times * values["attention_share"], 3) for name, times in family.attention.items()}
+    values |= {"attention_shares": shares} if shares else {}
     for key, value in reported.items():
         part, _, name = key.partition(".")
         if name:

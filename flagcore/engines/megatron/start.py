@@ -132,7 +132,8 @@ def ready_to_probe(spec: Spec) -> None:
 
 def _require_in_megatron(key: str, value: SettingValue) -> None:
     """Raise SpecError if flagcore can only predict a setting or its value, because megatron-core 0.16 lacks it."""
-    only_predicted = key == "offload_stages" or (key, value) == ("trainable", "adapters")
+    pairs = (("trainable", "adapters"), ("fp8_dot_product_attention", True))
+    only_predicted = key == "offload_stages" or (key, value) in pairs
     if only_predicted or (key == "pipeline_schedule" and schedule(value) is not None):
         problem = "is only predicted by `flag estimate`: megatron-core 0.16 does not support it in a trial"
         raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="remove it")

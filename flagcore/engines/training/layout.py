@@ -100,12 +100,12 @@ class Options:
     `splits` are the splits to which `Layout.split` refers. With `early_mtp`, derived splits may place multi-token
     prediction on the stage before the last.
 
-    `offload_stages` is empty if all stages offload. Fields in bytes are per element. With `adapters`, the model's
-    weights have no gradients and no optimizer state. `cuda_graph` is the part of a step that one graph launches: "",
-    "layer" or "iteration". The flex `dispatcher` sends a token to a rank once, for all of its experts there, and over
-    the network to `linked_devices` once. With `assumed_fp8_gather`, only candidates with the distributed optimizer have
-    fp8 weights. With `shard_gradients` (ZeRO-2), its ranks also share the gradients, which are scattered for each
-    micro-batch.
+    `offload_stages` is empty if all stages offload. `offload_layers` offload all that they store. Fields in bytes are
+    per element. With `adapters`, the model's weights have no gradients and no optimizer state. `cuda_graph` is the part
+    of a step that one graph launches: "", "layer" or "iteration". The flex `dispatcher` sends a token to a rank once,
+    for all of its experts there, and over the network to `linked_devices` once. With `assumed_fp8_gather`, only
+    candidates with the distributed optimizer have fp8 weights. With `shard_gradients` (ZeRO-2), its ranks also share
+    the gradients, which are scattered for each micro-batch.
     """
 
     schedule: str | None = None
@@ -125,6 +125,7 @@ class Options:
     optimizer_offload_fraction: float = 0.0
     offload_modules: frozenset[str] = frozenset()
     offload_stages: tuple[int, ...] = ()
+    offload_layers: int = 0
     fsdp: bool = False
     shard_gradients: bool = False
     adapters: bool = False

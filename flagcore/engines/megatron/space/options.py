@@ -64,6 +64,7 @@ def options(task: Task) -> Options:
     train, settings = task.spec.train, settings_in_force(task.spec)
     check(task, settings)
     share, offloads = settings.get("optimizer_offload_fraction", 1.0), "fine_grained_activation_offloading"
+    fp8_attention = settings.get("fp8_dot_product_attention")
     fields: dict[str, Any] = {name: bool(settings.get(key)) for name, key in TABLES["switches"].items()}
     fields |= {name: BYTES[str(settings.get(key, "fp32"))] for name, key in TABLES["widths"].items()}
     return Options(
@@ -76,13 +77,14 @@ def options(task: Task) -> Options:
         optimizer_offload_fraction=float(share or 0.0) if settings.get("optimizer_cpu_offload") else 0.0,
         offload_modules=words(settings.get("offload_modules")) if settings.get(offloads) else frozenset(),
         offload_stages=numbers(settings.get("offload_stages")),
+        offload_layers=int(settings.get("cpu_offloading_num_layers") or 0),
         adapters=settings.get("trainable") == "adapters",
         overlap_p2p_comm=bool(settings.get("overlap_p2p_comm", True)),
         dispatcher=str(settings["moe_token_dispatcher_type"]),
         linked_devices=float(task.cluster.linked_devices),
         expert_imbalance=_imbalance(settings),
         cp_comm=str(settings.get("cp_comm_type", "p2p")),
-        attention_kernel=str(settings.get("attention_backend") or ""),
+        attention_kernel=precision(train, settings) if fp8_attention else str(settings.get("attention_backend") or ""),
         cuda_graph=_graph(settings),
         dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
     )

@@ -295,6 +295,12 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
             message=f"offload_stages must be below {PP}",
             broken=lambda c: c[PP] <= max(offloaded, default=-1),
         ),
+        Rule(
+            name="cpu_offloading_num_layers",
+            knobs=(PP, RECOMPUTE, GRANULARITY),
+            message=f"cpu_offloading_num_layers needs {PP} = 1, and no recompute",
+            broken=lambda c: (c[PP] > 1) | (c[RECOMPUTE] > 0),
+        ),
         _schedule_rule(settings.get("pipeline_schedule"), split, task.spec.train.global_batch_size),
         *_requirement_rules(task, settings),
     )

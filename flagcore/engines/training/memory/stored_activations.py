@@ -141,7 +141,15 @@ def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray
     """Return the bytes that a stage copies to the host for each micro-batch, and later back."""
     kinds = Kinds.from_layout(train, layout)
     (dense, moe), (whole_dense, whole_moe) = kinds.on(stage), kinds.stored_layers()
-    return stage.dense * (whole_dense.stored - dense.stored) + stage.moe * (whole_moe.stored - moe.stored)
+    modules = stage.dense * (whole_dense.stored - dense.stored) + stage.moe * (whole_moe.stored - moe.stored)
+    return modules + (1.0 - _kept(train, stage)) * (stage.dense * dense.stored + stage.moe * moe.stored)
+
+
+def _kept(train: Training, stage: Stage) -> FloatArray:
+    """Return the share of a stage's layers that are on the device. The last layer is needed again at once."""
+    away = np.minimum(float(train.options.offload_layers), np.maximum(stage.layers - 1.0, 0.0))
+    kept: FloatArray = 1.0 - away / np.maximum(stage.layers, 1.0)
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +192,7 @@ def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
         inputs = np.where(several, chunks * in_flight_ratio * work.input, inputs)
         least = np.where(several, work.in_chunks(inputs), work.in_blocks())
         above = np.where(full, least - stage.in_flight * work.bytes(dense, moe, inputs), above)
+    dense, moe = dense * _kept(train, stage), moe * _kept(train, stage)
     one = work.bytes(dense, moe, inputs)
     at_entry = stage.first * (kinds.entry.work - one / layout.virtual)
     above = np.maximum(np.where(stage.layers > 0, above, 0.0), at_entry)

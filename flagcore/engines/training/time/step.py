@@ -316,7 +316,7 @@ def launch_wait(
 def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, window: FloatArray) -> FloatArray:
     """Return the seconds that a pass of one micro-batch waits for copies of activations to or from the host. `window`
     is the time of the pass, which the copies overlap."""
-    if not train.options.offload_modules:
+    if not (train.options.offload_modules or train.options.offload_layers):
         return np.zeros_like(window)
     return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, stage)) - window, 0.0)
 
