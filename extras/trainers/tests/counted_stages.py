@@ -111,8 +111,7 @@ def drawn(seed: int, count: int) -> list[Job]:
             "vocab_size": choose.choice([2048, 8192, 16384]),
             "untie_embeddings_and_output_weights": True,
         }
-        legal = {"zbv": ["none"], "dualpipev": ["none", "full"]}
-        levels = legal.get(parts, list(LEVELS))
+        levels = list(LEVELS) if parts in ("1f1b", "interleaved") else ["none"]
         candidate = {
             "replicate": choose.choice([1, 1, 2]),
             "shard": choose.choice([2, 4]),

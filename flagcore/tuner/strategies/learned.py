@@ -30,10 +30,13 @@ from flagcore.tuner.learning.trials import (
     trial_rows,
 )
 
-TRIALS_PER_DEVIATION = 110
+TRIALS_PER_DEVIATION = 95
 """The search stops when the largest expected gain is below the indifference times a share, 1 at most: the measurements
 over this number times the median deviation of open candidates. The best of many uncertain ones may be better than the
 largest expected gain of one. Chosen on 15 of vTrain's sweeps and made-up ones (benchmarks/README.md)."""
+
+MIN_SCORE = 0.5
+"""The least score, relative to the highest, of a candidate that is preferred because it is simpler. Chosen by hand."""
 
 MIN_GAIN = 0.01
 """Measurements confirm earlier runs only if no open candidate could be faster than the best by this share. Chosen by
@@ -111,7 +114,7 @@ class Learned:
                     "no untried candidate meets the limits with a probability above {chance:.1%}", chance=likely.max()
                 )
                 return Choice(row=None, because=message)
-            index = int(np.argmax(np.log(likely + 1e-12) - evaluation.log_time))
+            index = _simplest(context, evaluation, likely * np.exp(evaluation.log_time.min() - evaluation.log_time))
             reason = "no measured candidate is within the limits" if measurements else "no candidate is measured yet"
             return _choice(evaluation, index, f"{reason}: the fastest predicted candidate that is likely to fit")
         best_s, _, best_trial = min(feasible)
@@ -131,9 +134,25 @@ class Learned:
                 gain=max_gain,
             )
             return Choice(row=None, because=because)
-        index = int(np.argmax(is_possible * gain / evaluation.cost_s))
+        index = _simplest(context, evaluation, is_possible * gain / evaluation.cost_s)
         choice = _choice(evaluation, index, f"an expected gain of {gain[index]:.1%}")
         return replace(choice, belief={**choice.belief, MAX_GAIN: max_gain})
+
+
+def _simplest(context: SearchContext, evaluation: _Evaluation, score: FloatArray) -> int:
+    """Return the index of the candidate to try: the highest score or, among those that are hardly worse, the simplest.
+
+    They have at least MIN_SCORE of the highest score, succeed as probably, and have an expected time within the
+    indifference. The simplest has the fewest settings that differ from the baseline.
+    """
+    best = int(np.argmax(score))
+    slowdown = evaluation.log_time - evaluation.log_time[best]
+    chance = evaluation.fits * evaluation.success * evaluation.feasible
+    is_near = (slowdown <= context.task.spec.control.indifference) & (chance >= (1.0 - MIN_GAIN) * chance[best])
+    near = np.flatnonzero(is_near & (score >= MIN_SCORE * score[best]))
+    rows = np.append(evaluation.rows[near], context.space.find(context.problem.baseline) or 0)
+    settings = np.sum([column[:-1] != column[-1] for column in context.space.columns(rows).values()], axis=0)
+    return int(near[np.lexsort((-score[near], settings))[0]])
 
 
 def _evaluate(context: SearchContext) -> _Evaluation:

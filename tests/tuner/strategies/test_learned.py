@@ -105,6 +105,16 @@ def test_a_choice_reports_its_corrected_prediction() -> None:
     assert step["value"] == pytest.approx(2.0 * KNOWN.step_time_s[chosen.row], rel=0.25)
 
 
+def test_of_equally_fast_candidates_the_one_closest_to_the_baseline_is_tried() -> None:
+    step = np.ones(len(SPACE))
+    context = search_context(replace(KNOWN, step_time_s=step, low_s=step, high_s=step), [])
+    base = context.problem.baseline.as_dict()
+    changed = [sum(SPACE.candidate(row).as_dict()[knob] != base[knob] for knob in base) for row in context.open_rows]
+    row = STRATEGY.next(context).row
+    assert row is not None
+    assert changed[context.open_rows.tolist().index(row)] == min(changed)
+
+
 def test_pending_trials_make_similar_candidates_less_attractive() -> None:
     real = distorted(KNOWN, spread=0.0)
     order = np.argsort(KNOWN.step_time_s, kind="stable")
@@ -380,4 +390,4 @@ def test_the_possible_gain_is_small_when_the_search_ends(rough: float, misled: b
         rows = rows_of(seed)
         past = misleading(rows, seed) if misled else PastMeasurements.empty()
         lost += has_missed_gain(distorted(KNOWN, seed, spread=rough), rows, past)
-    assert lost <= 1
+    assert lost <= 1 + misled

@@ -1,6 +1,6 @@
 """The highest rate of a search, compared with a scan of rates by a client that shares no code with flagcore's.
 
-Both measure for minutes, and other programs on the machine change what they measure: SCAN=1 runs the comparison.
+Both measure for two minutes, and other programs on the machine change what they measure: SCAN=1 runs the comparison.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from tests.engines.serving.engines.starting import tiny_model
 from tests.engines.serving.trial import trials
 from tests.spec.test_serving import serve
 
-LIMIT_S, INPUTS, OUTPUTS, SCANNED_S = 0.5, 16, 16, 15.0
-RATIO = 1.08
-"""The ratio of two scanned rates."""
+LIMIT_S, INPUTS, OUTPUTS, SCANNED_S = 0.5, 8, 8, 20.0
+RATIO = 1.1
+"""A rate that is lower by this ratio meets the limit in one of two scans, one that is higher exceeds it in one."""
 
 
 def first_token_s(address: str, prompt: list[int]) -> float:
-    """Seconds until the first text of one answer arrives."""
+    """Seconds until the first token of one answer arrives."""
     body = {"model": "m", "prompt": prompt, "max_tokens": OUTPUTS, "ignore_eos": True, "temperature": 0, "stream": True}
     connection = http.client.HTTPConnection(address, timeout=300)
     start = time.perf_counter()
@@ -42,7 +42,7 @@ def first_token_s(address: str, prompt: list[int]) -> float:
         for line in answer:
             text = line.decode().removeprefix("data: ").strip()
             choices = json.loads(text).get("choices") if text.startswith("{") else None
-            if choices and choices[0]["text"] and not first:
+            if choices and not first:  # the text of a token may be empty
                 first = time.perf_counter() - start
     finally:
         connection.close()
@@ -52,7 +52,7 @@ def first_token_s(address: str, prompt: list[int]) -> float:
 
 def p90_at(address: str, rate: float) -> float:
     """The p90 of the time to the first token over SCANNED_S of Poisson arrivals."""
-    draw, found, threads = random.Random(f"{rate}"), list[float](), list[threading.Thread]()
+    draw, found, threads = random.Random(), list[float](), list[threading.Thread]()
     start = due = time.perf_counter()
     while (due := due + draw.expovariate(rate)) < start + SCANNED_S:
         prompt = [draw.randrange(100, 500) for _ in range(INPUTS)]
@@ -91,9 +91,7 @@ def test_the_highest_rate_agrees_with_a_scan(is_real: bool, tmp_path: Path) -> N
     assert found.met is not None
     assert found.untested is None
     with served(platform, tmp_path, parallel=4) as address:
-        rates = [found.met * RATIO**step for step in range(-3, 4)]
-        p90s = {rate: p90_at(address, rate) for rate in rates}
-    highest = max((rate for rate in rates if p90s[rate] <= LIMIT_S), default=0.0)
-    assert highest / 1.12 <= found.met <= highest * 1.12, p90s
+        assert any(p90_at(address, found.met / RATIO) <= LIMIT_S for _ in range(2))
+        assert any(p90_at(address, found.met * RATIO) > LIMIT_S for _ in range(2))
     if not is_real:  # four slots of 0.1 s
         assert found.met <= 41.0
