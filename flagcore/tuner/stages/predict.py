@@ -2,13 +2,13 @@
 
 import logging
 import os
-import pickle
-import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import IO, Any
+from multiprocessing import current_process, get_context
+from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
@@ -37,10 +37,11 @@ def predict(platform: Platform, space: Space) -> Predictions:
     """Return the predictions of all candidates in the order of the space's rows.
 
     Each processor predicts a share of a large space in a fork. A process with threads, other than timers, does not
-    fork, because a lock that another thread holds would stay locked in the fork.
+    fork, because a lock that another thread holds would stay locked in the fork. A daemonic process may not fork.
     """
     others = [each for each in threading.enumerate() if not isinstance(each, threading.Timer)][1:]
-    processors = 1 if others or sys.platform != "linux" else len(os.sched_getaffinity(0))
+    may_fork = sys.platform == "linux" and not others and not current_process().daemon
+    processors = len(os.sched_getaffinity(0)) if may_fork else 1
     workers = max(min(processors, len(space) // FORK_ROWS), 1)
     pieces = list(space.chunks(min(CHUNK, -(-len(space) // workers)))) or [slice(0, 0)]
 
@@ -55,31 +56,32 @@ def predict(platform: Platform, space: Space) -> Predictions:
 
 
 @contextmanager
-def _forked(parts: Iterable[Predictions]) -> Iterator[IO[bytes]]:
-    """Fork a process that computes `parts`. Yield a stream with the pickled parts, up to the first that fails."""
-    receiver, sender = os.pipe()
-    process = os.fork()
-    if not process:
-        with suppress(BaseException):
-            os.close(receiver)
-            logging.disable()
-            with open(sender, "wb") as stream:
-                for part in parts:
-                    pickle.dump(part, stream)
-        os._exit(0)
-    os.close(sender)
+def _forked(parts: Iterable[Predictions]) -> Iterator[Connection]:
+    """Compute `parts` in a fork. Yield a connection that receives them, up to the first that fails."""
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(parts, sender), daemon=True)
+    process.start()
+    sender.close()
     try:
-        with open(receiver, "rb") as stream:
-            yield stream
+        yield receiver
     finally:
-        os.kill(process, signal.SIGKILL)  # it has sent its parts, or nobody needs them
-        os.waitpid(process, 0)
+        process.kill()  # it has sent its parts, or nobody needs them
+        process.join()
+        receiver.close()
 
 
-def _received(stream: IO[bytes] | None) -> Predictions | None:
-    """Return the next part of a stream of `_forked`, None if there is no stream or no further part."""
-    with suppress(EOFError, pickle.UnpicklingError):
-        return None if stream is None else pickle.load(stream)
+def _send(parts: Iterable[Predictions], sender: Connection) -> None:
+    with suppress(BaseException):  # the parent computes what does not arrive, and reports errors and interrupts
+        logging.disable()
+        for part in parts:
+            sender.send(part)
+
+
+def _received(connection: Connection | None) -> Predictions | None:
+    """Return the next part from a fork, None if there is no fork or no further part."""
+    with suppress(EOFError, OSError):
+        return None if connection is None else connection.recv()
     return None
 
 

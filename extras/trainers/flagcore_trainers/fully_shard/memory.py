@@ -339,7 +339,7 @@ def _activations(job: Job) -> _Activations:
     again = np.where(job.checkpointing == 1, full - hidden - query - width, again)
     gradients = query + 2.0 * key + (1.0 + model.gated_linear_unit) * width + 2.0 * (hidden + whole)
     norm = hidden * (NORM_VALUES[u] if not job.fused_norm else 2.0)
-    at_gate = again + (gate - 2.0) * width + hidden + weights + (whole - 0.0) * (tensor > 1)
+    at_gate = again + (gate - 2.0) * width + hidden + weights + whole * (tensor > 1)
     after_ffn = again - gate * width - whole + matrices * weights + norm + hidden
     if job.expert_layers:  # gradients of all experts wait until they are stacked
         experts = u * expert_weights(job)
