@@ -22,7 +22,9 @@ from scatter import scatter
 from scores import Pair, errors, ranking, read_records
 
 from flagcore import api
+from flagcore.api.inputs import loaded_plugins
 
+UNSEEN = ", *unseen*"
 RANK_FIGURES = {
     "static_gib": ("static memory", "static_gib"),
     "peak_allocated_gib": ("peak memory", "peak_allocated_gib"),
@@ -60,6 +62,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as nothing_calibrated:
         os.environ["FLAGCORE_HOME"] = nothing_calibrated
         answers, rank_answers = [*api.estimate_jobs(train)], [*api.estimate_jobs(ranks)]
+        with loaded_plugins(()) as loaded:
+            runs = [{**each, "source": _title(each)} for each in loaded.published_runs()]
+        published = _steps(runs, [*api.estimate_jobs(runs)])
+        published["*All unseen*"] = [row for name, rows in published.items() if UNSEEN in name for row in rows]
     steps, peaks = _steps(train, answers), _peaks(train, answers)
     of_memory = {f"{source}, memory": rows for source, rows in peaks.items()}
     pictures = options.docs / "accuracy"
@@ -73,6 +79,7 @@ def main() -> None:
     fitted = json.loads(options.fitted.read_text(encoding="utf-8")) if options.fitted.exists() else {}
     text = page.text(
         steps=[_summary(source, rows, _groups(rows)) for source, rows in steps.items()],
+        published=[_summary(source, rows, {}) for source, rows in published.items()],
         peaks=[_summary(source, rows, {}) for source, rows in peaks.items()],
         ranks=_ranks(ranks, rank_answers),
         verdicts=_verdicts((*train, *ranks), (*answers, *rank_answers)),
@@ -81,6 +88,12 @@ def main() -> None:
         fitted_curves=fitted,
     )
     (options.docs / "accuracy.md").write_text(text, encoding="utf-8")
+
+
+def _title(run: Mapping[str, Any]) -> str:
+    """Return the source of a published run without the files that it names, and whether no fit has used it."""
+    address = run["source"].split()[0].removeprefix("https://")
+    return address + UNSEEN if run.get("unseen") else address
 
 
 def _steps(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> dict[str, list[Row]]:

@@ -55,6 +55,7 @@ class Verdict:
 def text(
     *,
     steps: Sequence[Summary],
+    published: Sequence[Summary],
     peaks: Sequence[Summary],
     ranks: Mapping[str, Mapping[str, Summary]],
     verdicts: Sequence[Verdict],
@@ -68,6 +69,7 @@ def text(
     sections = [
         HEAD,
         _section("Step time", [*_steps(steps), *_gallery(pictures, time_pictures)]) if steps else "",
+        _section("Published runs", [PUBLISHED, *_published(published)]) if published else "",
         _section("Fitted and left out", _fitted_section(fitted_curves)) if fitted_curves else "",
         _section("Peak memory", [PEAK, *_plain(peaks), *_gallery(pictures, memory_pictures)]) if peaks else "",
         _section("Single ranks", [RANKS, *_ranks(ranks)]) if ranks else "",
@@ -78,6 +80,8 @@ def text(
     return "\n".join(section for section in sections if section)
 
 
+PUBLISHED = """The runs that `flag estimate --evidence` shows, by source. No fit has used the sources marked *unseen*.
+"""
 PEAK = """Largest memory of tensors on any rank, as printed by the source, compared with `peak_allocated_gib`.
 """
 RANKS = """One rank of a larger job without communication: compute and memory only. MAPE, and the worst error in
@@ -114,6 +118,11 @@ If a source prints only a rate, we convert it to a step time. *From model flops*
 without recomputation, as `flag estimate` does. *From hardware flops* uses the count of Narayanan et al. 2021
 (arXiv 2104.04473, equation 3), which includes recomputation.
 """
+
+
+def _published(summaries: Sequence[Summary]) -> list[str]:
+    head = ["source", "runs", "answered", "MAPE", "median", "worst", "bias", "inside"]
+    return _table(head, [[*_errors(each), _percent(each.inside)] for each in summaries])
 
 
 def _plain(summaries: Sequence[Summary]) -> list[str]:
