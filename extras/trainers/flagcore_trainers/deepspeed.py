@@ -128,7 +128,7 @@ class DeepSpeed(Trainer):
         on_host = numbers[OFFLOAD] > 0
         optimizer = np.where(on_host, 0, (u == 2) * states.main_weights + states.moments)
         each = u + (states.gradients if u == 2 else 4) + optimizer
-        weights = found.static_bytes * np.maximum(numbers["data_parallel_size"], 1) / each
+        weights = found.static_bytes * np.maximum(numbers["data_parallel_size"] * numbers[ULYSSES], 1) / each
         return np.where((columns[HPZ] > 1) & (numbers[ZERO] == 3), u * weights / np.maximum(columns[HPZ], 1), 0.0)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
@@ -173,15 +173,15 @@ class DeepSpeed(Trainer):
     def further_keys(self, task: Task, candidate: Candidate) -> dict[str, Any]:
         """Return the global batch size, of which DeepSpeed derives the number of micro-batches, and the size of groups.
 
-        A size of 1 is left out. Before its groups exist, AutoTP counts all ranks as replicas.
+        A size of 1 is left out. Before its groups exist, AutoTP counts all ranks as replicas. With `data_parallel_size`,
+        DeepSpeed would make Ulysses' groups without the script, and not add gradients up over the ranks of a sequence.
         """
-        values, batch, devices = candidate.as_dict(), task.spec.train.global_batch_size, task.cluster.devices
+        values, batch = candidate.as_dict(), task.spec.train.global_batch_size
         tensor, sequence = (int(values.get(name) or 1) for name in (AUTOTP, ULYSSES))
         keys: dict[str, Any] = {"train_batch_size": batch * tensor, "gradient_accumulation_steps": None}
         if tensor == 1:
             keys["tensor_parallel.autotp_size"] = None
-        keys |= {"sequence_parallel_size": None} if sequence == 1 else {"data_parallel_size": devices // sequence}
-        return keys
+        return keys | {"data_parallel_size" if sequence > 1 else "sequence_parallel_size": None}
 
 
 PEAKS = ("peak_allocated_bytes", "reserved_bytes", "device_used_bytes")

@@ -68,7 +68,8 @@ class Log:
     """What one run has logged so far.
 
     `times`: the seconds of each step by its number, in the order of the lines. If several ranks print a step, its first
-    line counts. `values`: the values in use by knob, as text.
+    line counts. `unusable`: stated times and rates that are no finite numbers above 0. `values`: the values in use by
+    knob, as text.
     """
 
     patterns: Patterns
@@ -76,6 +77,7 @@ class Log:
     tokens: int
     devices: int
     times: dict[str, float] = field(default_factory=dict)
+    unusable: list[str] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     peak_bytes: int | None = None
     values: dict[str, str] = field(default_factory=dict)
@@ -120,6 +122,8 @@ class Log:
                 seconds = (at - before[0]) / _steps_between(before[1], number)
         if seconds is not None and seconds > 0:
             self.times[number] = seconds
+        elif stated := next((text for unit in UNITS[1:] if (text := groups.get(unit))), None):
+            self.unusable.append(stated)
         if (loss := groups.get("loss")) is not None:
             self.losses.append(_number(loss))
 
@@ -163,7 +167,10 @@ def _number(text: str | None) -> float | None:
 
 
 class Reading:
-    """The log files of one trial. Each call reads what was added since the last one, and returns the step times."""
+    """The log files of one trial. Each call reads what was added since the last one, and returns the step times.
+
+    If none of several stated times is usable, they are infinite, so that the trial ends after its steps.
+    """
 
     def __init__(self, folder: str, log: Log) -> None:
         self.log = log
@@ -177,7 +184,8 @@ class Reading:
             self._search_at = time.monotonic() + SEARCH_INTERVAL_SECONDS
         for file, place in self._places.items():
             self._places[file] = self._read_on(file, place, unfinished)
-        return tuple(self.log.times.values())
+        unusable = len(self.log.unusable)
+        return tuple(self.log.times.values()) or (math.inf,) * (unusable if unusable > 1 else 0)
 
     def _read_on(self, file: Path, place: int, unfinished: bool) -> int:
         with suppress(OSError), open_regular(file) as lines:

@@ -232,7 +232,10 @@ class Trainer(Workload):
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         reading = logs.Reading(folder, logs.Log.of(task, self.patterns()))
-        times = reading(unfinished=True)
+        reading(unfinished=True)
+        times = tuple(reading.log.times.values())
+        if not times and reading.log.unusable:
+            raise NoMetrics(f"the log states {reading.log.unusable[0]} as the time or rate of a step, not a number above 0")
         if not times:
             fix = "give train.program.log.step, the pattern of a line per step"
             raise NoMetrics(f"no line of the log has a step time; {fix}")

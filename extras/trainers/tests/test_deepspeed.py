@@ -118,7 +118,7 @@ def test_groups_of_a_layer_are_written_and_need_less_memory(tmp_path: Path) -> N
         columns = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in DEEPSPEED.knobs}
         found[name]["activation"] = DEEPSPEED.predict(job, columns, costs(job)).activation_bytes[0]
     assert (found[AUTOTP]["tensor_parallel"], found[AUTOTP]["train_batch_size"]) == ({"autotp_size": 2}, 16)
-    assert (found[ULYSSES]["sequence_parallel_size"], found[ULYSSES]["data_parallel_size"]) == (2, 2)
+    assert (found[ULYSSES]["sequence_parallel_size"], "data_parallel_size" in found[ULYSSES]) == (2, False)
     assert not {"sequence_parallel_size", "data_parallel_size", "autotp_size"} & {*found[ZERO]}
     assert found[ULYSSES]["activation"] < found[ZERO]["activation"]
 

@@ -245,7 +245,7 @@ class _Monitor:
         # On an accelerator, the first step takes longer than later ones: it compiles kernels.
         steps = steps if self.platform.support.shared_devices else steps[1:]
         if measured is None:
-            return replace(outcome, finished_steps_s=tuple(outcome.scale * each for each in steps))
+            return replace(outcome, finished_steps_s=tuple(outcome.scale * each for each in steps if each < math.inf))
         timed = len(measured.step_times_s)
         if outcome.state is not TrialState.MEASURED or measured.warmup_steps is None or count >= planned:
             return outcome

@@ -329,8 +329,9 @@ def _activations(job: Job) -> _Activations:
         routed = u * model.hidden_size * copies
         scores = ROUTER_BYTES * (model.num_moe_experts or 1) * rows + COPY_BYTES * copies
         mixed = full - gate * width + gate * u * width_of_expert * copies + 2.0 * routed + shared + scores
-    # Selective checkpoints store every second product: queries, values, gate and the output of the block.
-    products = query + key + query + width + (hidden if tensor.max(initial=1.0) == 1 else whole)
+    # Selective checkpoints store every second product, queries, values, gate and the output of the block, and what
+    # tensor parallelism scatters: the outputs of both blocks.
+    products = query + key + query + width + whole + 2.0 * hidden * (tensor > 1)
     selective = hidden + products + 4.0 * model.num_attention_heads * rows
     is_kept = [job.checkpointing == 0, job.checkpointing == 1]
     plain, per_layer = (np.select(is_kept, [each, selective], hidden) for each in (full, mixed))
