@@ -234,8 +234,8 @@ class Trainer(Workload):
         reading = logs.Reading(folder, logs.Log.of(task, self.patterns()))
         reading(unfinished=True)
         times = tuple(reading.log.times.values())
-        if not times and reading.log.unusable:
-            raise NoMetrics(f"the log states {reading.log.unusable[0]} as the time or rate of a step, not a number above 0")
+        if not times and (stated := reading.log.unusable):
+            raise NoMetrics(f"the log states {stated[0]} as the time or rate of a step, not a number above 0")
         if not times:
             fix = "give train.program.log.step, the pattern of a line per step"
             raise NoMetrics(f"no line of the log has a step time; {fix}")
