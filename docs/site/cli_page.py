@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import click
 
@@ -20,7 +21,12 @@ def render(mark: str) -> str:
     if mark == "common options":
         return _table(_shared_options().values())
     path = tuple(mark.split()[1:])
-    return "\n".join(_command(path, dict(commands(flag))[path]))
+    return "\n".join(_command(path, _commands()[path]))
+
+
+@cache
+def _commands() -> dict[tuple[str, ...], click.Command]:
+    return dict(commands(flag))
 
 
 def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -72,7 +78,7 @@ def _records(command: click.Command, context: click.Context) -> dict[str, tuple[
 
 def _shared_options() -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
-    all_commands = dict(commands(flag))
+    all_commands = _commands()
     for name in SHARED_FROM:
         command = all_commands[(name,)]
         for key, record in _records(command, _context(command, name)).items():
