@@ -173,8 +173,8 @@ class DeepSpeed(Trainer):
     def further_keys(self, task: Task, candidate: Candidate) -> dict[str, Any]:
         """Return the global batch size, of which DeepSpeed derives the number of micro-batches, and the size of groups.
 
-        A size of 1 is left out. Before its groups exist, AutoTP counts all ranks as replicas. `data_parallel_size` is left
-        out: with it, DeepSpeed does not add gradients up over the ranks of a sequence.
+        A size of 1 is left out. Before its groups exist, AutoTP counts all ranks as replicas. `data_parallel_size` is
+        left out: with it, DeepSpeed does not add gradients up over the ranks of a sequence.
         """
         values, batch = candidate.as_dict(), task.spec.train.global_batch_size
         tensor, sequence = (int(values.get(name) or 1) for name in (AUTOTP, ULYSSES))
