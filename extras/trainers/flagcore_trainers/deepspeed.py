@@ -15,7 +15,7 @@ from flagcore.contracts import Costs, Workload
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, Merge, Rule
+from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.megatron.command.user_command import parse
 from flagcore.errors import SpecError
@@ -28,6 +28,7 @@ from flagcore_trainers.trainer import Trainer
 FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 """The flags that name the configuration file. HF Trainer uses the last one."""
 ZERO, MICRO, OFFLOAD = "zero_stage", "micro_batch_size", "offload_optimizer"
+STAGE_KEY = "zero_optimization.stage"
 OVERLAP, BUCKET = "overlap_comm", "reduce_bucket_size"
 HPZ, QUANTIZED = "zero_hpz_partition_size", ("zero_quantized_weights", "zero_quantized_gradients")
 """ZeRO++: ranks that also hold a second copy of all weights, and 8-bit gathers and 4-bit reductions."""
@@ -38,7 +39,7 @@ LEAST_STAGE = {OVERLAP: 1, BUCKET: 1, **dict.fromkeys((HPZ, *QUANTIZED), 3)}
 PROGRAM: Mapping[str, Any] = {
     "config": "auto",
     "knobs": {
-        ZERO: {"key": "zero_optimization.stage", "values": [0, 1, 2, 3], "label": "ZeRO"},
+        ZERO: {"key": STAGE_KEY, "values": [0, 1, 2, 3], "label": "ZeRO"},
         MICRO: {"key": "train_micro_batch_size_per_gpu", "values": [1, 2, 4, 8, 16, 32, 64], "label": "MBS"},
         OFFLOAD: {"key": "zero_optimization.offload_optimizer.device", "values": {"none": 0, "cpu": 1}},
         OVERLAP: {"key": "zero_optimization.overlap_comm", "values": [False, True]},
@@ -102,6 +103,22 @@ class DeepSpeed(Trainer):
                 return value
         fix = f"add {FLAGS[0]} ds_config.json, or set train.program.config"
         raise SpecError(key="train.command", problem=_("names no configuration file of DeepSpeed"), fix=fix)
+
+    def command(self, spec: Spec) -> start.Command:
+        command = super().command(spec)
+        stage = start.value_at(command.content, STAGE_KEY)
+        if stage not in (None, "auto", 0, 1, 2, 3):
+            fix = f"correct {command.config}"
+            raise SpecError(key=STAGE_KEY, value=stage, problem=_("is not a stage of ZeRO from 0 to 3"), fix=fix)
+        return command
+
+    def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        """Return the values of the configuration. Without `overlap_comm`, only ZeRO 3 overlaps, as in DeepSpeed."""
+        space = dict(super().usual_space(task))
+        set_value = start.value_at(self.command(task.spec).content, f"zero_optimization.{OVERLAP}")
+        if set_value is None and space.get(ZERO) == (3,) and OVERLAP in space:
+            space[OVERLAP] = (True,)
+        return space
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         """Return the predictions, with the buffers in which a backward collects gradients; two if exchanges overlap."""

@@ -85,6 +85,10 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
         values = sorted({1, 2, 4, 8, 16, 32, micro_size})
         row = {"key": "train_micro_batch_size_per_gpu", "flag": f"--{MICRO}", "values": values, "label": "MBS"}
         program = {"knobs": {"micro_batch_size": row}}
+    if str(option(words, "gradient_checkpointing")).lower() == "true":
+        program["fixed"] = {"recompute": 2}
+    if (number(stages := option(words, "pipe_parallel_size", "pipeline_parallel_size")) or 1) > 1:
+        notes.note("pipe_parallel_size", f"not in the predictions ({stages}): all devices count as replicas", "train")
     precision = next((name for name in ("bf16", "fp16") if _is_on(content, name, option(words, name))), "fp32")
     train = {"engine": "deepspeed", "seq_length": length, "global_batch_size": total, "precision": precision}
     train |= {"command": words, "directory": str(directory), **({"program": program} if program else {})}
@@ -140,6 +144,11 @@ TITAN_KEYS: Mapping[str, Sequence[str]] = {
     "global_batch_size": ("training.global_batch_size",),
 }
 """The keys of each meaning, the newest first. Options have the same names."""
+NOT_PREDICTED = (
+    *("float8.enable_fsdp_float8_all_gather", "model.converters", "parallelism.expert_parallel_degree"),
+    *("training.dtype", "parallelism.data_parallel_replicate_degree", "training.data_parallel_replicate_degree"),
+)
+"""Keys that the predictions ignore. They stay in the command or its file."""
 OLD_TRIAL = ["--training.steps", "{steps}", "--metrics.log_freq", "1", "--job.dump_folder", "{folder}"]
 """The arguments of trials for releases with TOML files. What they write goes to the folder of the trial."""
 
@@ -193,9 +202,14 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
         program["fixed"] = {"zero_stage": 3, **fixed}
         notes.note(found["pipeline_model_parallel_size"][0], "stays as it is in all trials", "train.program")
     program |= {"knobs": rows} if rows else {}
-    for key in ("float8.enable_fsdp_float8_all_gather", "model.converters", "parallelism.expert_parallel_degree"):
-        if (value := option(words, key) or files.value_at(content, key)) not in (None, 1, "1", False, [], ""):
+    for key in NOT_PREDICTED:
+        value = option(words, key) or files.value_at(content, key)
+        if value not in (None, 1, "1", False, [], "", "float32"):
             notes.note(key, f"not in the predictions ({value})", "train")
+    for key in ("parallelism.data_parallel_shard_degree", "training.data_parallel_shard_degree"):
+        if (option(words, key) or files.value_at(content, key)) not in (None, -1, "-1"):
+            words = [word for word in _set(words, key, "") if word] if option(words, key) else words
+            words = [*(word for word in words if word != f"--{key}"), f"--{key}=-1"]  # what other sizes leave
     size = total or (micro or 1) * replicas
     train = {"engine": "torchtitan", "seq_length": length, "global_batch_size": size, "precision": "bf16"}
     train |= {"command": words, "directory": str(directory), **({"program": program} if program else {})}

@@ -42,6 +42,7 @@ from flagcore_trainers.trainer import Trainer
 
 CHECKPOINTING = "activation-checkpoint:"
 """The start of the subcommand of activation checkpointing."""
+COMPILE_FLAG = "--compile.enable"
 SIZES = [1, 2, 4, 8]
 PROGRAM: Mapping[str, Any] = {
     "knobs": {
@@ -60,7 +61,7 @@ PROGRAM: Mapping[str, Any] = {
             "values": ["default", "never"],
             "label": "reshard",
         },
-        COMPILE: {"flag": "--compile.enable", "values": [False, True]},
+        COMPILE: {"flag": COMPILE_FLAG, "values": [False, True]},
     },
     "fixed": {"zero_stage": 3},
     "trial_args": [
@@ -131,8 +132,20 @@ class TorchTitan(Trainer):
         spec = replace(platform.task.spec, work=replace(train, flags=(*work, *train.flags)))
         platform = replace(platform, task=replace(platform.task, spec=spec))
         launch = super().launch(platform, candidate, folder, for_real=for_real)
-        last = [word for word in launch.argv if word.startswith(CHECKPOINTING)]
-        return replace(launch, argv=(*(word for word in launch.argv if word not in last), *last))
+        row = self.described.knobs.get(COMPILE)
+        off = _negative(row.flag) if row and row.flag else ""
+        usual = row is not None and row.flag == COMPILE_FLAG
+        argv = [word for word in launch.argv if word != off]
+        if off and candidate.as_dict()[COMPILE] is False and (usual or (row and row.default)):
+            argv.append(off)
+        last = [word for word in argv if word.startswith(CHECKPOINTING)]
+        return replace(launch, argv=(*(word for word in argv if word not in last), *last))
+
+
+def _negative(flag: str) -> str:
+    """Return the option that turns a switch off, such as --compile.no-enable."""
+    section, dot, name = flag.rpartition(".")
+    return f"{section}{dot}no-{name}"
 
 
 def _merged(program: object) -> object:

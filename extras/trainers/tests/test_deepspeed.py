@@ -64,6 +64,17 @@ def test_a_broken_configuration_is_reported(tmp_path: Path) -> None:
     assert refused.value.key == "train.program.config"
 
 
+@pytest.mark.parametrize(("stage", "overlaps"), [(2, False), (3, True), (7, None)])
+def test_the_stage_of_zero_decides_on_the_overlap(tmp_path: Path, stage: int, overlaps: bool | None) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    job = task(engine="deepspeed", command=("x", "--deepspeed", "ds.json"), directory=str(tmp_path))
+    if overlaps is None:
+        with pytest.raises(SpecError, match="stage"):
+            DEEPSPEED.usual_space(job)
+    else:
+        assert DEEPSPEED.usual_space(job)[OVERLAP] == (overlaps,)
+
+
 @pytest.mark.parametrize("command", [("deepspeed", "train.py"), ("deepspeed", "train.py", "--deepspeed")])
 def test_a_command_without_a_configuration_is_reported(command: tuple[str, ...]) -> None:
     with pytest.raises(SpecError) as refused:

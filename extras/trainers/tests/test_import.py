@@ -18,6 +18,7 @@ local_batch_size = 3
 seq_len = 8192
 [parallelism]
 tensor_parallel_degree = 2
+data_parallel_shard_degree = 8
 [activation_checkpoint]
 mode = "full"
 """
@@ -28,6 +29,7 @@ def test_a_command_with_a_configuration_of_deepspeed(tmp_path: Path, monkeypatch
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto", "bf16": {"enabled": True}}
     Path("ds.json").write_text(json.dumps(config))
     flags = "--model_name_or_path meta-llama/Meta-Llama-3.1-8B --per_device_train_batch_size 4 --max_seq_length 2048"
+    flags += " --gradient_checkpointing True"
     Path("run.sh").write_text(
         f"deepspeed --num_gpus 8 --num_nodes 2 train.py --deepspeed ds.json {flags} --gradient_accumulation_steps 2\n"
     )
@@ -36,7 +38,8 @@ def test_a_command_with_a_configuration_of_deepspeed(tmp_path: Path, monkeypatch
     assert data["cluster"] == {"chip": "auto", "nodes": 2, "devices_per_node": 8}
     assert data["train"]["global_batch_size"] == 4 * 2 * 16
     assert (data["train"]["seq_length"], data["train"]["precision"]) == (2048, "bf16")
-    assert data["train"]["command"][-1] == "{gradient_accumulation_steps}"
+    assert "{gradient_accumulation_steps}" in data["train"]["command"]
+    assert data["train"]["program"]["fixed"] == {"recompute": 2}
     with pytest.raises(SpecError, match="seq_length"):
         api.read_command(None, ["deepspeed train.py --deepspeed ds.json --model_name_or_path Qwen/Qwen3-8B"])
 
@@ -55,6 +58,8 @@ def test_a_command_with_a_toml_file_of_torchtitan(tmp_path: Path, monkeypatch: p
     values = {name: space[name][0] for name in ("tensor_model_parallel_size", "micro_batch_size")}
     assert values == {"tensor_model_parallel_size": 4, "micro_batch_size": 3}
     assert space["activation_checkpointing"] == ("full",)
+    assert imported.data["model"] == "meta-llama/Meta-Llama-3-8B"
+    assert train["command"][-1] == "--parallelism.data_parallel_shard_degree=-1"
 
 
 def test_sizes_in_python_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

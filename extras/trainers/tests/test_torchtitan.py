@@ -34,6 +34,8 @@ def test_options_of_a_candidate_replace_the_users(tmp_path: Path) -> None:
     assert words[-1] == "activation-checkpoint:full"
     assert [words[place + 1] for place, word in enumerate(words) if word == "--training.local_batch_size"] == ["4"]
     assert {"--compile.enable", "--checkpoint.no-enable", "--training.steps"} <= {*words}
+    assert "--compile.no-enable" in argv(tmp_path)
+    assert "--compile.no-enable" not in words
     real = argv(tmp_path, *own, for_real=True)
     assert not {"--checkpoint.no-enable", "--training.steps"} & {*real}
     assert words[words.index("--training.global_batch_size") + 1] == "8"
