@@ -14,7 +14,7 @@ SAYS: dict[str, dict[str, Any]] = {
         IMPL: "transformer_engine",
         SCOPE: "attn,moe_preprocess,moe_router",
     },
-    "cuda_graph_impl=full_iteration; fp8_dot_product_attention=True": {IMPL: "local", SCOPE: "full_iteration"},
+    "cuda_graph_impl=full_iteration; tp_comm_overlap_rs=True": {IMPL: "local", SCOPE: "full_iteration"},
     "cuda_graph_impl=none; cuda_graph_scope=full_iteration": {IMPL: "none", SCOPE: "full_iteration"},
     "cuda-graph attn+moe_router+moe_preprocess": {IMPL: "transformer_engine", SCOPE: "attn,moe_preprocess,moe_router"},
     "full-iteration CUDA graph": {IMPL: "local", SCOPE: "full_iteration"},
