@@ -120,8 +120,8 @@ def rows_by_time(problem: Problem) -> IntArray:
 
     Each unusual property counts as UNUSUAL_SHARE of the time, and the layout of a published run near the task as minus
     one property, so that usual candidates come first if they are about as fast. Then come candidates that leave no
-    margin of memory (`lacks_margin`), those without a predicted time, those
-    that exceed a limit, and a baseline that the space of the spec does not contain.
+    margin of memory (`lacks_margin`), those without a predicted time, those that exceed a limit, and a baseline that
+    the space of the spec does not contain.
     """
     rows, predictions = problem.pruned.open_rows, problem.predictions
     columns = problem.space.columns(rows)

@@ -66,7 +66,7 @@ def _forked(parts: Iterable[Predictions]) -> Iterator[Connection]:
     try:
         yield receiver
     finally:
-        process.kill()  # it has sent its parts, or nobody needs them
+        process.kill()  # all its parts were received, or the prediction has failed
         process.join()
         receiver.close()
 
