@@ -130,7 +130,7 @@ def rows_by_time(problem: Problem) -> IntArray:
     breaks_limit = ~predictions.keeps_limits(problem.task.spec.limits)[rows]
     is_added = np.full(rows.size, problem.adds_baseline)
     is_added &= rows == problem.row_of(problem.baseline)
-    last = (lacks_margin(problem)[rows] & np.isfinite(time), breaks_limit, is_added)
+    last = (lacks_margin(problem.task, predictions)[rows] & np.isfinite(time), breaks_limit, is_added)
     return np.asarray(rows[np.lexsort((predictions.device_used_bytes[rows], time, *last))])
 
 
@@ -157,23 +157,21 @@ NEAR = 1.0
 precision, or in the same precision of models of up to twice the size or at up to 16 times the scale."""
 
 
-def lacks_margin(problem: Problem) -> BoolArray:
+def lacks_margin(task: Task, predictions: Predictions) -> BoolArray:
     """Return whether each row needs more than PLANNED_SHARE of the memory, so that a plan proposes other rows first.
 
     Servers reserve a share that a knob sets, and `cluster.memory_per_device` is a budget in which the user has already
     left a margin: for these, no row lacks one.
     """
-    spec = problem.task.spec
-    if not isinstance(spec.work, TrainSpec) or spec.cluster.memory_bytes_per_device:
-        return np.zeros(len(problem.space), dtype=np.bool_)
-    return problem.predictions.share_in_use > PLANNED_SHARE
+    has_budget = not isinstance(task.spec.work, TrainSpec) or task.spec.cluster.memory_bytes_per_device
+    return predictions.share_in_use > (np.inf if has_budget else PLANNED_SHARE)
 
 
 def _baseline(platform: Platform, legal: Legality) -> Candidate:
     """Return the baseline of the spec, or else the candidate that an expert would choose without measuring.
 
     This candidate comes from the engine's usual space, or from the whole space if no candidate of the usual space is
-    legal. Candidates that do not fit are avoided.
+    legal. Candidates that do not fit, and then those without a margin of memory, are avoided.
     """
     task, workload, baseline = platform.task, platform.workload, platform.task.spec.baseline
     if baseline is None:
@@ -185,8 +183,8 @@ def _baseline(platform: Platform, legal: Legality) -> Candidate:
         else:
             raise NothingFits(_nothing_legal(space, legal))
         predictions = predict(platform, space)
-        fitting = np.flatnonzero(predictions.fits)
-        rows = fitting if fitting.size else np.arange(len(space))
+        choices = (predictions.fits & ~lacks_margin(task, predictions), predictions.fits)
+        rows = next((np.flatnonzero(each) for each in choices if each.any()), np.arange(len(space)))
         row = rows[workload.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]
         return space.candidate(int(row))
     columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)

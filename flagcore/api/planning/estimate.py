@@ -201,7 +201,7 @@ ROOMY_SHARE = 0.90
 
 def _crowded(problem: Problem, order: IntArray) -> dict[str, Any] | None:
     """Return the fastest candidate without a margin of memory, if it is faster than the first of `order`."""
-    seconds, crowded = problem.predictions.step_time_s, order[lacks_margin(problem)[order]]
+    seconds, crowded = problem.predictions.step_time_s, order[lacks_margin(problem.task, problem.predictions)[order]]
     return _records(problem, crowded[:1])[0] if crowded.size and seconds[crowded[0]] < seconds[order[0]] else None
 
 
