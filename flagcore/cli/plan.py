@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -93,7 +94,8 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         changed = api.changed_spec(spec, objective)
         _print(report_on(changed, name, chip=arguments["chip"], without=arguments["without"]), form)
         return
-    estimate = api.estimate(spec, top=max(top, number), **arguments)
+    is_shown = form == "table" and explain is None and not arguments["evidence"] and sys.stderr.isatty()
+    estimate = api.estimate(spec, top=max(top, number), on_first=options.say if is_shown else None, **arguments)
     if explain is not None:
         if number > len(estimate.candidates):
             count = len(estimate.candidates)
