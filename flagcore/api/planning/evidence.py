@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from flagcore.api.planning.jobs import predict_records
 from flagcore.contracts import Problem
-from flagcore.domain.space import KnobValue
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Job
 from flagcore.errors import UsageError
 from flagcore.i18n import N_, _
@@ -38,8 +39,8 @@ def published_runs(problem: Problem, loaded: LoadedPlugins, limit: int | None = 
     return tuple(_run(job, record, answer) for (job, record), answer in pairs if "step_time_s" in answer)
 
 
-def published_layout(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[str, Mapping[str, KnobValue]]:
-    """Return the nearest published run whose id or source contains all words of `name`: id and source, and its knobs.
+def published_job(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[str, Job]:
+    """Return the nearest published run whose id or source contains all words of `name`, and its id and source.
 
     Runs on the task's kinds of chips come first. Raises UsageError if there is no such run.
     """
@@ -47,9 +48,33 @@ def published_layout(problem: Problem, loaded: LoadedPlugins, name: str) -> tupl
     for job, record in runs:
         title = f"{job.id} ({record['source']})"
         if all(word in title.casefold() for word in words):
-            return title, problem.workload.in_space(job.candidate, job.model)
+            return title, job
     text = N_("--like {name}: no published run contains these words; the nearest runs: {known}")
     raise UsageError(_(text, name=name, known="; ".join(job.id for job, _record in runs[:3]) or _("none")))
+
+
+def seconds_like(problem: Problem, job: Job, loaded: LoadedPlugins) -> float | None:
+    """Return the predicted seconds of a step of the task with the layout and all settings of a published job.
+
+    None if they are illegal here, or if the cluster has several kinds of chips.
+    """
+    task, replicas = problem.task, problem.workload.replicas
+    (group, *others), train = task.cluster.groups, task.spec.train
+    assert not isinstance(job.work, ServeSpec)
+    lengths = {key: getattr(train, key) for key in ("seq_length", "global_batch_size", "precision")}
+    network = group.chip.nic_bytes_per_second
+    like = replace(
+        job,
+        model=task.spec.model,
+        chip=group.chip.name,
+        devices=task.cluster.devices,
+        devices_per_node=group.devices_per_node,
+        work=replace(job.work, **lengths),
+        nic_bytes_per_second=network.value if network else None,
+        candidate={key: value for key, value in job.candidate.items() if key != replicas},
+    )
+    (answer,) = predict_records([like], loaded)
+    return None if others or "step_time_s" not in answer else float(answer["step_time_s"]["value"])
 
 
 def _run(job: Job, record: Mapping[str, Any], answer: Mapping[str, Any]) -> PublishedRun:
