@@ -252,11 +252,11 @@ def explain_like(
     problem, order = snapshot.problem, rows_by_time(snapshot.problem)
     with loaded_plugins(without, again=True) as loaded:
         title, job = published_job(problem, loaded, name)
-        own_s = seconds_like(problem, job, loaded)
     layout = problem.workload.in_space(job.candidate, job.model)
     knobs = [axis.knob for axis in problem.space.axes if axis.knob != problem.workload.replicas]
     values = {knob: layout[knob] for knob in knobs if layout.get(knob) is not None}
     report = candidate_report(snapshot, ", ".join(f"{knob}={value}" for knob, value in values.items()))
+    own_s = seconds_like(problem, job)
     if own_s is None or not order.size:
         return replace(report, name=title)
     gain = own_s / float(problem.predictions.step_time_s[order[0]]) - 1.0

@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from flagcore.api.planning.jobs import predict_records
 from flagcore.contracts import Problem
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Job
-from flagcore.errors import UsageError
+from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import PublishedRun
 from flagcore.tuner.published import nearest_runs
+from flagcore.tuner.stages.build import legality
+from flagcore.tuner.stages.predict import predict_columns
 
 NEAREST = 8
 """How many of the nearest runs a plan is compared with. Each prediction of a run takes about 50 ms."""
@@ -53,28 +55,18 @@ def published_job(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[s
     raise UsageError(_(text, name=name, known="; ".join(job.id for job, _record in runs[:3]) or _("none")))
 
 
-def seconds_like(problem: Problem, job: Job, loaded: LoadedPlugins) -> float | None:
-    """Return the predicted seconds of a step of the task with the layout and all settings of a published job.
-
-    None if they are illegal here, or if the cluster has several kinds of chips.
-    """
-    task, replicas = problem.task, problem.workload.replicas
-    (group, *others), train = task.cluster.groups, task.spec.train
-    assert not isinstance(job.work, ServeSpec)
+def seconds_like(problem: Problem, job: Job) -> float | None:
+    """Return the predicted seconds of a step with the layout and all settings of a published job, None if illegal."""
+    train, workload = problem.task.spec.train, problem.workload
     lengths = {key: getattr(train, key) for key in ("seq_length", "global_batch_size", "precision")}
-    network = group.chip.nic_bytes_per_second
-    like = replace(
-        job,
-        model=task.spec.model,
-        chip=group.chip.name,
-        devices=task.cluster.devices,
-        devices_per_node=group.devices_per_node,
-        work=replace(job.work, **lengths),
-        nic_bytes_per_second=network.value if network else None,
-        candidate={key: value for key, value in job.candidate.items() if key != replicas},
-    )
-    (answer,) = predict_records([like], loaded)
-    return None if others or "step_time_s" not in answer else float(answer["step_time_s"]["value"])
+    values = {key: value for key, value in job.candidate.items() if key != workload.replicas}
+    with suppress(FlagError):
+        task = replace(problem.task, spec=replace(problem.task.spec, work=replace(job.work, **lengths)), knobs=())
+        task, values, _noted = workload.published(task, values, job.notes)
+        platform, columns = replace(problem.platform, task=task), workload.columns(task, values)
+        if not any(rule.broken(columns).any() for rule in legality(platform).rules):
+            return float(predict_columns(platform, columns).step_time_s[0])
+    return None
 
 
 def _run(job: Job, record: Mapping[str, Any], answer: Mapping[str, Any]) -> PublishedRun:

@@ -40,8 +40,8 @@ OFF = (None, False, 0, 1)
 """The values of knobs that messages leave out."""
 
 Answer = dict[str, Any]
-Line = Mapping[str, Any] | Job | SpecError
-"""A job record, also if it has been read, or the error of a line that has none."""
+Line = Mapping[str, Any] | SpecError
+"""A job record, or the error of a line that has none."""
 
 
 def estimate_jobs(lines: Iterable[Line], *, without: Collection[str] = (), at_once: int = AT_ONCE) -> Iterator[Answer]:
@@ -61,7 +61,7 @@ def estimate_jobs(lines: Iterable[Line], *, without: Collection[str] = (), at_on
                 yield {"id": name, **answer}
 
 
-def predict_records(records: Sequence[Line], loaded: LoadedPlugins) -> list[Answer]:
+def predict_records(records: Sequence[Mapping[str, Any]], loaded: LoadedPlugins) -> list[Answer]:
     """Return the prediction of each job record. An invalid record has a status and a reason."""
     return _Jobs(loaded).answers(records)
 
@@ -108,7 +108,7 @@ class _Jobs:
             try:
                 if isinstance(line, SpecError):
                     raise line
-                self._group_jobs(place, line if isinstance(line, Job) else read_job(line, self._engines), groups)
+                self._group_jobs(place, read_job(line, self._engines), groups)
             except FlagError as error:
                 answers[place] = _rejection(error)
         for platform, rows in groups.values():
