@@ -327,8 +327,8 @@ def same_as_unset(program: Program, defaults: Mapping[str, KnobValue] | None = N
             name=f"{name}_by_default", knobs=(name,), canonical=lambda c: {name: c[name] * (c[name] != default)}
         )
 
-    values = {**program.defaults, **(defaults or {})}
-    return [merge(knob.name, values[knob.name]) for knob in program.knobs if knob.name in values and knob.name != EXCHANGE]
+    values = {name: each for name, each in {**program.defaults, **(defaults or {})}.items() if name != EXCHANGE}
+    return [merge(knob.name, values[knob.name]) for knob in program.knobs if knob.name in values]
 
 
 CACHE_SHARE = 0.25

@@ -211,9 +211,7 @@ def test_synchronous_scheduling_and_old_releases_are_predicted_with_the_host_tim
 
     assert rate("0.32.0", "off") < rate("0.32.0", None) == rate("0.32.0", "on")
     assert rate("0.12.0", None) == rate("0.12.0", "off") < rate("0.12.0", "on")
-    assert rate("0.12.0", "off", pipeline_model_parallel_size=2) == rate(
-        "0.12.0", "on", pipeline_model_parallel_size=2
-    )
+    assert rate("0.12.0", "off", pipeline_model_parallel_size=2) == rate("0.12.0", "on", pipeline_model_parallel_size=2)
 
 
 def test_speculation_is_predicted_only_with_a_known_acceptance() -> None:
