@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from flagcore import plugins
 from flagcore.api.planning.jobs import predict_records
 from flagcore.contracts import Problem
 from flagcore.domain.space import KnobValue
@@ -64,4 +65,5 @@ def _run(job: Job, record: Mapping[str, Any], answer: Mapping[str, Any]) -> Publ
         predicted=predicted,
         mfu=answer["mfu"] * speedup if "mfu" in answer else None,
         source=record["source"],
+        knobs={knob.name: knob for knob in plugins.workload_of(job.work).knobs},
     )
