@@ -14,10 +14,13 @@ import numpy as np
 from flagcore.contracts import Costs, Workload
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
+from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.megatron.command.user_command import parse
+from flagcore.engines.training.memory.training import component_table, gathered_bytes, states_of
+from flagcore.engines.training.stages import stage, stage_parameters
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore_trainers import start
@@ -146,6 +149,7 @@ class DeepSpeed(Trainer):
         if (numbers[AUTOTP] > 1).any():
             found = _with_whole_tables(task, numbers, self.described.state_bytes, found)
         found = _with_exchange(found, self._exposed_seconds(task, columns, costs, numbers, found))
+        found = _with_bytes(found, ("activation_bytes", *PEAKS), self._gathered(task, numbers))
         if HPZ in columns:
             found = _with_bytes(found, ("activation_bytes", *PEAKS), self._secondary(task, columns, numbers))
         if BUCKET not in columns:
@@ -158,13 +162,33 @@ class DeepSpeed(Trainer):
     def _secondary(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> FloatArray:
         """Return the bytes of a rank's share of the second copy of weights, which hpZ makes in each step.
 
-        Norms have none: as small weights, they stay whole. Source: DeepSpeed 0.19
+        Small weights have none: they stay whole. Source: DeepSpeed 0.19
         `runtime/zero/partition_parameters.py`, `_partition_param_sec`.
         """
         u = 4 if task.spec.train.precision == "fp32" else 2
-        weights, norms = weights_of_rank(training(task, 3, 0, self.described.state_bytes), layout_of(numbers))
-        copied = u * (weights - norms) / np.maximum(columns[HPZ], 1)
+        weights = weights_of_rank(training(task, 3, 0, self.described.state_bytes), layout_of(numbers))
+        copied = u * (weights - small_weights(task.spec.model)) / np.maximum(columns[HPZ], 1)
         return np.where((columns[HPZ] > 1) & (numbers[ZERO] == 3), copied, 0.0)
+
+    def _gathered(self, task: Task, numbers: Mapping[str, IntArray]) -> FloatArray:
+        """Return what gathered weights of ZeRO 3 need beyond the shared formulas, in bytes.
+
+        A weight that is used again within REUSED elements stays gathered: at the end of the forward, these are the last
+        half of it. Weights are prefetched into a buffer, from which they are copied one by one. Source: DeepSpeed 0.19
+        `runtime/zero/partitioned_param_coordinator.py` and `partition_parameters.py`.
+        """
+        train, layout = training(task, 3, 0, self.described.state_bytes), layout_of(numbers)
+        u, first = float(train.value_bytes), np.zeros_like(layout.data)
+        parameters = stage_parameters(train, layout, stage(train.model, layout, first))
+        assumed = gathered_bytes(train, layout, *states_of(train, layout, parameters))
+        small = small_weights(task.spec.model)
+        weights = weights_of_rank(train, layout) - small
+        live = u * (np.minimum(weights, REUSED / 2.0 + PREFETCHED) + small)
+        parts = {name: each["activation_bytes"] for name, each in component_table(train, layout, first).items()}
+        work = parts.pop("backward") - assumed
+        forward = u * np.minimum(weights, PREFETCHED) - parts["output_head"]
+        extra = live + np.maximum(work, forward) - work - assumed
+        return np.where((numbers[ZERO] == 3) & (layout.data > 1), extra, 0.0)
 
     def _exposed_seconds(
         self, task: Task, columns: Columns, costs: Costs, numbers: Mapping[str, IntArray], found: Predictions
@@ -175,18 +199,22 @@ class DeepSpeed(Trainer):
         `overlap_comm` does so beside the backward. Then ranks gather the weights that they updated. Source: DeepSpeed
         0.19 `runtime/zero/stage_1_and_2.py`, `process_gradients` and `average_tensor`.
         """
-        layout, stage = layout_of(numbers), numbers[ZERO]
-        weights, _norms = weights_of_rank(training(task, 0, 0, self.described.state_bytes), layout)
+        layout, zero = layout_of(numbers), numbers[ZERO]
+        weights = weights_of_rank(training(task, 0, 0, self.described.state_bytes), layout)
         u = 4.0 if task.spec.train.precision == "fp32" else 2.0
         ring = ((layout.data * layout.context).astype(np.int64), layout.tensor.astype(np.int64))
         reduce = costs.collectives.seconds("all_reduce", u * weights, *ring)
-        gather = costs.collectives.seconds("all_gather", u * weights, *ring) * (stage > 0)
-        beside = (stage > 0) & (columns.get(OVERLAP, np.zeros_like(stage)) != 0) & (not costs.synchronous)
+        gather = costs.collectives.seconds("all_gather", u * weights, *ring)
+        beside = (zero > 0) & (columns.get(OVERLAP, np.zeros_like(zero)) != 0) & (not costs.synchronous)
         backward = found.time_s["compute_s"] / layout.microbatches * 2.0 / 3.0
         hidden = np.where(beside, np.minimum(reduce, backward), 0.0)
         alone = reduce - hidden + costs.collectives.compute_share(*ring) * hidden
-        seconds = np.where(stage == 2, layout.microbatches, 1.0) * alone + gather
-        return np.where(stage == 3, found.time_s[EXCHANGE], seconds)
+        seconds = np.where(zero == 2, layout.microbatches, 1.0) * alone + gather * (zero > 0)
+        sharded = found.time_s[EXCHANGE]
+        if costs.synchronous:  # the host computes and sends
+            scatter = costs.collectives.seconds("reduce_scatter", u * weights, *ring)
+            sharded = layout.microbatches * (2.0 * gather + scatter)
+        return np.where(zero == 3, sharded, seconds)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         def broken(columns: Columns) -> BoolArray:
@@ -241,9 +269,22 @@ class DeepSpeed(Trainer):
         return keys | {"data_parallel_size" if sequence > 1 else "sequence_parallel_size": None}
 
 
+REUSED, PREFETCHED, PERSISTENT = 1e9, 5e7, 100_000
+"""DeepSpeed's defaults of `stage3_max_reuse_distance`, `stage3_prefetch_bucket_size` and
+`stage3_param_persistence_threshold`, in elements."""
 PEAKS = ("peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
 """Predictions of a peak of memory, in bytes."""
 EXCHANGE = "dp_comm_exposed_s"
+
+
+def small_weights(model: Model) -> int:
+    """Return the number of weights in tensors that each rank of ZeRO 3 keeps whole, as they are small."""
+    h = model.hidden_size
+    query, key = (count * model.kv_channels for count in (model.num_attention_heads, model.num_query_groups))
+    layer = [h, h, h * query, h * key, h * key, query * h, *[h * model.ffn_hidden_size] * (2 + model.gated_linear_unit)]
+    ends = [h, *[model.vocab_size * h] * (1 + model.untie_embeddings_and_output_weights)]
+    layers = model.num_layers * sum(each for each in layer if each <= PERSISTENT)
+    return layers + sum(each for each in ends if each <= PERSISTENT)
 
 
 def _unless_listed(knob: Knob) -> Knob:

@@ -193,11 +193,12 @@ def layout_of(given: Mapping[str, IntArray]) -> Layout:
     )
 
 
-def weights_of_rank(train: Training, layout: Layout) -> tuple[FloatArray, FloatArray]:
-    """Return the numbers of all weights of the first stage of a tensor-parallel rank, and of those in norms."""
-    parts = stage_parameters(train, layout, stage(train.model, layout, np.zeros_like(layout.data)))
-    dense, experts = split_parameters(parts)
-    return dense + experts, parts["norms"]
+def weights_of_rank(train: Training, layout: Layout) -> FloatArray:
+    """Return the number of weights of the first stage on a tensor-parallel rank."""
+    dense, experts = split_parameters(
+        stage_parameters(train, layout, stage(train.model, layout, np.zeros_like(layout.data)))
+    )
+    return dense + experts
 
 
 def _predict(task: Task, train: Training, layout: Layout, costs: Costs) -> Predictions:
@@ -231,7 +232,7 @@ def _plain_times(train: Training, layout: Layout, costs: Costs) -> dict[str, Flo
     """Return the parts of the step time in seconds with plain layers of torch: fused kernels, and what others take."""
     fused, kernels = replace(train, transformer_engine=True), costs.kernels
     time_s = step_time(fused, layout, costs, Blocks.from_layout(fused, layout, costs_in_run(costs)))
-    weights, again = weights_of_rank(train, layout)[0], 1.0 * (layout.uniform > 0)
+    weights, again = weights_of_rank(train, layout), 1.0 * (layout.uniform > 0)
     extra = kernels.memory_seconds((ACCUMULATION_BYTES[False] - ACCUMULATION_BYTES[True]) * weights)
     extra = extra + traffic.seconds(
         fused, layout, kernels, traffic.PLAIN, checkpointing=2.0 * again, again=again, weights=weights

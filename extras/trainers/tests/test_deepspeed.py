@@ -1,6 +1,7 @@
 """The engine `deepspeed`: the configuration of candidates, and rules."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from flagcore import api
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
-from tests.small import SHAPE, costs, task
+from tests.small import DENSE, SHAPE, costs, task
 
 CONFIG = """{"train_batch_size": 32, "gradient_accumulation_steps": 4,  // see "notes"
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}, "url": "http://a#b",
@@ -135,7 +136,8 @@ def test_groups_of_a_layer_are_written_and_need_less_memory(tmp_path: Path) -> N
 
 
 def test_second_copies_of_weights_need_memory() -> None:
-    job = task(engine="deepspeed", command=("x",), precision="bf16")
+    model = replace(DENSE, hidden_size=1024, ffn_hidden_size=2048, kv_channels=256)  # all but norms are large
+    job = task(model, engine="deepspeed", command=("x",))
     plain = {knob.name: np.array([knob.axis(()).encode(knob.neutral)]) for knob in DEEPSPEED.knobs}
     alone, twice, idle, without = (
         DEEPSPEED.predict(job, {**plain, ZERO: np.array([stage]), HPZ: np.array([size])}, costs(job))
