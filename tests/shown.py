@@ -142,7 +142,7 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/tutorial.md", "Best on 2 x cpu"): result_of_a_run,
     ("docs/index.md", "Best on 2 x cpu"): result_of_a_run,
     ("docs/tutorial.md", "#  DP  TP"): planned,
-    ("docs/plan.md", "#  DP  TP"): planned,
+    ("docs/plan.md", " #  DP  TP"): planned,
     ("docs/serving.md", " #  instances"): planned,
     ("docs/serving.md", "Best on 2 x cpu"): served,
     ("docs/report.md", "combinations"): counts,

@@ -22,9 +22,10 @@ MAX_TEXT = 80
 def parse_candidate(text: str, problem: Problem) -> tuple[dict[str, IntArray], frozenset[str]]:
     """Return the columns of the candidate in `text`, and the names of the knobs that the text contains.
 
-    The text has the form `knob=value` or `knob value`, separated by commas. A flag may stand alone, or after `no`. A
-    missing knob gets its only value in the space if that value has an effect with the named knobs, else the
-    engine's default. The data-parallel size follows from the number of devices. Raises UsageError.
+    The text has the form `knob=value` or `knob value`, separated by commas, or that of a command's flags (`--knob
+    value`). A flag may stand alone, or after `no`, and is on if a knob that refines it is named. A missing knob gets
+    its only value in the space if that value has an effect with the named knobs, else the engine's default. The
+    data-parallel size follows from the number of devices. Raises UsageError.
     """
     axes = problem.legality.axes
     given_values = _knob_values(text, axes, problem.knobs)
@@ -91,6 +92,8 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
         if twice := knob_values.keys() & values:
             raise UsageError(_("{part}: repeated knob: {knobs}", part=part, knobs=", ".join(twice)))
         knob_values |= values
+    parents = {by_name.get(knobs[name].part_of) for name, value in knob_values.items() if value and name in knobs}
+    knob_values = {axis.knob: True for axis in parents if axis and axis.is_flag} | knob_values
     if not knob_values:
         raise UsageError(_("{text!r} contains no knob; {knobs}", text=text[:MAX_TEXT], knobs=_knobs(axes, knobs)))
     return knob_values
@@ -103,7 +106,8 @@ def _named_knobs(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterato
     """
     names = "|".join(map(re.escape, sorted(by_name, key=len, reverse=True)))
     knob_and_value = re.compile(rf"(no\s+)?({names})(?:\s*=\s*|\s+|(?=\d)|$)(.*)", re.IGNORECASE)
-    for part in filter(None, re.split(r"\s*,\s*", normalize("NFKC", text).strip())):
+    text = re.sub(r"(?:^|(?<=\s))--([\w-]+)", lambda flag: "," + flag[1].replace("-", "_"), normalize("NFKC", text))
+    for part in filter(None, re.split(r"\s*,\s*", text.strip())):
         if (match := knob_and_value.fullmatch(part)) is None:
             hint = did_you_mean(re.split(r"[\s=]", part)[0].casefold()[:MAX_TEXT], by_name, cutoff=0.7)
             problem = _("{text!r} is not a knob with a value, a trial, best or baseline", text=part[:MAX_TEXT])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -33,7 +34,11 @@ if TYPE_CHECKING:
 @click.option("--all", "every", is_flag=True, help="List every candidate, not only the fastest of each layout.")
 @click.option("--evidence", is_flag=True, help="List the published runs on this chip, measured and predicted.")
 @click.option("--explain", metavar="ID", help="Show one candidate in detail, named as for `flag explain`.")
-@click.option("--like", metavar="NAME", help="Compare the layout of a published run, named by words of --evidence.")
+@click.option(
+    "--like",
+    metavar="NAME",
+    help="Compare a layout with the best: of a published run, named by words of --evidence, or as knobs or flags.",
+)
 @options.output
 @options.plugins
 def estimate_command(
@@ -57,8 +62,8 @@ def estimate_command(
     if spec is not None and explain is not None and form == "csv":
         raise click.UsageError(_("--explain does not support --format csv"))
     if spec is not None:
-        if explain is not None and arguments["like"] is not None:
-            raise click.UsageError(_("--explain and --like cannot be combined"))
+        if arguments["evidence"] + (explain is not None) + (arguments["like"] is not None) > 1:
+            raise click.UsageError(_("--evidence, --explain and --like are mutually exclusive"))
         _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
     elif jobs is not None:
         context = click.get_current_context()
@@ -85,10 +90,12 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
     like = arguments.pop("like")
     if (number := _number(explain)) is None or like is not None:
         objective = {"auto_tuner.objective": arguments["objective"]} if arguments["objective"] else {}
-        changed, report_on = api.changed_spec(spec, objective), api.explain_like if like else api.explain_candidate
-        _print(report_on(changed, like or str(explain), chip=arguments["chip"], without=arguments["without"]), form)
+        report_on, name = (api.explain_candidate, str(explain)) if like is None else (api.explain_like, like)
+        changed = api.changed_spec(spec, objective)
+        _print(report_on(changed, name, chip=arguments["chip"], without=arguments["without"]), form)
         return
-    estimate = api.estimate(spec, top=max(top, number), **arguments)
+    is_shown = form == "table" and explain is None and not arguments["evidence"] and sys.stderr.isatty()
+    estimate = api.estimate(spec, top=max(top, number), on_first=options.say if is_shown else None, **arguments)
     if explain is not None:
         if number > len(estimate.candidates):
             count = len(estimate.candidates)

@@ -1,9 +1,10 @@
 """The search problem of a spec before any trial: its platform, space, predictions and baseline."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,20 +25,25 @@ from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune
 from flagcore.tuner.stages.shorten import smaller_task
 
+OnUsual: TypeAlias = Callable[[Platform, Space, Predictions], object]
 
-def build_problem(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bool = False) -> Problem:
+
+def build_problem(
+    spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bool = False, on_usual: OnUsual | None = None
+) -> Problem:
     """Complete `spec`, build the space, predict all candidates and prune them.
 
     No trial runs if `plan` is true or the fidelity is `estimate`. In this case, if trials could not run on this
-    machine, the problem uses the defaults of production on the chip. Raises NothingFits if no combination is legal; the
-    message counts the combinations that each rule removed.
+    machine, the problem uses the defaults of production on the chip. `on_usual` is called as soon as the engine's usual
+    space is predicted, if the spec has no baseline. Raises NothingFits if no combination is legal; the message counts
+    the combinations that each rule removed.
     """
     plan = plan or spec.control.fidelity == ESTIMATE
     platform = complete(spec, plugins, workload, plan=plan)
     legal = legality(platform)
     smaller = smaller_task(platform)
     legal = replace(legal, rules=(*legal.rules, smaller.rule())) if smaller else legal
-    baseline = _baseline(platform, legal)
+    baseline = _baseline(platform, legal, on_usual)
     values = baseline.as_dict()
     axes = tuple(replace(axis, extra_values=(values[axis.knob],)) for axis in legal.axes)
     built = partial(build, axes, legal.rules, legal.merges, first=[knob.name for knob in platform.task.knobs])
@@ -130,7 +136,7 @@ def rows_by_time(problem: Problem) -> IntArray:
     breaks_limit = ~predictions.keeps_limits(problem.task.spec.limits)[rows]
     is_added = np.full(rows.size, problem.adds_baseline)
     is_added &= rows == problem.row_of(problem.baseline)
-    last = (lacks_margin(problem)[rows] & np.isfinite(time), breaks_limit, is_added)
+    last = (lacks_margin(problem.task, predictions)[rows] & np.isfinite(time), breaks_limit, is_added)
     return np.asarray(rows[np.lexsort((predictions.device_used_bytes[rows], time, *last))])
 
 
@@ -157,23 +163,21 @@ NEAR = 1.0
 precision, or in the same precision of models of up to twice the size or at up to 16 times the scale."""
 
 
-def lacks_margin(problem: Problem) -> BoolArray:
+def lacks_margin(task: Task, predictions: Predictions) -> BoolArray:
     """Return whether each row needs more than PLANNED_SHARE of the memory, so that a plan proposes other rows first.
 
     Servers reserve a share that a knob sets, and `cluster.memory_per_device` is a budget in which the user has already
     left a margin: for these, no row lacks one.
     """
-    spec = problem.task.spec
-    if not isinstance(spec.work, TrainSpec) or spec.cluster.memory_bytes_per_device:
-        return np.zeros(len(problem.space), dtype=np.bool_)
-    return problem.predictions.share_in_use > PLANNED_SHARE
+    has_budget = not isinstance(task.spec.work, TrainSpec) or task.spec.cluster.memory_bytes_per_device
+    return predictions.share_in_use > (np.inf if has_budget else PLANNED_SHARE)
 
 
-def _baseline(platform: Platform, legal: Legality) -> Candidate:
+def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> Candidate:
     """Return the baseline of the spec, or else the candidate that an expert would choose without measuring.
 
     This candidate comes from the engine's usual space, or from the whole space if no candidate of the usual space is
-    legal. Candidates that do not fit are avoided.
+    legal. Candidates that do not fit, and then those without a margin of memory, are avoided.
     """
     task, workload, baseline = platform.task, platform.workload, platform.task.spec.baseline
     if baseline is None:
@@ -185,8 +189,10 @@ def _baseline(platform: Platform, legal: Legality) -> Candidate:
         else:
             raise NothingFits(_nothing_legal(space, legal))
         predictions = predict(platform, space)
-        fitting = np.flatnonzero(predictions.fits)
-        rows = fitting if fitting.size else np.arange(len(space))
+        if on_usual is not None:
+            on_usual(platform, space, predictions)
+        choices = (predictions.fits & ~lacks_margin(task, predictions), predictions.fits)
+        rows = next((np.flatnonzero(each) for each in choices if each.any()), np.arange(len(space)))
         row = rows[workload.rule_of_thumb(task, space.columns(rows), predictions.take(rows))]
         return space.candidate(int(row))
     columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)

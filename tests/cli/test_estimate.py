@@ -81,7 +81,9 @@ def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, answer
     assert answer("estimate", spec, "--explain", "2", "--top", "1") == output
     assert "number" not in answer("estimate", spec, "--explain", "baseline")
     assert flag("estimate", spec, "--explain", "baseline").out.startswith("Baseline on 2 x cpu: ")
-    assert answer("estimate", spec, "--explain", "mbs=1, tp=2") == answer("explain", spec, "mbs=1, tp=2")
+    report = answer("explain", spec, "mbs=1, tp=2")
+    assert answer("estimate", spec, "--explain", "mbs=1, tp=2") == report
+    assert answer("estimate", spec, "--like", "--tensor-model-parallel-size 2 --micro-batch-size 1") == report
     unknown = flag("estimate", spec, "--evidence")  # no run on this chip is published
     assert (unknown.code, unknown.out, " cpu " in unknown.err) == (0, "", True)
 
@@ -319,6 +321,8 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
     [
         *((("SPEC", "--explain", wrong), "--explain") for wrong in ("0", "-1", "99999")),
         (("SPEC", "--explain", "1", "--format", "csv"), "--format csv"),
+        (("SPEC", "--evidence", "--like", "mbs=1"), "--evidence, --explain and --like"),
+        (("SPEC", "--like", ""), "--like ''"),
         (("--jobs", "JOBS", "--explain", "moe"), "--explain requires SPEC"),
         (("--jobs", "JOBS", "--format", "csv"), "--format requires SPEC"),
         (("--jobs", "JOBS", "--top", "3"), "--top requires SPEC"),

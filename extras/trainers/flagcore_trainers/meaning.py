@@ -18,7 +18,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.training.layout import Layout, Options, Training
 from flagcore.engines.training.memory.training import memory_in_use, split_parameters
 from flagcore.engines.training.stages import model_flops, stage, stage_parameters
-from flagcore.engines.training.time.step import ACCUMULATION_BYTES, Blocks, costs_in_run, step_time
+from flagcore.engines.training.time.step import Blocks, costs_in_run, step_time
 from flagcore_trainers.fully_shard import traffic
 from flagcore_trainers.program import MEANINGS, StateSection
 
@@ -230,11 +230,11 @@ def _predict(task: Task, train: Training, layout: Layout, costs: Costs) -> Predi
 
 def _plain_times(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:
     """Return the parts of the step time in seconds with plain layers of torch: fused kernels, and what others take."""
-    fused, kernels = replace(train, transformer_engine=True), costs.kernels
+    options = replace(train.options, gradient_fusion=False)
+    fused, kernels = replace(train, transformer_engine=True, options=options), costs.kernels
     time_s = step_time(fused, layout, costs, Blocks.from_layout(fused, layout, costs_in_run(costs)))
     weights, again = weights_of_rank(train, layout), 1.0 * (layout.uniform > 0)
-    extra = kernels.memory_seconds((ACCUMULATION_BYTES[False] - ACCUMULATION_BYTES[True]) * weights)
-    extra = extra + traffic.seconds(
+    extra = traffic.seconds(
         fused, layout, kernels, traffic.PLAIN, checkpointing=2.0 * again, again=again, weights=weights
     )
     return {**time_s, "compute_s": time_s["compute_s"] + layout.microbatches * extra * costs.run_slowdown}

@@ -183,7 +183,7 @@ def _why_open(subject: Subject) -> list[str]:
     order, run = rows_by_time(subject.snapshot.problem), subject.snapshot.run
     places = (np.flatnonzero(order == subject.row) + 1).tolist()
     lines = [_("number {place:,} of {count:,} in `flag estimate`", place=place, count=order.size) for place in places]
-    if places and lacks_margin(subject.snapshot.problem)[subject.row]:
+    if places and lacks_margin(subject.snapshot.task, subject.snapshot.problem.predictions)[subject.row]:
         text = N_("plans list it last, because it leaves less than {share:.1%} of the memory free")
         lines.append(_(text, share=1.0 - PLANNED_SHARE))
     if run is None:
@@ -244,10 +244,13 @@ def explain_like(
 ) -> CandidateReport:
     """Explain the candidate of a spec with the layout of a published run, like `explain_candidate`.
 
-    `name`: words of the run's id or source. Of several runs, the nearest to the job is used. Knobs that the space does
-    not have are ignored, and the data-parallel size follows from the devices. Raises the errors of `flagcore.errors`.
+    `name`: words of the run's id or source, or knobs. Of several runs, the nearest to the job is used. Knobs that the
+    space does not have are ignored, and the data-parallel size follows from the devices. Raises the errors of
+    `flagcore.errors`.
     """
     snapshot = load_snapshot(spec, chip, without)
+    if "=" in name or "--" in name:
+        return candidate_report(snapshot, name)
     with loaded_plugins(without) as loaded:
         title, layout = published_layout(snapshot.problem, loaded, name)
     knobs = [axis.knob for axis in snapshot.problem.space.axes if axis.knob != snapshot.problem.workload.replicas]

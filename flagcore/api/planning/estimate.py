@@ -1,6 +1,6 @@
 """Predictions without trials: candidates of a spec, the gain of mixing chips, and changes that make a candidate fit."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,20 +16,27 @@ from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
 from flagcore.domain.plan import count
-from flagcore.domain.prediction import idle_of
+from flagcore.domain.prediction import Predictions, idle_of
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
-from flagcore.domain.space import IntArray
+from flagcore.domain.space import IntArray, Space
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins, workload_of
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.formats import lookup
-from flagcore.report.text import serving_load_text
+from flagcore.report.text import candidate_line, serving_load_text
 from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, search_time, unmet_text
-from flagcore.tuner.problem import build_problem, candidate_columns, lacks_margin, no_launch_reason, rows_by_time
-from flagcore.tuner.stages.predict import limit, model_table
+from flagcore.tuner.problem import (
+    OnUsual,
+    build_problem,
+    candidate_columns,
+    lacks_margin,
+    no_launch_reason,
+    rows_by_time,
+)
+from flagcore.tuner.stages.predict import limit, model_table, record
 
 
 def estimate(
@@ -41,16 +48,19 @@ def estimate(
     objective: str | None = None,
     evidence: bool = False,
     without: Collection[str] = (),
+    on_first: Callable[[str], object] | None = None,
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
 
     With `distinct`, only the fastest candidate of each layout is returned, and its `variants` is the number of other
     candidates with the layout. `chip` and `objective` replace the values of the spec. With `evidence`, `published`
-    contains all published runs on the chip. Raises the errors of `flagcore.errors`.
+    contains all published runs on the chip. `on_first` receives a line with the fastest usual candidate, before the
+    whole space is predicted. Raises the errors of `flagcore.errors`.
     """
     if objective is not None:
         spec = changed_spec(spec, {"auto_tuner.objective": objective})
-    problem = build_problem_of_spec(spec, chip, without, plan=True)
+    on_usual = None if on_first is None else partial(_first_line, on_first)
+    problem = build_problem_of_spec(spec, chip, without, plan=True, on_usual=on_usual)
     task, order, mixing = problem.task, rows_by_time(problem), None
     if not order.size:
         is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups
@@ -88,16 +98,33 @@ def estimate(
     )
 
 
-def build_problem_of_spec(spec: SpecLike, chip: str | None, without: Collection[str], *, plan: bool = False) -> Problem:
+def build_problem_of_spec(
+    spec: SpecLike,
+    chip: str | None,
+    without: Collection[str],
+    *,
+    plan: bool = False,
+    on_usual: OnUsual | None = None,
+) -> Problem:
     """Return the problem of a spec, optionally for another chip or as a `plan`.
 
     Raises SpecError and other FlagErrors.
     """
     parsed_spec = read_spec(spec, chip, without)
     with loaded_plugins(without) as loaded:
-        problem = build_problem(parsed_spec, loaded, workload_of(parsed_spec.work), plan=plan)
+        problem = build_problem(parsed_spec, loaded, workload_of(parsed_spec.work), plan=plan, on_usual=on_usual)
     warn_about_problem(problem)
     return problem
+
+
+def _first_line(tell: Callable[[str], object], platform: Platform, space: Space, predictions: Predictions) -> None:
+    """Pass the fastest candidate of the engine's usual space that leaves a margin of memory to `tell`, if any."""
+    has_margin = predictions.fits & ~lacks_margin(platform.task, predictions)
+    seconds = np.where(has_margin & np.isfinite(predictions.step_time_s), predictions.step_time_s, np.inf)
+    if seconds.size and np.isfinite(seconds.min()):
+        row, knobs = int(seconds.argmin()), {each.name: each for each in platform.workload.knobs}
+        found = {"candidate": space.candidate(row).as_dict(), **record(platform.task, predictions.row(row))}
+        tell(candidate_line(_("fastest of {count} usual layouts, so far", count=len(space)), found, knobs))
 
 
 def _candidates(problem: Problem, order: IntArray, top: int, *, distinct: bool) -> tuple[Mapping[str, Any], ...]:
@@ -201,7 +228,7 @@ ROOMY_SHARE = 0.90
 
 def _crowded(problem: Problem, order: IntArray) -> dict[str, Any] | None:
     """Return the fastest candidate without a margin of memory, if it is faster than the first of `order`."""
-    seconds, crowded = problem.predictions.step_time_s, order[lacks_margin(problem)[order]]
+    seconds, crowded = problem.predictions.step_time_s, order[lacks_margin(problem.task, problem.predictions)[order]]
     return _records(problem, crowded[:1])[0] if crowded.size and seconds[crowded[0]] < seconds[order[0]] else None
 
 

@@ -47,9 +47,9 @@ def published_layout(problem: Problem, loaded: LoadedPlugins, name: str) -> tupl
     words, runs = name.casefold().split(), [*problem.published, *nearest_runs(problem.task, loaded, others=True)]
     for job, record in runs:
         title = f"{job.id} ({record['source']})"
-        if all(word in title.casefold() for word in words):
+        if words and all(word in title.casefold() for word in words):
             return title, problem.workload.in_space(job.candidate, job.model)
-    text = N_("--like {name}: no published run contains these words; the nearest runs: {known}")
+    text = N_("--like {name!r}: no published run contains these words; the nearest runs: {known}")
     raise UsageError(_(text, name=name, known="; ".join(job.id for job, _record in runs[:3]) or _("none")))
 
 

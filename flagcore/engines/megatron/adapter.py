@@ -28,7 +28,7 @@ from flagcore.engines.megatron.space import knobs as knob_rows
 from flagcore.engines.megatron.space import options, production
 from flagcore.engines.megatron.space import rules as legality
 from flagcore.engines.megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns, in_space
-from flagcore.engines.megatron.space.rules import DIST_OPT, DP, EP, PP, RECOMPUTE, SP, TP
+from flagcore.engines.megatron.space.rules import CP, DIST_OPT, DP, EP, PP, RECOMPUTE, SP, TP
 
 
 class UselessSelectiveRecompute:
@@ -122,27 +122,32 @@ class Megatron(contracts.Workload):
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return the values that an expert would consider, for each knob.
 
-        The values are all sizes of TP, PP, DP and EP, micro-batch size 1, and the distributed optimizer and full
-        recompute on and off.
+        The values are all sizes of TP, PP, DP and EP, sizes of CP with USUAL_TOKENS per rank, micro-batch size 1,
+        and the distributed optimizer and full recompute on and off.
         """
         neutral: dict[str, tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in SPACE_KNOBS}
         auto = (DP, TP, PP, EP, SP, DIST_OPT, RECOMPUTE)
         neutral[SPLIT] = (None, "balanced")
+        most = task.spec.train.seq_length // production.USUAL_TOKENS
+        neutral[CP] = tuple(1 << power for power in range(max(most.bit_length(), 1)))
         recompute: tuple[tuple[KnobValue, ...], ...] = (("full",), ("uniform",), (1,))
         full = dict(zip(meshes.RECOMPUTE_KNOBS[1:], recompute, strict=True))
         return {**neutral, **dict.fromkeys(auto, AUTO), **full}
 
     def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
-        """Return the row of the candidate in `columns` with the smallest TP x PP that fits in memory.
+        """Return the row of the candidate in `columns` with the smallest TP x PP x CP that fits in memory.
 
-        If no candidate fits, return the row of the one that needs the least memory. Candidates whose TP groups and
-        expert groups are each inside a node, and then those with an even split, come first. Ties prefer, in this order:
-        no recompute, a smaller EP, no distributed optimizer, TP over PP, and sequence parallelism.
+        Full recompute counts like twice the size. If no candidate fits, return the row of the one that needs the least
+        memory. Candidates whose TP groups and expert groups are each inside a node, then those with at most LONG_TOKENS
+        per CP rank, and then those with an even split, come first. Ties prefer, in this order: no recompute, a smaller
+        CP and EP, no distributed optimizer, TP over PP, and sequence parallelism.
         """
         missing_bytes = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
-        ties = [columns[name] for name in (RECOMPUTE, EP, DIST_OPT, PP)]
+        size = columns[TP] * columns[PP] * columns[CP] * (1 + columns[RECOMPUTE])
+        ties = [columns[name] for name in (RECOMPUTE, CP, EP, DIST_OPT, PP)]
         crosses = np.maximum(columns[TP], columns[EP]) > task.cluster.linked_devices
-        keys = (missing_bytes, crosses, columns[SPLIT], columns[TP] * columns[PP], *ties, -columns[SP])
+        tokens = np.maximum(task.spec.train.seq_length / columns[CP], production.LONG_TOKENS)
+        keys = (missing_bytes, crosses, tokens, columns[SPLIT], size, *ties, -columns[SP])
         return int(np.lexsort(keys[::-1])[0])
 
     def read_command(

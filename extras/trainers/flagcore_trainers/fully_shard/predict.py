@@ -130,7 +130,11 @@ def training(task: Task, *, compiled: bool, compiled_loss: bool = False, schedul
         transformer_engine=True,
         gathered_keys=True,
         options=Options(
-            cp_comm="all_gather", cross_entropy_fusion=compiled_loss, schedule=schedule, attention_kernel="flash"
+            cp_comm="all_gather",
+            cross_entropy_fusion=compiled_loss,
+            schedule=schedule,
+            attention_kernel="flash",
+            gradient_fusion=False,
         ),
     )
 
@@ -189,8 +193,8 @@ def _times(
     gathers = 1.0 + job.reshard
     # The shared formulas assume an fp32 buffer of gradients per weight. FSDP2 copies out weights, and gradients in; a
     # pipeline adds gradients up in a buffer.
-    copied = gathers * 2.0 * u + u + job.reduce_bytes - ACCUMULATION_BYTES[True]
-    copied = np.where(job.pipeline > 1, ACCUMULATION_BYTES[False] - ACCUMULATION_BYTES[True], copied)
+    copied = gathers * 2.0 * u + u + job.reduce_bytes - ACCUMULATION_BYTES[False]
+    copied = np.where(job.pipeline > 1, 0.0, copied)
     extra = kernels.memory_seconds(np.abs(copied) * weights) * np.sign(copied)
     extra = extra + traffic.seconds(
         train,

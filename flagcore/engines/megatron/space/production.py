@@ -109,23 +109,20 @@ def assumed(task: Task, candidate: Candidate) -> dict[str, SettingValue]:
 
 
 def unusual(task: Task, columns: Columns, predictions: Predictions) -> IntArray:
-    """Return the number of unusual properties of each candidate.
+    """Return the weight of each candidate's unusual properties.
 
-    These are tensor parallelism over several nodes, fewer than USUAL_TOKENS tokens per context-parallel rank, and more
-    than CROWDED_SHARE of the memory in use. On a mixed cluster, no property is unusual.
+    These are tensor parallelism over several nodes and fewer than USUAL_TOKENS tokens per context-parallel rank. Each
+    counts twice, because no published run checks its predictions. On a mixed cluster, no property is unusual.
     """
     if len(task.cluster.groups) > 1:
         return np.zeros_like(columns[CP])
     is_short = (columns[CP] > 1) & (columns[CP] * USUAL_TOKENS > task.spec.train.seq_length)
-    is_crowded = predictions.share_in_use > CROWDED_SHARE
-    return (columns[TP] > task.cluster.linked_devices).astype(np.int64) + is_short + is_crowded
+    return 2 * (is_short.astype(np.int64) + (columns[TP] > task.cluster.linked_devices))
 
 
-USUAL_TOKENS = 4096
-"""The fewest tokens per context-parallel rank of published runs (Megatron-Bridge, NeMo, DGX Cloud, MoE-ModelZoo,
-SimuMax). In none of these runs does a tensor-parallel group span nodes."""
-CROWDED_SHARE = 0.97
-"""Chosen by hand: above it, fragmentation and other processes are likely to cause an out-of-memory error."""
+USUAL_TOKENS, LONG_TOKENS = 4096, 8192
+"""The fewest and the most tokens per context-parallel rank of published runs (Megatron-Bridge, NeMo, DGX Cloud,
+MoE-ModelZoo, SimuMax). In none of these runs does a tensor-parallel group span nodes."""
 
 
 def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:

@@ -140,8 +140,8 @@ def tower_shares(columns: Columns, *, loaded: bool = True) -> FloatArray:
 def exchange_settings(task: Task, columns: Columns, knobs: Sequence[Knob]) -> dict[str, Any]:
     """Return the fields of `Settings` for the exchange of tokens between attention ranks and experts.
 
-    If the knob EXCHANGE is not set, instances on several hosts are assumed to use a library for the exchange, as all
-    published runs do.
+    If the knob EXCHANGE is not set, instances on several hosts are assumed to use a library for the exchange, as
+    published recipes do.
     """
     hardware = Hardware.of(task)
     words = next(knob.words for knob in knobs if knob.name == EXCHANGE)

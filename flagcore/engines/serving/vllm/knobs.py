@@ -161,6 +161,8 @@ def settings(task: Task, columns: Columns) -> Settings:
     cache_bytes = _cache_bytes(task, other_args, values, ranks, devices)
     default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
     host_s = np.array([np.nan, np.nan if is_async(task) else 0.0, SYNCHRONOUS_SECONDS])[values[ASYNC]]
+    # Pipelines were scheduled synchronously before (vllm-project/vllm #19970, #32618).
+    host_s = np.where((values[PP] > 1) & (host_s == 0.0), np.nan, host_s)
     return Settings.of(
         task,
         values,

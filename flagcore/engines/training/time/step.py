@@ -35,8 +35,8 @@ from flagcore.physics.cost_stack import with_slowdown
 ACCUMULATION_BYTES = {True: 8.0, False: 12.0}
 """Memory traffic in bytes per parameter and micro-batch to add a weight gradient to its fp32 buffer. Counted.
 
-True is for transformer-engine's layers: a fused kernel reads and writes the buffer (4 + 4). Otherwise a 16-bit gradient
-is also written and read (2 + 2)."""
+True is for fused products, which read and write the buffer (4 + 4) themselves. Otherwise a 16-bit gradient is also
+written and read (2 + 2), after the product."""
 
 LAUNCH_NORM = 5.0
 """Exponent in `launch_wait`. It is between the fit to the sweep of `layer.LAUNCHES` (3.1 to 3.9) and the fit to the
@@ -103,10 +103,30 @@ class Blocks:
 
 
 def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
-    dense = layer_time(train, layout, costs, moe=False)
-    moe = layer_time(train, layout, costs, moe=True) if train.model.num_moe_experts is not None else dense
+    dense = _layer_block(train, layout, costs, moe=False)
+    moe = _layer_block(train, layout, costs, moe=True) if train.model.num_moe_experts is not None else dense
     ends = embedding_time(train, layout, costs), head_time(train, layout, costs)
     return Parts(dense, moe, *(StageTime(end.forward, end.backward, end.weight) for end in ends))
+
+
+def _layer_block(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
+    """Return the time of a layer. A fused product adds one tile to the gradients while it multiplies others, so both
+    overlap in part: the 2-norm of their times."""
+    block = layer_time(train, layout, costs, moe=moe)
+    if not _fused(train):
+        return block
+    traffic_s = costs.kernels.memory_seconds(ACCUMULATION_BYTES[True] * _layer_weights(train, layout, moe=moe))
+    return replace(block, weight=np.hypot(block.weight, traffic_s))
+
+
+def _fused(train: Training) -> bool:
+    """Return whether products add to the gradients' buffers. Recipes switch it off for FSDP (Megatron-Bridge
+    `perf_recipes` @067f987d: gradient_accumulation_fusion)."""
+    return train.transformer_engine and train.options.gradient_fusion and not train.options.fsdp
+
+
+def _layer_weights(train: Training, layout: Layout, *, moe: bool) -> FloatArray:
+    return _total(layer_parameters(train, layout, moe=moe))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +296,11 @@ def _stage_time(
         total = total + block * count if count.any() else total
     if experts and routed.any():
         total = total + layers(parts.moe) * routed
-    accumulation = ACCUMULATION_BYTES[train.transformer_engine]
-    weight = total.weight + costs.kernels.memory_seconds(accumulation * (params[0] + params[1]))
+    added = params[0] + params[1]
+    if _fused(train):
+        added = added - plain * _layer_weights(train, layout, moe=False)
+        added = added - (routed * _layer_weights(train, layout, moe=True) if experts else 0.0)
+    weight = total.weight + costs.kernels.memory_seconds(ACCUMULATION_BYTES[_fused(train)] * added)
     if train.options.adapters:
         weight = np.zeros_like(weight)
     forward, backward, host = total.forward, total.backward, _host(train, costs)
@@ -376,15 +399,15 @@ class Pace:
         rows, index, parts = blocks.combinations[group], blocks.index[group], blocks.parts[group]
         has_experts = train.model.num_moe_experts is not None
         one, none = np.ones_like(rows.data), np.zeros_like(rows.data)
-        dense_weights = _total(layer_parameters(train, rows, moe=False))
-        layer_weights = _total(layer_parameters(train, rows, moe=True)) if has_experts else dense_weights
+        dense_weights = _layer_weights(train, rows, moe=False)
+        layer_weights = _layer_weights(train, rows, moe=True) if has_experts else dense_weights
         embedding = _total(edge_parameters(train, rows, first=one, last=none))
         head_weights = _total(edge_parameters(train, rows, first=none, last=one))
         mtp_weights = none
         if depths:
             copy = _total(edge_parameters(train, rows, first=none, last=none, mtp=one))
             mtp_weights = copy + _total(mtp_parameters(train, rows)) - depths * layer_weights
-        accumulation = ACCUMULATION_BYTES[train.transformer_engine]
+        accumulation = ACCUMULATION_BYTES[_fused(train)]
         one_pass, two_passes = (
             costs.kernels.memory_seconds(accumulation * times * layer_weights) for times in (8.0, 16.0)
         )
@@ -398,6 +421,7 @@ class Pace:
             return _Passes(block.forward.total, block.forward.launches, backward_s, block.backward.launches)
 
         def layers(block: Block, weights: FloatArray) -> _Passes:
+            weights = none if _fused(train) else weights
             repeated = _Passes(zeros, zeros, block.repeated.total[index], block.repeated.launches[index])
             return passes(block, weights)[index] + repeated * layout.selective
 
