@@ -295,8 +295,8 @@ def _unless_listed(knob: Knob) -> Knob:
 
 def _with_exchange(found: Predictions, seconds: FloatArray) -> Predictions:
     total = found.step_time_s + seconds - found.time_s[EXCHANGE]
-    times = {name: total * share for name, share in zip(("low_s", "high_s"), INTERVAL, strict=True)}
-    return replace(found, step_time_s=total, time_s={**found.time_s, EXCHANGE: seconds}, **times)
+    low, high = (total * share for share in INTERVAL)
+    return replace(found, step_time_s=total, low_s=low, high_s=high, time_s={**found.time_s, EXCHANGE: seconds})
 
 
 def _with_bytes(found: Predictions, names: Sequence[str], extra: FloatArray) -> Predictions:

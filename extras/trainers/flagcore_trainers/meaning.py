@@ -233,7 +233,7 @@ def _plain_times(train: Training, layout: Layout, costs: Costs) -> dict[str, Flo
     options = replace(train.options, gradient_fusion=False)
     fused, kernels = replace(train, transformer_engine=True, options=options), costs.kernels
     time_s = step_time(fused, layout, costs, Blocks.from_layout(fused, layout, costs_in_run(costs)))
-    weights, again = weights_of_rank(train, layout), 1.0 * (layout.uniform > 0)
+    weights, again = weights_of_rank(train, layout), np.where(layout.uniform > 0, 1.0, 0.0)
     extra = traffic.seconds(
         fused, layout, kernels, traffic.PLAIN, checkpointing=2.0 * again, again=again, weights=weights
     )
