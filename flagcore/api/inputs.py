@@ -198,14 +198,15 @@ LOG = logging.getLogger("flagcore")
 
 
 @contextmanager
-def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
-    """Load the plugins and the user's calibrations. When the context ends, warn about each failure."""
-    loaded = load_plugins(without)
-    calibrated = CalibratedPlugins([*loaded.plugins, *loaded.failures], Calibrations.of_user(), LOG.warning)
+def loaded_plugins(without: Collection[str], *, again: bool = False) -> Iterator[LoadedPlugins]:
+    """Load the plugins and the user's calibrations. When the context ends, warn about each failure. With `again`, an
+    earlier context has warned."""
+    loaded, report = load_plugins(without), LOG.debug if again else LOG.warning
+    calibrated = CalibratedPlugins([*loaded.plugins, *loaded.failures], Calibrations.of_user(), report)
     try:
         yield calibrated
     finally:
-        warn(calibrated.failures)
+        warn(() if again else calibrated.failures)
 
 
 def read_spec(source: SpecLike, chip: str | None = None, without: Collection[str] = ()) -> Spec:

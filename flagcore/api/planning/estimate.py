@@ -69,14 +69,15 @@ def estimate(
     on_usual = None if on_first is None else partial(_first_line, on_first)
     problem = build_problem_of_spec(spec, chip, without, plan=True, on_usual=on_usual)
     task, order, mixing = problem.task, rows_by_time(problem), None
+    groups = task.cluster.groups
     if not order.size:
         is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups
         change = None if is_detected else partial(cheapest_change, problem, without)
         raise NothingFits(nothing_fits_text(problem, change))
-    with loaded_plugins(without) as loaded:
+    with loaded_plugins(without, again=True) as loaded:
         published = published_runs(problem, loaded, None if evidence else NEAREST)
         expected_s = expected_seconds(problem, float(problem.predictions.step_time_s[order[0]]))
-        if len(task.cluster.groups) > 1:
+        if len(groups) > 1:
             mixing = mixing_of(read_spec(spec, chip, without), problem, loaded)
     untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
     return Estimate(
@@ -95,6 +96,7 @@ def estimate(
         no_time=no_time(task, problem.costs) if untimed else "",
         precision=task.spec.work.precision,
         published=published,
+        best_mfu=groups[0].chip.best_mfu.get(task.spec.work.precision) if len(groups) == 1 else None,
         runs=_runs(problem),
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),

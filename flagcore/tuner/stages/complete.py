@@ -42,7 +42,7 @@ def complete(spec: Spec, plugins: LoadedPlugins, workload: Workload, *, plan: bo
     Raises SpecError for values that the engine or its release does not support. Raises NoDevice if no device is found,
     if a chip is unknown, or if the engine cannot run on it.
     """
-    workload.check_release(spec)
+    workload.check_values(spec)
     platform = complete_by_plugins(spec, plugins, workload, engine_version(spec, workload))
     if plan and not _runs_here(platform, plugins):
         platform = workload.as_in_production(platform)  # step 5
