@@ -73,6 +73,7 @@ class PublishedRun:
     `run`: the model, the devices, the precision and the tokens per sequence.
     `mfu`: the measured model FLOPs utilization. None if the peak rate is unknown.
     `source`: the address of the publication.
+    `knobs`: the knobs of the engine that made the run.
     """
 
     run: str
@@ -82,6 +83,7 @@ class PublishedRun:
     predicted: float
     mfu: float | None
     source: str
+    knobs: Knobs = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -180,7 +182,7 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         yield "\n" + mixing_text(estimate.mixing, estimate.knobs), True
     if estimate.published:
         yield "\n" + _("Published runs on this chip that are nearest to this job:"), False
-        yield published_table(estimate.published[:SHOWN_RUNS], estimate.knobs), False
+        yield published_table(estimate.published[:SHOWN_RUNS]), False
     if ceiling := _ceiling_text(estimate):
         yield ceiling, False
     yield "\n" + _("Predicted {for_what}.", for_what=estimate.runs), False
@@ -202,12 +204,13 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
 SHOWN_RUNS = 3
 
 
-def published_table(runs: Sequence[PublishedRun], knobs: Knobs) -> str:
+def published_table(runs: Sequence[PublishedRun]) -> str:
     """Return a table of published runs. Columns with ~ are predicted."""
     figures = [map(shown, (each.measured, each.predicted, each.mfu)) for each in runs]
     pairs = zip(runs, figures, strict=True)
     rows = [
-        [each.run, values_text(each.candidate, knobs), *shown_figures, each.source] for each, shown_figures in pairs
+        [each.run, values_text(each.candidate, each.knobs), *shown_figures, each.source]
+        for each, shown_figures in pairs
     ]
     return table([_("run"), _("candidate"), "tok/s/dev", "~tok/s/dev", "mfu", _("source")], rows)
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from flagcore import plugins
 from flagcore.api.planning.jobs import predict_records
 from flagcore.contracts import Problem
 from flagcore.domain.spec import Job
@@ -81,4 +82,5 @@ def _run(job: Job, record: Mapping[str, Any], answer: Mapping[str, Any]) -> Publ
         predicted=predicted,
         mfu=answer["mfu"] * speedup if "mfu" in answer else None,
         source=record["source"],
+        knobs={knob.name: knob for knob in plugins.workload_of(job.work).knobs},
     )

@@ -63,7 +63,7 @@ class Engine(EngineProfile, Workload):
     starts = importing.starts
     role = importing.role
     read_command = importing.spec_of_command
-    check_release = staticmethod(check_formats)
+    check_values = staticmethod(check_formats)
     export = start.exported
     groups = start.server_groups
 

@@ -175,10 +175,10 @@ def test_a_stored_format_needs_weights_in_it(tmp_path: Path) -> None:
         ({"engine_args": awq}, "serve.engine_args.quantization"),
     ):
         with pytest.raises(SpecError) as error:
-            ENGINE.check_release(cards(weights=str(tmp_path), **options).spec)
+            ENGINE.check_values(cards(weights=str(tmp_path), **options).spec)
         assert (error.value.key, error.value.value) == (key, "awq")
     (tmp_path / "quant_config.json").write_text("{}")
-    ENGINE.check_release(cards(weights=str(tmp_path), engine_args=awq).spec)
+    ENGINE.check_values(cards(weights=str(tmp_path), engine_args=awq).spec)
 
 
 def test_a_knob_that_the_release_does_not_have_is_an_error_and_auto_leaves_it_out() -> None:
