@@ -157,7 +157,8 @@ class Costs:
 
     If there are several node groups, `memory`, `kernels` and `collectives` belong to the first group.
 
-    `guessed`: whether kernel times come from the core's roofline, neither measured nor fitted.
+    `guessed`: whether kernel times come from the core's roofline, neither measured nor fitted, or no server of the
+    engine was checked on the chip.
     `assumed_network`: whether the network rate is `flagcore.domain.chip.ASSUMED_NETWORK`, because none is known.
     `synchronous`: whether the host computes, as on a CPU. Then kernels do not hide the time of launches.
     `run_slowdown`: the ratio of kernel times in a run on many devices to the times of `kernels`.

@@ -234,7 +234,7 @@ class Workload(Predictor):
 
     # Completing a spec
 
-    def check_release(self, spec: Spec) -> None:
+    def check_values(self, spec: Spec) -> None:
         """Raise SpecError if the engine, or its release in `spec`, does not support some values. Default: no check."""
 
     def as_in_production(self, platform: Platform) -> Platform:

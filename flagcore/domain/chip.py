@@ -88,6 +88,7 @@ class Chip:
     `host_bytes_per_second`: the rate of the host interface in one direction.
     `nic_latency_seconds`: the time of a small message to another host. None means the latency of InfiniBand.
     `tdp_watts`: the power that one device may draw continuously.
+    `best_mfu`: the highest published model FLOPs utilization of a training run, by precision, as its source counts it.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Chip:
     nic_bytes_per_second: Fact | None = None
     nic_latency_seconds: float | None = None
     tdp_watts: Fact | None = None
+    best_mfu: Mapping[str, Fact] = field(default_factory=dict)
     notes: str = ""
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flagcore.domain.chip import Fact
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import Counts
 from flagcore.domain.prediction import Labels
@@ -72,6 +73,7 @@ class PublishedRun:
     `run`: the model, the devices, the precision and the tokens per sequence.
     `mfu`: the measured model FLOPs utilization. None if the peak rate is unknown.
     `source`: the address of the publication.
+    `knobs`: the knobs of the engine that made the run.
     """
 
     run: str
@@ -81,6 +83,7 @@ class PublishedRun:
     predicted: float
     mfu: float | None
     source: str
+    knobs: Knobs = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -102,6 +105,7 @@ class Estimate(Notebook):
     - `slo` of a candidate: the figures that exceed the latency limits.
     - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits.
     - `published`: published runs on the same chip, the nearest to the job first.
+    - `best_mfu`: the highest published MFU on the chip in the job's precision, if known.
     - `mixing`: a comparison of a mixed cluster with each of its kinds of chips alone.
     - `search`: an upper bound for the seconds of all trials.
     - `knobs`, `labels`: the knobs of the task, and the labels of the engine.
@@ -126,6 +130,7 @@ class Estimate(Notebook):
     notes: tuple[str, ...] = ()
     search: SearchTime | None = None
     published: tuple[PublishedRun, ...] = ()
+    best_mfu: Fact | None = None
     mixing: Mixing | None = None
     knobs: Knobs = field(default_factory=dict)
     labels: Labels = field(default_factory=Labels)
@@ -158,8 +163,9 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         yield _("Candidates with the least memory on {hardware}:", hardware=hardware), False
     yield _candidates_table(estimate), True
     if estimate.expected_s:
-        text = N_("Expected: ~{seconds} s/step; the best published runs of models with experts are slower than plans.")
-        yield "\n" + _(text, seconds=f"{estimate.expected_s:.4g}"), False
+        factor = estimate.expected_s / estimate.candidates[0]["step_time_s"]["value"]
+        text = N_("Expected: ~{seconds} s/step: published runs with experts took {factor} times their plan on average.")
+        yield "\n" + _(text, seconds=f"{estimate.expected_s:.4g}", factor=f"{factor:.2f}"), False
     if estimate.assumed:
         yield "\n" + assumed_text(estimate.assumed), True
     if bottleneck := bottleneck_text(estimate.candidates[0]):
@@ -176,9 +182,9 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         yield "\n" + mixing_text(estimate.mixing, estimate.knobs), True
     if estimate.published:
         yield "\n" + _("Published runs on this chip that are nearest to this job:"), False
-        yield published_table(estimate.published[:SHOWN_RUNS], estimate.knobs), False
-        if ceiling := _ceiling_text(estimate):
-            yield ceiling, False
+        yield published_table(estimate.published[:SHOWN_RUNS]), False
+    if ceiling := _ceiling_text(estimate):
+        yield ceiling, False
     yield "\n" + _("Predicted {for_what}.", for_what=estimate.runs), False
     if interval := interval_text(estimate.candidates[0]):
         yield interval, False
@@ -198,24 +204,28 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
 SHOWN_RUNS = 3
 
 
-def published_table(runs: Sequence[PublishedRun], knobs: Knobs) -> str:
+def published_table(runs: Sequence[PublishedRun]) -> str:
     """Return a table of published runs. Columns with ~ are predicted."""
     figures = [map(shown, (each.measured, each.predicted, each.mfu)) for each in runs]
     pairs = zip(runs, figures, strict=True)
     rows = [
-        [each.run, values_text(each.candidate, knobs), *shown_figures, each.source] for each, shown_figures in pairs
+        [each.run, values_text(each.candidate, each.knobs), *shown_figures, each.source]
+        for each, shown_figures in pairs
     ]
     return table([_("run"), _("candidate"), "tok/s/dev", "~tok/s/dev", "mfu", _("source")], rows)
 
 
 def _ceiling_text(estimate: Estimate) -> str:
-    """Return a warning if the MFU of the first candidate is above that of each published run in the same precision."""
+    """Return a warning if the MFU of the first candidate is above the best published one in the same precision."""
     mfu, precision = estimate.candidates[0].get("mfu"), estimate.precision
-    published = [each.mfu for each in estimate.published if each.mfu and each.precision == precision]
-    if not mfu or not published or mfu <= max(published):
+    published = [(each.mfu, each.run) for each in estimate.published if each.mfu and each.precision == precision]
+    if estimate.best_mfu:
+        published.append((estimate.best_mfu.value, estimate.best_mfu.source.detail))
+    if not mfu or not published or mfu <= max(published)[0]:
         return ""
-    text = N_("The predicted MFU of {mfu} is above that of these published runs in {precision}, at most {best}.")
-    return _(text, mfu=f"{mfu:.1%}", precision=precision, best=f"{max(published):.1%}")
+    best, source = max(published)
+    text = N_("The predicted MFU of {mfu} is above the best published on this chip in {precision}: {best} ({source}).")
+    return _(text, mfu=f"{mfu:.1%}", precision=precision, best=f"{best:.1%}", source=source)
 
 
 def _candidates_table(estimate: Estimate) -> str:

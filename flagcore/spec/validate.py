@@ -248,16 +248,16 @@ def _schema_at(root: Schema, path: KeyPath) -> Schema:
                 schema = option["items"]
             elif part in option.get("properties", {}):
                 schema = option["properties"][part]
-            elif isinstance(option.get("additionalProperties"), Mapping):
-                schema = option["additionalProperties"]
+            elif values := [*option.get("patternProperties", {}).values(), option.get("additionalProperties")]:
+                schema = next((each for each in values if isinstance(each, Mapping)), schema)
     return schema
 
 
 def _suggest_key(root: Schema, path: KeyPath) -> tuple[str, str]:
     """Return a hint for an unknown key, and the key of the same section that was probably meant, or an empty string."""
     name, known = str(path[-1])[:64], [key for key, _ in keys_of(root, root)]
-    section = tuple(part for part in path[:-1] if isinstance(part, str))
-    section_keys = [str(key[-1]) for key in known if key[:-1] == section]
+    options = _alternatives(_schema_at(root, path[:-1]), root)
+    section_keys = [key for each in options for key in each.get("properties", {})]
     same_name = [key for key in known if key[-1] == name]
     if same_name:
         sections = _join_with_or([key_text(key[:-1]) for key in same_name[:2]])

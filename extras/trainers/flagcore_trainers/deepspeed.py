@@ -14,14 +14,18 @@ import numpy as np
 from flagcore.contracts import Costs, Workload
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
+from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.megatron.command.user_command import parse
+from flagcore.engines.training.memory.training import component_table, gathered_bytes, states_of
+from flagcore.engines.training.stages import stage, stage_parameters
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore_trainers import start
 from flagcore_trainers.importing import Imported, spec_of_deepspeed
+from flagcore_trainers.meaning import INTERVAL, layout_of, training, weights_of_rank
 from flagcore_trainers.program import StateSection
 from flagcore_trainers.trainer import Trainer
 
@@ -36,11 +40,29 @@ AUTOTP, ULYSSES = "tensor_model_parallel_size", "context_parallel_size"
 """Sizes of AutoTP, and of Ulysses' sequence parallelism, which the script has to support."""
 LEAST_STAGE = {OVERLAP: 1, BUCKET: 1, **dict.fromkeys((HPZ, *QUANTIZED), 3)}
 """The lowest stage of ZeRO that does not ignore a setting."""
+MICRO_KEY = "train_micro_batch_size_per_gpu"
+
+
+def printed(name: str) -> str:
+    """Return the pattern of the line in which DeepSpeed logs a value in use. Source: `runtime/config.py`, `print`."""
+    return rf":print\]\s+{name} \.*\s*(\d+)"
+
+
 PROGRAM: Mapping[str, Any] = {
     "config": "auto",
     "knobs": {
-        ZERO: {"key": STAGE_KEY, "values": [0, 1, 2, 3], "label": "ZeRO"},
-        MICRO: {"key": "train_micro_batch_size_per_gpu", "values": [1, 2, 4, 8, 16, 32, 64], "label": "MBS"},
+        ZERO: {
+            "key": STAGE_KEY,
+            "values": [0, 1, 2, 3],
+            "label": "ZeRO",
+            "printed": printed("zero_optimization_stage"),
+        },
+        MICRO: {
+            "key": MICRO_KEY,
+            "values": [1, 2, 4, 8, 16, 32, 64],
+            "label": "MBS",
+            "printed": printed(MICRO_KEY),
+        },
         OFFLOAD: {"key": "zero_optimization.offload_optimizer.device", "values": {"none": 0, "cpu": 1}},
         OVERLAP: {"key": "zero_optimization.overlap_comm", "values": [False, True]},
         BUCKET: {"key": "zero_optimization.reduce_bucket_size", "values": [500_000_000, 50_000_000]},
@@ -59,7 +81,7 @@ PROGRAM: Mapping[str, Any] = {
         "csv_monitor.enabled": False,
     },
     "log": {"format": "deepspeed"},
-    "state_bytes": {"gradients": 2},
+    "state_bytes": {"gradients": 2, "fused_adam": True},
 }
 """`train.program` of every DeepSpeed job. Trials print each step, and report to no other tool."""
 
@@ -68,6 +90,7 @@ class DeepSpeed(Trainer):
     """Training with a script that calls `deepspeed.initialize`."""
 
     distribution = "deepspeed"
+    releases = ">=0.10,<0.20"
 
     def with_program(self, program: object) -> Workload:
         """Return the engine with further knobs, keys and arguments of `program`."""
@@ -125,8 +148,10 @@ class DeepSpeed(Trainer):
         found, numbers = super().predict(task, columns, costs), self.numbers(task, columns)
         if (numbers[AUTOTP] > 1).any():
             found = _with_whole_tables(task, numbers, self.described.state_bytes, found)
+        found = _with_exchange(found, self._exposed_seconds(task, columns, costs, numbers, found))
+        found = _with_bytes(found, ("activation_bytes", *PEAKS), self._gathered(task, numbers))
         if HPZ in columns:
-            found = _with_bytes(found, ("static_bytes", *PEAKS), self._secondary(task, columns, numbers, found))
+            found = _with_bytes(found, ("activation_bytes", *PEAKS), self._secondary(task, columns, numbers))
         if BUCKET not in columns:
             return found
         element = 4 if task.spec.train.precision == "fp32" else 2
@@ -134,19 +159,62 @@ class DeepSpeed(Trainer):
         buffers = np.where(numbers[ZERO] > 0, columns[BUCKET] * element * count, 0).astype(np.float64)
         return _with_bytes(found, ("activation_bytes", *PEAKS), buffers)
 
-    def _secondary(
-        self, task: Task, columns: Columns, numbers: Mapping[str, IntArray], found: Predictions
-    ) -> FloatArray:
-        """Return the bytes of a rank's share of the second copy of weights, which hpZ keeps between steps.
+    def _secondary(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> FloatArray:
+        """Return the bytes of a rank's share of the second copy of weights, which hpZ makes in each step.
 
-        Source: DeepSpeed 0.19 `runtime/zero/partition_parameters.py`, `_partition_param_sec`.
+        Small weights have none: they stay whole. Source: DeepSpeed 0.19
+        `runtime/zero/partition_parameters.py`, `_partition_param_sec`.
         """
-        states, u = self.described.state_bytes, 4 if task.spec.train.precision == "fp32" else 2
-        on_host = numbers[OFFLOAD] > 0
-        optimizer = np.where(on_host, 0, (u == 2) * states.main_weights + states.moments)
-        each = u + (states.gradients if u == 2 else 4) + optimizer
-        weights = found.static_bytes * np.maximum(numbers["data_parallel_size"] * numbers[ULYSSES], 1) / each
-        return np.where((columns[HPZ] > 1) & (numbers[ZERO] == 3), u * weights / np.maximum(columns[HPZ], 1), 0.0)
+        u = 4 if task.spec.train.precision == "fp32" else 2
+        weights = weights_of_rank(training(task, 3, 0, self.described.state_bytes), layout_of(numbers))
+        copied = u * (weights - small_weights(task.spec.model)) / np.maximum(columns[HPZ], 1)
+        return np.where((columns[HPZ] > 1) & (numbers[ZERO] == 3), copied, 0.0)
+
+    def _gathered(self, task: Task, numbers: Mapping[str, IntArray]) -> FloatArray:
+        """Return what gathered weights of ZeRO 3 need beyond the shared formulas, in bytes.
+
+        A weight that is used again within REUSED elements stays gathered: at the end of the forward, these are the last
+        half of it. Weights are prefetched into a buffer, from which they are copied one by one. Source: DeepSpeed 0.19
+        `runtime/zero/partitioned_param_coordinator.py` and `partition_parameters.py`.
+        """
+        train, layout = training(task, 3, 0, self.described.state_bytes), layout_of(numbers)
+        u, first = float(train.value_bytes), np.zeros_like(layout.data)
+        parameters = stage_parameters(train, layout, stage(train.model, layout, first))
+        assumed = gathered_bytes(train, layout, *states_of(train, layout, parameters))
+        small = small_weights(task.spec.model)
+        weights = weights_of_rank(train, layout) - small
+        live = u * (np.minimum(weights, REUSED / 2.0 + PREFETCHED) + small)
+        parts = {name: each["activation_bytes"] for name, each in component_table(train, layout, first).items()}
+        work = parts.pop("backward") - assumed
+        forward = u * np.minimum(weights, PREFETCHED) - parts["output_head"]
+        extra = live + np.maximum(work, forward) - work - assumed
+        return np.where((numbers[ZERO] == 3) & (layout.data > 1), extra, 0.0)
+
+    def _exposed_seconds(
+        self, task: Task, columns: Columns, costs: Costs, numbers: Mapping[str, IntArray], found: Predictions
+    ) -> FloatArray:
+        """Return the exposed seconds per step in which gradients are reduced and weights are gathered.
+
+        Below ZeRO 3, buckets are all-reduced: by ZeRO 2 for each micro-batch, by others for the last one. Only
+        `overlap_comm` does so beside the backward. Then ranks gather the weights that they updated. Source: DeepSpeed
+        0.19 `runtime/zero/stage_1_and_2.py`, `process_gradients` and `average_tensor`.
+        """
+        layout, zero = layout_of(numbers), numbers[ZERO]
+        weights = weights_of_rank(training(task, 0, 0, self.described.state_bytes), layout)
+        u = 4.0 if task.spec.train.precision == "fp32" else 2.0
+        ring = ((layout.data * layout.context).astype(np.int64), layout.tensor.astype(np.int64))
+        reduce = costs.collectives.seconds("all_reduce", u * weights, *ring)
+        gather = costs.collectives.seconds("all_gather", u * weights, *ring)
+        beside = (zero > 0) & (columns.get(OVERLAP, np.zeros_like(zero)) != 0) & (not costs.synchronous)
+        backward = found.time_s["compute_s"] / layout.microbatches * 2.0 / 3.0
+        hidden = np.where(beside, np.minimum(reduce, backward), 0.0)
+        alone = reduce - hidden + costs.collectives.compute_share(*ring) * hidden
+        seconds = np.where(zero == 2, layout.microbatches, 1.0) * alone + gather * (zero > 0)
+        sharded = found.time_s[EXCHANGE]
+        if costs.synchronous:  # the host computes and sends
+            scatter = costs.collectives.seconds("reduce_scatter", u * weights, *ring)
+            sharded = layout.microbatches * (2.0 * gather + scatter)
+        return np.where(zero == 3, sharded, seconds)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         def broken(columns: Columns) -> BoolArray:
@@ -201,14 +269,34 @@ class DeepSpeed(Trainer):
         return keys | {"data_parallel_size" if sequence > 1 else "sequence_parallel_size": None}
 
 
+REUSED, PREFETCHED, PERSISTENT = 1e9, 5e7, 100_000
+"""DeepSpeed's defaults of `stage3_max_reuse_distance`, `stage3_prefetch_bucket_size` and
+`stage3_param_persistence_threshold`, in elements."""
 PEAKS = ("peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
 """Predictions of a peak of memory, in bytes."""
+EXCHANGE = "dp_comm_exposed_s"
+
+
+def small_weights(model: Model) -> int:
+    """Return the number of weights in tensors that each rank of ZeRO 3 keeps whole, as they are small."""
+    h = model.hidden_size
+    query, key = (count * model.kv_channels for count in (model.num_attention_heads, model.num_query_groups))
+    layer = [h, h, h * query, h * key, h * key, query * h, *[h * model.ffn_hidden_size] * (2 + model.gated_linear_unit)]
+    ends = [h, *[model.vocab_size * h] * (1 + model.untie_embeddings_and_output_weights)]
+    layers = model.num_layers * sum(each for each in layer if each <= PERSISTENT)
+    return layers + sum(each for each in ends if each <= PERSISTENT)
 
 
 def _unless_listed(knob: Knob) -> Knob:
     """Return a knob of which the search tries only the neutral value, unless the space lists others."""
     neutral = knob.neutral
     return replace(knob, auto=lambda task: (neutral,), auto_help=str(neutral).lower())
+
+
+def _with_exchange(found: Predictions, seconds: FloatArray) -> Predictions:
+    total = found.step_time_s + seconds - found.time_s[EXCHANGE]
+    low, high = (total * share for share in INTERVAL)
+    return replace(found, step_time_s=total, low_s=low, high_s=high, time_s={**found.time_s, EXCHANGE: seconds})
 
 
 def _with_bytes(found: Predictions, names: Sequence[str], extra: FloatArray) -> Predictions:

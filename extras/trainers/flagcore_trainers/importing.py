@@ -3,8 +3,9 @@
 Sources: DeepSpeed 0.19 `launcher/runner.py` and `runtime/config.py`; the recipes of torchtitan's `train_configs`.
 """
 
+import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -85,8 +86,12 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
         values = sorted({1, 2, 4, 8, 16, 32, micro_size})
         row = {"key": "train_micro_batch_size_per_gpu", "flag": f"--{MICRO}", "values": values, "label": "MBS"}
         program = {"knobs": {"micro_batch_size": row}}
-    if str(option(words, "gradient_checkpointing")).lower() == "true":
+    if found := _checkpoints(words):
         program["fixed"] = {"recompute": 2}
+        notes.note(found, "is taken as the recompute of whole layers in backward", "train.program.fixed")
+    for file, line in _own_configurations(words, directory):
+        text = f"{file}:{line} passes a configuration of its own: candidates need the file of the command there"
+        notes.note("config", text, "train.command")
     if (number(stages := option(words, "pipe_parallel_size", "pipeline_parallel_size")) or 1) > 1:
         notes.note("pipe_parallel_size", f"not in the predictions ({stages}): all devices count as replicas", "train")
     precision = next((name for name in ("bf16", "fp16") if _is_on(content, name, option(words, name))), "fp32")
@@ -94,6 +99,55 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
     train |= {"command": words, "directory": str(directory), **({"program": program} if program else {})}
     notes.note("command", f"keys of {config} are the baseline, and trials change copies of it", "train")
     return {"model": section, "cluster": cluster, "train": train, "auto_tuner": {}}, notes.notes
+
+
+CHECKPOINTS = re.compile(
+    r"--(?!no_|disable_|without_)(\w+_)?((grad(ient)?|act(ivation)?s?)_?(ckpt|checkpoint(ing|s)?)"
+    r"|checkpoint_(activations|layers)|recompute(_activations)?)"
+)
+"""Options of scripts that store the inputs of layers only. Others of the same names have values that turn them off."""
+
+
+def _checkpoints(words: Sequence[str]) -> str:
+    """Return the option that turns checkpoints of activations on, as it is written, or an empty text."""
+    for word in words:
+        name = word.partition("=")[0]
+        if CHECKPOINTS.fullmatch(f"--{name[2:].replace('-', '_')}") and name.startswith("--"):
+            value = str(files.flag_value(words, name)).lower()
+            if value not in ("false", "0", "no", "off", "none"):
+                return name
+    return ""
+
+
+PASSED = {
+    "initialize": ("config", "config_params"),
+    "TrainingArguments": ("deepspeed",),
+    "DeepSpeedPlugin": ("hf_ds_config",),
+}
+"""The keywords of calls that take a configuration, or the name of its file."""
+
+
+def _own_configurations(words: Sequence[str], directory: Path) -> Iterator[tuple[str, int]]:
+    """Yield the scripts of a command that pass a dictionary as the configuration, and the lines of these calls."""
+    for word in words:
+        path = Path(directory, word)
+        if path.suffix != ".py" or not path.is_file():
+            continue
+        with suppress(SyntaxError, ValueError, SpecError):
+            tree = ast.parse(read_text(path, file=word, key="train.command"))
+            nodes = [*ast.walk(tree)]
+            assigned = [each for each in nodes if isinstance(each, ast.Assign) and _is_dictionary(each.value)]
+            names = {name.id for each in assigned for name in each.targets if isinstance(name, ast.Name)}
+            for call in (each for each in nodes if isinstance(each, ast.Call)):
+                keywords = PASSED.get(getattr(call.func, "attr", getattr(call.func, "id", "")), ())
+                values = [each.value for each in call.keywords if each.arg in keywords]
+                if any(_is_dictionary(each) or getattr(each, "id", "") in names for each in values):
+                    yield word, call.lineno
+
+
+def _is_dictionary(value: ast.expr) -> bool:
+    is_call = isinstance(value, ast.Call) and getattr(value.func, "id", "") == "dict"
+    return isinstance(value, ast.Dict) or is_call
 
 
 def _no_program(words: Sequence[str]) -> SpecError:

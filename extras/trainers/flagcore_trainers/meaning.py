@@ -1,10 +1,11 @@
 """Rules and predictions of a program whose knobs have meanings.
 
-The formulas are those of `flagcore.engines.training`, with plain layers of torch. What is particular to a program is
-unknown, so the intervals are wide: trials correct the predictions.
+The formulas are those of `flagcore.engines.training`, with plain layers of torch unless the spec says otherwise. What
+is particular to a program is unknown, so the intervals are wide: trials correct the predictions.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -15,9 +16,10 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.training.layout import Layout, Options, Training
-from flagcore.engines.training.memory.training import memory_in_use
-from flagcore.engines.training.stages import model_flops
+from flagcore.engines.training.memory.training import memory_in_use, split_parameters
+from flagcore.engines.training.stages import model_flops, stage, stage_parameters
 from flagcore.engines.training.time.step import Blocks, costs_in_run, step_time
+from flagcore_trainers.fully_shard import traffic
 from flagcore_trainers.program import MEANINGS, StateSection
 
 TP, PP, CP, EP, DP, MBS, ACCUMULATION, ZERO, SP, RECOMPUTE, OFFLOAD = MEANINGS
@@ -26,6 +28,9 @@ INTERVAL = (0.5, 2.0)
 """The 80% interval of the step time relative to the prediction. Chosen by hand: no runs of other programs are known."""
 BATCH_ROWS = 1 << 14
 """Candidates per batch of formulas."""
+NORM_BYTES = {2: 8.0, 4: 4.0}
+"""Bytes per element that a norm on a CPU stores beyond its input, by the bytes of a value: torch has no kernel for it,
+so the values in fp32 and their products stay. Counted in torch 2.13."""
 
 Codes: TypeAlias = Mapping[str, tuple[str, IntArray]]
 """For each meaning of a knob: the name of the knob, and the number that each code of its column means. The array is
@@ -128,10 +133,11 @@ def predict(task: Task, given: Mapping[str, IntArray], costs: Costs, states: Sta
     for start in range(0, size, BATCH_ROWS):
         batch = {name: values[start : start + BATCH_ROWS] for name, values in given.items()}
         kinds, inverse = np.unique(np.stack([batch[ZERO], batch[OFFLOAD]]), axis=1, return_inverse=True)
-        for kind, (stage, offload) in enumerate(kinds.T.tolist()):
+        for kind, (zero, offload) in enumerate(kinds.T.tolist()):
             rows = np.flatnonzero(inverse.reshape(-1) == kind)
-            train = training(task, stage, offload, states)
-            parts.append(_predict(train, layout_of({name: values[rows] for name, values in batch.items()}), costs))
+            train = training(task, zero, offload, states)
+            layout = layout_of({name: values[rows] for name, values in batch.items()})
+            parts.append(_predict(task, train, layout, costs))
             order.append(rows + start)
     return Predictions.join(parts).take(np.argsort(np.concatenate(order)))
 
@@ -148,6 +154,7 @@ def training(task: Task, stage: int, offload: int, states: StateSection) -> Trai
         shard_gradients=stage == 2,
         optimizer_offload_fraction=float(offload),
         overlap_grad_reduce=True,
+        fused_adam=states.fused_adam,
     )
     return Training(
         model=task.spec.model,
@@ -186,9 +193,24 @@ def layout_of(given: Mapping[str, IntArray]) -> Layout:
     )
 
 
-def _predict(train: Training, layout: Layout, costs: Costs) -> Predictions:
-    memory = memory_in_use(train, layout, costs)
-    time_s = step_time(train, layout, costs, Blocks.from_layout(train, layout, costs_in_run(costs)))
+def weights_of_rank(train: Training, layout: Layout) -> FloatArray:
+    """Return the number of weights of the first stage on a tensor-parallel rank."""
+    dense, experts = split_parameters(
+        stage_parameters(train, layout, stage(train.model, layout, np.zeros_like(layout.data)))
+    )
+    return dense + experts
+
+
+def _predict(task: Task, train: Training, layout: Layout, costs: Costs) -> Predictions:
+    memory, norms = memory_in_use(train, layout, costs), np.zeros_like(layout.data)
+    if train.transformer_engine:
+        time_s = step_time(train, layout, costs, Blocks.from_layout(train, layout, costs_in_run(costs)))
+    else:
+        time_s = _plain_times(train, layout, traffic.with_torch_attention(task, costs))
+        if costs.synchronous:
+            count = np.where(layout.uniform > 0, 2.0, 2.0 * train.model.num_layers) + 1.0
+            rows = layout.token_rows(train.sequence)
+            norms = NORM_BYTES[train.value_bytes] * count * rows * train.model.hidden_size
     total: FloatArray = sum(time_s.values(), np.zeros(()))
     return Predictions(
         step_time_s=total,
@@ -196,11 +218,23 @@ def _predict(train: Training, layout: Layout, costs: Costs) -> Predictions:
         high_s=total * INTERVAL[1],
         time_s=time_s,
         static_bytes=memory.memory.static,
-        activation_bytes=memory.memory.activation,
-        peak_allocated_bytes=memory.memory.peak,
-        reserved_bytes=memory.reserved,
-        device_used_bytes=memory.used,
+        activation_bytes=memory.memory.activation + norms,
+        peak_allocated_bytes=memory.memory.peak + norms,
+        reserved_bytes=memory.reserved + norms,
+        device_used_bytes=memory.used + norms,
         worst_stage=memory.memory.worst_stage,
         capacity_bytes=costs.memory.capacity_bytes(),
         model_flops=model_flops(train),
     )
+
+
+def _plain_times(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:
+    """Return the parts of the step time in seconds with plain layers of torch: fused kernels, and what others take."""
+    options = replace(train.options, gradient_fusion=False)
+    fused, kernels = replace(train, transformer_engine=True, options=options), costs.kernels
+    time_s = step_time(fused, layout, costs, Blocks.from_layout(fused, layout, costs_in_run(costs)))
+    weights, again = weights_of_rank(train, layout), np.where(layout.uniform > 0, 1.0, 0.0)
+    extra = traffic.seconds(
+        fused, layout, kernels, traffic.PLAIN, checkpointing=2.0 * again, again=again, weights=weights
+    )
+    return {**time_s, "compute_s": time_s["compute_s"] + layout.microbatches * extra * costs.run_slowdown}

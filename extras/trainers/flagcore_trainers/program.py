@@ -96,6 +96,8 @@ class StateSection(Section):
     """Bytes of the optimizer's own copy of a weight; 0: there is none."""
     moments: Bytes = 8
     """Bytes of both moments."""
+    fused_adam: bool = False
+    """Whether Adam is a kernel that works in place; otherwise an update needs 4 more bytes."""
 
 
 class ProgramSection(Section):

@@ -78,6 +78,7 @@ class TorchTitan(Trainer):
     """Training with torchtitan, whose replicas share weights with FSDP2."""
 
     distribution = "torchtitan"
+    releases = ">=0.1,<0.4"
 
     def with_program(self, program: object) -> Workload:
         """Return the engine with further knobs and arguments of `program`."""

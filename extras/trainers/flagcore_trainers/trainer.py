@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Costs, Platform, Workload
-from flagcore.domain.knob import Knob
+from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Rule
@@ -19,6 +19,7 @@ from flagcore.domain.trial import Measurement, warmup_of_fewer, warmup_steps
 from flagcore.engines.megatron.command.user_command import environment
 from flagcore.engines.megatron.reading import FAILURES, measurement
 from flagcore.engines.results import NoMetrics
+from flagcore.engines.serving.space.installed import check_version, find_program, package_version
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore_trainers import logs, meaning, start
@@ -47,11 +48,13 @@ class Trainer(Workload):
     """Training with a program that somebody else wrote.
 
     `program`: the description of the program. None if the engine was not yet asked for a spec's.
+    `releases`: the known releases of `distribution`, as a PEP 440 specifier.
     """
 
     kind = "train"
     knobs: tuple[Knob, ...] = ()
     program: ProgramSection | None = None
+    releases = ""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -141,8 +144,14 @@ class Trainer(Workload):
         start.check_config_word(train.command, config)
         return start.Command(words=train.command, directory=directory, config=config, content=content)
 
+    def spec_warnings(self, spec: Spec) -> Sequence[str]:
+        train = spec.train
+        return unknown_release("train.engine_version", self.name, train.engine_version, self.releases)
+
     def ready(self, spec: Spec) -> None:
         command, program = self.command(spec), self.described
+        if self.distribution and (path := find_program(command.words[0], command.directory)):
+            check_version(spec, package_version(path, self.distribution))
         if program.log.format == "huggingface":
             flag = start.flag_value([*command.words, *program.trial_args], "--logging_steps")
             keys = {**command.content, **program.trial_keys}

@@ -1,6 +1,7 @@
 """The engine `deepspeed`: the configuration of candidates, and rules."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from flagcore import api
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
-from tests.small import SHAPE, costs, task
+from tests.small import DENSE, SHAPE, costs, task
 
 CONFIG = """{"train_batch_size": 32, "gradient_accumulation_steps": 4,  // see "notes"
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}, "url": "http://a#b",
@@ -135,15 +136,19 @@ def test_groups_of_a_layer_are_written_and_need_less_memory(tmp_path: Path) -> N
 
 
 def test_second_copies_of_weights_need_memory() -> None:
-    job = task(engine="deepspeed", command=("x",), precision="bf16")
+    model = replace(DENSE, hidden_size=1024, ffn_hidden_size=2048, kv_channels=256)  # all but norms are large
+    job = task(model, engine="deepspeed", command=("x",))
     plain = {knob.name: np.array([knob.axis(()).encode(knob.neutral)]) for knob in DEEPSPEED.knobs}
-    alone, twice, idle = (
-        DEEPSPEED.predict(job, {**plain, ZERO: np.array([stage]), HPZ: np.array([size])}, costs(job)).static_bytes[0]
-        for stage, size in ((3, 1), (3, 2), (2, 2))
+    alone, twice, idle, without = (
+        DEEPSPEED.predict(job, {**plain, ZERO: np.array([stage]), HPZ: np.array([size])}, costs(job))
+        for stage, size in ((3, 1), (3, 2), (2, 2), (2, 1))
     )
     per_weight = 2 + 2 + 4 + 8  # weight, gradient, main weight and moments, over all ranks
-    assert twice - alone == pytest.approx(alone * job.cluster.devices / per_weight * 2 / 2)
-    assert idle == DEEPSPEED.predict(job, {**plain, ZERO: np.array([2])}, costs(job)).static_bytes[0]
+    weights = alone.static_bytes[0] * job.cluster.devices / per_weight
+    norms = (2 * job.spec.model.num_layers + 1) * job.spec.model.hidden_size
+    assert twice.activation_bytes[0] - alone.activation_bytes[0] == pytest.approx((weights - norms) * 2 / 2, rel=0.01)
+    assert twice.static_bytes[0] == alone.static_bytes[0]
+    assert idle.activation_bytes[0] == without.activation_bytes[0]
 
 
 def test_buckets_of_gradients_need_memory() -> None:

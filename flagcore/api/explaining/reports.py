@@ -13,7 +13,7 @@ from flagcore.api.candidate_parser import values_of
 from flagcore.api.explaining.subject import Subject, best_of
 from flagcore.api.inputs import SpecLike, loaded_plugins
 from flagcore.api.planning.estimate import knob_record, plugin_notes
-from flagcore.api.planning.evidence import published_layout
+from flagcore.api.planning.evidence import published_job, seconds_like
 from flagcore.api.runs import no_best_error
 from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot
 from flagcore.domain.plan import count, failed_repeats
@@ -245,18 +245,25 @@ def explain_like(
     """Explain the candidate of a spec with the layout of a published run, like `explain_candidate`.
 
     `name`: words of the run's id or source, or knobs. Of several runs, the nearest to the job is used. Knobs that the
-    space does not have are ignored, and the data-parallel size follows from the devices. Raises the errors of
-    `flagcore.errors`.
+    space does not have are ignored, and the data-parallel size follows from the devices. For a run, `because` begins
+    with the time that is predicted with its own settings, such as its schedule. Raises the errors of `flagcore.errors`.
     """
     snapshot = load_snapshot(spec, chip, without)
     if "=" in name or "--" in name:
         return candidate_report(snapshot, name)
-    with loaded_plugins(without) as loaded:
-        title, layout = published_layout(snapshot.problem, loaded, name)
-    knobs = [axis.knob for axis in snapshot.problem.space.axes if axis.knob != snapshot.problem.workload.replicas]
+    problem, order = snapshot.problem, rows_by_time(snapshot.problem)
+    with loaded_plugins(without, again=True) as loaded:
+        title, job = published_job(problem, loaded, name)
+    layout = problem.workload.in_space(job.candidate, job.model)
+    knobs = [axis.knob for axis in problem.space.axes if axis.knob != problem.workload.replicas]
     values = {knob: layout[knob] for knob in knobs if layout.get(knob) is not None}
     report = candidate_report(snapshot, ", ".join(f"{knob}={value}" for knob, value in values.items()))
-    return replace(report, name=title)
+    own_s = seconds_like(problem, job)
+    if own_s is None or not order.size:
+        return replace(report, name=title)
+    gain = own_s / float(problem.predictions.step_time_s[order[0]]) - 1.0
+    text = N_("with the settings of the published run: ~{seconds:.4g} s/step, {gain:+.1%} against the best")
+    return replace(report, name=title, because=(_(text, seconds=own_s, gain=gain), *report.because))
 
 
 def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:

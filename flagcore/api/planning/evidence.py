@@ -2,25 +2,29 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from flagcore import plugins
 from flagcore.api.planning.jobs import predict_records
 from flagcore.contracts import Problem
-from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Job
-from flagcore.errors import UsageError
+from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import PublishedRun
 from flagcore.tuner.published import nearest_runs
+from flagcore.tuner.stages.build import legality
+from flagcore.tuner.stages.predict import predict_columns
 
 NEAREST = 8
 """How many of the nearest runs a plan is compared with. Each prediction of a run takes about 50 ms."""
 
 
 CHOSEN = 1.16
-"""Geometric mean of measured over planned seconds of the fastest published runs of 50 training jobs with experts (1.14
-to 1.17 without one source). It is 1.02 in 62 dense jobs. `benchmarks/chosen.py` measures both."""
+"""Geometric mean of measured over planned seconds of the fastest published runs of 52 training jobs with experts (1.15
+to 1.17 without one source). It is 1.08 in 36 unseen dense jobs. `benchmarks/chosen.py` measures both."""
 
 
 def expected_seconds(problem: Problem, planned_s: float) -> float | None:
@@ -38,8 +42,8 @@ def published_runs(problem: Problem, loaded: LoadedPlugins, limit: int | None = 
     return tuple(_run(job, record, answer) for (job, record), answer in pairs if "step_time_s" in answer)
 
 
-def published_layout(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[str, Mapping[str, KnobValue]]:
-    """Return the nearest published run whose id or source contains all words of `name`: id and source, and its knobs.
+def published_job(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[str, Job]:
+    """Return the nearest published run whose id or source contains all words of `name`, and its id and source.
 
     Runs on the task's kinds of chips come first. Raises UsageError if there is no such run.
     """
@@ -47,9 +51,23 @@ def published_layout(problem: Problem, loaded: LoadedPlugins, name: str) -> tupl
     for job, record in runs:
         title = f"{job.id} ({record['source']})"
         if words and all(word in title.casefold() for word in words):
-            return title, problem.workload.in_space(job.candidate, job.model)
+            return title, job
     text = N_("--like {name!r}: no published run contains these words; the nearest runs: {known}")
     raise UsageError(_(text, name=name, known="; ".join(job.id for job, _record in runs[:3]) or _("none")))
+
+
+def seconds_like(problem: Problem, job: Job) -> float | None:
+    """Return the predicted seconds of a step with the layout and all settings of a published job, None if illegal."""
+    train, workload = problem.task.spec.train, problem.workload
+    lengths = {key: getattr(train, key) for key in ("seq_length", "global_batch_size", "precision")}
+    values = {key: value for key, value in job.candidate.items() if key != workload.replicas}
+    with suppress(FlagError):
+        task = replace(problem.task, spec=replace(problem.task.spec, work=replace(job.work, **lengths)), knobs=())
+        task, values, _noted = workload.published(task, values, job.notes)
+        platform, columns = replace(problem.platform, task=task), workload.columns(task, values)
+        if not any(rule.broken(columns).any() for rule in legality(platform).rules):
+            return float(predict_columns(platform, columns).step_time_s[0])
+    return None
 
 
 def _run(job: Job, record: Mapping[str, Any], answer: Mapping[str, Any]) -> PublishedRun:
@@ -64,4 +82,5 @@ def _run(job: Job, record: Mapping[str, Any], answer: Mapping[str, Any]) -> Publ
         predicted=predicted,
         mfu=answer["mfu"] * speedup if "mfu" in answer else None,
         source=record["source"],
+        knobs={knob.name: knob for knob in plugins.workload_of(job.work).knobs},
     )

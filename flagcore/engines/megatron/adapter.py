@@ -75,7 +75,7 @@ class Megatron(contracts.Workload):
     sizes = staticmethod(prediction.sizes)
     parts = staticmethod(prediction.model_parts)
 
-    check_release = staticmethod(checks.check_release)
+    check_values = staticmethod(checks.check_values)
     spec_warnings = staticmethod(checks.spec_warnings)
     job_warnings = staticmethod(checks.job_warnings)
 

@@ -63,7 +63,7 @@ class Engine(EngineProfile, Workload):
     starts = importing.starts
     role = importing.role
     read_command = importing.spec_of_command
-    check_release = staticmethod(check_formats)
+    check_values = staticmethod(check_formats)
     export = start.exported
     groups = start.server_groups
 
@@ -185,13 +185,13 @@ class Engine(EngineProfile, Workload):
         """Return the number of unusual properties of each candidate.
 
         These are more pipeline stages than nodes that the weights need, unless the engine splits by stages, and a mean
-        TTFT of more than half of the time of a request.
+        TTFT of more than half of the time of a request. Such stages count as `DEEP` properties.
         """
         kinds, figures = placement.instance_kinds(task, columns), predictions.figures
         needed = max(1, min_devices(task) // task.cluster.linked_devices)
         is_deep = (self.split_by != PP) & (self.settings(task, kinds.columns).pipeline > needed)
         is_late = figures["ttft_s.mean"] > 0.5 * figures["e2e_s.mean"]
-        return (kinds.total(np.where(is_deep, 1.0, 0.0)) > 0).astype(np.int64) + is_late
+        return DEEP * (kinds.total(np.where(is_deep, 1.0, 0.0)) > 0).astype(np.int64) + is_late
 
     def ready(self, spec: Spec) -> None:
         """Raise SpecError or NoDevice if servers of `spec` cannot be started from this machine."""
@@ -278,6 +278,10 @@ def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
         devices = math.prod(count(values, knob) for knob in (TP, PP, DP))
     return weight_bytes(task) / devices / Hardware.of(task).memory_bytes
 
+
+DEEP = 5
+"""Unusual properties of a pipeline on devices that need none: together about the median error of predictions, which are
+too fast for pipelines in most published pairs (benchmarks/README.md)."""
 
 CERTAIN_SHARE = 0.4
 """A limit below this share of the prediction is certain to be missed: only 1.3% of 152 published times to the first

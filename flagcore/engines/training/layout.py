@@ -106,7 +106,7 @@ class Options:
     for all of its experts there, and over the network to `linked_devices` once. With `assumed_fp8_gather`, only
     candidates with the distributed optimizer have fp8 weights. With `shard_gradients` (ZeRO-2), its ranks also share
     the gradients, which are scattered for each micro-batch. Without `gradient_fusion`, weight gradients are added to
-    their buffers by kernels of their own.
+    their buffers by kernels of their own. With `fused_adam`, Adam is a kernel that works in place.
     """
 
     schedule: str | None = None
@@ -129,6 +129,7 @@ class Options:
     offload_layers: int = 0
     fsdp: bool = False
     shard_gradients: bool = False
+    fused_adam: bool = False
     gradient_fusion: bool = True
     adapters: bool = False
     overlap_grad_reduce: bool = False

@@ -15,7 +15,7 @@ from flagcore.i18n import N_, _
 from flagcore.physics.collective_costs import Collectives, between_groups, topology_of
 from flagcore.physics.cost_stack import PlainMemory, with_slowdown
 from flagcore.physics.roofline import Roofline
-from flagcore.plugins import LoadedPlugins
+from flagcore.plugins import LoadedPlugins, kind_of
 from flagcore.vendorkit.machine import cores
 
 UNMEASURED_RUN_SLOWDOWN = 1.15
@@ -114,7 +114,7 @@ def _costs_of(group: NodeGroup, support: EngineSupport, plugins: LoadedPlugins, 
         kernels=used_kernels,
         collectives=plugins.collective_costs(group, engine)
         or Collectives(topology=plugins.topology(group) or topology_of(group)),
-        guessed=kernels is None,
+        guessed=kernels is None or (support.support is Support.UNKNOWN and kind_of(engine) == "serve"),
         assumed_network=group.chip.nic_bytes_per_second == ASSUMED_NETWORK,
         synchronous=synchronous,
         run_slowdown=1.0 if synchronous else run_slowdown,

@@ -7,12 +7,11 @@ between buffers (torch 2.13 `_fsdp_collectives.py`). With a pipeline, both happe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
 
 import numpy as np
 
-from flagcore.contracts import AttentionShape, Costs, KernelCosts, communicator_bytes
+from flagcore.contracts import Costs, communicator_bytes
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
@@ -42,11 +41,6 @@ from flagcore_trainers.fully_shard import (
 from flagcore_trainers.fully_shard.traffic import TRIAL, Program
 from flagcore_trainers.meaning import BATCH_ROWS, INTERVAL
 
-ATTENTION_SHARE = {"sm_90": 0.35}
-"""The largest share of the peak that torch's attention kernel, FlashAttention-2, reaches, by architecture. On others
-the chip's own kernel times hold. Source: arXiv 2407.08608, abstract."""
-BACKWARD_FLOPS = 2.5
-"""Flops of the backward of a fused attention core, relative to its forward: five products instead of two."""
 ADAM_TRAFFIC = 40.0
 """Bytes per sharded weight of an update: the gradients' norm and scale, and Adam in one kernel. Counted."""
 FOLDED = "zb-v"
@@ -136,7 +130,11 @@ def training(task: Task, *, compiled: bool, compiled_loss: bool = False, schedul
         transformer_engine=True,
         gathered_keys=True,
         options=Options(
-            cp_comm="all_gather", cross_entropy_fusion=compiled_loss, schedule=schedule, attention_kernel="flash"
+            cp_comm="all_gather",
+            cross_entropy_fusion=compiled_loss,
+            schedule=schedule,
+            attention_kernel="flash",
+            gradient_fusion=False,
         ),
     )
 
@@ -146,7 +144,7 @@ def _predict(
 ) -> Predictions:
     fused_loss = compiled and program.compiled_loss
     train = training(task, compiled=compiled, compiled_loss=fused_loss, schedule=schedule)
-    layout, costs = layout_of(task, columns), _with_torch_attention(task, costs)
+    layout, costs = layout_of(task, columns), traffic.with_torch_attention(task, costs)
     fused_norm = program.fused_norm and not costs.synchronous
     job = memory_job(task, columns, fused_norm=fused_norm, compiled_loss=fused_loss)
     needed = memory.of_rank(job)
@@ -172,38 +170,6 @@ def _predict(
     )
 
 
-@dataclass(frozen=True)
-class _TorchKernels:
-    """Kernel times of a chip, with attention at most at `rate` flops per second."""
-
-    kernels: Any
-    rate: float
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.kernels, name)
-
-    def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
-        seconds: FloatArray = np.maximum(self.kernels.attention_seconds(shape, precision), self._least(shape))
-        return seconds
-
-    def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
-        seconds = self.kernels.attention_backward_seconds(shape, precision)
-        limited: FloatArray = np.maximum(seconds, BACKWARD_FLOPS * self._least(shape))
-        return limited
-
-    def _least(self, shape: AttentionShape) -> FloatArray:
-        """Return the seconds of the causal half of both products of a forward."""
-        return 2.0 * shape.batch * shape.heads * shape.queries * shape.keys * shape.head_dim / self.rate
-
-
-def _with_torch_attention(task: Task, costs: Costs) -> Costs:
-    chip = task.cluster.groups[0].chip
-    share, peak = ATTENTION_SHARE.get(chip.architecture), chip.dense_flops_per_second.get("bf16")
-    if share is None or peak is None:
-        return costs
-    return replace(costs, kernels=cast("KernelCosts", _TorchKernels(costs.kernels, share * peak.value)))
-
-
 def _times(
     train: Training,
     layout: Layout,
@@ -227,10 +193,19 @@ def _times(
     gathers = 1.0 + job.reshard
     # The shared formulas assume an fp32 buffer of gradients per weight. FSDP2 copies out weights, and gradients in; a
     # pipeline adds gradients up in a buffer.
-    copied = gathers * 2.0 * u + u + job.reduce_bytes - ACCUMULATION_BYTES[True]
-    copied = np.where(job.pipeline > 1, ACCUMULATION_BYTES[False] - ACCUMULATION_BYTES[True], copied)
+    copied = gathers * 2.0 * u + u + job.reduce_bytes - ACCUMULATION_BYTES[False]
+    copied = np.where(job.pipeline > 1, 0.0, copied)
     extra = kernels.memory_seconds(np.abs(copied) * weights) * np.sign(copied)
-    extra = extra + traffic.seconds(train, layout, kernels, job, program, again, compiled=compiled)
+    extra = extra + traffic.seconds(
+        train,
+        layout,
+        kernels,
+        program,
+        checkpointing=job.checkpointing,
+        again=again,
+        weights=memory.layers_of_rank(job)[0],
+        compiled=compiled,
+    )
     time_s["compute_s"] = time_s["compute_s"] + layout.microbatches * extra * costs.run_slowdown
     if train.options.schedule == FOLDED:  # its formula does not wait for the stages that start last
         forward = _busy(layout, time_s) * FORWARD_SHARE / (1.0 + FORWARD_SHARE * again)

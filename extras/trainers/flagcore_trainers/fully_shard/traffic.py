@@ -1,18 +1,19 @@
-"""Memory traffic of a program with `fully_shard` beyond the shared formulas, which assume fused kernels.
+"""Times of torch's separate kernels beyond the shared formulas, which assume fused ones, and of its attention.
 
 Passes are counted as the bytes that each operator of torch 2.13 reads and writes, over a tensor of 16-bit values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
-from flagcore.contracts import AttentionShape, KernelCosts
+from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.space import FloatArray
+from flagcore.domain.spec import Task
 from flagcore.engines.training.layout import Layout, Training
-from flagcore_trainers.fully_shard import memory
 
 FUSED = {"norm": (2.5, 5.0), "activation": (3.0, 5.0), "rotation": (2.0, 2.0)}
 """Memory passes that the shared formulas assume for one kernel, forward and backward: over the tensor between layers,
@@ -35,7 +36,7 @@ Each operand is cast in forward and again in backward, with its largest value se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What differs between training programs with `fully_shard`.
+    """What differs between training programs with plain layers of torch.
 
     `rotation`: memory passes over queries and keys of rotary embeddings without compilation, forward and backward.
     `fused_norm`: whether norms are one kernel. `compiled_loss`: whether `compile` includes the loss.
@@ -52,29 +53,39 @@ TRIAL = Program(rotation=(9.0, 12.0), masked=True)
 """The trial program of the engine `fsdp2`."""
 TORCHTITAN = Program(rotation=(10.0, 10.5), compiled_loss=True)
 """torchtitan 0.3, whose rotary embeddings are complex numbers in fp32."""
+PLAIN = Program(rotation=(10.2, 10.1), fused_norm=False)
+"""A script whose layers are those of transformers 4 (`modeling_llama.py`): rotated halves, and norms in fp32."""
+ATTENTION_SHARE = {"sm_90": 0.35}
+"""The largest share of the peak that torch's attention kernel, FlashAttention-2, reaches, by architecture. On others
+the chip's own kernel times hold. Source: arXiv 2407.08608, abstract."""
+BACKWARD_FLOPS = 2.5
+"""Flops of the backward of a fused attention core, relative to its forward: five products instead of two."""
 
 
 def seconds(
     train: Training,
     layout: Layout,
     kernels: KernelCosts,
-    job: memory.Job,
     program: Program,
-    again: FloatArray,
     *,
-    compiled: bool,
+    checkpointing: FloatArray,
+    again: FloatArray,
+    weights: FloatArray,
+    compiled: bool = False,
 ) -> FloatArray:
-    """Return the seconds of a rank per micro-batch.
+    """Return the seconds of a rank per micro-batch beyond the shared formulas.
 
+    `checkpointing`: 0 none, 1 selective, 2 full. `weights`: the number of gathered weights of a rank's layers.
     `again`: the share of a layer's forward that the shared formulas compute again. Selective checkpoints compute all of
     it again but for some products.
     """
-    layers, repeats = train.model.num_layers / job.pipeline, 1.0 * (job.checkpointing > 0)
+    layers, repeats = train.model.num_layers / layout.pipeline, 1.0 * (checkpointing > 0)
     forward, backward, fused = _separate_bytes(train, layout, program, compiled=compiled)
     moved = forward * (1.0 + repeats) + backward + fused * (repeats - again)
-    found = kernels.memory_seconds(moved * layers + _once_bytes(train, layout, job))
+    once = _once_bytes(train, layout, weights, compiled=compiled and program.compiled_loss)
+    found = kernels.memory_seconds(moved * layers + once)
     if program.masked:
-        found = found + layers * (layout.context > 1) * _masked_seconds(train, layout, kernels, job.checkpointing)
+        found = found + layers * (layout.context > 1) * _masked_seconds(train, layout, kernels, checkpointing)
     return found
 
 
@@ -84,6 +95,7 @@ def _separate_bytes(
     """Return bytes per layer and micro-batch: beyond one kernel each in forward and in backward, and of forward."""
     model, tokens = train.model, layout.tokens(train.sequence)
     hidden = train.value_bytes * model.hidden_size * tokens
+    rows = train.value_bytes * model.hidden_size * layout.token_rows(train.sequence)
     heads = model.num_attention_heads + model.num_query_groups
     full = model.ffn_hidden_size
     if model.num_moe_experts:
@@ -91,7 +103,7 @@ def _separate_bytes(
         full = model.moe_router_topk * each + (model.moe_shared_expert_intermediate_size or 0)
     width = full / layout.tensor
     tensors = {
-        "norm": 2.0 * hidden / layout.tensor,
+        "norm": 2.0 * rows,
         "activation": train.value_bytes * width * tokens,
         "rotation": train.value_bytes * heads * model.kv_channels * tokens / layout.tensor,
     }
@@ -107,16 +119,16 @@ def _separate_bytes(
 
     sums = GRADIENT_SUMS[compiled] * (2.0 + model.gated_linear_unit) * hidden
     inputs = (3.0 * model.hidden_size + width) * tokens * (train.precision == "fp8")
-    forward, residual = total(0, beyond=True), 3.0 * hidden / layout.tensor
+    forward, residual = total(0, beyond=True), 3.0 * rows
     return forward, total(1, beyond=True) + sums + CAST_BYTES[0] * inputs, total(0, beyond=False) - forward + residual
 
 
-def _once_bytes(train: Training, layout: Layout, job: memory.Job) -> FloatArray:
+def _once_bytes(train: Training, layout: Layout, weights: FloatArray, *, compiled: bool) -> FloatArray:
     """Return bytes per micro-batch of the loss and of casts of weights, beyond the shared formulas."""
     model = train.model
     logits = layout.tokens(train.sequence) * model.vocab_size / layout.tensor
-    loss = np.where(job.compiled_loss, 0.0, SEPARATE_LOSS) * logits / layout.pipeline
-    return loss + CAST_BYTES[1] * (train.precision == "fp8") * memory.layers_of_rank(job)[0]
+    loss = (0.0 if compiled else SEPARATE_LOSS) * logits / layout.pipeline
+    return loss + CAST_BYTES[1] * (train.precision == "fp8") * weights
 
 
 def _masked_seconds(train: Training, layout: Layout, kernels: KernelCosts, checkpointing: FloatArray) -> FloatArray:
@@ -129,3 +141,36 @@ def _masked_seconds(train: Training, layout: Layout, kernels: KernelCosts, check
     forward = kernels.attention_seconds(shape, precision) * (1.0 + (checkpointing == 2))
     total: FloatArray = (forward + kernels.attention_backward_seconds(shape, precision)) / layout.context
     return total
+
+
+@dataclass(frozen=True)
+class _TorchKernels:
+    """Kernel times of a chip, with attention at most at `rate` flops per second."""
+
+    kernels: Any
+    rate: float
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernels, name)
+
+    def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
+        seconds: FloatArray = np.maximum(self.kernels.attention_seconds(shape, precision), self._least(shape))
+        return seconds
+
+    def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
+        seconds = self.kernels.attention_backward_seconds(shape, precision)
+        limited: FloatArray = np.maximum(seconds, BACKWARD_FLOPS * self._least(shape))
+        return limited
+
+    def _least(self, shape: AttentionShape) -> FloatArray:
+        """Return the seconds of the causal half of both products of a forward."""
+        return 2.0 * shape.batch * shape.heads * shape.queries * shape.keys * shape.head_dim / self.rate
+
+
+def with_torch_attention(task: Task, costs: Costs) -> Costs:
+    """Return costs in which attention is no faster than torch's kernel."""
+    chip = task.cluster.groups[0].chip
+    share, peak = ATTENTION_SHARE.get(chip.architecture), chip.dense_flops_per_second.get("bf16")
+    if share is None or peak is None:
+        return costs
+    return replace(costs, kernels=cast("KernelCosts", _TorchKernels(costs.kernels, share * peak.value)))

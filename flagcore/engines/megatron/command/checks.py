@@ -219,7 +219,7 @@ def _truncate(text: str, maximum: int = MAX_ARGUMENT_LENGTH) -> str:
     return text if len(text) <= maximum else text[: maximum - 3] + "..."
 
 
-def check_release(spec: Spec) -> None:
+def check_values(spec: Spec) -> None:
     """Raise an error for each value of a knob or setting that the release `train.engine_version` does not support."""
     if problems := release_problems(spec, spec.train.engine_version):
         raise SpecErrors(problems)

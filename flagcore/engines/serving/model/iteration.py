@@ -75,8 +75,8 @@ def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:
 def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> IterationCosts:
     """Return the iteration costs of each candidate, NaN if facts about the chip are missing.
 
-    Costs are sums over all pipeline stages, because each token passes all of them. If the device is the CPU itself,
-    kernel launches do not overlap with compute.
+    Costs are sums over all pipeline stages, because each token passes all of them, as if all were as slow as the
+    slowest. If the device is the CPU itself, kernel launches do not overlap with compute.
     """
     model, kernels, overheads, column = serving.model, costs.kernels, serving.overheads, settings.column
     tokens = np.minimum(NODES, column.pass_tokens)
@@ -110,6 +110,9 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     head = linear(kernels, tokens, float(model.hidden_size), model.vocab_size / column.tensor, serving, wide=True)
     passes = NODES / tokens
     cached, pair = _attention_rates(serving, settings, kernels)
+    pace, expert_pace = _paces(serving, settings)
+    local, shared, exchanged = local * pace[:, None], shared * expert_pace[:, None], exchanged * expert_pace[:, None]
+    cached, pair, head = cached * pace, pair * pace, head * column.pipeline
     if settings.overlaps.any():
         overlapped = _overlapped(serving, shared, exchanged, local, cached[:, None], column)
         shared = np.where(column.overlaps, overlapped, shared)
@@ -132,6 +135,21 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         captured=settings.captured,
         crowding=settings.crowding,
     )
+
+
+def _paces(serving: Serving, settings: Settings) -> tuple[FloatArray, FloatArray]:
+    """Return the layers of the slowest pipeline stage relative to the mean, and its layers with experts.
+
+    Engines split layers evenly, and give remaining layers to middle stages (`get_pp_indices` in vLLM's
+    `distributed/utils.py`). Dense layers before those with experts are in the first stage. The last stage also computes
+    the output head.
+    """
+    layers, moe, stages = float(serving.model.num_layers), serving.moe_layers, settings.pipeline
+    most = np.ceil(layers / stages)
+    if 0 < moe < layers:
+        most = np.where(stages == 2.0, np.maximum(np.floor(layers / 2.0), np.ceil(moe / 2.0)), most)
+    staged = stages > 1.0
+    return np.where(staged, most * stages / layers, 1.0), np.where(staged, most * stages / max(moe, 1), 1.0)
 
 
 EXPOSED = 0.5
@@ -369,15 +387,14 @@ times as much, which gives the gains of 1.49 and 2.54 that they measured with 8 
 
 
 def imbalance(serving: Serving, settings: Settings) -> FloatArray:
-    """Return the expert work of the busiest rank, relative to the mean over ranks.
+    """Return the expert work of the busiest rank, relative to the mean over ranks that hold whole experts.
 
-    It is 1 if all ranks gather all tokens, because the fitted expert rates already include the imbalance in that case.
+    It is 1 if all attention ranks gather all tokens, because the fitted expert rates already include the imbalance in
+    that case.
     """
-    count = float(serving.model.num_moe_experts or 1)
+    count, uneven = float(serving.model.num_moe_experts or 1), settings.exchanges | (settings.data == 1.0)
     skew = 1.0 + SKEW / ((count + settings.copies) / settings.expert) ** SKEW_POWER
-    return np.where(
-        settings.exchanges & (settings.expert > 1.0), BALANCED * np.where(settings.balanced, 1.0, skew), 1.0
-    )
+    return np.where(uneven & (settings.expert > 1.0), BALANCED * np.where(settings.balanced, 1.0, skew), 1.0)
 
 
 def exchange(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec
 from flagcore.errors import NoDevice, SpecError
 
@@ -96,11 +97,12 @@ def package_version(program: str, *names: str) -> str:
 
 def check_version(spec: Spec, installed: str) -> None:
     """Raise SpecError if the release in the spec is not the `installed` one."""
-    version = spec.serve.engine_version
+    version = spec.work.engine_version
     if version and installed and version != installed and release(version) != release(installed):
         problem = f"is not the installed release, {installed}: defaults and speed may differ"
         fix = "remove it, or install that release; `flag estimate` accepts any release"
-        raise SpecError(key="serve.engine_version", value=version, problem=problem, fix=fix)
+        kind = "serve" if isinstance(spec.work, ServeSpec) else "train"
+        raise SpecError(key=f"{kind}.engine_version", value=version, problem=problem, fix=fix)
 
 
 def release(version: str) -> tuple[int, ...] | None:

@@ -25,6 +25,7 @@ from flagcore.engines.serving.space.knobs import (
     BACKEND,
     CONTEXT,
     DRAFTED,
+    EXCHANGE,
     LAYOUT,
     SPECULATION,
     TOWER,
@@ -316,7 +317,8 @@ def no_drafts() -> Merge:
 def same_as_unset(program: Program, defaults: Mapping[str, KnobValue] | None = None) -> list[Merge]:
     """Return merges that treat a knob with the engine's default value as not set.
 
-    `defaults`: default values that depend on the task, in addition to those of `program`.
+    `defaults`: default values that depend on the task, in addition to those of `program`. The exchange of tokens has no
+    such merge, because instances on several hosts are assumed not to use the engine's default if it is not set.
     """
 
     def merge(name: str, value: KnobValue) -> Merge:
@@ -325,7 +327,7 @@ def same_as_unset(program: Program, defaults: Mapping[str, KnobValue] | None = N
             name=f"{name}_by_default", knobs=(name,), canonical=lambda c: {name: c[name] * (c[name] != default)}
         )
 
-    values = {**program.defaults, **(defaults or {})}
+    values = {name: each for name, each in {**program.defaults, **(defaults or {})}.items() if name != EXCHANGE}
     return [merge(knob.name, values[knob.name]) for knob in program.knobs if knob.name in values]
 
 

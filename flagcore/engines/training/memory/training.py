@@ -209,7 +209,7 @@ def step_bytes(train: Training, layout: Layout, dense: FloatArray, experts: Floa
     copies = 0.0
     if train.precision != "fp32" and options.grad_bytes < 4 and not options.precision_aware_optimizer:
         copies = 4.0
-    if train.transformer_engine:
+    if train.transformer_engine or options.fused_adam:
         return copies * (dense_share + expert_share)
     largest_group = np.where(layout.expert > 1, np.maximum(dense_share, expert_share), dense_share + expert_share)
     return optimizer_share * STEP_BYTES * largest_group + copies * (dense_share + expert_share)

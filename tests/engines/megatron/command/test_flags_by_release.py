@@ -57,7 +57,7 @@ def test_a_value_has_the_spelling_of_its_release(
 
 def problems(release: str | None, settings: dict[str, SettingValue], **sections: Any) -> list[tuple[str, object]]:
     try:
-        WORKLOAD.check_release(replace(small.task(engine_version=release, settings=settings).spec, **sections))
+        WORKLOAD.check_values(replace(small.task(engine_version=release, settings=settings).spec, **sections))
     except SpecErrors as errors:
         return [(each.key, each.value) for each in errors.problems]
     return []
@@ -81,7 +81,7 @@ def test_the_fix_names_available_releases_or_values() -> None:
     for name, value, fix in (("cuda_graph_scope", "attn,mlp", "full"), ("delay_wgrad_compute", True, "0.13.0")):
         spec = small.task(engine_version="0.12.0", settings={name: value}).spec
         with pytest.raises(SpecErrors) as caught:
-            WORKLOAD.check_release(spec)
+            WORKLOAD.check_values(spec)
         assert fix in caught.value.fix
 
 

@@ -10,6 +10,7 @@ import pytest
 from flagcore.domain.serving import Load
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import TrialState
+from flagcore.engines.serving.engine import DEEP
 from flagcore.engines.serving.launch import reports
 from flagcore.engines.serving.launch.server import PORT, Fetch
 from flagcore.errors import NoDevice, SpecError
@@ -657,7 +658,7 @@ def test_empty_columns_are_the_engines_defaults(name: str) -> None:
     ("engine", "load", "values", "count"),
     [
         ("vllm", FEW, {TP: 2}, 0),
-        ("vllm", FEW, {PP: 2}, 1),
+        ("vllm", FEW, {PP: 2}, DEEP),
         ("llamacpp", FEW, {PP: 2}, 0),
         ("vllm", MANY, {"max_num_seqs": 8}, 1),
     ],

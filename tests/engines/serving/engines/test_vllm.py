@@ -175,10 +175,10 @@ def test_a_stored_format_needs_weights_in_it(tmp_path: Path) -> None:
         ({"engine_args": awq}, "serve.engine_args.quantization"),
     ):
         with pytest.raises(SpecError) as error:
-            ENGINE.check_release(cards(weights=str(tmp_path), **options).spec)
+            ENGINE.check_values(cards(weights=str(tmp_path), **options).spec)
         assert (error.value.key, error.value.value) == (key, "awq")
     (tmp_path / "quant_config.json").write_text("{}")
-    ENGINE.check_release(cards(weights=str(tmp_path), engine_args=awq).spec)
+    ENGINE.check_values(cards(weights=str(tmp_path), engine_args=awq).spec)
 
 
 def test_a_knob_that_the_release_does_not_have_is_an_error_and_auto_leaves_it_out() -> None:
@@ -206,11 +206,12 @@ def test_flags_follow_the_release() -> None:
 
 
 def test_synchronous_scheduling_and_old_releases_are_predicted_with_the_host_time() -> None:
-    def rate(version: str, value: str | None) -> float:
-        return figures(cards(engine_version=version), async_scheduling=value)["requests_per_s"]
+    def rate(version: str, value: str | None, **values: int) -> float:
+        return figures(cards(engine_version=version), async_scheduling=value, **values)["requests_per_s"]
 
     assert rate("0.32.0", "off") < rate("0.32.0", None) == rate("0.32.0", "on")
     assert rate("0.12.0", None) == rate("0.12.0", "off") < rate("0.12.0", "on")
+    assert rate("0.12.0", "off", pipeline_model_parallel_size=2) == rate("0.12.0", "on", pipeline_model_parallel_size=2)
 
 
 def test_speculation_is_predicted_only_with_a_known_acceptance() -> None:

@@ -60,7 +60,9 @@ def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -
     [
         ("local", {}, {"precision": "fp8"}, 0.4, 0.7),
         ("local", {"tensor": 1}, {"tensor": 2}, 0.4, 0.99),
-        ("local", {"tensor": 4}, {"tensor": 8}, 0.4, 0.99),
+        # all stages wait for those with 8 of 36 layers, or for the last one, with the output head
+        ("cached", {}, {"pipeline": 5}, 40.0 / 36.0, 40.0 / 36.0),
+        ("sampled", {}, {"pipeline": 5}, 5.0, 5.0),
         ("messages", {"tensor": 2}, {"tensor": 2, "on_bus": True}, 1.0, 1.0),
         ("messages", {"tensor": 4}, {"tensor": 4, "on_bus": True}, 1.0001, 100.0),
         ("local", {"devices": 4}, {}, 4.0, 4.0),
@@ -90,7 +92,7 @@ def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -
         ("local", SHORT, {**SHORT, "overheads": replace(OVER, indexer=1.0)}, 100.0, 1e9),
         # experts: few tokens use few of them, ranks exchange tokens, and kernels behind the exchange are slower
         ("shared", {"model": EXPERTS, "at": 128}, {"model": EXPERTS}, 0.0, 0.5),
-        ("shared", {**OF_TENSOR, "at": LARGE}, {**OF_DATA, "at": LARGE}, 1.01, 10.0),
+        ("shared", OF_TENSOR, {**OF_TENSOR, "balanced": True}, 0.5, 0.9999),  # a tensor rank with busy experts
         ("shared", {**OF_TENSOR, "at": LARGE}, {**OF_TENSOR, **SLOWER, "at": LARGE}, 1.0, 1.0),
         ("shared", {**OF_DATA, "at": LARGE}, {**OF_DATA, **SLOWER, "at": LARGE}, 1.3, 1.99),
         # tokens sent to their experts only, with and without copies of the busy ones
