@@ -239,7 +239,8 @@ ROOMY_SHARE = 0.90
 def _crowded(problem: Problem, order: IntArray) -> IntArray:
     """Return the row of the fastest candidate without a margin of memory, if it is faster than the first of `order`."""
     seconds, crowded = problem.predictions.step_time_s, order[lacks_margin(problem.task, problem.predictions)[order]]
-    return crowded[:1][seconds[crowded[:1]] < seconds[order[0]]]
+    is_faster = crowded.size and seconds[crowded[0]] < seconds[order[0]]
+    return crowded[: int(is_faster)]
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:
