@@ -58,8 +58,9 @@ def test_a_candidate_is_a_changed_copy_of_the_configuration(tmp_path: Path, flag
     assert (space[ZERO], space[BUCKET]) == ((2,), (200_000_000,))
 
 
-def test_a_broken_configuration_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text('{"train_batch_size": }')
+@pytest.mark.parametrize("content", ['{"train_batch_size": }', '{"zero_optimization": [1]}'])
+def test_a_broken_configuration_is_reported(tmp_path: Path, content: str) -> None:
+    (tmp_path / "ds.json").write_text(content)
     with pytest.raises(SpecError) as refused:
         DEEPSPEED.ready(task(engine="deepspeed", command=("x", "--deepspeed", "ds.json"), directory=str(tmp_path)).spec)
     assert refused.value.key == "train.program.config"
