@@ -20,9 +20,10 @@ from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, Spec, Task, TrainSpec
+from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, PRECISIONS, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _
+from flagcore.physics.roofline import RUNS_AS
 from flagcore.plugins import (
     LAUNCHERS,
     STRATEGIES,
@@ -388,6 +389,17 @@ def _task_notes(task: Task) -> Iterator[str]:
             )
             key = f"cluster.{'groups.' if task.spec.cluster.groups else ''}nic_bytes_per_second"
             yield _(text, chip=name, rate=ASSUMED_NETWORK.value / 1e9, key=key)
+        stored = "" if precision else task.spec.work.precision
+        if (
+            stored in PRECISIONS
+            and (rates := group.chip.dense_flops_per_second)
+            and RUNS_AS.get(stored, stored) not in rates
+        ):
+            text = N_(
+                "{chip} has no {precision} units: {engine} is assumed to convert the weights in each product, which "
+                "saves memory, but no compute"
+            )
+            yield _(text, chip=name, precision=stored, engine=task.spec.work.engine)
         link = group.chip.figures.get("link.bytes_per_second") if group.devices_per_node > 1 else None
         if link and link.source.kind == "estimated":
             text = N_("the bandwidth between devices of {chip} is estimated: {rate:.3g} GB/s ({source})")

@@ -121,6 +121,8 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         else:
             options.show_records(runs, form, {name: name for name in runs[0]} if runs else {})
     elif form != "table":
+        if estimate.unmet:
+            options.say(estimate.unmet)
         options.show_records(estimate.candidates, form, estimate_columns(estimate))
     else:
         for text, is_result in estimate_texts(estimate):

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Literal
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, noise, speed
+from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, is_disturbed, noise, speed
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import RUN, Role, Trial, TrialState, step_value
@@ -304,7 +304,8 @@ def gains(search_state: SearchState) -> tuple[float, ...]:
     """Return the relative speedup of the best over the baseline in each round, such as 0.25 for 25% more tokens/s.
 
     A round is a run of the baseline and the first run of the best after it and before the next run of the baseline.
-    Rounds in which one of them has no measurement of whole steps are skipped. Empty if the baseline was not measured.
+    Rounds in which one of them has no measurement of whole steps are skipped, and those in which other programs used
+    the cores of the baseline, if there are others. Empty if the baseline was not measured.
     """
     best, baseline = search_state.best, search_state.baseline
     if best is None or baseline is None or baseline.state is not TrialState.MEASURED:
@@ -314,12 +315,11 @@ def gains(search_state: SearchState) -> tuple[float, ...]:
     baseline_runs = (baseline, *search_state.repeats_of(baseline.candidate))
     best_runs = (*(() if best.source else (best,)), *search_state.repeats_of(best.candidate))
     ends = (*(run.number for run in baseline_runs[1:]), math.inf)
-    rounds = (
-        (baseline_run, next((run for run in best_runs if baseline_run.number < run.number < end), None))
+    rounds = [
+        (baseline_run, best_run)
         for baseline_run, end in zip(baseline_runs, ends, strict=True)
-    )
-    return tuple(
-        speed(best_run) / speed(baseline_run) - 1
-        for baseline_run, best_run in rounds
-        if best_run and all(run.state is TrialState.MEASURED and run.is_final for run in (best_run, baseline_run))
-    )
+        if (best_run := next((run for run in best_runs if baseline_run.number < run.number < end), None))
+        and all(run.state is TrialState.MEASURED and run.is_final for run in (best_run, baseline_run))
+    ]
+    quiet = [each for each in rounds if not is_disturbed(each[:1])] or rounds
+    return tuple(speed(best_run) / speed(baseline_run) - 1 for baseline_run, best_run in quiet)

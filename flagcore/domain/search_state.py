@@ -12,7 +12,7 @@ from flagcore.domain.chip import share_of_others
 from flagcore.domain.space import BoolArray, Candidate, IntArray
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.i18n import Message
+from flagcore.i18n import N_, Message
 
 DOES_NOT_FIT = "does_not_fit"
 NEEDS_AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
@@ -296,7 +296,7 @@ def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, 
 
     It is `control.repeats` if there are several finalists, else 0. It is at least 1 for a finalist whose run was not
     final. Unless `control.repeats` is 0, it is 1 for other disturbed trials, and for a baseline that is slower than the
-    best by more than SURE_GAIN times the noise.
+    best by more than SURE_GAIN times the noise; a baseline of which all runs were disturbed runs once more.
     """
     trials = search_state.finalists
     rounds = control.repeats if len(trials) > 1 else 0
@@ -307,7 +307,15 @@ def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, 
         gain = search_state.speed_of(best.candidate) / search_state.speed_of(baseline.candidate) - 1.0
         if gain > SURE_GAIN * max(noise(search_state.runs_of(each.candidate)) for each in (baseline, best)):
             least[baseline.candidate] = min(least[baseline.candidate], 1)
+        if control.repeats and is_disturbed(search_state.runs_of(baseline.candidate)):
+            again = len(search_state.repeats_of(baseline.candidate)) + 1
+            least[baseline.candidate] = max(least[baseline.candidate], min(again, control.repeats + EXTRA_ROUNDS))
     return least
+
+
+def is_disturbed(runs: Sequence[Trial]) -> bool:
+    """Return whether other programs used the cores of all `runs`."""
+    return bool(runs) and all(map(_share_of_others, runs))
 
 
 def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
@@ -359,8 +367,10 @@ def stop_reason(control: Control, search_state: SearchState, elapsed: float, pen
     trial_seconds = [seconds * (SHORTEST if each and each.few_steps else 1.0) for seconds, each in measured]
     late = [trial.duration_s * AFTER_TIMEOUT for trial in trials if trial.state is TrialState.TIMED_OUT]
     reserved = max(trial_seconds or late, default=0.0) + repeats_seconds(control, search_state)
-    remaining_s = control.max_time - elapsed
-    return Message("max_time = {seconds:g} s reached", seconds=control.max_time) if remaining_s <= reserved else None
+    if control.max_time - elapsed > reserved:
+        return None
+    text = N_("after {elapsed:.0f} s, max_time = {seconds:g} s leaves no time for another trial and repeats")
+    return Message(text, elapsed=elapsed, seconds=control.max_time)
 
 
 SLACK = 3.0

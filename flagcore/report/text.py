@@ -12,7 +12,7 @@ from flagcore.domain.chip import disturbances
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, Plan, Speedup
 from flagcore.domain.prediction import MEMORY_ERROR
-from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
+from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime, is_disturbed
 from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, HighestLoad, ServeSpec, nest_statistics
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
@@ -327,9 +327,14 @@ def notes(plan: Plan) -> list[str]:
 
     They also warn about percentiles of too few requests.
     """
-    best = plan.best or plan.fastest
+    best, base = plan.best or plan.fastest, plan.baseline
     measurement = best.measurement if best else None
     noted = [*(measurement.notes if measurement else ()), *_slow_trials(plan)]
+    runs = (
+        [each for each in (plan.baseline, *plan.repeats) if each and each.candidate == base.candidate] if base else []
+    )
+    if plan.gains and is_disturbed(runs):
+        noted.append("other programs used cores in all runs of the baseline: it may be faster, and the gain smaller")
     points = measurement.points if measurement else ()
     answered_counts = [point["answered"] for point in points if "answered" in point]
     weak = [name for name, minimum in MIN_REQUESTS.items() if answered_counts and min(answered_counts) < minimum]

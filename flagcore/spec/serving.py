@@ -355,7 +355,8 @@ class ServeTunerSection(SearchSection):
     """The search space: for each knob a value, a list of values, or auto; missing knobs keep the engine's default.
     Empty: layouts on all devices and limits of the batch."""
     baseline: Any = None
-    """The configuration to which the gain is relative; null: an expert's layout on all devices."""
+    """The configuration to which the gain is relative; null: an expert's layout on all devices. All candidates keep its
+    knobs that the space does not list, but not layouts and limits of the batch."""
     control: Annotated[ServeControlSection, rule(control_of)] = ServeControlSection()
     """Budget of the search."""
     objective: Literal[OBJECTIVES] = SERVING[0]  # type: ignore[valid-type]
@@ -370,7 +371,11 @@ def _model_or_weights(source: str | Shape | None, context: Context) -> object:
         return model_of(source, context)
     if weights is None and isinstance(serve, Mapping):
         raise spec_error("", _("is missing"), fix=_("give a path such as ./Qwen3-8B or a mapping"))
-    return model_of(weights, context) if isinstance(weights, str) else None
+    try:
+        return model_of(weights, context) if isinstance(weights, str) else None
+    except SpecError as error:
+        file = error.file or context.file or "the spec"
+        raise spec_error("serve.weights", error.problem, value=weights, fix=error.fix, file=file) from None
 
 
 class ServeDocument(CommonSection):

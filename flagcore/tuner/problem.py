@@ -10,6 +10,7 @@ import numpy as np
 
 from flagcore.contracts import Platform, Problem, Workload
 from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
+from flagcore.domain.engine import RefusedValues
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Legality, Space, as_candidate
@@ -198,7 +199,17 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
     columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)
     if broken:
         problem = f"is not legal: {'; '.join(rule.message for rule in broken)}"
-        raise SpecError(key="auto_tuner.baseline", value=dict(baseline), problem=problem)
+        names = {rule.name for rule in broken}
+        for each in platform.value_rules:
+            if isinstance(each, RefusedValues) and each.knob == "precision" and each.name in names:
+                fix = "set it to the format of your weights, or use other weights or another chip"
+                shared = f"{workload.kind}.precision"
+                problem = f"is not possible: {each.reason}"
+                raise SpecError(key=shared, value=task.spec.work.precision, problem=problem, fix=fix)
+        names = {name for rule in broken for name in rule.knobs} & baseline.keys()
+        value: object = baseline[next(iter(names))] if len(names) == 1 else dict(baseline)
+        key = f".{next(iter(names))}" if len(names) == 1 else ""
+        raise SpecError(key=f"auto_tuner.baseline{key}", value=value, problem=problem)
     return as_candidate(legal.axes, columns)
 
 

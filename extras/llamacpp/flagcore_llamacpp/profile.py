@@ -19,6 +19,7 @@ from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
+from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import CONTEXT, KV, SPECULATION, Auto, or_default
 from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.rules import (
@@ -54,6 +55,19 @@ PACKAGE = "xllamacpp"
 
 class LlamaProgram(Program):
     """The user's own llama-server of any release, or the server of the xllamacpp wheel, whose flags are checked."""
+
+    def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
+        """See `Program`. `ctx-size` is the context of all slots, and a cache has two types, which are mostly equal."""
+        result = {self.full_name(strip_dashes(name)): value for name, value in args.items()}
+        keys, values = (result.get(f"cache-type-{part}") for part in ("k", "v"))
+        if keys == values and keys in self.cache_types:
+            del result["cache-type-k"], result["cache-type-v"]
+            result[KV] = keys
+        slots, total = (_int(result.get(name)) or 0 for name in (PARALLEL, "ctx-size"))
+        if slots > 0 and total and total % (slots * SLOT_GRAIN) == 0 and "kv-unified" not in result:
+            del result["ctx-size"]
+            result[CONTEXT] = total // slots
+        return result
 
     def flags_of(self, spec: Spec) -> Collection[str]:
         return FLAGS_BY_NAME if spec.serve.command is None else ()
@@ -188,8 +202,6 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv += ["--ctx-size", str((slots or AUTO_SLOTS) * slot_context(task, context))]
     if values.get(KV) is not None:
         argv += ["--cache-type-k", str(values[KV]), "--cache-type-v", str(values[KV])]
-    if values.get(UNIFIED) is not None:
-        argv += ["--kv-unified" if values[UNIFIED] == "on" else "--no-kv-unified"]
     if values.get(SPLIT) is None and count(values, TP) > 1:
         argv += ["--split-mode", "row"]
     if values.get(THREADS) is None and cores and count(values, INSTANCES) > 1:

@@ -19,7 +19,7 @@ from flagcore.domain.plan import count
 from flagcore.domain.prediction import Predictions, idle_of
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
-from flagcore.domain.space import IntArray, Space
+from flagcore.domain.space import IntArray, KnobValue, Space
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import _
@@ -27,7 +27,14 @@ from flagcore.plugins import LoadedPlugins, workload_of
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.formats import lookup
 from flagcore.report.text import candidate_line, serving_load_text
-from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, search_time, unmet_text
+from flagcore.tuner.feasibility import (
+    crowded_baseline_text,
+    no_time,
+    nothing_fits_text,
+    only_baseline_text,
+    search_time,
+    unmet_text,
+)
 from flagcore.tuner.problem import (
     OnUsual,
     build_problem,
@@ -82,7 +89,7 @@ def estimate(
         roomier=_roomier(problem, order),
         expected_s=expected_s,
         crowded=_crowded(problem, order),
-        unmet=unmet_text(problem) or only_baseline_text(problem),
+        unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
         candidates=_candidates(problem, order, top, distinct=distinct),
         model=tuple(model_table(problem.workload.parts(task))),
         untimed=untimed,
@@ -330,7 +337,7 @@ def cheapest_change(problem: Problem, without: Collection[str]) -> str:
     """
     task = problem.task
     with loaded_plugins(without) as loaded:
-        for change, spec in _changes_to_fit(task.spec, task.cluster.groups[0].chip.devices_per_node):
+        for change, spec in _changes_to_fit(problem, task.cluster.groups[0].chip.devices_per_node):
             with suppress(FlagError):
                 changed = build_problem(spec, loaded, problem.workload, plan=True)
                 if changed.pruned.open_rows.size:
@@ -342,13 +349,22 @@ def cheapest_change(problem: Problem, without: Collection[str]) -> str:
     return _("neither other knobs nor up to {nodes} nodes help: use a chip with more memory", nodes=nodes)
 
 
-def _changes_to_fit(spec: Spec, most: int) -> Iterator[tuple[str, Spec]]:
+def _changes_to_fit(problem: Problem, most: int) -> Iterator[tuple[str, Spec]]:
     """Yield the description of each change, and the changed spec, the cheapest change first.
 
-    `most` is the number of devices of a whole node.
+    `most` is the number of devices of a whole node. Servers keep the settings of the baseline, but not its layout.
     """
-    work = replace(spec.work, default_space=True) if isinstance(spec.work, ServeSpec) else spec.work
-    widest = replace(spec, space={}, baseline=None, work=work)
+    spec, work, kept = problem.task.spec, problem.task.spec.work, dict[str, KnobValue]()
+    if isinstance(work, ServeSpec):
+        kept = {name: value for name, value in (spec.baseline or {}).items() if not _has(problem, name, layout=True)}
+        shares = [name for name in (*kept, *work.engine_args) if _has(problem, name, kind="share")]
+        others = {name: value for name, value in (spec.baseline or {}).items() if name not in shares}
+        args = {name: value for name, value in work.engine_args.items() if name not in shares}
+        if shares:
+            changed = replace(spec, baseline=others or None, work=replace(work, engine_args=args))
+            yield _("{keys} removed", keys=", ".join(shares)), changed
+        work = replace(work, default_space=True)
+    widest = replace(spec, space={}, baseline=kept or None, work=work)
     if spec.space:
         yield _("all knobs in the space"), widest
     if spec.cluster.groups:
@@ -361,3 +377,10 @@ def _changes_to_fit(spec: Spec, most: int) -> Iterator[tuple[str, Spec]]:
         nodes = spec.cluster.nodes << doubling
         cluster = replace(spec.cluster, nodes=nodes, hosts=())
         yield _("cluster.nodes = {nodes}", nodes=nodes), replace(widest, cluster=cluster)
+
+
+def _has(problem: Problem, name: str, **fields: object) -> bool:
+    """Return whether `name` is a knob, or a flag of one, with these values of its fields."""
+    flag = name.lstrip("-").replace("_", "-")
+    knobs = (each for each in problem.knobs.values() if name in each.names or flag in [f.name for f in each.flags])
+    return any(getattr(knob, field) == value for knob in knobs for field, value in fields.items())

@@ -181,7 +181,7 @@ def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting
         if section == "settings" and isinstance(work, TrainSpec) and work.command and setting.value is not None:
             spec = replace(spec, work=replace(work, settings={name: setting.value, **work.settings}))
         elif section == "engine_args" and isinstance(work, ServeSpec) and setting.value is not None:
-            arguments = {each.lstrip("-").replace("_", "-") for each in work.engine_args}
+            arguments = {each.lstrip("-").replace("_", "-") for each in (*work.engine_args, *(spec.baseline or {}))}
             if name.replace("_", "-") not in arguments:
                 spec = replace(spec, work=replace(work, engine_args={**work.engine_args, name: setting.value}))
     return spec

@@ -1,5 +1,6 @@
 """Converts the command of a server to a spec."""
 
+import json
 import math
 import os
 import re
@@ -17,7 +18,7 @@ from flagcore.domain.spec import ImportNote
 from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP
 from flagcore.engines.serving.space.installed import strip_dashes
-from flagcore.engines.serving.space.knobs import DEFAULT_SPACE
+from flagcore.engines.serving.space.knobs import CONTEXT, DEFAULT_SPACE, QUANTIZATION, TRANSFER
 from flagcore.engines.serving.space.placement import parse_roles
 from flagcore.engines.serving.space.program import as_words
 from flagcore.engines.serving.space.rules import check_text
@@ -68,11 +69,22 @@ def spec_of_command(
         problem, fix = "is not in the command", f"write it after {' '.join(program)}, set its variable, or add --model"
         raise SpecError(key="model", problem="is empty: its variable is not set" if empty else problem, fix=fix)
     baseline, engine_args = _divide(engine, arguments, version, directory, notes)
-    if (shares := str(engine_args.get(engine.program.share_flag, "")).count(",")) and not {TP, PP} & baseline.keys():
-        baseline[engine.split_by] = shares + 1
+    shares, by_rows = str(engine_args.get(engine.program.share_flag, "")).count(",") + 1, baseline.get("split_mode")
+    if by_rows in ("row", "tensor") and not {TP, PP} & baseline.keys():
+        baseline[TP] = max(shares, start.devices or 2)
+        notes.note("--split-mode", f"{baseline[TP]} devices: set their number", f"auto_tuner.baseline.{TP}")
+    elif shares > 1 and not {TP, PP} & baseline.keys():
+        baseline[engine.split_by] = shares
+    formats = (str(each.get(QUANTIZATION)) for each in (baseline, engine_args))
+    if (precision := next(filter(None, map(engine.program.stored.get, formats)), "")) and path:
+        public = find_public(path)
+        precision = public[1] if public and public[1] in ("int8", "int4") else precision
+        notes.note(f"--{QUANTIZATION}", f"weights in {precision}: set their precision", "serve.precision")
     notes.note("serve.profile", "is not in the command: set the lengths and number of your requests", "serve.profile")
-    load = {**_lengths(engine_args), "concurrency": CLIENTS_PER_DEVICE}
+    load = {**_lengths(baseline), "concurrency": CLIENTS_PER_DEVICE}
     serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
+    if precision:
+        serve["precision"] = precision
     if not is_default:
         serve["command"] = [os.path.abspath(directory / each) if "/" in each else each for each in program]
     if start.version:
@@ -104,7 +116,7 @@ def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, A
     names = {INSTANCES: "", TP: "xtp", PP: "pp", DP: "dp", EP: "ep"}
     baseline = data["auto_tuner"]["baseline"]
     layouts = [{name: each.pop(name, 1) for name in names} for each in (other["auto_tuner"]["baseline"], baseline)]
-    words = ["".join(f"{text}{layout[name]}" for name, text in names.items()) for layout in layouts]
+    kinds = ["".join(f"{text}{layout[name]}" for name, text in names.items()) for layout in layouts]
     clusters = [each["cluster"] for each in (other, data)]
     total = sum(each.get("nodes", 1) * each.get("devices_per_node", 1) for each in clusters)
     is_one_host = total <= USUAL_DEVICES and all(each.get("nodes", 1) == 1 for each in clusters)
@@ -112,18 +124,21 @@ def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, A
     data["cluster"] |= {"nodes": -(-total // width), "devices_per_node": width}
     arguments = data["serve"]["engine_args"]
     is_of_role = re.compile(engine.program.role_flags).fullmatch
+    transfers = next((knob.words for knob in engine.knobs if knob.name == TRANSFER), ())
     for name in [each for each in arguments if is_of_role(strip_dashes(each).replace("_", "-"))]:
+        if word := next((each for each in transfers[1:] if each in str(arguments[name])), ""):  # not the default
+            baseline[TRANSFER] = word
         notes.note(f"--{name}", f"dropped ({arguments.pop(name)}): {PREFILL_DECODE} sets it", PREFILL_DECODE)
-    baseline[PREFILL_DECODE] = parse_roles("+".join(words), PREFILL_DECODE)
+    baseline[PREFILL_DECODE] = parse_roles("+".join(kinds), PREFILL_DECODE)
     text = "servers that only prefill or decode: other arguments are those of the servers that decode"
     notes.note(PREFILL_DECODE, text, f"auto_tuner.baseline.{PREFILL_DECODE}")
 
 
-def _lengths(arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Return the default lengths of prompts and answers, or shorter ones that fit the context in `arguments`."""
+def _lengths(baseline: Mapping[str, Any]) -> dict[str, int]:
+    """Return the default lengths of prompts and answers, or shorter ones that fit the context in `baseline`."""
     lengths = {"input_len": Load().input_len, "output_len": Load().output_len}
-    contexts = (value for name, value in arguments.items() if name.replace("-", "_") in LENGTHS[:2])
-    total, limit = sum(lengths.values()), min((each for each in contexts if isinstance(each, int)), default=0)
+    context, total = baseline.get(CONTEXT), sum(lengths.values())
+    limit = context if isinstance(context, int) else 0
     return {name: max(1, each * limit // total) if 0 < limit < total else each for name, each in lengths.items()}
 
 
@@ -189,7 +204,10 @@ def _with_config(engine: EngineProfile, pairs: list[Pair], directory: Path, note
         notes.note(key, f"dropped: as in {engine.program.title}, false in a configuration file has no effect", "serve")
         del config_flags[key]
     lists = {key: value if isinstance(value, list) else [value] for key, value in config_flags.items()}
-    added = [(key, [str(each) for each in value if each is not True]) for key, value in lists.items()]
+    added = [
+        (key, [json.dumps(each) if isinstance(each, Mapping) else str(each) for each in value if each is not True])
+        for key, value in lists.items()
+    ]
     first = [pair for pair in [*pairs, ("", model)] if not pair[0] and pair[1]]
     return [*first, *added, *(pair for pair in pairs if pair[0] and strip_dashes(pair[0]) != name)]
 
@@ -314,20 +332,26 @@ def _divide(
     """Split a command's arguments into a baseline (the values of searched knobs) and all others. Raises SpecError."""
     baseline, others, problems = dict[str, Any](), dict[str, Any](), list[SpecError]()
     for name, value in arguments.items():
-        knob, _ = engine.program.knob_of(name, version)
-        if knob is not None and any(each in DEFAULT_SPACE for each in knob.names):
-            try:
-                baseline[knob.name] = knob.parse(value, f"--{name}")
-            except SpecError as error:
-                fix = "write its value, which may be an empty variable of the script"
-                missing = SpecError(key=f"--{name}", problem="has no value", fix=fix)
-                problems.append(missing if value is True else error)
+        try:
+            fixed, rest = engine.program.divided({name: value}, version, "--")
+        except SpecError as error:
+            fix = "write its value, which may be an empty variable of the script"
+            missing = SpecError(key=f"--{name}", problem="has no value", fix=fix)
+            problems.append(missing if value is True else error)
+            continue
+        for knob in (each for each in engine.knobs if each.name in fixed):
+            is_searched = {*knob.names} & {*DEFAULT_SPACE}
+            text = (
+                "the search tries other values" if is_searched else "all candidates keep it, unless the space lists it"
+            )
             written = name if name == knob.name else f"{'--' if len(name) > 1 else '-'}{name}"
-            notes.note(written, "is the baseline; the search tries other values", f"auto_tuner.baseline.{knob.name}")
-        elif isinstance(value, str) and value.startswith(("./", "../")):
-            others[name] = os.path.abspath(directory / value)
-        else:
-            others[name] = value
+            notes.note(written, f"is the baseline; {text}", f"auto_tuner.baseline.{knob.name}")
+            if isinstance(value, str) and value in knob.spellings:
+                fixed[knob.name] = value
+        baseline |= fixed
+        for key, other in rest.items():
+            is_file = isinstance(other, str) and other.startswith(("./", "../"))
+            others[key] = os.path.abspath(directory / str(other)) if is_file else other
     if problems:
         raise join_errors(problems)
     return baseline, others

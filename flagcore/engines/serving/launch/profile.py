@@ -1,7 +1,7 @@
 """The profile of an engine: everything that the engine's package defines for the shared modules."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pkgutil import resolve_name
 
@@ -83,8 +83,8 @@ class EngineProfile:
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the axes of a task's knobs in the order of enumeration. Raises SpecError."""
         fixed = self.program.parse(task.spec).fixed
-        if fixed:
-            self._check_fixed(task, fixed)
+        if task.spec.serve.engine_args:
+            self._check_fixed(task, self.program.parse(replace(task.spec, baseline=None)).fixed)
         return common_knobs.axes(task, self.knobs, fixed, self.program.version(task.spec))
 
     def _check_fixed(self, task: Task, fixed: Mapping[str, KnobValue]) -> None:

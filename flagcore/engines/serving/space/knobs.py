@@ -70,7 +70,7 @@ def axes(
             searched = (knob.neutral,)
         set_value = next((each for each in (*searched, *extra_values) if each != knob.neutral), None)
         if set_value is not None and not knob.is_available(version):
-            section = "serve.engine_args" if knob.name in fixed else "auto_tuner.baseline"
+            section = "serve.engine_args" if knob.value_in(baseline) is None else "auto_tuner.baseline"
             key = f"{'auto_tuner.space' if set_value in searched and knob.name not in fixed else section}.{knob.name}"
             releases = f"{task.spec.serve.engine} {knob.versions}"
             problem, fix = f"needs {releases}, but the release is {version}", f"remove it, or use {releases}"
@@ -238,7 +238,7 @@ RECIPE_SHARE = "0.84"
 ishandhanani/srt-slurm @f64d2b9f). Its default would leave no cache, because it grows with the prefill chunk."""
 GATHERING = ("none", "naive", "allgather_reducescatter")
 """The values of EXCHANGE with which all attention ranks gather all tokens."""
-EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
+EXTENSIBLE = (BACKEND, MOE, QUANTIZATION, SPECULATION)
 """Knobs for which some builds of an engine register more values. `engine_args` may contain such values, a space may
 not."""
 

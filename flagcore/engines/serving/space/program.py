@@ -66,6 +66,7 @@ class Program:
     - `roles`: patterns of the arguments of servers that only prefill or only decode, by `prefill` and `decode`.
       `role_flags`: a pattern of the flags of such servers that each trial sets itself.
     - `env_prefix`, `env_flags`: the start of variables that stand for flags, and the flags of some that differ in name.
+    - `stored`: the precision of stored weights by values of the quantization that do not name it.
     - `digit_flags`: flags of one letter that a digit may follow without a space, as in `-O3`.
     - `abbreviations`: whether the engine accepts the unique start of a long flag, as argparse does by default.
     - `share_flag`: the flag with a share of the model for each device, separated by commas.
@@ -100,6 +101,7 @@ class Program:
     short_flags: Mapping[str, str] = field(default_factory=dict)
     env_prefix: str = ""
     env_flags: Mapping[str, str] = field(default_factory=dict)
+    stored: Mapping[str, str] = field(default_factory=dict)
     digit_flags: str = ""
     abbreviations: bool = False
     share_flag: str = ""
@@ -175,11 +177,23 @@ class Program:
     def split(self, spec: Spec) -> EngineArgs:
         """Parse `engine_args` as `parse` does, without checking the other flags.
 
-        A key is the name or a flag of a knob.
+        A key is the name or a flag of a knob. A knob that the baseline sets and the space does not list is fixed, too,
+        unless it is a layout or a limit of the batch.
         """
-        engine_args, problems = EngineArgs({}, {}), list[SpecError]()
         version = self.version(spec) if spec.serve.engine_args else ""
-        for key, value in self.known_args(spec.serve.engine_args).items():
+        kept = {
+            knob.name: knob.parse(value, f"auto_tuner.baseline.{knob.name}")
+            for knob in (self.knobs if spec.baseline else ())
+            if not (knob.layout or {*knob.names} & {*knobs.DEFAULT_SPACE, *spec.space})
+            if (value := knob.value_in(spec.baseline or {})) is not None
+        }
+        args = self.divided(self.known_args(spec.serve.engine_args), version, "serve.engine_args.")
+        return EngineArgs(kept | args.fixed, args.others)
+
+    def divided(self, args: Mapping[str, EngineArg], version: str, prefix: str) -> EngineArgs:
+        """Divide flags into knobs and others. `prefix` starts the keys of errors. Raises SpecError."""
+        engine_args, problems = EngineArgs({}, {}), list[SpecError]()
+        for key, value in args.items():
             name = self.full_name(strip_dashes(key))
             knob, flag = self.knob_of(name, version)
             if knob is None:
@@ -190,7 +204,7 @@ class Program:
                 engine_args.fixed[knob.name] = flag.word
             else:
                 try:
-                    engine_args.fixed[knob.name] = knob.parse(value, f"serve.engine_args.{key}")
+                    engine_args.fixed[knob.name] = knob.parse(value, f"{prefix}{key}")
                 except SpecError as error:
                     if knob.name in knobs.EXTENSIBLE and isinstance(value, str):
                         engine_args.others[name] = value

@@ -69,7 +69,7 @@ def unusable_weights(spec: Spec, problem: str, fix: str) -> SpecError:
 
 def quantizes(spec: Spec) -> bool:
     """Return whether flags make the engine quantize the weights."""
-    return bool({strip_dashes(key) for key in spec.serve.engine_args} & set(_QUANTIZERS))
+    return bool({strip_dashes(key) for key in (*spec.serve.engine_args, *(spec.baseline or {}))} & set(_QUANTIZERS))
 
 
 _LONGER = ("hf-overrides", "rope-scaling", "rope-scale", "override-kv", "json-model-override-args")

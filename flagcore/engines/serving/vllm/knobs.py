@@ -6,7 +6,7 @@ versions vllm-project/vllm #17073 (batch sizes depend on memory), #38284 (0.21: 
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -71,17 +71,30 @@ class VllmProgram(Program):
         return installed.release(self.version(spec)) or NEWEST
 
     def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
-        """See `Program`. The limits of images and the like may be one JSON object."""
-        result = dict(args)
-        for name in [each for each in result if strip_dashes(each).replace("_", "-") == "limit-mm-per-prompt"]:
-            with suppress(ValueError, TypeError, AttributeError):
-                given = result[name]
-                text = ",".join(map(str, given)) if isinstance(given, list) else str(given)
-                limits = json.loads(re.sub(r"^([^{].*)$", r"{\1}", re.sub(r"([\w-]+)=(\d+)", r'"\1":\2', text))).items()
-                if not any(isinstance(value, Mapping) for _key, value in limits):
-                    del result[name]
-                    result |= {f"{name}.{key}": value for key, value in limits}
+        """See `Program`. A JSON object that may set a knob becomes one flag for each value: vLLM's parser drops it if
+        there are such flags, too (`utils/argparse_utils.py`)."""
+        result, objects = dict[str, EngineArg](), {"limit-mm-per-prompt"}
+        objects |= {flag.name.partition(".")[0] for knob in self.knobs for flag in knob.flags if "." in flag.name}
+        for name, value in args.items():
+            key = strip_dashes(name).replace("_", "-")
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            if key == "limit-mm-per-prompt":  # earlier releases: image=2,video=1
+                text = re.sub(r"^([^{].*)$", r"{\1}", re.sub(r"([\w-]+)=(\d+)", r'"\1":\2', text))
+            found: object = None
+            with suppress(ValueError):
+                found = json.loads(text) if key in objects else None
+            result |= dict(_flat(name, found)) if isinstance(found, Mapping) else {name: value}
         return result
+
+
+def _flat(name: str, values: Mapping[str, object]) -> Iterator[tuple[str, EngineArg]]:
+    """Yield the values of a nested mapping by their path with dots. Lists and constants are JSON."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{name}.{key}", value)
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"{name}.{key}", int(text) if text.isdecimal() else text
 
 
 CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too small for the model's context")
