@@ -312,9 +312,9 @@ ATTENTION_AXES = (
 MEMORY_AXIS = Axis(first=10, last=34, steps=2, reach=0.5)
 """The axis of element-wise kernels: bytes moved. The reach is short, because rates change at the sizes of caches."""
 
-RUN_SLOWDOWN = 1.25
+RUN_SLOWDOWN = 1.31
 """The ratio of kernel times in runs on many devices to times of kernels that run alone. It is an estimate. Published
-runs on many devices took 1.33 times (median of 155) as long as predicted from kernels of a similar chip. That chip has
+runs on many devices took 1.39 times (median of 155) as long as predicted from kernels of a similar chip. That chip has
 1.43 times the memory bandwidth, to which a factor of 1.06 is attributed."""
 
 

@@ -23,8 +23,8 @@ NEAREST = 8
 
 
 CHOSEN = 1.16
-"""Geometric mean of measured over planned seconds of the fastest published runs of 50 training jobs with experts (1.14
-to 1.17 without one source). It is 1.02 in 62 dense jobs. `benchmarks/chosen.py` measures both."""
+"""Geometric mean of measured over planned seconds of the fastest published runs of 52 training jobs with experts (1.15
+to 1.17 without one source). It is 1.08 in 36 unseen dense jobs. `benchmarks/chosen.py` measures both."""
 
 
 def expected_seconds(problem: Problem, planned_s: float) -> float | None:
