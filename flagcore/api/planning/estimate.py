@@ -86,7 +86,6 @@ def estimate(
         counts=count(problem.space, problem.pruned, SearchState()),
         baseline=_records(problem, np.array([problem.space.find(problem.baseline)]))[0],
         defaults=_engine_defaults(problem),
-        roomier=_roomier(problem, order),
         expected_s=expected_s,
         crowded=_crowded(problem, order),
         unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
@@ -218,21 +217,6 @@ def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
         return None
     columns = candidate_columns(problem.platform, values)
     return {"candidate": values, **prediction_records(problem.platform, columns)[0]}
-
-
-def _roomier(problem: Problem, order: IntArray) -> dict[str, Any] | None:
-    """Return the first candidate of `order` below ROOMY_SHARE of the memory, if the first candidate is not below it.
-
-    Returns None otherwise, and if all candidates use the same share, because a knob sets the share that the engine
-    reserves.
-    """
-    share = problem.predictions.share_in_use[order]
-    below = order[share < ROOMY_SHARE]
-    return _records(problem, below[:1])[0] if below.size and share[0] >= ROOMY_SHARE else None
-
-
-ROOMY_SHARE = 0.90
-"""The share of the memory below which a candidate has ample room. Chosen by hand."""
 
 
 def _crowded(problem: Problem, order: IntArray) -> dict[str, Any] | None:
