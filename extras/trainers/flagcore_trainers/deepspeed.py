@@ -24,7 +24,7 @@ from flagcore.engines.training.stages import stage, stage_parameters
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore_trainers import start
-from flagcore_trainers.importing import Imported, spec_of_deepspeed
+from flagcore_trainers.importing import Imported, own_configurations, spec_of_deepspeed
 from flagcore_trainers.meaning import INTERVAL, layout_of, training, weights_of_rank
 from flagcore_trainers.program import StateSection
 from flagcore_trainers.trainer import Trainer
@@ -126,6 +126,11 @@ class DeepSpeed(Trainer):
                 return value
         fix = f"add {FLAGS[0]} ds_config.json, or set train.program.config"
         raise SpecError(key="train.command", problem=_("names no configuration file of DeepSpeed"), fix=fix)
+
+    def spec_warnings(self, spec: Spec) -> Sequence[str]:
+        words, directory = spec.train.command or (), Path(spec.train.directory or ".")
+        own = [f"train.command: {each}" for each in own_configurations(words, directory)]
+        return [*super().spec_warnings(spec), *own]
 
     def command(self, spec: Spec) -> start.Command:
         command = super().command(spec)

@@ -89,8 +89,7 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
     if found := _checkpoints(words):
         program["fixed"] = {"recompute": 2}
         notes.note(found, "is taken as the recompute of whole layers in backward", "train.program.fixed")
-    for file, line in _own_configurations(words, directory):
-        text = f"{file}:{line} passes a configuration of its own: candidates need the file of the command there"
+    for text in own_configurations(words, directory):
         notes.note("config", text, "train.command")
     if (number(stages := option(words, "pipe_parallel_size", "pipeline_parallel_size")) or 1) > 1:
         notes.note("pipe_parallel_size", f"not in the predictions ({stages}): all devices count as replicas", "train")
@@ -127,8 +126,8 @@ PASSED = {
 """The keywords of calls that take a configuration, or the name of its file."""
 
 
-def _own_configurations(words: Sequence[str], directory: Path) -> Iterator[tuple[str, int]]:
-    """Yield the scripts of a command that pass a dictionary as the configuration, and the lines of these calls."""
+def own_configurations(words: Sequence[str], directory: Path) -> Iterator[str]:
+    """Yield a line for each call in scripts of a command that passes a dictionary as the configuration."""
     for word in words:
         path = Path(directory, word)
         if path.suffix != ".py" or not path.is_file():
@@ -142,7 +141,8 @@ def _own_configurations(words: Sequence[str], directory: Path) -> Iterator[tuple
                 keywords = PASSED.get(getattr(call.func, "attr", getattr(call.func, "id", "")), ())
                 values = [each.value for each in call.keywords if each.arg in keywords]
                 if any(_is_dictionary(each) or getattr(each, "id", "") in names for each in values):
-                    yield word, call.lineno
+                    place = f"{word}:{call.lineno}"
+                    yield f"{place} passes a configuration of its own: candidates need the file of the command there"
 
 
 def _is_dictionary(value: ast.expr) -> bool:

@@ -20,7 +20,7 @@ from flagcore.engines.megatron.command.user_command import environment
 from flagcore.engines.megatron.reading import FAILURES, measurement
 from flagcore.engines.results import NoMetrics
 from flagcore.engines.serving.space.installed import check_version, find_program, package_version
-from flagcore.errors import SpecError
+from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import logs, meaning, start
 from flagcore_trainers.meaning import Codes
@@ -142,6 +142,11 @@ class Trainer(Workload):
             return start.Command(words=train.command, directory=directory)
         content = start.read_config(config, directory)
         start.check_config_word(train.command, config)
+        try:
+            start.changed(content, dict.fromkeys((each.key for each in self.targets.values() if each.key), None))
+        except LaunchError as error:
+            fix = "write a section there"
+            raise SpecError(key="train.program.config", value=config, problem=str(error), fix=fix) from None
         return start.Command(words=train.command, directory=directory, config=config, content=content)
 
     def spec_warnings(self, spec: Spec) -> Sequence[str]:

@@ -58,8 +58,9 @@ def test_a_candidate_is_a_changed_copy_of_the_configuration(tmp_path: Path, flag
     assert (space[ZERO], space[BUCKET]) == ((2,), (200_000_000,))
 
 
-def test_a_broken_configuration_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text('{"train_batch_size": }')
+@pytest.mark.parametrize("content", ['{"train_batch_size": }', '{"zero_optimization": [1]}'])
+def test_a_broken_configuration_is_reported(tmp_path: Path, content: str) -> None:
+    (tmp_path / "ds.json").write_text(content)
     with pytest.raises(SpecError) as refused:
         DEEPSPEED.ready(task(engine="deepspeed", command=("x", "--deepspeed", "ds.json"), directory=str(tmp_path)).spec)
     assert refused.value.key == "train.program.config"
@@ -149,6 +150,36 @@ def test_second_copies_of_weights_need_memory() -> None:
     assert twice.activation_bytes[0] - alone.activation_bytes[0] == pytest.approx((weights - norms) * 2 / 2, rel=0.01)
     assert twice.static_bytes[0] == alone.static_bytes[0]
     assert idle.activation_bytes[0] == without.activation_bytes[0]
+
+
+def test_gradients_are_hidden_only_if_asked() -> None:
+    job = task(engine="deepspeed", command=("x",), global_batch_size=32)
+    plain = {knob.name: np.array([knob.axis(()).encode(knob.neutral)]) for knob in DEEPSPEED.knobs}
+    found = {
+        (stage, overlap): DEEPSPEED.predict(
+            job, {**plain, ZERO: np.array([stage]), OVERLAP: np.array([overlap])}, costs(job)
+        ).time_s["dp_comm_exposed_s"][0]
+        for stage in (1, 2)
+        for overlap in (0, 1)
+    }
+    assert found[1, 1] < found[1, 0] < found[2, 0]  # stage 2 reduces each micro-batch
+    assert found[2, 1] < found[2, 0]
+
+
+@pytest.mark.parametrize(("release", "warnings"), [("banana", 1), ("9.9", 1), ("0.19.8", 0), (None, 0)])
+def test_an_unknown_release_is_named(release: str | None, warnings: int) -> None:
+    job = task(engine="deepspeed", command=("x",), engine_version=release)
+    assert len(DEEPSPEED.spec_warnings(job.spec)) == warnings
+
+
+def test_values_in_use_are_read_from_the_log(tmp_path: Path) -> None:
+    line = "[2026-11-26 09:08:37,{}] [INFO] [config.py:678:print]   {}\n"
+    step = "[2026-11-26 09:08:3{},433] [INFO] [logging.py:107:log_dist] [Rank 0] step={}, skipped=0\n"
+    text = line.format(433, "train_micro_batch_size_per_gpu  8") + line.format(434, "zero_optimization_stage ...... 1")
+    (tmp_path / "stdout.log").write_text(text + "".join(step.format(number, number) for number in range(1, 6)))
+    job = task(engine="deepspeed", command=("x",))
+    measured = DEEPSPEED.read(job, Candidate.of({}), str(tmp_path))
+    assert measured.effective == {MICRO: 8, ZERO: 1}
 
 
 def test_buckets_of_gradients_need_memory() -> None:

@@ -44,6 +44,26 @@ def test_a_command_with_a_configuration_of_deepspeed(tmp_path: Path, monkeypatch
         api.read_command(None, ["deepspeed train.py --deepspeed ds.json --model_name_or_path Qwen/Qwen3-8B"])
 
 
+@pytest.mark.parametrize(
+    ("call", "flag", "notes"),
+    [
+        ("deepspeed.initialize(model=m, config=own)", "--grad_checkpoint", {"config", "--grad_checkpoint"}),
+        ("TrainingArguments(deepspeed={'a': 1})", "--gradient-checkpointing=false", {"config"}),
+        ("deepspeed.initialize(model=m, config=args.path)", "--no_gradient_checkpointing", set[str]()),
+    ],
+)
+def test_a_script_with_a_configuration_of_its_own_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, flag: str, notes: set[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"train_batch_size": 8}')
+    Path("train.py").write_text(f"own = {{'train_batch_size': 8}}\n{call}\n")
+    words = f"deepspeed --num_gpus 8 train.py --deepspeed ds.json --model Qwen/Qwen3-8B --max_length 2048 {flag}"
+    imported = api.read_command(None, [words])
+    assert {each.key for each in imported.notes} & {"config", flag} == notes
+    assert ("program" in imported.data["train"]) == (flag in notes)
+
+
 def test_a_command_with_a_toml_file_of_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("8b.toml").write_text(TOML)

@@ -206,12 +206,13 @@ def test_flags_follow_the_release() -> None:
 
 
 def test_synchronous_scheduling_and_old_releases_are_predicted_with_the_host_time() -> None:
-    def rate(version: str, value: str | None, **values: int) -> float:
-        return figures(cards(engine_version=version), async_scheduling=value, **values)["requests_per_s"]
+    def rate(version: str, value: str | None, stages: int = 1) -> float:
+        values = {"async_scheduling": value, "pipeline_model_parallel_size": stages}
+        return figures(cards(engine_version=version), **values)["requests_per_s"]
 
     assert rate("0.32.0", "off") < rate("0.32.0", None) == rate("0.32.0", "on")
     assert rate("0.12.0", None) == rate("0.12.0", "off") < rate("0.12.0", "on")
-    assert rate("0.12.0", "off", pipeline_model_parallel_size=2) == rate("0.12.0", "on", pipeline_model_parallel_size=2)
+    assert rate("0.12.0", "off", 2) == rate("0.12.0", "on", 2)
 
 
 def test_speculation_is_predicted_only_with_a_known_acceptance() -> None:

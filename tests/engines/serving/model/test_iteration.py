@@ -35,7 +35,6 @@ HOSTS = NodeGroup(chip=with_network(CHIP, 50e9), nodes=8, devices_per_node=8)
 NETWORK = replace(costs(), collectives=Collectives(topology=topology_of(HOSTS)))
 """Costs on eight hosts."""
 LARGE = NODES[-1]
-HEADS = replace(DENSE, num_query_groups=32)
 WINDOWS = {"model": replace(DENSE, windows=Windows(num_layers=36, tokens=1024)), "tokens": 4096.0, "prompt": 2048.0}
 STATES = LinearAttention(num_layers=27, key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
 LINEAR = {"model": replace(DENSE, linear_attention=STATES), "tokens": 1e4}
@@ -79,12 +78,10 @@ def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -
         ("cached", {"tensor": 4}, {"tensor": 8}, 0.5, 0.5),
         ("cached", {"tensor": 8}, {"tensor": 16}, 0.9, 1.01),
         ("cached", {"model": LATENT}, {"model": LATENT, "tensor": 8}, 0.8, 1.01),
-        ("cached", {"model": HEADS}, {"model": LATENT}, 0.0, 0.2),
         ("cached", {}, {"cache_element_bytes": 1.0}, 0.5, 0.5),
         # sliding windows, linear attention, and sparse attention
         ("cached", {}, WINDOWS, 0.25, 0.25),
         ("pair", {}, WINDOWS, 0.75, 0.75),
-        ("local", {}, WINDOWS, 1.0, 1.0),
         ("pair", {}, LINEAR, 0.25, 0.25),
         ("local", {"at": LARGE}, {**LINEAR, "at": LARGE}, 0.8, 2.0),
         *((part, {"model": LATENT}, SHORT, 1.0001, 10.0) for part in ("cached", "pair")),
