@@ -342,8 +342,12 @@ def _changes_to_fit(problem: Problem, most: int) -> Iterator[tuple[str, Spec]]:
     """
     spec, work, kept = problem.task.spec, problem.task.spec.work, dict[str, KnobValue]()
     if isinstance(work, ServeSpec):
-        kept = {name: value for name, value in (spec.baseline or {}).items() if not _has(problem, name, layout=True)}
-        shares = [name for name in (*kept, *work.engine_args) if _has(problem, name, kind="share")]
+        knobs = {name: each for each in problem.knobs.values() for name in (*each.names, *(f.name for f in each.flags))}
+        of_name = {name: knobs.get(name) or knobs.get(name.lstrip("-").replace("_", "-")) for name in work.engine_args}
+        of_name |= {name: knobs.get(name) for name in spec.baseline or {}}
+        layout = [name for name, knob in of_name.items() if knob is None or knob.layout]
+        kept = {name: value for name, value in (spec.baseline or {}).items() if name not in layout}
+        shares = [name for name, knob in of_name.items() if knob and knob.kind == "share"]
         others = {name: value for name, value in (spec.baseline or {}).items() if name not in shares}
         args = {name: value for name, value in work.engine_args.items() if name not in shares}
         if shares:
@@ -363,10 +367,3 @@ def _changes_to_fit(problem: Problem, most: int) -> Iterator[tuple[str, Spec]]:
         nodes = spec.cluster.nodes << doubling
         cluster = replace(spec.cluster, nodes=nodes, hosts=())
         yield _("cluster.nodes = {nodes}", nodes=nodes), replace(widest, cluster=cluster)
-
-
-def _has(problem: Problem, name: str, **fields: object) -> bool:
-    """Return whether `name` is a knob, or a flag of one, with these values of its fields."""
-    flag = name.lstrip("-").replace("_", "-")
-    knobs = (each for each in problem.knobs.values() if name in each.names or flag in [f.name for f in each.flags])
-    return any(getattr(knob, field) == value for knob in knobs for field, value in fields.items())
