@@ -80,9 +80,9 @@ def estimate(
         if len(groups) > 1:
             mixing = mixing_of(read_spec(spec, chip, without), problem, loaded)
     listed, more = _listed(problem, order, top, distinct=distinct)
-    others = [np.array([problem.row_of(problem.baseline)]), _roomier(problem, order), _crowded(problem, order)]
+    others = [np.array([problem.row_of(problem.baseline)]), _crowded(problem, order)]
     found = iter(_records(problem, np.concatenate((*others, order[listed]))))  # at once, because each call takes long
-    baseline, roomier, crowded = (next(found) if rows.size else None for rows in others)
+    baseline, crowded = (next(found) if rows.size else None for rows in others)
     assert baseline is not None
     numbered = zip(listed.tolist(), found, more, strict=True)
     candidates = [{"number": place + 1, **each, **counted} for place, each, counted in numbered]
@@ -93,7 +93,6 @@ def estimate(
         counts=count(problem.space, problem.pruned, SearchState()),
         baseline=baseline,
         defaults=_engine_defaults(problem),
-        roomier=roomier,
         expected_s=expected_s,
         crowded=crowded,
         unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
@@ -219,21 +218,6 @@ def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
         return None
     columns = candidate_columns(problem.platform, values)
     return {"candidate": values, **prediction_records(problem.platform, columns)[0]}
-
-
-def _roomier(problem: Problem, order: IntArray) -> IntArray:
-    """Return the first candidate of `order` below ROOMY_SHARE of the memory, if the first candidate is not below it.
-
-    Returns no row otherwise, and if all candidates use the same share, because a knob sets the share that the engine
-    reserves.
-    """
-    share = problem.predictions.share_in_use[order]
-    below = order[share < ROOMY_SHARE]
-    return below[:1] if share[0] >= ROOMY_SHARE else below[:0]
-
-
-ROOMY_SHARE = 0.90
-"""The share of the memory below which a candidate has ample room. Chosen by hand."""
 
 
 def _crowded(problem: Problem, order: IntArray) -> IntArray:
