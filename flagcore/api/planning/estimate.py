@@ -79,18 +79,24 @@ def estimate(
         expected_s = expected_seconds(problem, float(problem.predictions.step_time_s[order[0]]))
         if len(groups) > 1:
             mixing = mixing_of(read_spec(spec, chip, without), problem, loaded)
+    listed, more = _listed(problem, order, top, distinct=distinct)
+    others = [np.array([problem.row_of(problem.baseline)]), _crowded(problem, order)]
+    found = iter(_records(problem, np.concatenate((*others, order[listed]))))  # at once, because each call takes long
+    baseline, crowded = (next(found) if rows.size else None for rows in others)
+    assert baseline is not None
+    numbered = zip(listed.tolist(), found, more, strict=True)
+    candidates = [{"number": place + 1, **each, **counted} for place, each, counted in numbered]
     untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
     return Estimate(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
         counts=count(problem.space, problem.pruned, SearchState()),
-        baseline=_records(problem, np.array([problem.space.find(problem.baseline)]))[0],
+        baseline=baseline,
         defaults=_engine_defaults(problem),
-        roomier=_roomier(problem, order),
         expected_s=expected_s,
-        crowded=_crowded(problem, order),
+        crowded=crowded,
         unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
-        candidates=_candidates(problem, order, top, distinct=distinct),
+        candidates=tuple(candidates),
         model=tuple(model_table(problem.workload.parts(task))),
         untimed=untimed,
         no_time=no_time(task, problem.costs) if untimed else "",
@@ -108,12 +114,7 @@ def estimate(
 
 
 def build_problem_of_spec(
-    spec: SpecLike,
-    chip: str | None,
-    without: Collection[str],
-    *,
-    plan: bool = False,
-    on_usual: OnUsual | None = None,
+    spec: SpecLike, chip: str | None, without: Collection[str], *, plan: bool = False, on_usual: OnUsual | None = None
 ) -> Problem:
     """Return the problem of a spec, optionally for another chip or as a `plan`.
 
@@ -136,8 +137,8 @@ def _first_line(tell: Callable[[str], object], platform: Platform, space: Space,
         tell(candidate_line(_("fastest of {count} usual layouts, so far", count=len(space)), found, knobs))
 
 
-def _candidates(problem: Problem, order: IntArray, top: int, *, distinct: bool) -> tuple[Mapping[str, Any], ...]:
-    """Return the records of the first `top` rows of `order`, or of the first rows with different layouts.
+def _listed(problem: Problem, order: IntArray, top: int, *, distinct: bool) -> tuple[IntArray, list[dict[str, Any]]]:
+    """Return the first `top` places of `order`, or the first with different layouts, and what their records also have.
 
     For servers, `pareto` is whether no other candidate is predicted to be better both in rate per device and in rate
     per user.
@@ -151,8 +152,7 @@ def _candidates(problem: Problem, order: IntArray, top: int, *, distinct: bool) 
     if PER_DEVICE in figures and (latency := figures.get("tpot_s.p50")) is not None:
         front = set(pareto(figures[PER_DEVICE][order], -latency[order]).tolist())
         more = [{**each, "pareto": place in front} for place, each in zip(places.tolist(), more, strict=True)]
-    numbered = zip(places.tolist(), _records(problem, order[places]), more, strict=True)
-    return tuple({"number": place + 1, **record, **counted} for place, record, counted in numbered)
+    return places, more
 
 
 def _layouts(problem: Problem, rows: IntArray) -> IntArray:
@@ -220,25 +220,11 @@ def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
     return {"candidate": values, **prediction_records(problem.platform, columns)[0]}
 
 
-def _roomier(problem: Problem, order: IntArray) -> dict[str, Any] | None:
-    """Return the first candidate of `order` below ROOMY_SHARE of the memory, if the first candidate is not below it.
-
-    Returns None otherwise, and if all candidates use the same share, because a knob sets the share that the engine
-    reserves.
-    """
-    share = problem.predictions.share_in_use[order]
-    below = order[share < ROOMY_SHARE]
-    return _records(problem, below[:1])[0] if below.size and share[0] >= ROOMY_SHARE else None
-
-
-ROOMY_SHARE = 0.90
-"""The share of the memory below which a candidate has ample room. Chosen by hand."""
-
-
-def _crowded(problem: Problem, order: IntArray) -> dict[str, Any] | None:
-    """Return the fastest candidate without a margin of memory, if it is faster than the first of `order`."""
+def _crowded(problem: Problem, order: IntArray) -> IntArray:
+    """Return the row of the fastest candidate without a margin of memory, if it is faster than the first of `order`."""
     seconds, crowded = problem.predictions.step_time_s, order[lacks_margin(problem.task, problem.predictions)[order]]
-    return _records(problem, crowded[:1])[0] if crowded.size and seconds[crowded[0]] < seconds[order[0]] else None
+    is_faster = crowded.size and seconds[crowded[0]] < seconds[order[0]]
+    return crowded[: int(is_faster)]
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:
@@ -356,8 +342,12 @@ def _changes_to_fit(problem: Problem, most: int) -> Iterator[tuple[str, Spec]]:
     """
     spec, work, kept = problem.task.spec, problem.task.spec.work, dict[str, KnobValue]()
     if isinstance(work, ServeSpec):
-        kept = {name: value for name, value in (spec.baseline or {}).items() if not _has(problem, name, layout=True)}
-        shares = [name for name in (*kept, *work.engine_args) if _has(problem, name, kind="share")]
+        knobs = {name: each for each in problem.knobs.values() for name in (*each.names, *(f.name for f in each.flags))}
+        of_name = {name: knobs.get(name) or knobs.get(name.lstrip("-").replace("_", "-")) for name in work.engine_args}
+        of_name |= {name: knobs.get(name) for name in spec.baseline or {}}
+        layout = [name for name, knob in of_name.items() if knob is None or knob.layout]
+        kept = {name: value for name, value in (spec.baseline or {}).items() if name not in layout}
+        shares = [name for name, knob in of_name.items() if knob and knob.kind == "share"]
         others = {name: value for name, value in (spec.baseline or {}).items() if name not in shares}
         args = {name: value for name, value in work.engine_args.items() if name not in shares}
         if shares:
@@ -377,10 +367,3 @@ def _changes_to_fit(problem: Problem, most: int) -> Iterator[tuple[str, Spec]]:
         nodes = spec.cluster.nodes << doubling
         cluster = replace(spec.cluster, nodes=nodes, hosts=())
         yield _("cluster.nodes = {nodes}", nodes=nodes), replace(widest, cluster=cluster)
-
-
-def _has(problem: Problem, name: str, **fields: object) -> bool:
-    """Return whether `name` is a knob, or a flag of one, with these values of its fields."""
-    flag = name.lstrip("-").replace("_", "-")
-    knobs = (each for each in problem.knobs.values() if name in each.names or flag in [f.name for f in each.flags])
-    return any(getattr(knob, field) == value for knob in knobs for field, value in fields.items())

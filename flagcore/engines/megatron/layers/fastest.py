@@ -8,7 +8,7 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.megatron.layers.partition import EQUAL, LayerSplit, Paces, best_splits, leading_layers
-from flagcore.engines.megatron.layers.stages import chunk_layers, layout_text
+from flagcore.engines.megatron.layers.stages import chunk_layers, layout_text, may_start_empty
 from flagcore.engines.training.critical_path import StageTimes
 from flagcore.engines.training.layout import Layout, Placement, Splits, Training, distinct
 from flagcore.engines.training.memory.training import stages_in_use, states_of
@@ -386,8 +386,9 @@ class _Room:
         If a stage's minimum number of layers does not fit, the result is smaller than this minimum.
         """
         total, index = self.train.model.num_layers, np.arange(self.place.size)
-        may_end_empty = (self.place == self.layout.pipeline - 1.0) | (self.place == self.mtp)
-        fits = np.maximum(self.leading, self.layout.virtual - may_end_empty) - 1.0
+        may_be_empty = (self.place == self.layout.pipeline - 1.0) | (self.place == self.mtp)
+        may_be_empty |= (self.place == 0) & may_start_empty(self.train.model)
+        fits = np.maximum(self.leading, self.layout.virtual - may_be_empty) - 1.0
         mean = np.clip(np.ceil(total / self.layout.pipeline), fits + 1.0, total - 1.0)
         free, free_with_more = self.bytes(index, mean, mean + 1.0)
         fits = np.where(free_with_more >= 0, mean + 1.0, np.where(free >= 0, mean, fits))

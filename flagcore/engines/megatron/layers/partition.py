@@ -16,6 +16,7 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.engines.megatron.layers.stages import may_start_empty
 from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Training, pick
 from flagcore.engines.training.time.step import Blocks, Pace, StagePace
 
@@ -236,7 +237,9 @@ def best_splits(
     if most is not None:
         later = np.arange(most.shape[2]) >= layout.pipeline[:, None] - 1.0 - early
         room = most.max(axis=1)
-        possible &= np.all(later | (room >= layout.virtual[:, None]), axis=1)
+        least_layers = np.repeat(layout.virtual[:, None], room.shape[1], axis=1)
+        least_layers[:, 0] -= (layout.virtual > 1) & may_start_empty(train.model)
+        possible &= np.all(later | (room >= least_layers), axis=1)
         possible &= room.sum(axis=1) >= train.model.num_layers
     for number, fronts in enumerate(Fronts.every(leading, early=train.options.early_mtp)):
         if fronts.early != early:
@@ -273,6 +276,7 @@ def _search(
     limits = np.stack([*fronts.most(virtual), *(group_stages.room for group_stages in middles)])
     ends, at_mtp = slice(0, len(places)), len(places) - 1 - fronts.early
     least[at_mtp] = np.maximum(least[at_mtp], mtp)
+    least[0] -= (virtual > 1) & may_start_empty(train.model)
     if most is not None:
         leading_and_column = zip(fronts.leading, columns, strict=True)
         limits[ends] = np.minimum(limits[ends], [most[row, count, place] for count, place in leading_and_column])

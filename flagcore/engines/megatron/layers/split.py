@@ -16,6 +16,7 @@ from flagcore.engines.megatron.layers.stages import (
     LOSS,
     SPLIT_SETTINGS,
     VIRTUAL_STAGES,
+    may_start_empty,
     parse_layout,
 )
 from flagcore.engines.megatron.mixed.meshes import MESHES
@@ -36,7 +37,8 @@ class Split:
     `layout_layers` are the layers of each stage of a layout. `last_stages` is the number of the layout's last stages
     that must be on the last device: all stages from multi-token prediction on.
 
-    A derived split has at least one layer on each virtual stage but the last.
+    A derived split has at least one layer on each virtual stage but the last and, if it has virtual stages and
+    `may_start_empty`, the first, which has the embedding.
     """
 
     layers: int
@@ -46,6 +48,7 @@ class Split:
     first: int
     last: int
     expert_tensor: int
+    may_start_empty: bool
 
     @classmethod
     def from_task(cls, task: Task) -> Split:
@@ -62,6 +65,7 @@ class Split:
             first=int(settings.get(FIRST) or 0),
             last=int(settings.get(LAST) or 0),
             expert_tensor=int(settings.get(EXPERT_TENSOR) or 0),
+            may_start_empty=may_start_empty(model),
         )
 
     def virtual(self, c: Columns) -> IntArray:
@@ -108,7 +112,9 @@ class Split:
         uneven = (per_virtual > 0) & ((remainder != 0) | (first > 0) | (last > 0))
         by_number = sum((part % np.maximum(number, 1) for part in (self._middle(c)[0], first, last)), np.int64(0))
         broken: BoolArray = np.where(number > 0, by_number > 0, uneven)
-        return np.where(balanced(c), self.layers < c[PP] * self.virtual(c) - 1, broken)
+        virtual = self.virtual(c)
+        least = c[PP] * virtual - 1 - ((virtual > 1) & self.may_start_empty)
+        return np.where(balanced(c), self.layers < least, broken)
 
     def stage_layers(self, c: Columns) -> IntArray:
         """Return the number of layers of the largest pipeline stage."""

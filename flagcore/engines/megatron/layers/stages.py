@@ -65,6 +65,11 @@ def layout_text(chunks: Sequence[int], mtp_num_layers: int, *, early: bool = Fal
     return f"E{stages[0]}|{''.join(middle)}{stages[-1]}L"
 
 
+def may_start_empty(model: Model) -> bool:
+    """Return whether the first of several virtual stages may have only the embedding: with equal layers and no MTP."""
+    return not model.mtp_num_layers and (model.num_moe_experts is None or not model.moe_first_dense_layers)
+
+
 def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool = False) -> list[int]:
     """Return the number of layers of each virtual stage, in model order, from the number of layers of each device.
 
@@ -87,6 +92,7 @@ def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int, *,
             sizes = [first, *_spread(count - first, parts - 1)]
         else:
             sizes = _spread(count, parts)
+            sizes = sizes if device or first or all(sizes) else sizes[::-1]  # the one with the embedding is empty
         chunks.append([*sizes, *[0] * empty])
     return [sizes[place] for place in range(virtual) for sizes in chunks]
 

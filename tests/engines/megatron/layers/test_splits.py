@@ -14,7 +14,7 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.layers.fastest import fit_splits, layouts, split_layers
 from flagcore.engines.megatron.layers.split import SPLIT
-from flagcore.engines.megatron.layers.stages import LAYOUT, chunk_layers, layout_text, parse_layout
+from flagcore.engines.megatron.layers.stages import LAYOUT, chunk_layers, layout_text, may_start_empty, parse_layout
 from flagcore.engines.megatron.predict import base_inputs, inputs
 from flagcore.engines.megatron.space.options import options
 from flagcore.engines.training.layout import Layout, Splits, Training
@@ -56,8 +56,9 @@ def slowest(work: Training, split: Layout, of: Costs) -> np.ndarray:
 
 
 def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
-    """Return a candidate with each of its splits: a layer on each (virtual) stage, none needed on the last one, and
-    none on the last one and none needed before it where multi-token prediction is early.
+    """Return a candidate with each of its splits: a layer on each (virtual) stage, none needed on the last one and on
+    the first of several virtual ones, and none on the last one and none needed before it where multi-token prediction
+    is early.
     """
     length, chunks = int(split.pipeline[0]), int(split.virtual[0])
     most = work.options.early_mtp and (length > 2 or chunks == 1)
@@ -70,7 +71,8 @@ def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
 
 def _holdings(work: Training, length: int, chunks: int, early: int) -> FloatArray:
     model, layers = work.model, work.model.num_layers
-    cuts = combinations(range(1, layers + 1), length * chunks - 1 - early)
+    first = 0 if chunks > 1 and may_start_empty(model) else 1
+    cuts = combinations(range(first, layers + 1), length * chunks - 1 - early)
     counts = [(*np.diff([0, *cut, layers]).tolist(), *[0] * early) for cut in cuts]
     if early and chunks > 1:  # no leading layer is on a last virtual stage
         counts = [each for each in counts if sum(each[:-length]) >= model.moe_first_dense_layers]
