@@ -287,8 +287,8 @@ EXCHANGE = "dp_comm_exposed_s"
 HOOK_SECONDS, MODULES = 0.9e-3, 14
 """Host seconds of ZeRO 3 per module and micro-batch, and modules of a layer of transformers (`modeling_llama.py`).
 
-From six runs of DeepSpeed 0.19 on two CPU cores: 0.8 to 1.0 ms. Published runs of DeepSpeed 0.11 with micro-batches of
-256 to 768 tokens need 0.2 to 0.5 ms more."""
+From three candidates of DeepSpeed 0.19 on two CPU cores: 0.8 to 1.0 ms. Published runs of DeepSpeed 0.11 with
+micro-batches of 256 to 768 tokens need 0.2 to 0.5 ms more."""
 
 
 def small_weights(model: Model) -> int:
