@@ -99,7 +99,6 @@ class Estimate(Notebook):
     - `assumed`: the implementation and settings that a plan assumes.
     - `notes`: the plugins' notes on engine and chip.
     - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
-    - `roomier`: the fastest candidate below 90% of the memory, if the first one takes more.
     - `expected_s`: the time of a step that the first candidate is expected to take, if its prediction is less.
     - `crowded`: the fastest candidate that leaves no margin of memory, if it is faster than the first one.
     - `slo` of a candidate: the figures that exceed the latency limits.
@@ -118,7 +117,6 @@ class Estimate(Notebook):
     candidates: tuple[Mapping[str, Any], ...]
     model: tuple[Mapping[str, Any], ...]
     defaults: Mapping[str, Any] | None = None
-    roomier: Mapping[str, Any] | None = None
     expected_s: float | None = None
     crowded: Mapping[str, Any] | None = None
     unmet: str = ""
@@ -173,8 +171,6 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
     lines = [candidate_line(_("baseline"), estimate.baseline, estimate.knobs)]
     if estimate.defaults:
         lines.append(candidate_line(_("engine defaults"), estimate.defaults, estimate.knobs))
-    if estimate.roomier:
-        lines.append(candidate_line(_("fastest below 90% of the memory"), estimate.roomier, estimate.knobs))
     if estimate.crowded:
         lines.append(candidate_line(_("faster, but without a margin of memory"), estimate.crowded, estimate.knobs))
     yield "\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts), False

@@ -122,7 +122,9 @@ def container(start: Start, image: Any, entry: Any, args: Any, images: Mapping[s
             program = entry_point if entry is None else program
             release = release or (FORMS["release"].match(tag) if "/" in known else None)  # others number their own
     program = () if entry is None and FORMS["program"].match(" ".join(_words(args))) else program
-    words = filled((*program, *_words(args)), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
+    given = _words(args)
+    given = given[1:] if program and entry is None and given[:1] == [*program[-1:]] else given  # said twice
+    words = filled((*program, *given), r"\$\((\w+)\)", {**start.envs, "LWS_GROUP_SIZE": str(start.hosts)})
     unread = {"image": image} if image and not release and FORMS["any release"].search(tag) else {}
     unread |= {"image": f"{image}: it is for CPUs, set cluster.chip"} if FORMS["cpu image"].search(path) else {}
     if (image or words) and (not words or words[0].startswith("-")):
@@ -221,7 +223,8 @@ def pods_of(
             devices = count_devices(resources.get("limits") or resources.get("requests"))
             envs = literal_variables(each.get("env"))
             unread = left_out("pod", node) | left_out("container", each) | _from_elsewhere(each)
-            start = Start(envs=envs, devices=devices, hosts=hosts, instances=instances, role=role, left_out=unread)
+            copies = instances * (positive(node.get("minReplicas")) or 1)  # a predictor of KServe
+            start = Start(envs=envs, devices=devices, hosts=hosts, instances=copies, role=role, left_out=unread)
             yield container(start, each.get("image") or "", each.get("command"), each.get("args"), images)
     elif isinstance(group := node.get("leaderWorkerTemplate"), Mapping):
         template = group.get("leaderTemplate") or group.get("workerTemplate")

@@ -374,6 +374,8 @@ def _model_or_weights(source: str | Shape | None, context: Context) -> object:
     try:
         return model_of(weights, context) if isinstance(weights, str) else None
     except SpecError as error:
+        if error.key not in ("", "model"):  # a key of the weights' own file
+            raise
         file = error.file or context.file or "the spec"
         raise spec_error("serve.weights", error.problem, value=weights, fix=error.fix, file=file) from None
 

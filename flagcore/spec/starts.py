@@ -212,7 +212,9 @@ def _unit(text: str, folder: Path, images: Mapping[str, Sequence[str]]) -> Itera
             missing = missing if here else str(file)
     unread = read.left_out("unit", found) | ({"EnvironmentFile": "it is not here"} if missing else {})
     for value in [value for key, value in pairs if key in ("ExecStart", "command") and value]:
-        words = read.filled(read.split_words(value.lstrip("-@+!:")), r"\$\{?(\w+)\}?", envs)
+        words = read.filled(
+            read.split_words(value.lstrip("-@+!:").replace("%h", str(Path.home()))), r"\$\{?(\w+)\}?", envs
+        )
         names = ", ".join(re.findall(r"\$\{?(\w+)", " ".join(words)))
         if missing and names and not re.search(r"\bsh -\w*c ", " ".join(words)):
             problem, fix = f"is not on this machine, but sets {names}", "copy it beside the unit"

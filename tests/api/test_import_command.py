@@ -10,8 +10,10 @@ import yaml
 from flagcore import api
 from flagcore.api.planning.estimate import build_problem_of_spec
 from flagcore.contracts import ImportedSpec
+from flagcore.engines.serving.launch.server import PORT
 from flagcore.errors import SpecError, UsageError
 from flagcore.spec.importing import commented_yaml
+from tests.engines.serving.engines.tasks import engine_of, planned, server
 
 CONFIG = {
     "model_type": "qwen3",
@@ -98,6 +100,29 @@ def test_an_export_comes_back_as_the_same_spec(name: str, tmp_path: Path) -> Non
         file = api.export("spec.yaml", target, "baseline", output=f"out-{target}", name="job", options=options).files[0]
         again = api.read_command(None, [str(file)], chip="H100-SXM").data
         assert shown(again) == shown(data), target
+
+
+COMMANDS = {
+    "vllm": ("vllm", "serve"),
+    "sglang": ("python3", "-m", "sglang.launch_server"),
+    "llamacpp": ("llama-server",),
+    "lmdeploy": ("lmdeploy", "serve", "api_server"),
+}
+NO_FLAG = {"instances", "prefill_decode", "kv_transfer", "data_parallel_size", "pipeline_model_parallel_size"}
+
+
+@pytest.mark.parametrize("engine", COMMANDS)
+def test_each_knob_of_a_server_is_imported_from_its_flag(engine: str) -> None:
+    values: dict[str, Any] = {
+        knob.name: {"flag": not knob.neutral, "share": "0.5"}.get(knob.kind, knob.words[-1] if knob.words else 2)
+        for knob in engine_of(engine).knobs
+        if knob.name not in (NO_FLAG | {"threads"} if engine == "vllm" else NO_FLAG)
+    }
+    values |= {"context_len": 4096} | ({"split_mode": "row"} if engine == "llamacpp" else {})
+    words = server(planned(engine, devices=8, command=COMMANDS[engine], weights="model.gguf"), **values).argv
+    imported = api.read_command(engine, [each.replace(PORT, "8000") for each in words], chip="H100-SXM")
+    baseline = imported.data["auto_tuner"]["baseline"]
+    assert {name: baseline.get(name) for name in values} == values
 
 
 def test_several_values_are_a_list_and_comments_stand_above_their_keys() -> None:

@@ -80,9 +80,9 @@ def estimate(
         if len(groups) > 1:
             mixing = mixing_of(read_spec(spec, chip, without), problem, loaded)
     listed, more = _listed(problem, order, top, distinct=distinct)
-    others = [np.array([problem.row_of(problem.baseline)]), _roomier(problem, order), _crowded(problem, order)]
+    others = [np.array([problem.row_of(problem.baseline)]), _crowded(problem, order)]
     found = iter(_records(problem, np.concatenate((*others, order[listed]))))  # at once, because each call takes long
-    baseline, roomier, crowded = (next(found) if rows.size else None for rows in others)
+    baseline, crowded = (next(found) if rows.size else None for rows in others)
     assert baseline is not None
     numbered = zip(listed.tolist(), found, more, strict=True)
     candidates = [{"number": place + 1, **each, **counted} for place, each, counted in numbered]
@@ -93,7 +93,6 @@ def estimate(
         counts=count(problem.space, problem.pruned, SearchState()),
         baseline=baseline,
         defaults=_engine_defaults(problem),
-        roomier=roomier,
         expected_s=expected_s,
         crowded=crowded,
         unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
@@ -221,21 +220,6 @@ def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
     return {"candidate": values, **prediction_records(problem.platform, columns)[0]}
 
 
-def _roomier(problem: Problem, order: IntArray) -> IntArray:
-    """Return the first candidate of `order` below ROOMY_SHARE of the memory, if the first candidate is not below it.
-
-    Returns no row otherwise, and if all candidates use the same share, because a knob sets the share that the engine
-    reserves.
-    """
-    share = problem.predictions.share_in_use[order]
-    below = order[share < ROOMY_SHARE]
-    return below[:1] if share[0] >= ROOMY_SHARE else below[:0]
-
-
-ROOMY_SHARE = 0.90
-"""The share of the memory below which a candidate has ample room. Chosen by hand."""
-
-
 def _crowded(problem: Problem, order: IntArray) -> IntArray:
     """Return the row of the fastest candidate without a margin of memory, if it is faster than the first of `order`."""
     seconds, crowded = problem.predictions.step_time_s, order[lacks_margin(problem.task, problem.predictions)[order]]
@@ -358,8 +342,12 @@ def _changes_to_fit(problem: Problem, most: int) -> Iterator[tuple[str, Spec]]:
     """
     spec, work, kept = problem.task.spec, problem.task.spec.work, dict[str, KnobValue]()
     if isinstance(work, ServeSpec):
-        kept = {name: value for name, value in (spec.baseline or {}).items() if not _has(problem, name, layout=True)}
-        shares = [name for name in (*kept, *work.engine_args) if _has(problem, name, kind="share")]
+        knobs = {name: each for each in problem.knobs.values() for name in (*each.names, *(f.name for f in each.flags))}
+        of_name = {name: knobs.get(name) or knobs.get(name.lstrip("-").replace("_", "-")) for name in work.engine_args}
+        of_name |= {name: knobs.get(name) for name in spec.baseline or {}}
+        layout = [name for name, knob in of_name.items() if knob is None or knob.layout]
+        kept = {name: value for name, value in (spec.baseline or {}).items() if name not in layout}
+        shares = [name for name, knob in of_name.items() if knob and knob.kind == "share"]
         others = {name: value for name, value in (spec.baseline or {}).items() if name not in shares}
         args = {name: value for name, value in work.engine_args.items() if name not in shares}
         if shares:
@@ -379,10 +367,3 @@ def _changes_to_fit(problem: Problem, most: int) -> Iterator[tuple[str, Spec]]:
         nodes = spec.cluster.nodes << doubling
         cluster = replace(spec.cluster, nodes=nodes, hosts=())
         yield _("cluster.nodes = {nodes}", nodes=nodes), replace(widest, cluster=cluster)
-
-
-def _has(problem: Problem, name: str, **fields: object) -> bool:
-    """Return whether `name` is a knob, or a flag of one, with these values of its fields."""
-    flag = name.lstrip("-").replace("_", "-")
-    knobs = (each for each in problem.knobs.values() if name in each.names or flag in [f.name for f in each.flags])
-    return any(getattr(knob, field) == value for knob in knobs for field, value in fields.items())

@@ -346,7 +346,7 @@ def _divide(
             )
             written = name if name == knob.name else f"{'--' if len(name) > 1 else '-'}{name}"
             notes.note(written, f"is the baseline; {text}", f"auto_tuner.baseline.{knob.name}")
-            if isinstance(value, str) and value in knob.spellings:
+            if isinstance(value, str) and value in knob.spellings and fixed[knob.name] is None:
                 fixed[knob.name] = value
         baseline |= fixed
         for key, other in rest.items():

@@ -18,7 +18,7 @@ from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.launch.reports import ServerReports, combine
 from flagcore.engines.serving.launch.server import Job, plain_load, transfer_port
 from flagcore.engines.serving.load.figures import goodput
-from flagcore.engines.serving.load.progress import MIN_RATE, Outcome, completions_per_s, highest_load
+from flagcore.engines.serving.load.progress import MIN_RATE, RESOLUTION, Outcome, completions_per_s, highest_load
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.routing import PREFILL
 from flagcore.engines.serving.load.sending import measure
@@ -127,8 +127,8 @@ class LoadRunner:
         `key`: concurrency or request_rate. A load above the limits, or one that the servers refuse or do not finish, is
         tried again at once, because disturbances can only raise latencies. A rate of which the servers complete less
         than half is tried once. The highest load within the limits runs `repeats` times, at least MIN_RUNS. If it then
-        exceeds a limit, the next lower load is repeated, and so on. If no load meets the limits, the only point is the
-        lowest load that was tried. `highest` is the result of the search.
+        exceeds a limit, the next lower load is repeated, and so on; a wide gap above it is divided. If no load meets
+        the limits, the only point is the lowest load that was tried. `highest` is the result of the search.
         """
         base, is_concurrency, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
         maximum = float((base.concurrency if is_concurrency else base.request_rate) or 1)
@@ -190,11 +190,16 @@ class LoadRunner:
             capacity=lambda: math.inf if is_concurrency else self.completions_per_s,
             headroom=lambda: headroom,
         )
-        # the highest load may have met the limits once by chance, so repeats decide
-        for value in sorted((value for value, outcome in tried.items() if outcome is Outcome.MET), reverse=True):
-            for _ in range(max(self.job.repeats, MIN_RUNS) - 1):
-                run(value, stop=False)
-            if tried[value] is Outcome.MET:
+        repeated = set[float]()
+        while met := max((value for value, outcome in tried.items() if outcome is Outcome.MET), default=0.0):
+            if met not in repeated:  # it may have met the limits once by chance, so repeats decide
+                repeated.add(met)
+                for _ in range(max(self.job.repeats, MIN_RUNS) - 1):
+                    run(met, stop=False)
+                continue
+            over = min((each for each, found in tried.items() if each > met and found is not Outcome.MET), default=met)
+            middle = float(round(math.sqrt(met * over))) if is_concurrency else math.sqrt(met * over)
+            if over <= met * RESOLUTION**2 or middle in tried or run_twice(middle) is Outcome.UNTESTED:
                 break
         if not points:
             run(min(tried), stop=False)

@@ -67,6 +67,23 @@ def test_a_disturbed_load_is_tried_again_at_once(start: float, disturbed: tuple[
     assert all(tries[load] == 2 for load in tries if load > TRUE)
 
 
+def test_after_lucky_runs_the_search_goes_on_above_the_next_lower_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, measure = Runner(20.0, (), repeats=2), Runner._measure
+
+    def lucky(self: Runner, load: Load, name: str, seed: int, limits: Any = None) -> dict[str, Any] | None:
+        is_lucky = TRUE < (load.request_rate or 0.0) < 1.5 * TRUE and load.request_rate not in self.tried
+        found = measure(self, load, name, seed, limits)
+        return {"figures": {"ttft_s.p99": 0.9 * LIMIT}} if is_lucky else found
+
+    monkeypatch.setattr(Runner, "_measure", lucky)
+    runner._search("request_rate")
+    assert runner.highest is not None
+    assert runner.highest.met is not None
+    assert runner.highest.exceeded is not None
+    assert runner.highest.met <= 1.03 * TRUE
+    assert runner.highest.exceeded <= runner.highest.met * RESOLUTION**2
+
+
 def test_a_load_that_takes_longer_than_the_time_left_is_not_sent() -> None:
     runner = Runner(45.0, (), repeats=2)
     runner.deadline = time.monotonic() + 1.0
