@@ -1,13 +1,15 @@
-"""Compares predictions of programs with `fully_shard` with the runs in `published_fsdp2.jsonl`. No constant was fitted.
+"""Compares predictions of trainers with the runs in `published_fsdp2.jsonl`, also of DeepSpeed. No constant was fitted.
 
 The sequence length and the checkpoints are those of torchtitan's configurations of the models. `chip_changes`: what the
 hosts of a run have instead of the chip's rates. The power limit of torchtitan's H100 is 500 W; its pages say that the
 peak lies between those of two other models, whose mean is used. `program`: what the run's release did otherwise.
-Runs with asynchronous tensor parallelism are left out. `memory_gib` is what the allocator reserved.
+Runs with asynchronous tensor parallelism are left out. `memory_gib` is what the allocator reserved. DeepSpeed's runs
+are of LLaMA 7B and GPT-2 XL in transformers; `recompute` is 2 with checkpoints.
 """
 
 import json
 import statistics
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,12 @@ def predicted(run: dict[str, Any]) -> Any:
     """Return the prediction of a run."""
     nodes = max(run["devices"] // 8, 1)
     keys = ("seq_length", "global_batch_size", "precision")
-    train = {"engine": "fsdp2", **{key: run[key] for key in keys}}
+    train = {"engine": run.get("engine", "fsdp2"), **{key: run[key] for key in keys}}
+    if "recompute" in run:
+        sizes = {"values": sorted({1, run["candidate"]["micro_batch_size"]}), "key": "train_micro_batch_size_per_gpu"}
+        train["program"] = {"fixed": {"recompute": run["recompute"]}, "knobs": {"micro_batch_size": sizes}}
+        Path(tempfile.gettempdir(), "ds.json").write_text("{}")
+        train |= {"command": ["deepspeed", "--deepspeed", "ds.json"], "directory": tempfile.gettempdir()}
     spec = {"model": run["model"], "train": train}
     spec["cluster"] = {"chip": run["chip"], "nodes": nodes, "devices_per_node": run["devices"] // nodes}
     platform = build_problem_of_spec(spec, None, (), plan=True).platform
@@ -36,6 +43,8 @@ def predicted(run: dict[str, Any]) -> Any:
     broken = [rule.name for rule in engine.rules(task) if rule.broken(columns).any()]
     assert not broken, broken
     task, costs = changed(task, platform.costs, run.get("chip_changes", {}))
+    if "recompute" in run:
+        return engine.predict(task, columns, costs)
     return prediction.predict(task, columns, costs, replace(TORCHTITAN, **run.get("program", {})))
 
 
@@ -64,17 +73,18 @@ def main() -> None:
         found = predicted(run)
         tokens = run["seq_length"] * run["global_batch_size"] / run["devices"]
         time = float(found.step_time_s[0]) * run["tokens_per_second_per_device"] / tokens
-        names, text = ["time", f"time {run['source'].split(',')[0]}"], f"time {time:.2f}"
+        kind = run.get("engine", "fsdp2")
+        names, text = [f"time of {kind}", f"time {run['source'].split(',')[0]}"], f"time {time:.2f}"
         for name in names:
             errors.setdefault(name, []).append(abs(time - 1.0))
         if published := run.get("memory_gib"):
             memory = float(found.reserved_bytes[0]) / 2**30 / published
-            errors.setdefault("memory", []).append(abs(memory - 1.0))
+            errors.setdefault(f"memory of {kind}", []).append(abs(memory - 1.0))
             text += f" memory {memory:.2f}"
         parts = {name: round(float(each[0]), 3) for name, each in found.time_s.items() if each[0]}
         model = run["model"] if isinstance(run["model"], str) else run["model"]["name"]
-        kind = f"{run['devices']} {run['chip']} {model} {run['precision']} seq {run['seq_length']} {run['candidate']}"
-        print(f"{text} of the published  {kind} {parts}")
+        job = f"{run['devices']} {run['chip']} {model} {run['precision']} seq {run['seq_length']} {run['candidate']}"
+        print(f"{text} of the published  {job} {parts}")
     print({name: (round(statistics.median(each), 3), len(each)) for name, each in errors.items()})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.planning.jobs import predict_records
-from flagcore.contracts import Problem
+from flagcore.contracts import Problem, Workload
 from flagcore.domain.spec import Job
 from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _
@@ -37,9 +37,9 @@ def expected_seconds(problem: Problem, planned_s: float) -> float | None:
 
 def published_runs(problem: Problem, loaded: LoadedPlugins, limit: int | None = NEAREST) -> tuple[PublishedRun, ...]:
     """Return the published training runs on the task's kinds of chips, at most `limit` of them, the nearest first."""
-    nearest = problem.published[:limit]
+    nearest, engines = problem.published[:limit], plugins.engines()
     pairs = zip(nearest, predict_records([record for _, record in nearest], loaded), strict=True)
-    return tuple(_run(job, record, answer) for (job, record), answer in pairs if "step_time_s" in answer)
+    return tuple(_run(job, record, answer, engines) for (job, record), answer in pairs if "step_time_s" in answer)
 
 
 def published_job(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[str, Job]:
@@ -70,7 +70,9 @@ def seconds_like(problem: Problem, job: Job) -> float | None:
     return None
 
 
-def _run(job: Job, record: Mapping[str, Any], answer: Mapping[str, Any]) -> PublishedRun:
+def _run(
+    job: Job, record: Mapping[str, Any], answer: Mapping[str, Any], engines: Mapping[str, Workload]
+) -> PublishedRun:
     measured_s, speedup = record["measured"]["step_time_s"], answer["step_time_s"]["value"]
     speedup /= measured_s
     predicted = answer["tokens_per_second_per_device"]["value"]
@@ -82,5 +84,5 @@ def _run(job: Job, record: Mapping[str, Any], answer: Mapping[str, Any]) -> Publ
         predicted=predicted,
         mfu=answer["mfu"] * speedup if "mfu" in answer else None,
         source=record["source"],
-        knobs={knob.name: knob for knob in plugins.workload_of(job.work).knobs},
+        knobs={knob.name: knob for knob in engines[job.work.engine].knobs},
     )

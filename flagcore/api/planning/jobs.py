@@ -62,8 +62,8 @@ def estimate_jobs(lines: Iterable[Line], *, without: Collection[str] = (), at_on
 
 
 def predict_records(records: Sequence[Mapping[str, Any]], loaded: LoadedPlugins) -> list[Answer]:
-    """Return the prediction of each job record. An invalid record has a status and a reason."""
-    return _Jobs(loaded).answers(records)
+    """Return the prediction of each job record, without details. An invalid record has a status and a reason."""
+    return _Jobs(loaded, details=False).answers(records)
 
 
 def _printable_id(line: object) -> str | None:
@@ -93,8 +93,8 @@ class _Row(NamedTuple):
 class _Jobs:
     """Predicts job records. Plugins are asked for their facts only once per cluster."""
 
-    def __init__(self, loaded: LoadedPlugins) -> None:
-        self._loaded, self._engines = loaded, plugins.engines()
+    def __init__(self, loaded: LoadedPlugins, *, details: bool = True) -> None:
+        self._loaded, self._engines, self._details = loaded, plugins.engines(), details
         self._hardware = lru_cache(maxsize=None)(self._load_hardware)
         self._value_rules: dict[Hashable, tuple[ValueRule, ...]] = {}
 
@@ -113,7 +113,7 @@ class _Jobs:
                 answers[place] = _rejection(error)
         for platform, rows in groups.values():
             try:
-                answers |= _predicted(platform, rows)
+                answers |= _predicted(platform, rows, details=self._details)
             except FlagError as error:
                 answers |= {row.place: _rejection(error) for row in rows}
         return [answers[place] for place in range(len(lines))]
@@ -157,7 +157,7 @@ class _Jobs:
         return group, group_costs
 
 
-def _predicted(platform: Platform, rows: Sequence[_Row]) -> dict[int, Answer]:
+def _predicted(platform: Platform, rows: Sequence[_Row], *, details: bool) -> dict[int, Answer]:
     """Predict jobs with the same task. The keys of the result are the numbers of their lines."""
     task, workload = platform.task, platform.workload
     columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
@@ -175,7 +175,7 @@ def _predicted(platform: Platform, rows: Sequence[_Row]) -> dict[int, Answer]:
     if not legal:
         return answers
     columns = canonical(_take(columns, legal), workload.merges(task))
-    for number, known in enumerate(prediction_records(platform, columns)):
+    for number, known in enumerate(prediction_records(platform, columns, details=details)):
         row = rows[legal[number]]
         answers[row.place] = {"status": "ok", **({"warnings": list(row.warnings)} if row.warnings else {}), **known}
         if row.rank is not None:
