@@ -102,7 +102,7 @@ class Estimate(Notebook):
     - `expected_s`: the time of a step that the first candidate is expected to take, if its prediction is less.
     - `crowded`: the fastest candidate that leaves no margin of memory, if it is faster than the first one.
     - `slo` of a candidate: the figures that exceed the latency limits.
-    - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits.
+    - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits, or does not.
     - `published`: published runs on the same chip, the nearest to the job first.
     - `best_mfu`: the highest published MFU on the chip in the job's precision, if known.
     - `mixing`: a comparison of a mixed cluster with each of its kinds of chips alone.

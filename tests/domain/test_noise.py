@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flagcore.domain.chip import CORES, OTHERS_CORES
+from flagcore.domain.plan import gains
 from flagcore.domain.search_state import EXTRA_ROUNDS, MIN_NOISE, SearchState, next_repeat, noise, significant
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
@@ -194,3 +195,14 @@ def test_a_trial_on_cores_that_others_used_runs_again_if_it_may_be_the_best(othe
     assert state.speed_of(slow.candidate) == pytest.approx(120.0 if is_repeated else 0.0)
     assert state.best is not None
     assert (state.reported_trial(state.best) in state.repeats) == is_repeated
+
+
+def test_a_disturbed_baseline_runs_again_and_its_round_does_not_count() -> None:
+    base, best = first(base=20.0, a=100.0)
+    assert base.measurement is not None
+    measured = replace(base.measurement, telemetry={CORES: 2.0, OTHERS_CORES: 1.2})
+    known = [replace(base, measurement=measured), best]
+    order, state = again(known, Control(repeats=2), base=[50.0], a=[100.0])
+    assert "base" in order
+    assert gains(learn(known)) == pytest.approx((4.0,))
+    assert gains(state) == pytest.approx((1.0,) * len(gains(state)))

@@ -79,7 +79,7 @@ def spec_of_command(
     if (precision := next(filter(None, map(engine.program.stored.get, formats)), "")) and path:
         public = find_public(path)
         precision = public[1] if public and public[1] in ("int8", "int4") else precision
-        notes.note(f"--{QUANTIZATION}", f"weights in {precision}: set their precision", "serve.precision")
+        notes.note(f"--{QUANTIZATION}", f"{precision} is assumed: set the precision of the weights", "serve.precision")
     notes.note("serve.profile", "is not in the command: set the lengths and number of your requests", "serve.profile")
     load = {**_lengths(baseline), "concurrency": CLIENTS_PER_DEVICE}
     serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
