@@ -18,7 +18,14 @@ from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.launch.reports import ServerReports, combine
 from flagcore.engines.serving.launch.server import Job, plain_load, transfer_port
 from flagcore.engines.serving.load.figures import goodput
-from flagcore.engines.serving.load.progress import MIN_RATE, RESOLUTION, Outcome, completions_per_s, highest_load
+from flagcore.engines.serving.load.progress import (
+    GROWTH,
+    MIN_RATE,
+    RESOLUTION,
+    Outcome,
+    completions_per_s,
+    highest_load,
+)
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.routing import PREFILL
 from flagcore.engines.serving.load.sending import measure
@@ -127,11 +134,13 @@ class LoadRunner:
         `key`: concurrency or request_rate. A load above the limits, or one that the servers refuse or do not finish, is
         tried again at once, because disturbances can only raise latencies. A rate of which the servers complete less
         than half is tried once. The highest load within the limits runs `repeats` times, at least MIN_RUNS. If it then
-        exceeds a limit, the next lower load is repeated, and so on; a wide gap above it is divided. If no load meets
-        the limits, the only point is the lowest load that was tried. `highest` is the result of the search.
+        exceeds a limit, the next lower load is repeated, and so on; a wide gap above it is divided. If no load is left,
+        lower ones are tried. If none meets the limits, the only point is the lowest load that was tried. `highest` is
+        the result of the search.
         """
         base, is_concurrency, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
         maximum = float((base.concurrency if is_concurrency else base.request_rate) or 1)
+        least = 1.0 if is_concurrency else MIN_RATE
         tried, untested, answers_s, seed, headroom = dict[float, Outcome](), set[float](), 0.0, 0, 1.0
 
         def run(value: float, *, stop: bool = True) -> Outcome:
@@ -184,21 +193,23 @@ class LoadRunner:
         highest_load(
             run_twice,
             self.job.start,
-            minimum=1.0 if is_concurrency else MIN_RATE,
+            minimum=least,
             maximum=maximum,
             is_integer=is_concurrency,
             capacity=lambda: math.inf if is_concurrency else self.completions_per_s,
             headroom=lambda: headroom,
         )
         repeated = set[float]()
-        while met := max((value for value, outcome in tried.items() if outcome is Outcome.MET), default=0.0):
-            if met not in repeated:  # it may have met the limits once by chance, so repeats decide
+        while True:
+            met = max((value for value, outcome in tried.items() if outcome is Outcome.MET), default=0.0)
+            if met and met not in repeated:  # it may have met the limits once by chance, so repeats decide
                 repeated.add(met)
                 for _ in range(max(self.job.repeats, MIN_RUNS) - 1):
                     run(met, stop=False)
                 continue
             over = min((each for each, found in tried.items() if each > met and found is not Outcome.MET), default=met)
-            middle = float(round(math.sqrt(met * over))) if is_concurrency else math.sqrt(met * over)
+            middle = math.sqrt(met * over) if met else max(over / GROWTH, least)
+            middle = max(min(float(round(middle)), over - 1.0), 1.0) if is_concurrency else middle
             if over <= met * RESOLUTION**2 or middle in tried or run_twice(middle) is Outcome.UNTESTED:
                 break
         if not points:

@@ -67,8 +67,9 @@ def test_a_disturbed_load_is_tried_again_at_once(start: float, disturbed: tuple[
     assert all(tries[load] == 2 for load in tries if load > TRUE)
 
 
-def test_after_lucky_runs_the_search_goes_on_above_the_next_lower_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, measure = Runner(20.0, (), repeats=2), Runner._measure
+@pytest.mark.parametrize("start", [20.0, 1.4 * TRUE])
+def test_after_lucky_runs_the_search_goes_on_with_lower_loads(start: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, measure = Runner(start, (), repeats=2), Runner._measure
 
     def lucky(self: Runner, load: Load, name: str, seed: int, limits: Any = None) -> dict[str, Any] | None:
         is_lucky = TRUE < (load.request_rate or 0.0) < 1.5 * TRUE and load.request_rate not in self.tried
