@@ -107,8 +107,8 @@ class Predictor(ABC):
         """Return the row of the candidate in the usual space that an expert would choose. By default the first."""
         return 0
 
-    def unusual(self, task: Task, columns: Columns, predictions: Predictions) -> IntArray:
-        """Return the number of unusual properties of each candidate, which published runs avoid.
+    def unusual(self, task: Task, columns: Columns, predictions: Predictions) -> IntArray | FloatArray:
+        """Return the weight of each candidate's unusual properties, which published runs avoid.
 
         A plan prefers usual candidates that are about as fast. By default all elements are 0.
         """

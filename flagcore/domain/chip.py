@@ -88,7 +88,7 @@ class Chip:
     `host_bytes_per_second`: the rate of the host interface in one direction.
     `nic_latency_seconds`: the time of a small message to another host. None means the latency of InfiniBand.
     `tdp_watts`: the power that one device may draw continuously.
-    `best_mfu`: the highest published model FLOPs utilization of a training run, by precision, as its source counts it.
+    `best_mfu`: the highest published model FLOPs utilization of a dense model, by precision, as its source counts it.
     """
 
     name: str
@@ -144,8 +144,6 @@ class Chip:
 
 TRAINED = ("bf16", "fp16", "fp32")
 """Precisions in which chips can train without additional libraries, in order of preference."""
-
-
 MUCH_SLOWER = 2.0
 """If the job's precision is slower than fp32 by at least this factor, the user gets a message. If the steps of trials
 then do not fit in the time limit, the search ends. Chosen by hand: no choice of knobs gains as much."""
@@ -215,8 +213,6 @@ ASSUMED_NETWORK = Fact(
 
 ASSUMED_NETWORK_RANGE = 2.0
 """The factor by which the network may be slower or faster than ASSUMED_NETWORK."""
-
-
 MIN_SIMILARITY = 0.72
 """The minimum similarity (0 to 1) of normalized names at which a chip is suggested for a misspelled name."""
 
@@ -291,8 +287,6 @@ LOW_CLOCK_RATIO = 0.85
 
 SPEED_TEST, CLOCK, MEMORY_IN_USE = "speed_test_s", "clock_hertz", "memory_used_bytes"
 """Names of a device's metrics in `Measurement.devices` and in telemetry."""
-
-
 CORES, OTHERS_CORES = "cores", "cores_used_by_others"
 """Metrics in a host's telemetry: the number of cores, and the number of cores that other programs use."""
 DISK_WAIT, SWAPPED = "disk_wait", "swapped_bytes_per_second"

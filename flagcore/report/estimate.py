@@ -73,6 +73,7 @@ class PublishedRun:
     `run`: the model, the devices, the precision and the tokens per sequence.
     `mfu`: the measured model FLOPs utilization. None if the peak rate is unknown.
     `source`: the address of the publication.
+    `is_bound`: whether `mfu` bounds the plan's: in the same precision, and not of experts if the plan is dense.
     `knobs`: the knobs of the engine that made the run.
     """
 
@@ -83,6 +84,7 @@ class PublishedRun:
     predicted: float
     mfu: float | None
     source: str
+    is_bound: bool = True
     knobs: Knobs = field(default_factory=dict)
 
 
@@ -214,7 +216,7 @@ def published_table(runs: Sequence[PublishedRun]) -> str:
 def _ceiling_text(estimate: Estimate) -> str:
     """Return a warning if the MFU of the first candidate is above the best published one in the same precision."""
     mfu, precision = estimate.candidates[0].get("mfu"), estimate.precision
-    published = [(each.mfu, each.run) for each in estimate.published if each.mfu and each.precision == precision]
+    published = [(each.mfu, each.run) for each in estimate.published if each.mfu and each.is_bound]
     if estimate.best_mfu:
         published.append((estimate.best_mfu.value, estimate.best_mfu.source.detail))
     if not mfu or not published or mfu <= max(published)[0]:

@@ -8,6 +8,7 @@ import pytest
 from flagcore import api
 from flagcore.api.inputs import loaded_plugins
 from flagcore.api.planning.estimate import build_problem_of_spec
+from flagcore.api.planning.evidence import published_runs
 from flagcore.api.planning.jobs import predict_records
 from flagcore.errors import UsageError
 from flagcore.report.estimate import Estimate, estimate_texts
@@ -95,3 +96,22 @@ def test_an_mfu_above_the_published_ones_is_reported(estimate: Estimate) -> None
     for mfu, warns in ((best - 0.01, False), (best + 0.01, True)):
         changed = replace(estimate, candidates=({**first, "mfu": mfu}, *others))
         assert any(f"{mfu:.1%}" in text for text, is_result in estimate_texts(changed) if not is_result) == warns
+
+
+def test_a_run_with_experts_does_not_bound_the_mfu_of_a_dense_plan() -> None:
+    bounds = []
+    for model in (SPEC["model"], "mistralai/Mixtral-8x7B-v0.1"):
+        problem = build_problem_of_spec({**SPEC, "model": model}, "BI-V150", (), plan=True)
+        with loaded_plugins(()) as loaded:
+            bounds.append({run.run.split(",")[0]: run.is_bound for run in published_runs(problem, loaded)})
+    assert [found["Mixtral 8x7B with 8 layers"] for found in bounds] == [False, True]
+
+
+def test_an_assumed_setting_that_needs_too_much_memory_is_named() -> None:
+    cluster = {"chip": "H100-SXM", "nodes": 4, "nic_bytes_per_second": 5e10}
+    train = {**SPEC["train"], "seq_length": 4096, "global_batch_size": 1200}
+    spec = {**SPEC, "model": "mistralai/Mixtral-8x7B-v0.1", "train": train, "cluster": cluster}
+    report = api.explain_candidate(spec, "tp=8, pp=2, mbs=3, dist-opt, sp")
+    assert report.predicted is not None
+    assert not report.predicted["memory"]["fits"]
+    assert [line for line in report.because if "expert_tensor_parallel_size=1" in line] == [report.because[-1]]

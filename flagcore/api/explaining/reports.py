@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -20,7 +21,7 @@ from flagcore.domain.plan import count, failed_repeats
 from flagcore.domain.search_state import DOES_NOT_FIT, noise, significant
 from flagcore.domain.serving import LATENCIES, ServeSpec
 from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
-from flagcore.errors import NothingFits, UsageError
+from flagcore.errors import NothingFits, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import (
     CORRECTED,
@@ -47,7 +48,7 @@ from flagcore.report.text import candidate_text, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import lacks_margin, rows_by_time
 from flagcore.tuner.stages.build import PLANNED_SHARE
-from flagcore.tuner.stages.predict import record
+from flagcore.tuner.stages.predict import predict_columns, record
 from flagcore.tuner.stages.prune import needed_share
 from flagcore.tuner.store.directory import differences
 
@@ -280,7 +281,7 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         devices=cluster.devices,
         candidate=subject.candidate.as_dict(),
         state=state,
-        because=tuple(because),
+        because=(*because, *_fits_without(subject)),
         rules=tuple(rules),
         predicted=subject.predicted,
         believed=None if state == RAN else subject.believed,
@@ -293,6 +294,19 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         matches=tuple(_change(subject, row) for row in subject.others),
         knobs=snapshot.problem.knobs,
     )
+
+
+def _fits_without(subject: Subject) -> Iterator[str]:
+    """Yield each assumed setting without which a candidate that does not fit would fit."""
+    platform, memory = subject.snapshot.problem.platform, (subject.predicted or {}).get("memory", {})
+    settings = platform.workload.assumed(platform.task, subject.candidate) if memory.get("fits") is False else {}
+    for name, value in settings.items():
+        train = platform.task.spec.train
+        train = replace(train, assumed={key: each for key, each in train.assumed.items() if key != name})
+        task = replace(platform.task, spec=replace(platform.task.spec, work=train))
+        with suppress(SpecError):  # without it, another assumed setting may be invalid
+            if predict_columns(replace(platform, task=task), subject.columns).fits.all():
+                yield _("it would fit without the assumed {setting}", setting=f"{name}={value}")
 
 
 def _change(subject: Subject, row: int) -> Alternative:

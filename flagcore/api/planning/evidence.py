@@ -9,7 +9,7 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.planning.jobs import predict_records
 from flagcore.contracts import Problem, Workload
-from flagcore.domain.spec import Job
+from flagcore.domain.spec import Job, Spec
 from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
@@ -20,8 +20,6 @@ from flagcore.tuner.stages.predict import predict_columns
 
 NEAREST = 8
 """How many of the nearest runs a plan is compared with. Each prediction of a run takes about 50 ms."""
-
-
 CHOSEN = 1.16
 """Geometric mean of measured over planned seconds of the fastest published runs of 52 training jobs with experts (1.15
 to 1.17 without one source). It is 1.08 in 36 unseen dense jobs. `benchmarks/chosen.py` measures both."""
@@ -37,9 +35,9 @@ def expected_seconds(problem: Problem, planned_s: float) -> float | None:
 
 def published_runs(problem: Problem, loaded: LoadedPlugins, limit: int | None = NEAREST) -> tuple[PublishedRun, ...]:
     """Return the published training runs on the task's kinds of chips, at most `limit` of them, the nearest first."""
-    nearest, engines = problem.published[:limit], plugins.engines()
+    nearest, engines, spec = problem.published[:limit], plugins.engines(), problem.task.spec
     pairs = zip(nearest, predict_records([record for _, record in nearest], loaded), strict=True)
-    return tuple(_run(job, record, answer, engines) for (job, record), answer in pairs if "step_time_s" in answer)
+    return tuple(_run(spec, job, record, answer, engines) for (job, record), answer in pairs if "step_time_s" in answer)
 
 
 def published_job(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[str, Job]:
@@ -71,11 +69,11 @@ def seconds_like(problem: Problem, job: Job) -> float | None:
 
 
 def _run(
-    job: Job, record: Mapping[str, Any], answer: Mapping[str, Any], engines: Mapping[str, Workload]
+    spec: Spec, job: Job, record: Mapping[str, Any], answer: Mapping[str, Any], engines: Mapping[str, Workload]
 ) -> PublishedRun:
     measured_s, speedup = record["measured"]["step_time_s"], answer["step_time_s"]["value"]
     speedup /= measured_s
-    predicted = answer["tokens_per_second_per_device"]["value"]
+    predicted, has_experts = answer["tokens_per_second_per_device"]["value"], job.model.num_moe_experts is not None
     return PublishedRun(
         run=job.id,
         precision=job.work.precision,
@@ -84,5 +82,6 @@ def _run(
         predicted=predicted,
         mfu=answer["mfu"] * speedup if "mfu" in answer else None,
         source=record["source"],
+        is_bound=job.work.precision == spec.work.precision and not (has_experts and spec.model.num_moe_experts is None),
         knobs={knob.name: knob for knob in engines[job.work.engine].knobs},
     )

@@ -18,7 +18,7 @@ import numpy as np
 from flagcore.contracts import Platform
 from flagcore.domain.engine import RefusedValues, ValueRule
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
+from flagcore.domain.space import Candidate, Columns, FloatArray, KnobValue
 from flagcore.domain.spec import SettingValue, Spec, Task
 from flagcore.engines.megatron.command.checks import release_problem
 from flagcore.engines.megatron.layers.stages import (
@@ -28,9 +28,10 @@ from flagcore.engines.megatron.layers.stages import (
     parse_layout,
     published_split,
 )
+from flagcore.engines.megatron.mixed.meshes import MESHES, Meshes
 from flagcore.engines.megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
 from flagcore.engines.megatron.space.options import check, settings_in_force
-from flagcore.engines.megatron.space.rules import CP, EXPERT_OVERLAP, TP, settings_with_rules
+from flagcore.engines.megatron.space.rules import CP, EP, EXPERT_OVERLAP, PP, TP, settings_with_rules
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.knobs import setting_from_text
@@ -108,21 +109,24 @@ def assumed(task: Task, candidate: Candidate) -> dict[str, SettingValue]:
     return legal
 
 
-def unusual(task: Task, columns: Columns, predictions: Predictions) -> IntArray:
-    """Return the weight of each candidate's unusual properties.
+def unusual(task: Task, columns: Columns, predictions: Predictions) -> FloatArray:
+    """Return the weight of each candidate's unusual properties. Of several meshes, the largest sizes count.
 
     These are tensor parallelism over several nodes and fewer than USUAL_TOKENS tokens per context-parallel rank. Each
-    counts twice, because no published run checks its predictions. On a mixed cluster, no property is unusual.
+    counts twice, because no published run checks its predictions. Each kind of model parallelism counts TIE.
     """
-    if len(task.cluster.groups) > 1:
-        return np.zeros_like(columns[CP])
-    is_short = (columns[CP] > 1) & (columns[CP] * USUAL_TOKENS > task.spec.train.seq_length)
-    return 2 * (is_short.astype(np.int64) + (columns[TP] > task.cluster.linked_devices))
+    code, meshes = columns.get(MESHES, np.array(0)), Meshes.from_task(task).codes
+    sizes = np.stack([np.maximum(columns[name], meshes[name][code].max(axis=-1)) for name in (TP, CP, PP, EP)])
+    is_short = (sizes[1] > 1) & (sizes[1] * USUAL_TOKENS > task.spec.train.seq_length)
+    spans_nodes = sizes[0] > task.cluster.linked_devices
+    return np.asarray(2.0 * is_short + 2.0 * spans_nodes + TIE * (sizes > 1).sum(axis=0))
 
 
 USUAL_TOKENS, LONG_TOKENS = 4096, 8192
 """The fewest and the most tokens per context-parallel rank of published runs (Megatron-Bridge, NeMo, DGX Cloud,
 MoE-ModelZoo, SimuMax). In none of these runs does a tensor-parallel group span nodes."""
+TIE = 0.1
+"""Chosen by hand, so that the simpler one of two layouts with about the same predicted time comes first."""
 
 
 def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:

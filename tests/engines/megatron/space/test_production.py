@@ -16,9 +16,11 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.engines.megatron.mixed.meshes import MESHES
 from flagcore.engines.megatron.space.rules import CP, TP
 from flagcore.tuner.stages.build import build, legality
 from tests import small
+from tests.engines.megatron.mixed.test_brute_force import job
 
 CHIP = small.chip(bf16=9e14, fp8=2e15)
 TWO_TOKENS = replace(small.EXPERTS, mtp_num_layers=1)
@@ -118,8 +120,18 @@ def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Pa
     assert not flags(plain) & gated
 
 
-@pytest.mark.parametrize(("knobs", "count"), [({TP: 8, CP: 2}, 0), ({TP: 16}, 2), ({CP: 4}, 2), ({TP: 16, CP: 4}, 4)])
-def test_tp_over_nodes_and_short_context_parallel_ranks_are_unusual(knobs: dict[str, int], count: int) -> None:
+@pytest.mark.parametrize(
+    ("knobs", "count"), [({}, 0), ({TP: 8, CP: 2}, 0.2), ({TP: 16}, 2.1), ({CP: 4}, 2.1), ({TP: 16, CP: 4}, 4.2)]
+)
+def test_tp_over_nodes_and_short_context_parallel_ranks_are_unusual(knobs: dict[str, int], count: float) -> None:
     task = small.task(devices=8, seq_length=8192)
     columns = WORKLOAD.columns(task, knobs)
-    assert WORKLOAD.unusual(task, columns, WORKLOAD.predict(task, columns, small.costs(task))).tolist() == [count]
+    assert WORKLOAD.unusual(task, columns, WORKLOAD.predict(task, columns, small.costs(task))) == pytest.approx([count])
+
+
+def test_short_context_parallel_ranks_of_a_mesh_are_unusual() -> None:
+    texts = ("fast cp2 dp2 + slow dp4", "fast cp4 | slow dp4", "fast dp4 | slow dp4")
+    task, costs = job(2, *texts, devices=4, model=small.DENSE)  # 4,096 tokens
+    columns = [WORKLOAD.columns(task, {MESHES: text}) for text in (*texts, None)]
+    weights = [WORKLOAD.unusual(task, each, WORKLOAD.predict(task, each, costs)) for each in columns]
+    assert np.concatenate(weights) == pytest.approx([2.1, 2.1, 0, 0])
