@@ -391,7 +391,7 @@ def _task_notes(task: Task) -> Iterator[str]:
             yield _(text, chip=name, rate=ASSUMED_NETWORK.value / 1e9, key=key)
         stored = "" if precision else task.spec.work.precision
         if (
-            stored in PRECISIONS
+            stored in (*PRECISIONS, "mxfp4")
             and (rates := group.chip.dense_flops_per_second)
             and RUNS_AS.get(stored, stored) not in rates
         ):

@@ -9,7 +9,7 @@ from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, NotNegative, Positive
 from flagcore.domain.space import FloatArray
 
-RUNS_AS = {"mxfp8": "fp8", "nvfp4": "fp4"}
+RUNS_AS = {"mxfp8": "fp8", "nvfp4": "fp4", "mxfp4": "fp4"}
 """Precisions whose matrix products run at the rate of another precision."""
 
 BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp8": 1.0, "mxfp8": 33 / 32, "int8": 1.0, "nvfp4": 9 / 16}

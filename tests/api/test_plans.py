@@ -180,6 +180,15 @@ def test_plans_for_several_hosts_have_times_and_keep_tensor_parallelism_within_a
     assert any(each["candidate"]["tensor_model_parallel_size"] == 2 * per_host for each in crossing)
 
 
+@pytest.mark.parametrize(("chip", "is_named"), [("H200", True), ("B200", False)])
+def test_a_format_without_units_is_named(chip: str, is_named: bool, caplog: pytest.LogCaptureFixture) -> None:
+    data = {"model": "openai/gpt-oss-20b", "cluster": {"chip": chip, "devices_per_node": 1}}
+    data["serve"] = {"engine": "vllm", "precision": "mxfp4", "profile": {"input_len": 256, "output_len": 32}}
+    data["auto_tuner"] = {"space": {"max_num_seqs": [8]}}
+    api.estimate(data, top=1)
+    assert any("mxfp4" in record.getMessage() for record in caplog.records) == is_named
+
+
 @pytest.mark.parametrize(("chip", "is_named"), [("MLU590-M9", True), ("MLU370-X8", False)])
 def test_an_estimated_link_is_named(chip: str, is_named: bool, caplog: pytest.LogCaptureFixture) -> None:
     data = {**spec(chip), "cluster": {"chip": chip, "devices_per_node": 8}}

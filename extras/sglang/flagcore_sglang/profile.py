@@ -33,7 +33,16 @@ from flagcore.engines.serving.space.hardware import (
     max_in_flight,
 )
 from flagcore.engines.serving.space.installed import strip_dashes
-from flagcore.engines.serving.space.knobs import BACKEND, DRAFTED, EAGER, REDUNDANT, SPECULATION, TRANSFER, or_default
+from flagcore.engines.serving.space.knobs import (
+    BACKEND,
+    DRAFTED,
+    EAGER,
+    EXCHANGE,
+    REDUNDANT,
+    SPECULATION,
+    TRANSFER,
+    or_default,
+)
 from flagcore.engines.serving.space.program import Program, as_words
 from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token
@@ -60,10 +69,13 @@ _MEMORY_STEPS = (
 largest decode graph for TP >= 4). Source: `memory_hook.py`."""
 
 TP_FLAGS = ("tp-size", "tensor-parallel-size", "tp")
+EP_FLAGS = ("ep-size", "expert-parallel-size", "ep")
 DP_FLAGS = ("dp-size", "dp_size", "data-parallel-size", "dp")
 """Flags for the number of servers behind one port or, with `enable-dp-attention`, of attention groups in one server."""
 STEPS, BREADTH, VERIFIED = "speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens"
 DRAFT_FLAG = "speculative-draft-model-path"
+SPANNING = ("deepep", "deepep_v2", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "megamoe", "pplx")
+"""Values of EXCHANGE with which SGLang sets ep-size to tp-size (0.5.23: `arg_groups/overrides.py`)."""
 
 
 class SglangProgram(Program):
@@ -72,7 +84,8 @@ class SglangProgram(Program):
     def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
         """Return `args` with knobs in place of flags that express the knob only in combination.
 
-        SGLang's tp-size is the product of TP and attention DP. A chain of drafts has one draft in each step.
+        SGLang's tp-size is the product of TP and attention DP, and with some libraries for the exchange between experts
+        also EP. A chain of drafts has one draft in each step.
         """
         result = dict(args)
 
@@ -90,6 +103,9 @@ class SglangProgram(Program):
         tensor_key = next((names[name] for name in TP_FLAGS if name in names), "")
         tensor = result.get(tensor_key)
         data = result.get(names.get("attn-dp-size") or names.get(strip_dashes(DP)) or "")
+        exchange = result.get(names.get("moe-a2a-backend") or names.get(strip_dashes(EXCHANGE)) or "")
+        if isinstance(tensor, int) and exchange in SPANNING:
+            result[next((names[name] for name in (*EP_FLAGS, strip_dashes(EP)) if name in names), EP)] = tensor
         if isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
             result[tensor_key] = tensor // data
         if draft := take("speculative-draft-model"):
@@ -329,10 +345,18 @@ def _rules(task: Task) -> tuple[Rule, ...]:
             (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0))
         ),
     )
+    spanning = [PROGRAM.code(EXCHANGE, word) for word in SPANNING]
+    spanning_experts = Rule(
+        name="spanning_experts",
+        knobs=(TP, DP, EP, EXCHANGE),
+        message=f"{EP} must be {TP} x {DP} with {EXCHANGE} = {', '.join(SPANNING)}: SGLang sets it",
+        broken=lambda c: np.isin(c[EXCHANGE], spanning) & (c[EP] != c[TP] * c[DP]) & (experts > 1),
+    )
     return (
         *layouts,
         *placement.rules(task, layouts),
         placement.of_each_kind(task, expert_parallel),
+        placement.of_each_kind(task, spanning_experts),
         *rules.forbidden(task, PROGRAM),
         Rule(
             name="chunk_of_pages",

@@ -29,7 +29,7 @@ from flagcore_trainers.meaning import INTERVAL, layout_of, training, weights_of_
 from flagcore_trainers.program import StateSection
 from flagcore_trainers.trainer import Trainer
 
-FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
+FLAGS = ("--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config", "--deepspeed")
 """The flags that name the configuration file. HF Trainer uses the last one."""
 ZERO, MICRO, OFFLOAD = "zero_stage", "micro_batch_size", "offload_optimizer"
 STAGE_KEY = "zero_optimization.stage"

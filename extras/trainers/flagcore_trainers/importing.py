@@ -21,6 +21,7 @@ from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import read_text
 from flagcore.spec.public import absolute_model, public_name
 from flagcore_trainers import start as files
+from flagcore_trainers.fully_shard import AC
 
 Imported = tuple[dict[str, Any], Sequence[ImportNote]]
 MODEL_FLAGS = ("model_name_or_path", "model_name", "model", "pretrained_model_name_or_path", "base_model")
@@ -86,7 +87,16 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
         values = sorted({1, 2, 4, 8, 16, 32, micro_size})
         row = {"key": "train_micro_batch_size_per_gpu", "flag": f"--{MICRO}", "values": values, "label": "MBS"}
         program = {"knobs": {"micro_batch_size": row}}
-    if found := _checkpoints(words):
+    share = total // ((number(steps) or number(option(words, STEPS)) or 1) * devices)
+    for name, own, other in ((MICRO, micro_flag, number(micro) or share), (STEPS, option(words, STEPS), number(steps))):
+        if number(own) and other and number(own) != other:
+            notes.note(f"--{name}", f"{own} contradicts {other} of {config}", "train.command")
+    if untold := [f"{name} {option(words, name[2:])}" for name in _turned_on(words, NOT_PREDICTED)]:
+        notes.note(untold[0].split()[0], f"not in the predictions: {', '.join(untold)}", "train")
+    for key in KEYS_NOT_PREDICTED:
+        if str(value := files.value_at(content, key)).lower() not in OFF:
+            notes.note(key, f"not in the predictions ({value})", "train")
+    for found in [*_turned_on(words, CHECKPOINTS)][:1]:
         program["fixed"] = {"recompute": 2}
         notes.note(found, "is taken as the recompute of whole layers in backward", "train.program.fixed")
     for text in own_configurations(words, directory):
@@ -107,15 +117,26 @@ CHECKPOINTS = re.compile(
 """Options of scripts that store the inputs of layers only. Others of the same names have values that turn them off."""
 
 
-def _checkpoints(words: Sequence[str]) -> str:
-    """Return the option that turns checkpoints of activations on, as it is written, or an empty text."""
+NOT_PREDICTED = re.compile(
+    r"--((use_|enable_)?(q?lora|peft|dora|adapter)(_\w+)?|load_in_[48]bit|(quantization_)?bits?"
+    r"|freeze_\w+|optim|torch_compile|use_liger(_kernel)?|auto_find_batch_size|neftune_\w+|packing|group_by_length)"
+)
+"""Options of Hugging Face's Trainer, and of scripts with it, that change the time or memory of a step."""
+KEYS_NOT_PREDICTED = (
+    *("zero_optimization.offload_param.device", "zero_optimization.mics_shard_size"),
+    *("activation_checkpointing.cpu_checkpointing", "compile.enabled", "pipeline.stages"),
+)
+"""Keys of DeepSpeed's configuration that do so, and are no knobs."""
+
+
+def _turned_on(words: Sequence[str], options: re.Pattern[str]) -> Iterator[str]:
+    """Yield the options of a command that match a pattern and are not turned off, as they are written."""
     for word in words:
         name = word.partition("=")[0]
-        if CHECKPOINTS.fullmatch(f"--{name[2:].replace('-', '_')}") and name.startswith("--"):
+        if options.fullmatch(f"--{name[2:].replace('-', '_')}") and name.startswith("--"):
             value = str(files.flag_value(words, name)).lower()
-            if value not in ("false", "0", "no", "off", "none"):
-                return name
-    return ""
+            if value not in ("false", "0", "no", "off", "none", "adamw_torch", "adamw_torch_fused", "adamw_hf"):
+                yield name
 
 
 PASSED = {
@@ -191,18 +212,26 @@ TITAN_KEYS: Mapping[str, Sequence[str]] = {
     "context_parallel_size": ("parallelism.context_parallel_degree", "experimental.context_parallel_degree"),
     "pipeline_model_parallel_size": ("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree"),
     "micro_batch_size": ("training.local_batch_size", "training.batch_size"),
-    "activation_checkpointing": ("activation_checkpoint.mode",),
+    AC: ("activation_checkpoint.mode",),
     "reshard_after_forward": ("parallelism.fsdp_reshard_after_forward",),
     "compile": ("compile.enable", "training.compile"),
     "seq_length": ("training.seq_len",),
     "global_batch_size": ("training.global_batch_size",),
 }
 """The keys of each meaning, the newest first. Options have the same names."""
-NOT_PREDICTED = (
-    *("float8.enable_fsdp_float8_all_gather", "model.converters", "parallelism.expert_parallel_degree"),
-    *("training.dtype", "parallelism.data_parallel_replicate_degree", "training.data_parallel_replicate_degree"),
+CONFIG_FILE = "job.config_file"
+SHARD_KEYS = ("parallelism.data_parallel_shard_degree", "training.data_parallel_shard_degree")
+HARMLESS = re.compile(
+    r"(job|profiling|profiler|metrics|checkpoint|lr_scheduler|validat\w+|dataloader|comm|fault_tolerance|debug)\..*"
+    r"|model\.(name|flavor|norm_type|hf_assets_path|tokenizer_path|print_after_conversion)"
+    r"|optimizer\.(name|lr|eps|beta\d?|beta1|beta2|weight_decay|implementation)"
+    r"|training\.(steps|max_norm|dataset\w*|data\..*|data_\w+_style|warmup_steps|seed|deterministic|gc_\w+|debug_mode"
+    r"|mixed_precision_reduce|data_parallel_degree|decay_\w+|num_decays)"
+    r"|activation_checkpoint\.selective_ac_option|parallelism\.pipeline_parallel_schedule\w*|experimental\.custom_\w+"
 )
-"""Keys that the predictions ignore. They stay in the command or its file."""
+"""Keys that change neither the time nor the memory of a step, or belong to values that are noted on their own."""
+OFF = ("", "0", "1", "-1", "none", "false", "[]", "{}", "float32", "disabled", "no", "off")
+"""Values, in lower case, that turn something off."""
 OLD_TRIAL = ["--training.steps", "{steps}", "--metrics.log_freq", "1", "--job.dump_folder", "{folder}"]
 """The arguments of trials for releases with TOML files. What they write goes to the folder of the trial."""
 
@@ -211,7 +240,7 @@ def starts_torchtitan(command: UserCommand | None) -> bool:
     """Return whether a command starts torchtitan's trainer."""
     if command is None:
         return False
-    return "torchtitan.train" in command.program or option(command.arguments, "job.config_file") is not None
+    return "torchtitan.train" in command.program or option(command.arguments, CONFIG_FILE) is not None
 
 
 def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: Sequence[str]) -> Imported:
@@ -220,8 +249,8 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
     command = parse(words, str(directory))
     if command is None:
         raise _no_program(words)
-    file = option(words, "job.config_file")
-    content = _toml(str(file), directory) if file else {}
+    file = option(words, CONFIG_FILE)
+    content = read_toml(str(file), directory) if file else {}
     found = {}
     for name, keys in TITAN_KEYS.items():
         for key in keys:
@@ -251,16 +280,16 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
         for name, (key, value) in found.items()
         if name in knobs and file
     }
+    if file:  # other releases have a subcommand
+        rows.setdefault(AC, {"flag": f"--{TITAN_KEYS[AC][0]}"})
     fixed = {"pipeline_model_parallel_size": sizes.get("pipeline_model_parallel_size", 1)}
     if fixed["pipeline_model_parallel_size"] > 1:
         program["fixed"] = {"zero_stage": 3, **fixed}
         notes.note(found["pipeline_model_parallel_size"][0], "stays as it is in all trials", "train.program")
     program |= {"knobs": rows} if rows else {}
-    for key in NOT_PREDICTED:
-        value = option(words, key) or files.value_at(content, key)
-        if value not in (None, 1, "1", False, [], "", "float32"):
-            notes.note(key, f"not in the predictions ({value})", "train")
-    for key in ("parallelism.data_parallel_shard_degree", "training.data_parallel_shard_degree"):
+    for key, value in _not_predicted(content, command.arguments).items():
+        notes.note(key, f"not in the predictions ({value})", "train")
+    for key in SHARD_KEYS:
         if (option(words, key) or files.value_at(content, key)) not in (None, -1, "-1"):
             words = [word for word in _set(words, key, "") if word] if option(words, key) else words
             words = [*(word for word in words if word != f"--{key}"), f"--{key}=-1"]  # what other sizes leave
@@ -268,6 +297,28 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
     train = {"engine": "torchtitan", "seq_length": length, "global_batch_size": size, "precision": "bf16"}
     train |= {"command": words, "directory": str(directory), **({"program": program} if program else {})}
     return {"model": section, "cluster": cluster, "train": train, "auto_tuner": {}}, notes.notes
+
+
+def _not_predicted(content: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of a file and the options that are set, neither read nor harmless, with their values."""
+    given = dict(_flat(content))
+    names = (word[2:].partition("=")[0] for word in words if word.startswith("--"))
+    given |= {name: option(words, name) for name in names if "." in name}
+    read = {*SHARD_KEYS, *(key for keys in TITAN_KEYS.values() for key in keys)}
+    return {
+        key: value
+        for key, value in given.items()
+        if key not in read and not HARMLESS.fullmatch(key) and str(value).lower() not in OFF
+        if key != "compile.components" or "model" not in str(value)
+    }
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _is_usual(name: str, value: object) -> bool:
@@ -285,14 +336,14 @@ def _titan_names(content: Mapping[str, Any], words: Sequence[str]) -> list[str]:
     return [*(str(each) for each in paths if each), *spelled, *kinds]
 
 
-def _toml(file: str, directory: Path) -> dict[str, Any]:
+def read_toml(file: str, directory: Path) -> dict[str, Any]:
     """Return the content of a TOML file. Raises SpecError."""
-    text = read_text(Path(directory, file), file=file, key="--job.config_file")
+    text = read_text(Path(directory, file), file=file, key=f"--{CONFIG_FILE}")
     try:
         content: dict[str, Any] = import_module("tomllib").loads(text)
     except ImportError:
-        raise SpecError(key="--job.config_file", value=file, problem="needs Python 3.11", fix="use it") from None
+        raise SpecError(key=f"--{CONFIG_FILE}", value=file, problem="needs Python 3.11", fix="use it") from None
     except ValueError as error:
         fix = "correct it"
-        raise SpecError(key="--job.config_file", value=file, problem=f"is not valid TOML: {error}", fix=fix) from None
+        raise SpecError(key=f"--{CONFIG_FILE}", value=file, problem=f"is not valid TOML: {error}", fix=fix) from None
     return content

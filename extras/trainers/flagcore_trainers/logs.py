@@ -158,9 +158,14 @@ def _clock_seconds(text: str | None) -> float | None:
     return None
 
 
+THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?([eE][-+]?\d+)?")
+"""A number whose commas separate thousands. A comma in others is a decimal one."""
+
+
 def _number(text: str | None) -> float | None:
+    text = (text or "").strip(" ,")
     try:
-        number = float((text or "").replace(",", ""))
+        number = float(text.replace(",", "" if THOUSANDS.fullmatch(text) else "."))
     except ValueError:
         return None
     return number if math.isfinite(number) else None

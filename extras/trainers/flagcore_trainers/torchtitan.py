@@ -17,8 +17,10 @@ from flagcore.contracts import Costs, Platform, Workload
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, IntArray, KnobValue
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import Spec, Task
 from flagcore.engines.megatron.command.user_command import parse
+from flagcore.errors import SpecError
+from flagcore_trainers import start
 from flagcore_trainers.fully_shard import (
     AC,
     COMPILE,
@@ -37,7 +39,14 @@ from flagcore_trainers.fully_shard import (
 )
 from flagcore_trainers.fully_shard import predict as fully_shard
 from flagcore_trainers.fully_shard.traffic import TORCHTITAN as TORCHTITAN_PROGRAM
-from flagcore_trainers.importing import Imported, spec_of_torchtitan, starts_torchtitan
+from flagcore_trainers.importing import (
+    CONFIG_FILE,
+    Imported,
+    option,
+    read_toml,
+    spec_of_torchtitan,
+    starts_torchtitan,
+)
 from flagcore_trainers.trainer import Trainer
 
 CHECKPOINTING = "activation-checkpoint:"
@@ -89,6 +98,20 @@ class TorchTitan(Trainer):
 
     def read_command(self, start: Start, directory: Path, model: str | None) -> Imported:
         return spec_of_torchtitan(start, directory, model, list(PROGRAM["knobs"]))
+
+    def command(self, spec: Spec) -> start.Command:
+        """Return the user's command. Raises SpecError if its TOML file cannot be read, or the program has no options
+        of releases with such files.
+        """
+        command, checkpointing = super().command(spec), self.described.knobs.get(AC)
+        if (file := option(command.words, CONFIG_FILE)) is None:
+            return command
+        read_toml(str(file), Path(command.directory))
+        if checkpointing and (checkpointing.flag or "").startswith(CHECKPOINTING):
+            problem = f"lacks the options of releases with --{CONFIG_FILE}"
+            fix = "write the spec with `flag import -- COMMAND`, which reads that file"
+            raise SpecError(key="train.program", problem=problem, fix=fix)
+        return command
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         """Return the predictions of the engine `fsdp2`, or those of ZeRO 3 for models that it does not have."""

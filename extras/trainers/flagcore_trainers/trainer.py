@@ -150,8 +150,19 @@ class Trainer(Workload):
         return start.Command(words=train.command, directory=directory, config=config, content=content)
 
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
-        train = spec.train
-        return unknown_release("train.engine_version", self.name, train.engine_version, self.releases)
+        train, program = spec.train, self.described
+        words = " ".join((*(train.command or ()), *train.flags, *program.trial_args))
+        unused = [
+            f"train.program.knobs.{name} has neither `flag` nor `key`, and train.command has no {{{name}}}: "
+            f"only the variable FLAGCORE_{name.upper()} has its value"
+            for name, row in program.knobs.items()
+            if not (row.flag or row.key or any(f"{{{each}}}" in words for each in (name, meaning_of(name, row))))
+        ]
+        if self.releases:
+            return [*unused, *unknown_release("train.engine_version", self.name, train.engine_version, self.releases)]
+        if train.engine_version is not None:
+            unused.append(f"train.engine_version = {train.engine_version} is not used by the engine {self.name}")
+        return unused
 
     def ready(self, spec: Spec) -> None:
         command, program = self.command(spec), self.described

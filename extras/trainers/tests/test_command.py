@@ -96,6 +96,15 @@ def test_a_spec_may_name_the_knobs_of_its_program() -> None:
     assert refused.value.key == "train.engine"
 
 
+def test_what_does_not_reach_the_program_is_a_warning() -> None:
+    engine = engine_of({"knobs": {"tp": TP, "depth": {"values": [1, 2]}, "width": {"values": [1, 2]}}})
+    job = task_of(("train", "width={width}"), engine_version="9.9")
+    assert [each.split()[0] for each in engine.spec_warnings(job.spec)] == [
+        "train.program.knobs.depth",
+        "train.engine_version",
+    ]
+
+
 def test_rules_use_what_knobs_mean() -> None:
     engine, task = engine_of({"knobs": {**KNOBS, "workers": {"flag": "--w", "values": [0]}}}), task_of(devices=4)
     columns = {"tp": np.array([1, 2, 3, 4]), "micro": np.array([2, 2, 1, 3])}

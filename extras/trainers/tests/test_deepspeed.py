@@ -32,7 +32,10 @@ CONFIG = """{"train_batch_size": 32, "gradient_accumulation_steps": 4,  // see "
 }"""
 
 
-@pytest.mark.parametrize("flags", [["--deepspeed", "--deepspeed_config", "ds.json"], ["--deepspeed=ds.json"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["--deepspeed", "--deepspeed_config", "ds.json"], ["--deepspeed=ds.json"], ["--ds_config", "ds.json"]],
+)
 def test_a_candidate_is_a_changed_copy_of_the_configuration(tmp_path: Path, flags: list[str]) -> None:
     (tmp_path / "ds.json").write_text(CONFIG)
     job = task(engine="deepspeed", command=("deepspeed", "train.py", *flags), directory=str(tmp_path))

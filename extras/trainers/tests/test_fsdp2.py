@@ -83,6 +83,11 @@ def test_what_trials_cannot_run_is_reported_by_key() -> None:
         assert refused.value.key == f"train.{next(iter(train))}"
 
 
+@pytest.mark.parametrize(("release", "warnings"), [("2.9", 0), ("banana", 1), ("2.1", 1)])
+def test_a_release_is_one_of_torch(release: str, warnings: int) -> None:
+    assert len(FSDP2.spec_warnings(task(engine="fsdp2", engine_version=release).spec)) == warnings
+
+
 def test_no_candidates_have_no_predictions() -> None:
     job, none = task(engine="fsdp2"), {knob.name: np.array([], dtype=np.int64) for knob in FSDP2.knobs}
     assert FSDP2.predict(job, none, costs(job)).step_time_s.shape == (0,)
@@ -154,6 +159,15 @@ def test_layouts_have_the_same_losses(tmp_path: Path) -> None:
         assert other.losses == pytest.approx(first.losses, rel=1e-4)
     assert first.peak_allocated_bytes > 0
     alone, split = (trial(tmp_path / f"experts{size}", MIXED, **{SHARD: 2, EP: size}) for size in (1, 2))
+    assert split.losses == pytest.approx(alone.losses, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_tensor_parallel_norms_of_queries_have_the_same_losses(tmp_path: Path, checkpointing: str) -> None:
+    model = replace(UNTIED, qk_layernorm=True)
+    alone = trial(tmp_path / "alone", model, **{SHARD: 2, MBS: 2})
+    split = trial(tmp_path / "split", model, **{TP: 2, MBS: 4, AC: checkpointing})
     assert split.losses == pytest.approx(alone.losses, rel=1e-4)
 
 

@@ -82,6 +82,34 @@ def test_a_command_with_a_toml_file_of_torchtitan(tmp_path: Path, monkeypatch: p
     assert train["command"][-1] == "--parallelism.data_parallel_shard_degree=-1"
 
 
+def test_keys_that_nothing_reads_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = "enable_cpu_offload = true\ngradient_accumulation_steps = 20\nmax_norm = 1.0\n[parallelism]"
+    file = TOML.replace("[parallelism]", more).replace('mode = "full"', 'selective_ac_option = "op"')
+    file += '[optimizer]\nname = "AdamW"\nstate_dtype = "bfloat16"\n[compile]\nenable = true\ncomponents = ["loss"]\n'
+    Path("8b.toml").write_text(file)
+    words = "torchrun --nproc_per_node 8 train.py --job.config_file 8b.toml --parallelism.expert_parallel_degree=1"
+    imported = api.read_command(None, [f"{words} --training.own_flag 3"], chip="H100-SXM")
+    assert {each.key for each in imported.notes if each.text.startswith("not in the predictions")} == {
+        *("training.enable_cpu_offload", "training.gradient_accumulation_steps", "optimizer.state_dtype"),
+        *("compile.components", "training.own_flag"),
+    }
+    rows = imported.data["train"]["program"]["knobs"]
+    assert rows["activation_checkpointing"] == {"flag": "--activation_checkpoint.mode"}
+
+
+def test_options_of_a_trainer_that_change_the_job_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"train_batch_size": 64, "gradient_accumulation_steps": 2, "fp16": {"enabled": True}}
+    Path("ds.json").write_text(json.dumps(config))
+    words = "deepspeed --num_gpus 8 train.py --ds_config ds.json --model Qwen/Qwen3-8B --max_length 2048"
+    words += " --per_device_train_batch_size 16 --use_lora true --load_in_4bit False --optim adamw_torch"
+    notes = {each.key: each.text for each in api.read_command(None, [words]).notes}
+    assert "16 contradicts 4" in notes["--per_device_train_batch_size"]
+    assert notes["--use_lora"] == "not in the predictions: --use_lora true"
+    assert "--load_in_4bit" not in notes
+
+
 def test_sizes_in_python_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b"

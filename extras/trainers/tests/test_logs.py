@@ -37,6 +37,18 @@ def test_lines_of_programs_are_read(name: str, seconds: list[float], losses: lis
     assert log.peak_bytes == (gib and int(gib * 2**30))
 
 
+@pytest.mark.parametrize(
+    ("stated", "seconds"),
+    [("30,0", 0.03), ("0,125", 125e-6), ("1,234.5", 1.2345), ("1,234,567", 1234.567), ("86.5,", 0.0865)],
+)
+def test_a_comma_is_a_decimal_one_unless_it_separates_thousands(stated: str, seconds: float) -> None:
+    log = Log.of(task(), Patterns(steps=[re.compile(r"step (?P<step>\d+) (?P<ms>\S+) ms")]))
+    log.add(f"step 1 {stated} ms")
+    assert log.times["1"] == pytest.approx(seconds)
+    log.add("step 2 1.234,5 ms")
+    assert (len(log.times), log.unusable) == (1, ["1.234,5"])
+
+
 def test_a_log_is_read_in_parts_and_an_unfinished_line_is_left(tmp_path: Path) -> None:
     line = (LOGS / "megatron.log").read_text().splitlines()[1]
     reading = Reading(str(tmp_path), Log.of(task(), Patterns(steps=[re.compile(FORMATS["megatron"])])))

@@ -14,6 +14,7 @@ from flagcore_trainers.torchtitan import TORCHTITAN, TorchTitan
 
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate
+from flagcore.errors import SpecError
 from tests.small import costs, task
 
 COMMAND = ("torchrun", "-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_8b")
@@ -39,6 +40,18 @@ def test_options_of_a_candidate_replace_the_users(tmp_path: Path) -> None:
     real = argv(tmp_path, *own, for_real=True)
     assert not {"--checkpoint.no-enable", "--training.steps"} & {*real}
     assert words[words.index("--training.global_batch_size") + 1] == "8"
+
+
+@pytest.mark.parametrize(
+    ("text", "key"), [(None, "--job.config_file"), ("[model", "--job.config_file"), ("[model]", "train.program")]
+)
+def test_a_toml_file_is_read_and_needs_the_options_of_its_releases(tmp_path: Path, text: str | None, key: str) -> None:
+    if text:
+        (tmp_path / "x.toml").write_text(text)
+    job = task(engine="torchtitan", command=(*COMMAND, "--job.config_file", "x.toml"), directory=str(tmp_path))
+    with pytest.raises(SpecError) as refused:
+        TORCHTITAN.usual_space(job)
+    assert refused.value.key == key
 
 
 def test_a_knob_of_the_user_keeps_its_option() -> None:

@@ -162,6 +162,8 @@ def why_no_trial(context: SearchContext) -> Message | None:
     fits = (limit - start) / control.train_iters
     if change := _shorter_steps(context, row, step, fits):
         changes.append(change)
+    if not changes:
+        return None  # the settings are long enough: only the rest of the search is too short
     text = _about(last, N_("trial {number}: {reason}"))
     if causes:
         text = Message("{trial}; {why}", trial=text, why=joined(causes, N_("{first}; {second}")))

@@ -157,6 +157,8 @@ def test_a_search_ends_if_no_candidate_has_time_for_two_steps() -> None:
     hung = [replace(each, silent_s=0.0, duration_s=100 * FASTEST, finished_steps_s=()) for each in hung]  # no step
     assert why_no_trial(after(hung[0])) is None
     assert "auto_tuner.control.max_time_per_task: " in why_no_trial(after(*hung))
+    at_the_end = replace(after(*hung, max_time_per_task=None, max_time=1e9), seconds_left=0.0)
+    assert why_no_trial(at_the_end) is None
 
 
 def test_a_search_of_servers_ends_if_two_loads_had_too_little_time() -> None:

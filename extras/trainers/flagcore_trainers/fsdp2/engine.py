@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from flagcore.contracts import Platform, Workload
-from flagcore.domain.knob import Knob
+from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, KnobValue
@@ -83,6 +83,10 @@ class Fsdp2(Workload):
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         """Return whether candidates differ from `candidate` only by a larger micro-batch."""
         return needs_at_least(self.knobs, columns, candidate)
+
+    def spec_warnings(self, spec: Spec) -> Sequence[str]:
+        known = self.modules["torch"].removeprefix("torch")
+        return unknown_release("train.engine_version", "torch", spec.train.engine_version, known)
 
     # Trials
 

@@ -355,7 +355,8 @@ def _layer_plan(model: Model) -> dict[str, Any]:
     if model.gated_linear_unit:
         plan["feed_forward.w3"] = ColwiseParallel()
     if model.qk_layernorm:
-        plan |= {f"attention.{name}": SequenceParallel(sequence_dim=2) for name in ("q_norm", "k_norm")}
+        heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+        plan |= {f"attention.{name}": heads for name in ("q_norm", "k_norm")}
     return plan
 
 

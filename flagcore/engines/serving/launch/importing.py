@@ -53,12 +53,9 @@ def spec_of_command(
     flags, version = engine.program.installed_release() if is_default and not start.version else ((), start.version)
     pairs = _with_config(engine, list(_split(engine, words[place[1] :])), directory, notes)
     pairs = [*_of_variables(engine, start.envs), *pairs]
-    pairs = pairs if model else _with_model(engine, pairs, notes)
+    pairs = [*pairs, ("", [model])] if model else _with_model(engine, pairs, notes)
     path, arguments, hosts, local = _arguments(engine, pairs, flags, version, notes)
     path = model or _weights(path, directory, notes)
-    if path and FORMS["model placeholder"].fullmatch(path):
-        problem, fix = "is a placeholder", "write the name or the path of the model in its place, or give it as --model"
-        raise SpecError(key="model", value=path, problem=problem, fix=fix)
     if path and FORMS["no text"].search(os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))):
         problem, fix = "generates no text, which flagcore cannot tune", "give the command of a server that does"
         raise SpecError(key="model", value=path, problem=problem, fix=fix)
@@ -108,6 +105,8 @@ def spec_of_command(
     data = {"model": path, "cluster": cluster, "serve": serve, "auto_tuner": {"baseline": baseline}}
     if start.prefill:
         _add_prefill(engine, data, spec_of_command(engine, start.prefill, directory, path)[0], notes)
+    elif half := start.role or role(engine, words):
+        notes.note("command", f"is only the {half} half of a pair: give both halves in one file to tune them", "serve")
     return data, notes.notes
 
 
@@ -267,6 +266,9 @@ def _arguments(
             if knob is not None and knob.kind == "flag" and str(given[0]).lower() in ("true", "false", "1", "0"):
                 given[0] = str(given[0]).lower() in ("true", "1")
             arguments[name] = given if len(given) > 1 else given[0]
+    if model and FORMS["model placeholder"].fullmatch(model):
+        problem, fix = "is a placeholder", "write the name or the path of the model in its place, or give it as --model"
+        problems.insert(0, SpecError(key="model", value=model, problem=problem, fix=fix))
     known_arguments = engine.program.known_args(arguments)
     for name in [name for name in known_arguments if engine.program.knob_of(name)[0] is None]:
         flag = as_words({name: True}, has_negation=True)[0]
@@ -286,7 +288,7 @@ def _arguments(
             notes.note(flag, problem, f"serve.engine_args.{name}")
     if problems:
         raise join_errors(problems)
-    added = " and ".join(name for name in known_arguments if name not in arguments)
+    added = " and ".join(name for name in known_arguments if name not in (*arguments, EP))
     for name in (name for name in arguments if name not in known_arguments):
         notes.note(f"--{name}", f"is replaced with {added}" if added else "dropped: has no effect", "serve.engine_args")
     return model, known_arguments, hosts, local
@@ -340,10 +342,8 @@ def _divide(
             problems.append(missing if value is True else error)
             continue
         for knob in (each for each in engine.knobs if each.name in fixed):
-            is_searched = {*knob.names} & {*DEFAULT_SPACE}
-            text = (
-                "the search tries other values" if is_searched else "all candidates keep it, unless the space lists it"
-            )
+            kept = "all candidates keep it, unless the space lists it"
+            text = "the search tries other values" if {*knob.names} & {*DEFAULT_SPACE} else kept
             written = name if name == knob.name else f"{'--' if len(name) > 1 else '-'}{name}"
             notes.note(written, f"is the baseline; {text}", f"auto_tuner.baseline.{knob.name}")
             if isinstance(value, str) and value in knob.spellings and fixed[knob.name] is None:

@@ -168,9 +168,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     share = hardware.share(values[INSTANCES])
     cores = np.where(values[THREADS] > 0, np.minimum(values[THREADS] * ranks, share), share)
     devices = cores if hardware.on_cores else ranks
-    default_block = GPU_BLOCK
-    if hardware.on_cores:
-        default_block = MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
+    block_on_cores = MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
     cache_bytes = _cache_bytes(task, other_args, values, ranks, devices)
     default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
     host_s = np.array([np.nan, np.nan if is_async(task) else 0.0, SYNCHRONOUS_SECONDS])[values[ASYNC]]
@@ -182,7 +180,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         devices=devices,
         max_running=seqs,
         max_batched_tokens=tokens,
-        block_size=or_default(values[BLOCK], default_block),
+        block_size=or_default(values[BLOCK], block_on_cores if hardware.on_cores else GPU_BLOCK),
         context_len=or_default(
             values[CONTEXT], context_limit(task.spec) or longest_request(task.spec.serve.loads, task.spec.model.vision)
         ),

@@ -31,7 +31,7 @@ from flagcore.engines.serving.space.hardware import (
     count,
     most_images,
 )
-from flagcore.engines.serving.space.knobs import ASYNC, BACKEND, CONTEXT, EAGER, SPECULATION, TRANSFER
+from flagcore.engines.serving.space.knobs import ASYNC, BACKEND, CONTEXT, EAGER, REDUNDANT, SPECULATION, TRANSFER
 from flagcore.engines.serving.space.program import as_words
 from flagcore.engines.serving.space.settings import PublishedRuns
 from flagcore.engines.serving.vllm import knobs as own
@@ -131,7 +131,7 @@ def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
 
 def _rules(task: Task) -> tuple[Rule, ...]:
     """Return vLLM's legality rules for candidates."""
-    hardware = Hardware.of(task)
+    hardware, experts = Hardware.of(task), task.spec.model.num_moe_experts or 0
     layouts = (
         *rules.split_rules(task, attention_and_experts=True, span=True),
         Rule(
@@ -142,9 +142,16 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         ),
         *rules.forbidden(task, PROGRAM),
     )
+    even_experts = Rule(
+        name="even_experts",
+        knobs=(EP, REDUNDANT),
+        message=f"{EP} must divide the {experts} experts with {REDUNDANT}",
+        broken=lambda c: (c[REDUNDANT] > 0) & ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0),
+    )
     return (
         *layouts,
         *placement.rules(task, layouts),
+        placement.of_each_kind(task, even_experts),
         *_transfer_rules(task),
         Rule(
             name="threads_on_cores",
