@@ -56,9 +56,9 @@ def test_a_plan_comes_with_the_nearest_published_runs(estimate: Estimate) -> Non
     assert (nearest.precision, nearest.candidate["context_parallel_size"]) == ("bf16", 2)
     assert nearest.measured == pytest.approx(10682, rel=0.01)  # the source's figure
     assert nearest.predicted / nearest.measured == pytest.approx(1, rel=0.3)
-    told: list[str] = []
-    assert len(estimate.published) < len(api.estimate(SPEC, evidence=True, on_first=told.append).published)
-    assert ["s/step" in line for line in told] == [True]  # before the whole space is predicted
+    lines: list[str] = []
+    assert len(estimate.published) < len(api.estimate(SPEC, evidence=True, on_first=lines.append).published)
+    assert ["s/step" in line for line in lines] == [True]  # before the whole space is predicted
     assert not api.estimate(SPEC, chip="910B1").published
 
 

@@ -127,14 +127,14 @@ def build_problem_of_spec(
     return problem
 
 
-def _first_line(tell: Callable[[str], object], platform: Platform, space: Space, predictions: Predictions) -> None:
-    """Pass the fastest candidate of the engine's usual space that leaves a margin of memory to `tell`, if any."""
+def _first_line(report: Callable[[str], object], platform: Platform, space: Space, predictions: Predictions) -> None:
+    """Pass the fastest candidate of the engine's usual space that leaves a margin of memory to `report`, if any."""
     has_margin = predictions.fits & ~lacks_margin(platform.task, predictions)
     seconds = np.where(has_margin & np.isfinite(predictions.step_time_s), predictions.step_time_s, np.inf)
     if seconds.size and np.isfinite(seconds.min()):
         row, knobs = int(seconds.argmin()), {each.name: each for each in platform.workload.knobs}
         found = {"candidate": space.candidate(row).as_dict(), **record(platform.task, predictions.row(row))}
-        tell(candidate_line(_("fastest of {count} usual layouts, so far", count=len(space)), found, knobs))
+        report(candidate_line(_("fastest of {count} usual layouts, so far", count=len(space)), found, knobs))
 
 
 def _listed(problem: Problem, order: IntArray, top: int, *, distinct: bool) -> tuple[IntArray, list[dict[str, Any]]]:
