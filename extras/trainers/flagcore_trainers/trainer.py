@@ -16,10 +16,10 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, warmup_of_fewer, warmup_steps
+from flagcore.engines.installed import check_version, find_program, package_version
 from flagcore.engines.megatron.command.user_command import environment
 from flagcore.engines.megatron.reading import FAILURES, measurement
 from flagcore.engines.results import NoMetrics
-from flagcore.engines.serving.space.installed import check_version, find_program, package_version
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import logs, meaning, start
