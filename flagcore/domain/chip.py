@@ -243,10 +243,8 @@ MAX_LISTED = 20
 def unknown_chip_hint(word: str, chips: Iterable[Chip]) -> str:
     """Return a hint for an unknown chip name: similar names, or all chips if there are at most MAX_LISTED."""
     known_chips = tuple(chips)
-    similar, listed = (
-        " or ".join(similar_chips(word, known_chips)),
-        ", ".join(sorted(chip.name for chip in known_chips)) or "none",
-    )
+    similar = " or ".join(similar_chips(word, known_chips))
+    listed = ", ".join(sorted(chip.name for chip in known_chips)) or "none"
     if not similar and len(known_chips) > MAX_LISTED:
         return f"`flag plugins chips` lists all {len(known_chips)} chips and their aliases"
     hint = f"did you mean {similar}?" if similar else f"known chips: {listed};"

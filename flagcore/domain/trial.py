@@ -371,10 +371,8 @@ def steps_in_time(step_times_s: Sequence[float], planned: int, seconds: float) -
     return planned if steps_left * expected <= seconds else len(step_times_s) + max(0, int(seconds / expected))
 
 
-RUN_STARTED, TRIAL_STARTED, TRIAL_FINISHED, RUN_FINISHED = KINDS = (
-    *("run_started", "trial_started"),
-    *("trial_finished", "run_finished"),
-)
+KINDS = ("run_started", "trial_started", "trial_finished", "run_finished")
+RUN_STARTED, TRIAL_STARTED, TRIAL_FINISHED, RUN_FINISHED = KINDS
 """The kinds of events. A resumed run sends `run_started` again."""
 
 

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -161,10 +162,7 @@ def as_yaml(data: object) -> str:
 
 
 def _is_figure(cell: str) -> bool:
-    digits = (
-        cell.lstrip("~+-").replace(",", "").replace("%", "").replace("e+", "").replace("e-", "").replace(".", "", 1)
-    )
-    return cell == "-" or digits.isdigit()
+    return cell == "-" or re.sub(r"^[~+-]+|[,%]|e[+-]", "", cell).replace(".", "", 1).isdigit()
 
 
 IF_KNOWN = {"if_known": True}
