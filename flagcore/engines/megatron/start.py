@@ -388,6 +388,8 @@ def job(
 def shared_job(platform: Platform, folder: str) -> dict[str, Any]:
     """Return the part of a trial program's job that does not depend on the candidate or on the engine."""
     spec, train, support = platform.task.spec, platform.task.spec.train, platform.support
+    group = platform.task.cluster.groups[0]
+    cores = len(platform.cores) or group.chip.devices_per_node
     return {
         "model": asdict(replace(spec.model, vision=None, windows=None)),
         "train": {
@@ -401,7 +403,7 @@ def shared_job(platform: Platform, folder: str) -> dict[str, Any]:
             "type": support.device_type,
             "backend": support.distributed_backend,
             "preload": list(support.preload),
-            "threads_per_rank": _threads(platform) if support.shared_devices else 1,
+            "threads_per_rank": max(1, cores // group.devices_per_node) if support.shared_devices else 1,
         },
         "output": folder,
         "end_after_s": spec.control.max_time_per_task,
@@ -415,9 +417,3 @@ def _settings(train: TrainSpec) -> dict[str, object]:
         for key, value in values.items()
         if key in ACCEPTED_KEYS
     }
-
-
-def _threads(platform: Platform) -> int:
-    """Return the number of threads of each rank: the node's cores divided by its devices."""
-    group = platform.task.cluster.groups[0]
-    return max(1, (len(platform.cores) or group.chip.devices_per_node) // group.devices_per_node)
