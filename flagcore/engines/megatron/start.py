@@ -47,7 +47,7 @@ from flagcore.engines.megatron.trial.job import Candidate as JobCandidate
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.engines.training.stages import stage
 from flagcore.errors import LaunchError, NoDevice, SpecError, join_errors
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 
 PROGRAM = "flagcore.engines.megatron.trial"
 MODULES = {"torch": "torch", "megatron.core": "megatron-core>=0.12"}
@@ -77,11 +77,8 @@ def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
     """
     train = spec.train
     listed = spec.space.get(MESHES, AUTO)
-    if (
-        not isinstance(listed, str)
-        and any(listed)
-        and not (hetero.command_runs_meshes(spec) or (program_runs_meshes(spec) and spec.cluster.groups))
-    ):
+    runs_meshes = hetero.command_runs_meshes(spec) or (program_runs_meshes(spec) and spec.cluster.groups)
+    if not isinstance(listed, str) and any(listed) and not runs_meshes:
         problem, fix = "cannot run in trials", "remove it; `flag estimate` can predict it"
         raise SpecError(key=f"auto_tuner.space.{MESHES}", value=list(listed), problem=problem, fix=fix)
     if train.command is not None:
@@ -339,12 +336,11 @@ def installation_notes(platform: Platform) -> tuple[str, ...]:
     """Return a note if transformer-engine cannot be imported although the device supports it."""
     if not _chooses_layers(platform):
         return ()
-    return (
-        _(
-            "transformer-engine does not import here: trials run megatron-core's own layers, without fused kernels, "
-            "FP8 and overlap of tensor-parallel messages; a job with transformer-engine is faster"
-        ),
+    text = N_(
+        "transformer-engine does not import here: trials run megatron-core's own layers, without fused kernels, "
+        "FP8 and overlap of tensor-parallel messages; a job with transformer-engine is faster"
     )
+    return (_(text),)
 
 
 def _chooses_layers(platform: Platform) -> bool:
