@@ -144,6 +144,8 @@ class Chip:
 
 TRAINED = ("bf16", "fp16", "fp32")
 """Precisions in which chips can train without additional libraries, in order of preference."""
+
+
 MUCH_SLOWER = 2.0
 """If the job's precision is slower than fp32 by at least this factor, the user gets a message. If the steps of trials
 then do not fit in the time limit, the search ends. Chosen by hand: no choice of knobs gains as much."""
@@ -213,6 +215,8 @@ ASSUMED_NETWORK = Fact(
 
 ASSUMED_NETWORK_RANGE = 2.0
 """The factor by which the network may be slower or faster than ASSUMED_NETWORK."""
+
+
 MIN_SIMILARITY = 0.72
 """The minimum similarity (0 to 1) of normalized names at which a chip is suggested for a misspelled name."""
 
@@ -285,6 +289,8 @@ LOW_CLOCK_RATIO = 0.85
 
 SPEED_TEST, CLOCK, MEMORY_IN_USE = "speed_test_s", "clock_hertz", "memory_used_bytes"
 """Names of a device's metrics in `Measurement.devices` and in telemetry."""
+
+
 CORES, OTHERS_CORES = "cores", "cores_used_by_others"
 """Metrics in a host's telemetry: the number of cores, and the number of cores that other programs use."""
 DISK_WAIT, SWAPPED = "disk_wait", "swapped_bytes_per_second"

@@ -331,6 +331,8 @@ SEARCH_FIELDS: Mapping[str, Callable[[Any], Any]] = {
 }
 """The fields that the search sets when a trial begins, and the functions that read them from plain data.
 `result.json` contains them next to the prediction."""
+
+
 STEADY_STEPS, AGREEMENT = 3, 0.02
 MIN_STEPS = 2
 """The minimum number of steps of a measured trial: one warm-up step, and one measured step."""

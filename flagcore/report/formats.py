@@ -23,6 +23,8 @@ MIN_TEXT, MAX_WORD = 16, 40
 """The minimum width of a column of wrapped text, and the maximum length of an unbroken word, in characters."""
 WIDTH: ContextVar[int | None] = ContextVar("width", default=None)
 """The maximum width of tables in characters. None means no limit."""
+
+
 WORDS = ("status", "maturity.word", "peak_source")
 """The keys whose values are translated in tables."""
 
