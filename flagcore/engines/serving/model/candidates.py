@@ -416,8 +416,8 @@ def steady_state(loop: ClosedLoop) -> LoopMeans:
 
 
 def _with_prompts_only(loop: ClosedLoop, means: LoopMeans) -> LoopMeans:
-    """Return `means` with recomputed values for prefill-only lanes. TTFT is that of a prompt alone, and the rate that of
-    full iterations: their prompts are divided among all ranks."""
+    """Return `means` with recomputed values for prefill-only lanes: the TTFT of a prompt alone, and the rate of full
+    iterations, whose prompts are divided among all ranks."""
     prefills, none = np.asarray(loop.role) == 1, np.full_like(loop.flight, 1e-9)
     (_, alone, piece), (_, full, tokens) = _iterations(loop, none), _iterations(loop, none, loop.flight * loop.prompt)
     seconds = np.maximum(loop.prompt / piece, 1.0) * alone
