@@ -78,11 +78,6 @@ class ClusterSpec:
         """The type of the group's hosts in host files: the name of the group, or of its chip."""
         return self.name or self.chip
 
-    @property
-    def survives_loss(self) -> bool:
-        """Whether trials can continue after a host failed."""
-        return bool(self.spares or self.min_nodes)
-
     def with_measured(self, values: Mapping[str, float]) -> ClusterSpec:
         """Return the cluster with measured values of those fields that are None."""
         missing: Any = {name: value for name, value in values.items() if getattr(self, name) is None}

@@ -261,11 +261,6 @@ class Trial:
         return step_value(self.predicted)
 
     @property
-    def expected_step_s(self) -> float | None:
-        """The predicted time of a whole step in seconds, corrected by earlier trials if possible. None if unknown."""
-        return step_value(self.believed) or self.predicted_step_s
-
-    @property
     def is_conclusive(self) -> bool:
         """Whether the candidate needs no further trial: the trial was neither interrupted nor disturbed."""
         return self.state is not TrialState.INTERRUPTED and not self.inconclusive

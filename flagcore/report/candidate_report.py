@@ -391,11 +391,6 @@ def largest_differences(time: Mapping[str, tuple[float, float]]) -> dict[str, fl
     return {name: differences[name] for name in sorted(parts, key=lambda name: -abs(differences[name]))}
 
 
-def parts_text(differences: Mapping[str, float]) -> str:
-    """Return a text with the largest `differences`, which are in seconds by part of a step."""
-    return ", ".join(f"{_(part_name(name))} {differences[name]:+.3g} s" for name in list(differences)[:MAX_PARTS])
-
-
 def causes_text(
     objective: str,
     other: str,
@@ -436,4 +431,5 @@ def causes_text(
     share = (predicted_after - predicted_before) / (after - before)
     if not isclose(share, 1.0):
         paragraph += " " + _("The predicted difference is {share:.0%} of that.", share=share)
-    return paragraph + " " + _(parts_of, parts=parts_text(differences))
+    parts = [f"{_(part_name(name))} {differences[name]:+.3g} s" for name in list(differences)[:MAX_PARTS]]
+    return paragraph + " " + _(parts_of, parts=", ".join(parts))

@@ -198,13 +198,10 @@ class Notebook:
         return f"<pre>{escape(repr(self).strip('<>'))}\n\n{escape(str(self))}</pre>"
 
 
-NAMES: dict[str, dict[str, str]]
-COLUMNS: dict[str, dict[str, str]]
-"""For each table, the headings of its columns with dotted keys of a record."""
-
 _DATA: Any = package_yaml(__package__, "names.yaml")
-COLUMNS = _DATA.pop("columns")
-NAMES = _DATA
+COLUMNS: dict[str, dict[str, str]] = _DATA.pop("columns")
+"""For each table, the headings of its columns with dotted keys of a record."""
+NAMES: dict[str, dict[str, str]] = _DATA
 
 
 def table_columns(*tables: str) -> dict[str, str]:

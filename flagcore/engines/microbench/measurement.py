@@ -86,8 +86,10 @@ def _precisions(bench: Bench, job: Job) -> list[str]:
 
 
 def _collectives(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
+    """Measure groups of all devices, and of powers of two that divide their number."""
     rows: list[dict[str, Any]] = []
-    groups = group_sizes(job.devices)
+    divisors = (2**power for power in range(1, 12) if job.devices % 2**power == 0)
+    groups = sorted({*divisors, job.devices}) if job.devices > 1 else []
     for ranks in groups:
         items = collective_items(bench, job.devices, ranks, job.memory_bytes / 16)
         work = 0.0
@@ -112,11 +114,6 @@ def _join(job: Job, number: int, listener: socket.socket) -> None:
         master_listen_fd=os.dup(listener.fileno()) if number == 0 else None,
     )
     dist.init_process_group(job.backend, store=store, rank=number, world_size=job.devices, timeout=TIMEOUT)
-
-
-def group_sizes(devices: int) -> list[int]:
-    """Return the group sizes to measure: the number of devices, and the powers of two that divide it."""
-    return sorted({2**power for power in range(1, 12) if devices % 2**power == 0} | {devices}) if devices > 1 else []
 
 
 def collective_items(bench: Bench, devices: int, ranks: int, max_bytes: float) -> list[Item]:
