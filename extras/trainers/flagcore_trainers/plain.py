@@ -34,7 +34,8 @@ class Moments:
     end: FloatArray
 
     def highest(self) -> FloatArray:
-        return np.max(np.stack(np.broadcast_arrays(*vars(self).values())), axis=0)
+        highest: FloatArray = np.max(np.stack(np.broadcast_arrays(*vars(self).values())), axis=0)
+        return highest
 
     def plus(self, **extra: FloatArray) -> "Moments":
         """Return moments with further bytes, by name."""
@@ -56,7 +57,7 @@ def moments(train: Training, layout: Layout) -> Moments:
         tokens=layout.tokens(train.sequence),
         microbatches=layout.microbatches,
         reshard=ones < 0,
-        checkpointing=2.0 * (layout.uniform > 0),
+        checkpointing=np.where(layout.uniform > 0, 2.0, 0.0),
         reduce_bytes=u * ones,
         offload=ones < 0,
         replicated=ones < 0,
