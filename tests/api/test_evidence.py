@@ -83,7 +83,7 @@ def test_the_layout_of_a_published_run_is_compared_with_the_best() -> None:
     report = api.explain_like(SPEC, "dgxc-benchmarking LLAMA-3.1-8b fp8")
     assert report.name.startswith("Meta-Llama-3.1-8B, 8 x H100-SXM, fp8, 8192 (https://")
     assert (report.candidate["context_parallel_size"], report.candidate["data_parallel_size"]) == (2, 4)
-    assert report.causes
+    assert report.as_data()["published"]["memory"]["fits"]
     assert len(report.because) == 3  # with the own settings, the place in the list, the margin of memory
     candidate = api.explain_like(SPEC, "405B 1024 bf16").candidate  # illegal on 8 devices
     assert (candidate["pipeline_model_parallel_size"], candidate["num_layers_per_virtual_pipeline_stage"]) == (8, 2)
