@@ -266,7 +266,9 @@ def explain_like(
     published: dict[str, Any] = record(problem.task, prediction)
     best_s = float(problem.predictions.step_time_s[order[0]])
     figures = {"seconds": prediction.step_time_s, "used": used_text(published["memory"], ".4g")}
-    text = N_("with the settings of the published run: ~{seconds:.4g} s/step, {gain:+.1%} against the best, ~{used} GiB")
+    text = N_(
+        "with the settings of the published run: ~{seconds:.4g} s/step, {gain:+.1%} against the best, ~{used} GiB"
+    )
     line = _(text, gain=prediction.step_time_s / best_s - 1.0, **figures)
     line += ", " + _("does not fit") if prediction.fits is False else ""
     return replace(report, name=title, because=(line, *report.because), published=published)
