@@ -30,7 +30,7 @@ from flagcore.report.text import (
 class ChipPlan:
     """The fastest candidate on some kinds of chips.
 
-    `split`: how a mixed plan divides the work between the kinds. `time`: the parts of a step in seconds.
+    `time`: the seconds of each part of a step. `split`: how a mixed plan divides the work between the kinds.
     `unlimited_tokens_per_second`: the rate of the fastest candidate, also if it does not fit in memory.
     """
 
@@ -40,8 +40,8 @@ class ChipPlan:
     step_time_s: float
     candidate: Mapping[str, KnobValue]
     implementation: str
-    split: str = ""
     time: Mapping[str, float] = field(default_factory=dict)
+    split: str = ""
     unlimited_tokens_per_second: float = 0.0
 
 
@@ -296,7 +296,7 @@ def verdict(mixing: Mixing) -> str:
                 text += " " + _(why, rate=shown(unlimited))
             elif share > 1.0:
                 why = N_("Devices and batch divide worse for the kinds alone: {parts}.")
-                text += " " + _(why, parts=", ".join(map(_largest_part, mixing.alone)))
+                text += " " + _(why, parts=", ".join(map(_loss, mixing.alone)))
     if own := [each for each in mixing.alone if each.implementation != used]:
         kinds = ", ".join(f"{each.chips} {each.implementation}" for each in own)
         text += " " + _("train.implementation differs: alone {kinds}, mixed {used}.", kinds=kinds, used=used)
@@ -306,8 +306,7 @@ def verdict(mixing: Mixing) -> str:
     return text
 
 
-def _largest_part(plan: ChipPlan) -> str:
-    """Return the chips of a plan with the largest part of its step besides compute."""
-    parts = {name: seconds for name, seconds in plan.time.items() if name != "compute_s"}
-    name = max(parts, key=parts.__getitem__)
-    return f"{plan.chips} {_(part_name(name))} ~{parts[name] / plan.step_time_s:.0%}"
+def _loss(plan: ChipPlan) -> str:
+    """Return the chips of a plan and the largest part of its step besides compute."""
+    share, name = max((seconds / plan.step_time_s, name) for name, seconds in plan.time.items() if name != "compute_s")
+    return f"{plan.chips} {_(part_name(name))} ~{share:.0%}"

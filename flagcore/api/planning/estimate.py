@@ -310,8 +310,8 @@ def _plan(problem: Problem, rows: IntArray, split: str = "") -> ChipPlan | None:
                 step_time_s=seconds,
                 candidate=problem.space.candidate(row).as_dict(),
                 implementation=train.implementation or "local",
-                split=split,
                 time=prediction.time_s,
+                split=split,
                 unlimited_tokens_per_second=tokens / float(np.nanmin(problem.predictions.step_time_s)),
             )
     return None
