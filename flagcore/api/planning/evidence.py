@@ -21,6 +21,8 @@ from flagcore.tuner.stages.predict import predict_columns
 
 NEAREST = 8
 """How many of the nearest runs a plan is compared with. Each prediction of a run takes about 50 ms."""
+
+
 CHOSEN = 1.16
 """Geometric mean of measured over planned seconds of the fastest published runs of 52 training jobs with experts (1.15
 to 1.17 without one source). It is 1.08 in 36 unseen dense jobs. `benchmarks/chosen.py` measures both."""

@@ -197,10 +197,8 @@ class Engine(EngineProfile, Workload):
         """Raise SpecError or NoDevice if servers of `spec` cannot be started from this machine."""
         serve, cluster = spec.serve, spec.cluster
         if cluster.groups:
-            chips, problem = (
-                [group.chip for group in cluster.groups],
-                "are several kinds of chips, but one machine has only one kind",
-            )
+            chips = [group.chip for group in cluster.groups]
+            problem = "are several kinds of chips, but one machine has only one kind"
             fix = "predict with `flag estimate`"
             raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
         if cluster.nodes > 1 and not spec.on_each_host:
