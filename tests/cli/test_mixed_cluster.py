@@ -150,19 +150,13 @@ def test_a_slower_group_has_fewer_layers_and_is_named(
 
 
 def test_a_mixed_plan_above_the_sum_of_its_chips_is_explained() -> None:
-    plan = ChipPlan(
-        chips="a + b",
-        devices=4,
-        tokens_per_second=1.0,
-        step_time_s=3.0,
-        candidate={},
-        implementation="local",
-        time={"compute_s": 2.4, "tp_comm_s": 0.6},
+    names: dict[str, Any] = {"chips": "a + b", "devices": 4, "candidate": {}, "implementation": "local"}
+    mixing = Mixing(
+        mixed=ChipPlan(**names, tokens_per_second=1.0, step_time_s=3.0), idle={"a": 0.27}, limit="bubble", slowest="a"
     )
-    mixing = Mixing(mixed=plan, idle={"a": 0.27}, limit="bubble", slowest="a")
     assert "27%" in verdict(mixing)
-    alone = replace(plan, tokens_per_second=0.9, unlimited_tokens_per_second=1.5)
-    assert all(text in verdict(replace(mixing, alone=(alone,))) for text in ("111%", "1.5"))
-    alone = replace(alone, unlimited_tokens_per_second=0.9)
-    assert "20%" in verdict(replace(mixing, alone=(alone,)))
+    alone = ChipPlan(**names, tokens_per_second=0.9, step_time_s=3.0, time={"compute_s": 2.4, "tp_comm_s": 0.6})
+    has_memory, lacks_memory = (replace(alone, unlimited_tokens_per_second=rate) for rate in (0.9, 1.5))
+    texts = [verdict(replace(mixing, alone=(each,))) for each in (has_memory, lacks_memory)]
+    assert [("111%" in text, "20%" in text, "1.5" in text) for text in texts] == [(1, 1, 0), (1, 0, 1)]
     assert "111%" not in verdict(replace(mixing, alone=(alone,), unable=("c",)))
