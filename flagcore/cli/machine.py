@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 
+from flagcore import api
 from flagcore.cli import options
+from flagcore.errors import NoDevice, UsageError
 from flagcore.i18n import N_, _
 
 
@@ -18,8 +20,6 @@ from flagcore.i18n import N_, _
 @options.plugins
 def devices_command(form: str, without: tuple[str, ...]) -> None:
     """List the accelerators of this machine."""
-    from flagcore import api
-
     records = api.devices(without)
     for plugin in sorted({record["plugin"] for record in records}):
         chips = {record["chip"] or record["name"] for record in records if record["plugin"] == plugin}
@@ -46,9 +46,6 @@ def schema_command() -> None:
 @options.output
 def doctor_command(hosts: Path | None, launcher: str, form: str) -> None:
     """Check the installation: what each engine lacks, and how to fix it."""
-    from flagcore import api
-    from flagcore.errors import NoDevice
-
     if hosts is not None:
         records = api.check_hosts(hosts, launcher)
         options.show_records(records, form, "hosts")
@@ -100,8 +97,6 @@ def calibrate_command(seconds: float, devices: int | None, listed: bool, form: s
     Measures matrix products, attention, memory, kernel launches, copies to the host and, with several devices,
     collectives. The result is saved per chip, driver and version of torch, and used by all later predictions.
     """
-    from flagcore import api
-
     if listed:
         options.show_records(api.calibrations(), form, "calibrations")
         return
@@ -125,8 +120,6 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
 
     Maturity is the strongest evidence of a plugin: runs on hardware, recorded output of tools, or documents.
     """
-    from flagcore import api
-
     rows = options.joined(api.plugin_table(without), form, "chips", " ")
     options.show_records(rows, form, "plugins")
 
@@ -136,16 +129,12 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
 @options.plugins
 def plugins_chips(form: str, without: tuple[str, ...]) -> None:
     """List supported chips with their specifications and aliases."""
-    from flagcore import api
-
     options.show_records(options.joined(api.chip_table(without), form, "aliases"), form, "chips")
 
 
 @contextmanager
 def _extra_testing() -> Iterator[None]:
     """Raise UsageError with the extra to install if the conformance kit, a separate distribution, is missing."""
-    from flagcore.errors import UsageError
-
     try:
         yield
     except ModuleNotFoundError as error:
@@ -165,8 +154,6 @@ def plugins_check(targets: tuple[str, ...], everything: bool, form: str) -> None
     """
     if everything and targets:
         raise click.UsageError(_("--all and names of plugins are mutually exclusive"))
-    from flagcore.errors import NoDevice
-
     with _extra_testing():
         from flagcore_testing.runner import as_text, check_plugins
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from flagcore import api
+from flagcore.errors import SpecError
 from flagcore.i18n import N_, _, in_english, wrapped
 
 if TYPE_CHECKING:
@@ -84,13 +86,8 @@ def on_terminal(wide: bool = False) -> Iterator[None]:
 
 def chip(text: str = N_("Plan for this chip instead of the one in the spec.")) -> Callable[[F], F]:
     """Add `--chip`."""
-    return click.option("--chip", metavar="NAME", help=text, shell_complete=completing(_chips))
-
-
-def _chips() -> Iterable[str]:
-    from flagcore import api
-
-    return [each["chip"] for each in api.chip_table()]
+    complete = completing(lambda: [each["chip"] for each in api.chip_table()])
+    return click.option("--chip", metavar="NAME", help=text, shell_complete=complete)
 
 
 raw_settings = click.option(
@@ -110,8 +107,6 @@ def settings(argument: str = "spec", *, waits: bool = True) -> Callable[[F], F]:
     """
 
     def call(command: Callable[..., Any], /, settings: tuple[str, ...], **others: Any) -> Any:
-        from flagcore import api
-
         if settings and others[argument] is not None:
             others[argument] = api.with_settings(others[argument], settings)
         with patience(_("flag: predicting the candidates")) if waits else nullcontext():
@@ -169,19 +164,13 @@ def completing(known: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
     return lambda context, parameter, typed: [name for name in known() if name.lower().startswith(typed.lower())]
 
 
-def _plugins() -> Iterable[str]:
-    from flagcore import api
-
-    return [each["name"] for each in api.plugin_table()]
-
-
 plugins = click.option(
     "--no-plugin",
     "without",
     multiple=True,
     metavar="NAME",
     help=N_("Disable a plugin (repeatable)."),
-    shell_complete=completing(_plugins),
+    shell_complete=completing(lambda: [each["name"] for each in api.plugin_table()]),
 )
 """Adds `--no-plugin`. The command receives `without`, a tuple of plugin names."""
 
@@ -196,9 +185,6 @@ def _with_tree(
     **others: Any,
 ) -> Any:
     """Call a command with `spec`, or with another tuner's config. Errors name the keys of that config."""
-    from flagcore import api
-    from flagcore.errors import SpecError
-
     if config_path is None and config_name is None:
         if overrides:
             raise click.UsageError(_("unexpected argument {name!r}: overrides need --config-path", name=overrides[0]))
@@ -238,8 +224,6 @@ def _with_model(
     devices: int | None,
     **others: Any,
 ) -> Any:
-    from flagcore import api
-
     if model is None:
         if any(value is not None for value in (engine, nodes, devices)):
             raise click.UsageError(_("--engine, --nodes and --devices require --model; use --set with SPEC"))
@@ -289,10 +273,15 @@ def write_new(spec: ImportedSpec, output: Path | None) -> None:
     if output is None:
         click.echo(text, nl=False)
         return
+    write_file(output, text)
+
+
+def write_file(file: Path, text: str) -> None:
+    """Write an output file. Raises UsageError."""
     try:
-        output.write_text(text, encoding="utf-8")
+        file.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise click.UsageError(_("cannot write {file}: {reason}", file=output, reason=error.strerror)) from None
+        raise click.UsageError(_("cannot write {file}: {reason}", file=file, reason=error.strerror or error)) from None
 
 
 def print_notes(notes: Iterable[ImportNote]) -> None:

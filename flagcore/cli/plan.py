@@ -9,16 +9,15 @@ import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from flagcore import api
 from flagcore.cli import options
+from flagcore.errors import NothingFits, UsageError
 from flagcore.i18n import N_, _
-
-if TYPE_CHECKING:
-    from flagcore import api
 
 
 @click.command("estimate")
@@ -73,18 +72,12 @@ def estimate_command(
                 text = N_("{option} requires SPEC: job records are predicted as they are, as JSON lines")
                 raise click.UsageError(_(text, option=each.opts[0]))
         with options.language_of("jsonl"):
-            _estimate_jobs(jobs, arguments["without"])
-
-
-def _estimate_jobs(jobs: str, without: tuple[str, ...]) -> None:
-    from flagcore import api
-
-    for prediction in api.estimate_jobs(_records(jobs), without=without, at_once=1 if _is_pipe(jobs) else api.AT_ONCE):
-        click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
+            at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
+            for prediction in api.estimate_jobs(_records(jobs), without=arguments["without"], at_once=at_once):
+                click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
 
 
 def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:
-    from flagcore import api
     from flagcore.report.estimate import estimate_columns, estimate_texts, published_table
 
     like = arguments.pop("like")
@@ -153,7 +146,6 @@ def _is_pipe(file: str) -> bool:
 
 def _records(file: str) -> Iterator[Any]:
     """Yield the record of each line, or the line's error. Raises UsageError if the file is empty."""
-    from flagcore.errors import UsageError
     from flagcore.spec.jobs import read_job_lines
 
     name = "stdin" if file == "-" else file
@@ -209,18 +201,13 @@ def probe_command(spec: str, candidate: str | None, top: int, quiet: bool, form:
     One process runs the layers, micro-batches and optimizer of a rank of the full job. There are no other ranks, so
     communication is predicted, not measured.
     """
-    from flagcore import api
     from flagcore.report.estimate import probed_text
     from flagcore.report.formats import table_columns
 
     if candidate is not None and top != 1:
         raise click.UsageError(_("--candidate and --top are mutually exclusive"))
-
-    def show_rank(line: str) -> None:
-        if not quiet:
-            options.say(f"flag: {line}")
-
-    probes = api.probe(spec, candidate=candidate, top=top, on_rank=show_rank, **arguments)
+    on_rank = (lambda line: None) if quiet else (lambda line: options.say(f"flag: {line}"))
+    probes = api.probe(spec, candidate=candidate, top=top, on_rank=on_rank, **arguments)
     if form not in ("table", "csv"):
         options.show_records([each.as_data() for each in probes], form, {})
         return
@@ -250,8 +237,6 @@ def explain_command(spec: str, candidate: tuple[str, ...], form: str, **argument
     """
     from dataclasses import asdict
 
-    from flagcore import api
-    from flagcore.errors import NothingFits
     from flagcore.report.explanation import eliminated, explanation_text
 
     if candidate:
@@ -284,8 +269,6 @@ def compare_command(names: tuple[str, ...], form: str, **arguments: Any) -> None
     A and B are RUN:CANDIDATE, or RUN for its best. B may be CANDIDATE alone, of the same run. With --spec, both are
     CANDIDATE alone. CANDIDATE is as for `flag explain`.
     """
-    from flagcore import api
-
     if len(names) != 2:
         usage = "`flag compare RUN:best RUN:baseline`, `flag compare --spec SPEC 1 2`"
         raise click.UsageError(_("expected two candidates, got {count}: {usage}", count=len(names), usage=usage))

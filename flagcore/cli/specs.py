@@ -7,8 +7,10 @@ from typing import Any
 
 import click
 
+from flagcore import api
 from flagcore.cli import options
 from flagcore.cli.main import translated
+from flagcore.errors import FlagError
 from flagcore.i18n import N_, _
 
 
@@ -39,7 +41,6 @@ def init_command(
     On a terminal, missing values are asked for. Otherwise --model and --engine are required, and the other values have
     their defaults.
     """
-    from flagcore import api
     from flagcore.plugins import WORKLOADS, names
 
     model = model or _ask(_("Directory with a config.json, GGUF file, or name of a public model"), "--model")
@@ -77,8 +78,6 @@ def models_command(words: tuple[str, ...], form: str) -> None:
     `flag estimate --model NAME` and the key `model` of a spec accept these names, and those of fine-tuned and quantized
     variants, without a download.
     """
-    from flagcore import api
-
     options.show_records(api.public_model_table(words), form, "models")
 
 
@@ -90,7 +89,6 @@ class _Importers(options.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         from flagcore.contracts import HistoryReader
-        from flagcore.errors import FlagError
         from flagcore.plugins import IMPORTERS, command_readers, importer, names
 
         commands = list[str]()
@@ -181,8 +179,6 @@ def _convert(
     output: Path | None,
     chip: str | None = None,
 ) -> None:
-    from flagcore import api
-
     config = api.read_tree(directory, name, overrides, importer=context.info_name)
     if chip is not None:
         config.data["cluster"]["chip"] = chip
@@ -204,8 +200,6 @@ def command_command(context: click.Context, /, command: tuple[str, ...], output:
     `--`. A script is read without running its programs. The arguments are the baseline. Comments, also printed to
     stderr, mark arguments that are dropped or have another meaning in the spec.
     """
-    from flagcore import api
-
     text = sys.stdin.read().replace("\r\n", "\n") if command == ("-",) else ""
     imported = api.read_command(context.info_name, () if text else command, text=text, **given)
     options.print_notes(imported.notes)
@@ -236,7 +230,6 @@ def history_command(context: click.Context, /, csv: Path, same_machine: bool, fo
 
     `flag tune SPEC --run-dir DIR` resumes it. Rows and columns that are skipped are reported on stderr.
     """
-    from flagcore import api
     from flagcore.report.formats import table_columns
     from flagcore.report.result import trial as trial_record
     from flagcore.report.text import candidate_columns

@@ -3,13 +3,15 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from flagcore import api
 from flagcore.cli import options
+from flagcore.errors import HostLost, Interrupted
 from flagcore.i18n import N_, _
 
 
@@ -52,9 +54,7 @@ def tune_command(spec: Any, chip: str | None, quiet: bool, verbose: bool, form: 
     A config of another tuner (--config-path, --config-name) may replace SPEC; OVERRIDES are those of hydra (a.b=c,
     action=auto_tune). Keys that are dropped, or have another meaning here, are reported.
     """
-    from flagcore import api
     from flagcore.cli.progress import progress
-    from flagcore.errors import HostLost, Interrupted
     from flagcore.report.formats import fitted, table_columns
     from flagcore.report.text import candidate_columns
 
@@ -95,8 +95,6 @@ def run_command(run: str) -> None:
 
     Servers run as child processes. Their URL is printed when they are ready, and they stop with this process.
     """
-    from flagcore import api
-
     api.run_best(run, on_ready=_ready)
 
 
@@ -111,22 +109,15 @@ def report_command(run: Path, output: str | None, without: tuple[str, ...]) -> N
     memory, time, the bottleneck, the influence of each knob, every trial with the end of its logs, and the facts of the
     chip. Works during a run, too.
     """
-    from flagcore import api
-
     text, file = api.report(run, without=without), output or str(run / api.REPORT)
     if file == "-":
         click.echo(text, nl=False)
         return
-    try:
-        Path(file).write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise click.UsageError(_("cannot write {file}: {reason}", file=file, reason=error.strerror or error)) from None
+    options.write_file(Path(file), text)
     click.echo(file)
 
 
 def _print_next_steps(folder: Path, reported: bool, can_start: bool) -> None:
-    from flagcore import api
-
     lines = [_("Saved to {folder}.", folder=folder)]
     if reported:
         lines.append(_("Report: open {file}", file=folder / api.REPORT))
@@ -140,12 +131,6 @@ def _print_next_steps(folder: Path, reported: bool, can_start: bool) -> None:
 
 def _ready(url: str) -> None:
     options.say(_("flag: ready at {url}", url=url))
-
-
-def _targets() -> Sequence[str]:
-    from flagcore import api
-
-    return api.export_targets()
 
 
 def _pods(command: Callable[..., None]) -> Callable[..., None]:
@@ -167,7 +152,7 @@ class _Export(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the targets of `--to`. They are looked up only here, because this loads them."""
         with formatter.section(_("Targets")):
-            formatter.write_text(", ".join(_targets()))
+            formatter.write_text(", ".join(api.export_targets()))
 
 
 @click.command("export", cls=_Export)
@@ -178,7 +163,7 @@ class _Export(click.Command):
     "target",
     required=True,
     metavar="TARGET",
-    shell_complete=options.completing(_targets),
+    shell_complete=options.completing(lambda: api.export_targets()),
     help="What starts the candidate: one of the targets below.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder [default: NAME-TARGET].")
@@ -196,8 +181,6 @@ def export_command(where: Path, candidate: tuple[str, ...], target: str, **given
 
     CANDIDATE has the same form as for `flag explain` [default: best]. The paths of the files are printed.
     """
-    from flagcore import api
-
     named = {name: given.pop(name) for name in ("image", "kind", "volume", "queue", "rdma", "user", "pods")}
     options_of_target = {name: str(value) for name, value in named.items() if value is not None}
     exported = api.export(where, target, ", ".join(candidate) or "best", options=options_of_target, **given)
@@ -221,7 +204,6 @@ def manifest_command(where: Path, **given: Any) -> None:
 
     All files must have the same paths in the image or on the volume as on this machine.
     """
-    from flagcore import api
     from flagcore.report.formats import as_yaml
 
     manifest, notes = api.manifest(where, **given)
@@ -240,7 +222,7 @@ def runs_command() -> None:
 @options.output
 def runs_list(folder: Path, form: str) -> None:
     """List the runs in DIR [default: runs], the latest first."""
-    from flagcore import api
+    from flagcore.api.runs import UNMEASURED
     from flagcore.report.text import run_rows
 
     with options.patience(_("flag: reading the runs")):
@@ -249,7 +231,9 @@ def runs_list(folder: Path, form: str) -> None:
         options.say(_("no run in {folder}; `flag tune` creates one", folder=folder))
         return
     options.show_records(run_rows(records) if form == "table" else records, form, "runs")
-    _say_unmeasured(records, form)
+    for each in records if form == "table" else ():
+        if each["state"] == UNMEASURED:
+            options.say(f"{each['run']}: {each['no_best']}")
 
 
 @runs_command.command("show")
@@ -258,8 +242,6 @@ def runs_list(folder: Path, form: str) -> None:
 @options.plugins
 def runs_show(run: Path, form: str, without: tuple[str, ...]) -> None:
     """Show the best configuration of RUN and all trials, as `flag tune` does at its end. Works during a run, too."""
-    from flagcore import api
-
     data, text = api.show_run(run, without)
     if form == "table":
         options.show(text)
@@ -267,12 +249,3 @@ def runs_show(run: Path, form: str, without: tuple[str, ...]) -> None:
         click.echo(json.dumps(data, indent=1 if form == "json" else None, ensure_ascii=False))
     else:
         options.show_records([data] if form == "yaml" else data["trials"], form, "trials")
-
-
-def _say_unmeasured(records: Sequence[Mapping[str, Any]], form: str) -> None:
-    """Print, below a table, why runs have no measurement and how to continue them."""
-    from flagcore.api.runs import UNMEASURED
-
-    for each in records if form == "table" else ():
-        if each["state"] == UNMEASURED:
-            options.say(f"{each['run']}: {each['no_best']}")

@@ -249,8 +249,8 @@ def _variant(task: Task, rules_of: _RulesOf, merges_of: _MergesOf, knobs: Sequen
         rules = {(rule.name, rule.message): rule for rule in rules_of(variant_task)}
         return _Variant(values, rules, {merge.name: merge for merge in merges_of(variant_task)})
     except SpecError as error:
-        name = error.key.rpartition(".")[2]
-        rule = Rule(name=name, knobs=(), message=f"{name} {error.problem}", broken=_every_row)
+        name, broken = error.key.rpartition(".")[2], lambda c: np.ones(next(iter(c.values())).shape, dtype=np.bool_)
+        rule = Rule(name=name, knobs=(), message=f"{name} {error.problem}", broken=broken)
         return _Variant(values, {(rule.name, rule.message): rule}, error=error)
 
 
@@ -352,7 +352,3 @@ def _are_equal(first: object, second: object) -> bool:
         cells = zip(first.__closure__ or (), second.__closure__ or (), strict=False)
         return first.__code__ is second.__code__ and all(_are_equal(a.cell_contents, b.cell_contents) for a, b in cells)
     return first is second or (type(first) is type(second) and bool(first == second))
-
-
-def _every_row(columns: Columns) -> BoolArray:
-    return np.ones(next(iter(columns.values())).shape, dtype=np.bool_)

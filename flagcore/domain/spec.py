@@ -78,11 +78,6 @@ class ClusterSpec:
         """The type of the group's hosts in host files: the name of the group, or of its chip."""
         return self.name or self.chip
 
-    @property
-    def survives_loss(self) -> bool:
-        """Whether trials can continue after a host failed."""
-        return bool(self.spares or self.min_nodes)
-
     def with_measured(self, values: Mapping[str, float]) -> ClusterSpec:
         """Return the cluster with measured values of those fields that are None."""
         missing: Any = {name: value for name, value in values.items() if getattr(self, name) is None}
@@ -265,11 +260,6 @@ class Task:
         """Return the number of devices of one node of `group` that a trial uses."""
         cards = self.spec.work.cards if isinstance(self.spec.work, ServeSpec) else None
         return min(cards or group.devices_per_node, group.devices_per_node)
-
-    def with_time_limit(self, seconds: float) -> Task:
-        """Return the task with `seconds` as the time limit of a trial."""
-        control = replace(self.spec.control, max_time_per_task=seconds)
-        return replace(self, spec=replace(self.spec, control=control))
 
     def on_nodes(self, nodes: int) -> Task:
         """Return the task of a trial on fewer nodes. The cluster must have a single node group."""

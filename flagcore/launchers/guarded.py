@@ -189,7 +189,10 @@ def start(
     guard writes the verdict to `exit.json` in `folder`. Raises OSError if the trial cannot be started.
     """
     environment = {MARKER: secrets.token_hex(8), **environment}
-    order = _encode_order(argv, environment, directory, folder, limits)
+    words = [os.fsencode(word) for word in argv]
+    variables = {**os.environb, **{os.fsencode(name): os.fsencode(value) for name, value in environment.items()}}
+    order = marshal.dumps((words, variables, os.fsencode(directory), os.fsencode(folder), *limits))
+    order = len(order).to_bytes(8, "little") + order  # marshal is safe, because both ends run the same Python
     pipes: list[int] = []
     try:
         for _ in range(2):
@@ -211,13 +214,3 @@ def start(
         trial.close()
         raise
     return trial
-
-
-def _encode_order(
-    argv: Sequence[str], environment: Mapping[str, str], directory: str, folder: str, limits: Limits
-) -> bytes:
-    """Return the order for the guard, with its length before it. Both ends run the same Python, so marshal is safe."""
-    words = [os.fsencode(word) for word in argv]
-    added = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
-    order = marshal.dumps((words, {**os.environb, **added}, os.fsencode(directory), os.fsencode(folder), *limits))
-    return len(order).to_bytes(8, "little") + order

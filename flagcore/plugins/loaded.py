@@ -134,11 +134,6 @@ COLUMNS = frozenset(
 """Methods of plugins' objects whose results are converted to arrays of float64."""
 
 
-def wrap_objects(plugin: str, hook: str, result: T) -> T:
-    """Return the result of `hook`. An object with methods is wrapped in a `PluginProxy`."""
-    return cast(T, PluginProxy(plugin, result)) if hook in HOOKS_WITH_OBJECTS else result
-
-
 class PluginProxy:
     """Wraps an object of a plugin. Exceptions in its methods become NoDevice, with a hint to disable the plugin."""
 
@@ -393,7 +388,10 @@ class LoadedPlugins:
                 if (seconds := time.monotonic() - start) > SLOW_SECONDS and hook not in SLOW_HOOKS:
                     LOG.warning("plugin %s: %s took %.0f s", plugin.name, hook, seconds)
                 stage = "answer"
-                return None if result is None else wrap_objects(plugin.name, hook, check(result))
+                if result is None:
+                    return None
+                answer = check(result)
+                return cast(T, PluginProxy(plugin.name, answer)) if hook in HOOKS_WITH_OBJECTS else answer
         except KeyboardInterrupt:
             raise
         except BaseException as error:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from flagcore.domain.knob import Knob
-from flagcore.domain.spec import CHEAPEST, COST, ClusterSpec, Spec
+from flagcore.domain.spec import CHEAPEST, COST, Spec
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.knobs import Engines, knobs_of, knobs_of_engine
@@ -127,7 +127,11 @@ def _spec_of(document: CommonSection) -> Spec:
     tuner, kind = dict(fields["auto_tuner"]), "serve" if "serve" in fields else "train"
     tuner.pop("cards", None)
     if tuner["objective"] == COST:
-        _require_prices(fields["cluster"])
+        cluster = fields["cluster"]
+        if any(group.price_per_device_hour is None for group in cluster.groups or (cluster,)):
+            key = "cluster.groups[].price_per_device_hour" if cluster.groups else "cluster.price_per_device_hour"
+            fix = _("set {key}, or choose another objective", key=key)
+            raise spec_error("auto_tuner.objective", _("needs the price of all devices"), value=COST, fix=fix)
         tuner["objective"] = CHEAPEST[kind]
     spec = Spec(**{name: fields[name] for name in ("model", "cluster", "envs")}, work=fields[kind], **tuner)
     nodes, whole = spec.control.trial_nodes, spec.cluster.nodes
@@ -155,11 +159,3 @@ def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
             batch=batch,
         )
     return ""
-
-
-def _require_prices(cluster: ClusterSpec) -> None:
-    """Raise SpecError if the price of a device is missing, which the objective `cost` needs."""
-    if any(group.price_per_device_hour is None for group in cluster.groups or (cluster,)):
-        key = "cluster.groups[].price_per_device_hour" if cluster.groups else "cluster.price_per_device_hour"
-        fix = _("set {key}, or choose another objective", key=key)
-        raise spec_error("auto_tuner.objective", _("needs the price of all devices"), value=COST, fix=fix)

@@ -34,7 +34,9 @@ KeyPath = tuple["str | int", ...]
 def spec_error(key: KeyPath | str, problem: str, *, value: object = None, fix: str = "", file: str = "") -> SpecError:
     """Return a SpecError with a message of one line. Long parts are cut so that it has about MAX_MESSAGE characters."""
     name = key if isinstance(key, str) else key_text(key)
-    name, problem, fix, file = (_one_line(text) for text in (name, problem, fix, file))
+    name, problem, fix, file = (
+        _UNPRINTABLE.sub("?", re.sub(r"\s+", " ", text[:10_000])) for text in (name, problem, fix, file)
+    )
     error = SpecError(key=name, problem=problem, value=value, fix=fix, file=file)
     if len(str(error)) < MAX_MESSAGE:
         return error
@@ -106,10 +108,6 @@ def _problem_of(value: object) -> tuple[str, str]:
     elif value is not None and (not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray))):
         return f"is of type {type(value).__name__}", "use text, a number, true, false, null, a list or a mapping"
     return "", ""
-
-
-def _one_line(text: str) -> str:
-    return _UNPRINTABLE.sub("?", re.sub(r"\s+", " ", text[:10_000]))
 
 
 def _shorten_end(text: str, size: int) -> str:

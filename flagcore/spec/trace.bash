@@ -234,7 +234,10 @@ __fc_decide() {
   local IFS=$' \t\n' first=${__fc_call[0]-}
   ((${#__fc_call[@]})) || return 1
   if [[ $first == source || $first == . ]]; then
-    [[ -z ${TRACE_ELSEWHERE-} || -r ${__fc_call[1]-} ]] || return 0
+    if [[ -n ${TRACE_ELSEWHERE-} && ! -r ${__fc_call[1]-} ]]; then
+      [[ ${__fc_call[1]-} == @(|/@(etc|opt|usr)/*) ]] || __fc_record skipped "${__fc_call[1]}" 'a sourced file that is not here'
+      return 0
+    fi
     __fc_check_blocks "${__fc_call[1]-}" || return 3
   fi
   if ! __fc_writes "$__fc_to"; then

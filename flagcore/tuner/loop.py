@@ -367,8 +367,8 @@ class _Search:
 
     def _finish(self, trial: Trial) -> None:
         self.store.finish(trial)
-        self.loss = trial.reason if trial.lost_host else None
-        if not (trial.lost_host and self.problem.task.spec.cluster.survives_loss):
+        self.loss, cluster = trial.reason if trial.lost_host else None, self.problem.task.spec.cluster
+        if not (trial.lost_host and (cluster.spares or cluster.min_nodes)):
             self.consecutive_busy = self.consecutive_busy + 1 if trial.inconclusive else 0
         self._learn()
         self._emit("trial_finished", trial)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from flagcore.contracts import Launcher, Platform, Problem
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, TrainSpec
-from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
+from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState, step_value
 from flagcore.errors import HostLost, LaunchError, UsageError
 from flagcore.i18n import N_, Message
 from flagcore.tuner.stages.devices import SETTLE_SECONDS, wait_for_devices
@@ -73,7 +73,7 @@ def plan_shortened_steps(problem: Problem, trial: Trial, most_nodes: int | None 
         return SmallerTask(problem.platform, nodes).shortened(columns, whole_prediction)
     if trial.role is Role.REPEAT:
         return None
-    return shorten(problem.platform, trial.candidate, columns, trial.expected_step_s)
+    return shorten(problem.platform, trial.candidate, columns, step_value(trial.believed) or trial.predicted_step_s)
 
 
 def memory_needed(task: Task, trial: Trial) -> float:

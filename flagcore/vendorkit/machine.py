@@ -106,7 +106,7 @@ def visible(
         return devices
     chosen: dict[int, Device] = {}
     for word in words:
-        match = next((device for device in devices if _matches(device, word)), None)
+        match = next((d for d in devices if d.selector == word or (len(word) > 4 and d.uuid.startswith(word))), None)
         if match is None:
             break
         chosen.setdefault(match.index, replace(match, name=word))
@@ -117,10 +117,6 @@ def setting(variables: Iterable[str], environment: Mapping[str, str]) -> list[st
     """Return the comma-separated words of the first of `variables` that is set. Returns None if none is set."""
     value = next((environment[name] for name in variables if name in environment), None)
     return None if value is None else [word.strip() for word in value.split(",")]
-
-
-def _matches(device: Device, word: str) -> bool:
-    return device.selector == word or (len(word) > 4 and device.uuid.startswith(word))
 
 
 def _decoded(file: IO[bytes]) -> str:

@@ -35,7 +35,8 @@ class Matrix:
 def read_matrix(text: str) -> Matrix | None:
     """Return the matrix in `text`. Returns None if a row is incomplete, or if both directions of a pair differ."""
     lines = strip_controls(text).splitlines()
-    start = next((at for at, line in enumerate(lines) if _is_header(line)), None)
+    words = [line.split() or [""] for line in lines]
+    start = next((at for at, row in enumerate(words) if _DEVICE.fullmatch(row[0]) and "X" not in row), None)
     if start is None:
         return None
     columns = [*_AFFINITY.split(lines[start])[0].split(), *_AFFINITY.findall(lines[start])]
@@ -46,11 +47,10 @@ def read_matrix(text: str) -> Matrix | None:
         return None
     (prefix,) = prefixes
     links_by_device: dict[int, dict[str, str]] = {}
-    for line in lines[start + 1 :]:
-        label, *words = line.split() or [""]
+    for label, *cells in words[start + 1 :]:
         device = _DEVICE.fullmatch(label)
-        if device and len(words) >= width and int(device[1]) not in links_by_device:
-            links_by_device[int(device[1])] = dict(zip(columns, words, strict=False))
+        if device and len(cells) >= width and int(device[1]) not in links_by_device:
+            links_by_device[int(device[1])] = dict(zip(columns, cells, strict=False))
     if set(links_by_device) != set(devices):
         return None
     links = {(a, b): links_by_device[a][f"{prefix}{b}"] for a in devices for b in devices if a != b}
@@ -147,8 +147,3 @@ def _rate(path: Path) -> float | None:
     except OSError:
         return None
     return float(found[1]) * 1e9 / 8 if found else None
-
-
-def _is_header(line: str) -> bool:
-    words = line.split()
-    return bool(words) and _DEVICE.fullmatch(words[0]) is not None and "X" not in words

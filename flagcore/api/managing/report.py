@@ -77,7 +77,9 @@ def list_runs(folder: Path | str = RUNS) -> list[dict[str, Any]]:
 
 def show_run(folder: Path | str, without: Collection[str] = ()) -> tuple[Mapping[str, Any], str]:
     """Return the result of a run as data and as text. The run may be in progress. Raises RunError."""
-    run = report_data(_required(Path(folder)), without)
+    if not _is_run(Path(folder)):
+        raise RunError(_("{folder} is not a run; `flag runs list` lists them", folder=folder))
+    run = report_data(Path(folder), without)
     text = result_text(replace(run, folder_name=str(folder), warnings=()))
     return run.data, "\n".join([*run.warnings, text])
 
@@ -136,12 +138,6 @@ def _changed(folder: Path) -> float:
     """Return the time of the last change of a run, in seconds since 1970."""
     files = [file for name in ("journal.log", "result.json", IDENTITY) if (file := folder / name).is_file()]
     return max(each.stat().st_mtime for each in files or [folder])
-
-
-def _required(folder: Path) -> Path:
-    if not _is_run(folder):
-        raise RunError(_("{folder} is not a run; `flag runs list` lists them", folder=folder))
-    return folder
 
 
 def _is_run(folder: Path) -> bool:

@@ -427,7 +427,9 @@ def import_history(
         reasons = "; ".join(notes[:5]) or _("it has none")
         raise UsageError(_("no row of {file} can be imported: {reasons}", file=path, reasons=reasons))
     role, source = Role.SEARCH if same_machine else Role.IMPORTED, str(path.resolve())
-    trials = [replace(each, role=role, source=source, predicted=_prediction(problem, each)) for each in found]
+    rows = [problem.predictions.row(problem.row_of(each.candidate)) for each in found]
+    predicted = [record(problem.task, each) for each in rows]
+    trials = [replace(each, role=role, source=source, predicted=p) for each, p in zip(found, predicted, strict=True)]
     folder = Path(run_dir) if run_dir else RUNS / name.stem
     saved_trials = _save(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
     notes = (*notes, *_plausibility_warning(trials))
@@ -449,12 +451,6 @@ def _history_candidate(problem: Problem, given: Mapping[str, KnobValue]) -> Cand
     if problem.space.find(candidate) is None:
         raise UsageError(_("not in the space of the spec"))
     return candidate
-
-
-def _prediction(problem: Problem, trial: Trial) -> Mapping[str, object]:
-    row = problem.space.find(trial.candidate)
-    assert row is not None, "importers find candidates in the space"
-    return record(problem.task, problem.predictions.row(row))
 
 
 def _save(

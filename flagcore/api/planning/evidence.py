@@ -20,6 +20,8 @@ from flagcore.tuner.stages.predict import predict_columns
 
 NEAREST = 8
 """How many of the nearest runs a plan is compared with. Each prediction of a run takes about 50 ms."""
+
+
 CHOSEN = {False: (1.08, 0.90, 1.27), True: (1.17, 0.82, 1.56)}
 """Measured over planned seconds of the fastest published runs of 89 dense jobs, and of 55 with experts (True): the
 geometric mean (of 38 dense jobs that no fit has used), and an interval that contains 80%. `benchmarks/chosen.py`

@@ -33,13 +33,13 @@ from flagcore.api.managing.report import save_report, save_report_of_engines
 from flagcore.api.planning.jobs import past_of_problem
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.api.tuning.watch import Watchers
-from flagcore.contracts import Event, OnEvent, Problem, Telemetry, Workload
+from flagcore.contracts import Event, OnEvent, Problem, Telemetry
 from flagcore.domain.chip import Device
 from flagcore.domain.files import writable, write
 from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.space import KnobValue
-from flagcore.domain.spec import Control, Spec, TrainSpec
+from flagcore.domain.spec import Control, TrainSpec
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
 from flagcore.errors import EveryTrialFailed, FlagError, HostLost, Interrupted, NothingFits, RunError, UsageError
 from flagcore.i18n import N_, _, ngettext
@@ -129,7 +129,11 @@ class _EngineRun:
         runs = self.spec.control.fidelity != ESTIMATE
         if runs:
             require_any_host(self.launcher, self.spec.cluster.hosts)
-        _require_ready(self.workload, self.spec)
+        fidelity = self.spec.control.fidelity
+        if fidelity == RUN:
+            self.workload.ready(self.spec.on_nodes(self.spec.trial_nodes))
+        if fidelity == PROBE or (fidelity == RUN and self.spec.control.probes):
+            self.workload.ready_to_probe(self.spec)
         with self.watchers, ExitStack() as agents, loaded_plugins(self.without) as loaded:
             if self.spec.on_each_host and runs:
                 loaded.use_devices(*self._require_hosts(agents))
@@ -248,14 +252,6 @@ class _EngineRun:
         except RunError as error:
             warn([_("later runs cannot use the measurements of this run: {reason}", reason=error)])
         return replace(outcome, reported=save_report(folder, result, outcome.data))
-
-
-def _require_ready(workload: Workload, spec: Spec) -> None:
-    """Raise SpecError or NoDevice if trials at the fidelity of `spec` cannot run on this machine."""
-    if spec.control.fidelity == RUN:
-        workload.ready(spec.on_nodes(spec.trial_nodes))
-    if spec.control.fidelity == PROBE or (spec.control.fidelity == RUN and spec.control.probes):
-        workload.ready_to_probe(spec)
 
 
 def _require_no_higher_fidelity(store: OptunaStore, control: Control, run_dir: Path) -> None:

@@ -156,6 +156,7 @@ def as_html(page: Page) -> str:
     from markupsafe import Markup
 
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
+    digest = b64encode(sha256(script.encode()).digest()).decode()
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["shown"] = shown
     template = environment.from_string((TEMPLATES / "page.html").read_text(encoding="utf-8"))
@@ -168,18 +169,13 @@ def as_html(page: Page) -> str:
         language=TAGS[language()],
         words={name: _(text).replace("{version}", version("flagcore")) for name, text in NAMES["html"].items()},
         version=version("flagcore"),
-        policy=_policy(script),
+        policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'",
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         kind_of=lambda block: type(block).__name__,
         symbols=SYMBOLS,
         description_of=description_of,
     )
-
-
-def _policy(script: str) -> str:
-    digest = b64encode(sha256(script.encode()).digest()).decode()
-    return f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'"
 
 
 def plain_text(block: Block | None) -> Iterator[str]:

@@ -54,8 +54,7 @@ class RunData(Plan):
     - `secrets`: values that must not be shown.
     - `labels`: the labels of the engine.
     - `data`: the content of result.json.
-    - `stop_reason`, `notes`, `cost`: why the run stopped (in the selected language), notes, and the cost of the best,
-      all from `data`.
+    - `stop_reason`: why the run stopped, from `data`, in the selected language.
     - `engines`: the results or errors of several engines, from `data`.
     """
 
@@ -68,8 +67,6 @@ class RunData(Plan):
     labels: Labels = field(default_factory=Labels)
     data: Record = field(default_factory=dict)
     stop_reason: str = ""
-    notes: Sequence[str] = ()
-    cost: Record = field(default_factory=dict)
     engines: Mapping[str, RunData | str] = field(default_factory=dict)
 
     @classmethod
@@ -87,8 +84,6 @@ class RunData(Plan):
             folder=folder,
             data=data,
             stop_reason=stop_reason(data),
-            notes=data.get("notes") or (),
-            cost=(data.get("best") or {}).get("cost") or {},
             engines=engines,
             **context,
         )

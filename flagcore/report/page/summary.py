@@ -69,7 +69,7 @@ def summary(run: RunData) -> Section:
     for line, numbers in slow_devices(run).items():
         text = N_("Slow device, which delays all other devices: {line} (trial {trials}).")
         blocks.append(Text(_(text, line=line, trials=", ".join(map(str, numbers)))))
-    blocks += [Text(_("Note: {note}.", note=note)) for note in run.notes]
+    blocks += [Text(_("Note: {note}.", note=note)) for note in run.data.get("notes") or ()]
     return Section("summary", _("Summary"), [*blocks, *ending(run)])
 
 
@@ -196,7 +196,8 @@ def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
 
 def _cost(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     """Yield the time and the cost of the planned job, and the cost of tokens, where they are known."""
-    cost, mark = run.cost, _mark(run) if best.measurement else "~"
+    cost = (run.data.get("best") or {}).get("cost") or {}
+    mark = _mark(run) if best.measurement else "~"
     if days := cost.get("planned_days"):
         text = _("{days} days", days=shown(days)) if days >= MIN_DAYS else duration_text(days * DAY)
         price = cost.get("planned_cost")

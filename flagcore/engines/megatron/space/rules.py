@@ -251,14 +251,6 @@ def _recompute_rules(task: Task) -> Iterator[Rule]:
     )
 
 
-def setting_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of the enabled settings, without those that flagcore assumes for production.
-
-    Assumed settings are used only by candidates for which they are legal, so they make no candidate illegal.
-    """
-    return tuple(rule for rule in settings_with_rules(task) if rule.name not in task.spec.train.assumed)
-
-
 def settings_with_rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of all enabled settings, including those that flagcore assumes for production."""
     settings, split = settings_in_force(task.spec), Split.from_task(task)

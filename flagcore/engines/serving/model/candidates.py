@@ -416,23 +416,29 @@ def steady_state(loop: ClosedLoop) -> LoopMeans:
 
 
 def _with_prompts_only(loop: ClosedLoop, means: LoopMeans) -> LoopMeans:
-    """Return `means` with recomputed values for prefill-only lanes, which process one prompt at a time."""
-    _, mixed, tokens = _iterations(loop, np.full_like(loop.flight, 1e-9))
-    seconds, prefills = np.maximum(loop.prompt / tokens, 1.0) * mixed, np.asarray(loop.role) == 1
+    """Return `means` with recomputed values for prefill-only lanes: the TTFT of a prompt alone, and the rate of full
+    iterations, whose prompts are divided among all ranks."""
+    prefills, none = np.asarray(loop.role) == 1, np.full_like(loop.flight, 1e-9)
+    (_, alone, piece), (_, full, tokens) = _iterations(loop, none), _iterations(loop, none, loop.flight * loop.prompt)
+    seconds = np.maximum(loop.prompt / piece, 1.0) * alone
     return LoopMeans(
         np.where(prefills, loop.front_end + seconds, means.ttft),
         np.where(prefills, 0.0, means.tpot),
-        np.where(prefills, loop.output / seconds, means.rate),
+        np.where(prefills, loop.output * tokens / (loop.prompt * full), means.rate),
     )
 
 
-def _iterations(loop: ClosedLoop, decoding: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the seconds of an iteration without prompts, and the seconds and prompt tokens of one with prompts."""
+def _iterations(
+    loop: ClosedLoop, decoding: FloatArray, waiting: FloatArray | float = 0.0
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the seconds of an iteration without prompts, and the seconds and prompt tokens of one with prompts. It
+    computes at least `waiting` prompt tokens, up to the limit."""
     costs, overheads, ranks, batch = loop.costs, loop.overheads, loop.ranks * loop.stages, decoding / loop.stages
     plain, reads = loop.device(decoding), loop.reads(decoding)
     plain = np.where(batch / loop.ranks > costs.captured, np.maximum(plain, costs.floor), plain)
     chunk = np.maximum(loop.budget - decoding * overheads.mixes, 1.0)
-    prompt_tokens = np.minimum(np.maximum(loop.prompt, decoding * loop.prompt / loop.output), chunk)
+    arrived = np.maximum(decoding * loop.prompt / loop.output, waiting)
+    prompt_tokens = np.minimum(np.maximum(loop.prompt, arrived), chunk)
     piece = np.minimum(loop.prompt, prompt_tokens)
     piece = np.maximum(np.minimum(piece, loop.budget / ranks), piece / loop.stages)
     longest = np.maximum(prompt_tokens / ranks, piece)
