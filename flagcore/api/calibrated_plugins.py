@@ -69,7 +69,9 @@ class CalibratedPlugins(LoadedPlugins):
         if calibration is None:
             return plugin_costs
         fallbacks = plugin_costs.sources if plugin_costs else (Roofline(chip=chip),)
-        return KernelCostStack((kernel_table(calibration, chip, _curve(plugin_costs)), *fallbacks))
+        curve = getattr(fallbacks[0], "curve", None)
+        table = kernel_table(calibration, chip, curve if isinstance(curve, Curve) else Curve())
+        return KernelCostStack((table, *fallbacks))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return measured times within a node, and times from the topology for larger groups. Raises RunError."""
@@ -102,11 +104,6 @@ class CalibratedPlugins(LoadedPlugins):
             self._calibrated_on_few.add(name)
             text = N_("{chip} was calibrated on {count} of the {total} devices of a node; calibrate a whole node")
             self._warn(_(text, chip=name, count=count, total=total))
-
-
-def _curve(costs: KernelCostStack | None) -> Curve:
-    curve = getattr(costs.sources[0], "curve", None) if costs else None
-    return curve if isinstance(curve, Curve) else Curve()
 
 
 def _installed_torch() -> str | None:

@@ -144,6 +144,8 @@ class Chip:
 
 TRAINED = ("bf16", "fp16", "fp32")
 """Precisions in which chips can train without additional libraries, in order of preference."""
+
+
 MUCH_SLOWER = 2.0
 """If the job's precision is slower than fp32 by at least this factor, the user gets a message. If the steps of trials
 then do not fit in the time limit, the search ends. Chosen by hand: no choice of knobs gains as much."""
@@ -213,6 +215,8 @@ ASSUMED_NETWORK = Fact(
 
 ASSUMED_NETWORK_RANGE = 2.0
 """The factor by which the network may be slower or faster than ASSUMED_NETWORK."""
+
+
 MIN_SIMILARITY = 0.72
 """The minimum similarity (0 to 1) of normalized names at which a chip is suggested for a misspelled name."""
 
@@ -243,10 +247,8 @@ MAX_LISTED = 20
 def unknown_chip_hint(word: str, chips: Iterable[Chip]) -> str:
     """Return a hint for an unknown chip name: similar names, or all chips if there are at most MAX_LISTED."""
     known_chips = tuple(chips)
-    similar, listed = (
-        " or ".join(similar_chips(word, known_chips)),
-        ", ".join(sorted(chip.name for chip in known_chips)) or "none",
-    )
+    similar = " or ".join(similar_chips(word, known_chips))
+    listed = ", ".join(sorted(chip.name for chip in known_chips)) or "none"
     if not similar and len(known_chips) > MAX_LISTED:
         return f"`flag plugins chips` lists all {len(known_chips)} chips and their aliases"
     hint = f"did you mean {similar}?" if similar else f"known chips: {listed};"
@@ -287,6 +289,8 @@ LOW_CLOCK_RATIO = 0.85
 
 SPEED_TEST, CLOCK, MEMORY_IN_USE = "speed_test_s", "clock_hertz", "memory_used_bytes"
 """Names of a device's metrics in `Measurement.devices` and in telemetry."""
+
+
 CORES, OTHERS_CORES = "cores", "cores_used_by_others"
 """Metrics in a host's telemetry: the number of cores, and the number of cores that other programs use."""
 DISK_WAIT, SWAPPED = "disk_wait", "swapped_bytes_per_second"

@@ -261,11 +261,6 @@ class Task:
         cards = self.spec.work.cards if isinstance(self.spec.work, ServeSpec) else None
         return min(cards or group.devices_per_node, group.devices_per_node)
 
-    def with_time_limit(self, seconds: float) -> Task:
-        """Return the task with `seconds` as the time limit of a trial."""
-        control = replace(self.spec.control, max_time_per_task=seconds)
-        return replace(self, spec=replace(self.spec, control=control))
-
     def on_nodes(self, nodes: int) -> Task:
         """Return the task of a trial on fewer nodes. The cluster must have a single node group."""
         (group,) = self.cluster.groups

@@ -331,6 +331,8 @@ SEARCH_FIELDS: Mapping[str, Callable[[Any], Any]] = {
 }
 """The fields that the search sets when a trial begins, and the functions that read them from plain data.
 `result.json` contains them next to the prediction."""
+
+
 STEADY_STEPS, AGREEMENT = 3, 0.02
 MIN_STEPS = 2
 """The minimum number of steps of a measured trial: one warm-up step, and one measured step."""
@@ -371,10 +373,8 @@ def steps_in_time(step_times_s: Sequence[float], planned: int, seconds: float) -
     return planned if steps_left * expected <= seconds else len(step_times_s) + max(0, int(seconds / expected))
 
 
-RUN_STARTED, TRIAL_STARTED, TRIAL_FINISHED, RUN_FINISHED = KINDS = (
-    *("run_started", "trial_started"),
-    *("trial_finished", "run_finished"),
-)
+KINDS = ("run_started", "trial_started", "trial_finished", "run_finished")
+RUN_STARTED, TRIAL_STARTED, TRIAL_FINISHED, RUN_FINISHED = KINDS
 """The kinds of events. A resumed run sends `run_started` again."""
 
 

@@ -195,22 +195,22 @@ def join(job: Any, number: int, listener: socket.socket | None) -> None:
 
     The job of any engine has a `world_size`, its number of `nodes`, and the `backend` of its `device`.
     """
-    if job.nodes > 1:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    else:
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if job.nodes > 1 else None
+    join_group(job.device.backend, number, job.world_size, listener, address)
+
+
+def join_group(
+    backend: str | None, number: int, size: int, listener: socket.socket | None, address: tuple[str, int] | None = None
+) -> None:
+    """Join a group of `size` processes as process `number`, at `address` or else at that of `listener`."""
+    if address is None:
         assert listener
-        host, port = listener.getsockname()
-    if (job.device.backend or "").endswith("gloo"):
+        address = listener.getsockname()
+    if (backend or "").endswith("gloo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by default gloo resolves the host name
-    store = dist.TCPStore(
-        host,
-        port,
-        job.world_size,
-        is_master=number == 0,
-        timeout=TIMEOUT,
-        master_listen_fd=os.dup(listener.fileno()) if number == 0 and listener else None,
-    )
-    dist.init_process_group(job.device.backend, store=store, rank=number, world_size=job.world_size, timeout=TIMEOUT)
+    listen = os.dup(listener.fileno()) if number == 0 and listener else None
+    store = dist.TCPStore(*address, size, is_master=number == 0, timeout=TIMEOUT, master_listen_fd=listen)
+    dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=TIMEOUT)
 
 
 def append_step(folder: Path, step: Mapping[str, object]) -> None:

@@ -350,9 +350,8 @@ class HostsRunning:
                 if name in LOGS:
                     self._merge(connection.host, name, data)
             except (OSError, ValueError) as error:
-                connection.problem = (
-                    f"the host's file {name!r} cannot be written on this machine: {getattr(error, 'strerror', error)}"
-                )
+                reason = getattr(error, "strerror", error)
+                connection.problem = f"the host's file {name!r} cannot be written on this machine: {reason}"
 
     def _merge(self, host: str, name: str, data: bytes) -> None:
         """Append the complete lines of one host's log to the log of the trial."""

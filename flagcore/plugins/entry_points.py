@@ -78,12 +78,9 @@ def _incompatible(distribution: Distribution) -> str | None:
     for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        if canonicalize_name(requirement.name) == "flagcore" and not requirement.specifier.contains(
-            version("flagcore"), prereleases=True
-        ):
-            return (
-                f"needs {requirement}, but this is flagcore {version('flagcore')}; install a version for this release"
-            )
+        own = version("flagcore")
+        if canonicalize_name(requirement.name) == "flagcore" and not requirement.specifier.contains(own, True):
+            return f"needs {requirement}, but this is flagcore {own}; install a version for this release"
     return None
 
 

@@ -224,13 +224,8 @@ def _time(report: CandidateReport, other: Alternative) -> str:
     return _("time unknown") if step is None else f"{mark}{seconds_text(report.objective, step)}"
 
 
-SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED, UNKNOWN = (
-    "significant",
-    "not significant",
-    "corrected",
-    "predicted",
-    "unknown",
-)
+SIGNIFICANT, NOT_SIGNIFICANT = "significant", "not significant"
+CORRECTED, PREDICTED, UNKNOWN = "corrected", "predicted", "unknown"
 """The certainty of a comparison. SIGNIFICANT: all runs of one candidate are faster by more than the noise.
 NOT_SIGNIFICANT: both were measured, but the runs overlap. CORRECTED: at least one time is a prediction that trials of
 both runs correct. PREDICTED: at least one time is an uncorrected prediction. UNKNOWN: a time is missing."""
@@ -310,8 +305,12 @@ class Comparison(Notebook):
 
 def compared_text(both: Comparison) -> str:
     """Format a comparison of two candidates as text."""
-    sides = [f"{name}: {_side_text(side, both.knobs)}" for name, side in (("A", both.a), ("B", both.b))]
-    lines = [*sides, _("Changed knobs: {changes}", changes=differs_text(both.differs, both.knobs) or "-")]
+    lines = []
+    for name, side in (("A", both.a), ("B", both.b)):
+        place = f"{side.where}, {hardware_text(side.devices, side.chip)}"
+        values = f"{values_text(side.candidate, both.knobs)} ({state_name(side.state)})"
+        lines.append(f"{name}: {side.name} ({place}): {values}")
+    lines = [*lines, _("Changed knobs: {changes}", changes=differs_text(both.differs, both.knobs) or "-")]
     if both.tasks:
         lines.append(_("Changed tasks: {changes}", changes="; ".join(both.tasks)))
     rows = [each for each in _rows(both) if each]
@@ -320,11 +319,6 @@ def compared_text(both: Comparison) -> str:
         verdict = NAMES["verdicts"][both.certainty]
         parts.append(_("Time of B vs A: {gap:+.1%} ({verdict})", gap=both.gap, verdict=_(verdict)))
     return "\n".join(["\n\n".join(parts), *(f"  {line}" for line in both.because)])
-
-
-def _side_text(side: Side, knobs: Knobs) -> str:
-    place = f"{side.where}, {hardware_text(side.devices, side.chip)}"
-    return f"{side.name} ({place}): {values_text(side.candidate, knobs)} ({state_name(side.state)})"
 
 
 def _rows(both: Comparison) -> Iterator[list[str]]:

@@ -101,7 +101,7 @@ class Estimate(Notebook):
     - `assumed`: the implementation and settings that a plan assumes.
     - `notes`: the plugins' notes on engine and chip.
     - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
-    - `expected_s`: the time of a step that the first candidate is expected to take, if its prediction is less.
+    - `expected_s`: the time of a step that the first candidate is expected to take, and an 80% interval.
     - `crowded`: the fastest candidate that leaves no margin of memory, if it is faster than the first one.
     - `slo` of a candidate: the figures that exceed the latency limits.
     - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits, or does not.
@@ -119,7 +119,7 @@ class Estimate(Notebook):
     candidates: tuple[Mapping[str, Any], ...]
     model: tuple[Mapping[str, Any], ...]
     defaults: Mapping[str, Any] | None = None
-    expected_s: float | None = None
+    expected_s: tuple[float, float, float] | None = None
     crowded: Mapping[str, Any] | None = None
     unmet: str = ""
     untimed: int = 0
@@ -163,9 +163,12 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         yield _("Candidates with the least memory on {hardware}:", hardware=hardware), False
     yield _candidates_table(estimate), True
     if estimate.expected_s:
-        factor = estimate.expected_s / estimate.candidates[0]["step_time_s"]["value"]
-        text = N_("Expected: ~{seconds} s/step: published runs with experts took {factor} times their plan on average.")
-        yield "\n" + _(text, seconds=f"{estimate.expected_s:.4g}", factor=f"{factor:.2f}"), False
+        factor = estimate.expected_s[0] / estimate.candidates[0]["step_time_s"]["value"]
+        mean, low, high = (f"{each:.4g}" for each in estimate.expected_s)
+        text = N_(
+            "Expected: ~{mean} s/step (80%: {low} to {high}): published runs took {factor} times their plan on average."
+        )
+        yield "\n" + _(text, mean=mean, low=low, high=high, factor=f"{factor:.2f}"), False
     if estimate.assumed:
         yield "\n" + assumed_text(estimate.assumed), True
     if bottleneck := bottleneck_text(estimate.candidates[0]):

@@ -20,6 +20,8 @@ before the peak."""
 
 MIN_SHOWN = 0.0005
 """The minimum size of a part of the memory that is shown, in GiB."""
+
+
 VERDICT = {True: N_("fits"), False: N_("does not fit"), None: N_("capacity unknown")}
 
 

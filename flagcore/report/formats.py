@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +23,8 @@ MIN_TEXT, MAX_WORD = 16, 40
 """The minimum width of a column of wrapped text, and the maximum length of an unbroken word, in characters."""
 WIDTH: ContextVar[int | None] = ContextVar("width", default=None)
 """The maximum width of tables in characters. None means no limit."""
+
+
 WORDS = ("status", "maturity.word", "peak_source")
 """The keys whose values are translated in tables."""
 
@@ -161,10 +164,7 @@ def as_yaml(data: object) -> str:
 
 
 def _is_figure(cell: str) -> bool:
-    digits = (
-        cell.lstrip("~+-").replace(",", "").replace("%", "").replace("e+", "").replace("e-", "").replace(".", "", 1)
-    )
-    return cell == "-" or digits.isdigit()
+    return cell == "-" or re.sub(r"^[~+-]+|[,%]|e[+-]", "", cell).replace(".", "", 1).isdigit()
 
 
 IF_KNOWN = {"if_known": True}

@@ -255,10 +255,8 @@ def _assigned(groups: Sequence[GroupSection], lines: Sequence[HostLine]) -> tupl
         assigned.append(group.model_copy(update=numbers))
         hosts += [line.host for line in group_lines]
     if unassigned:
-        problem, fix = (
-            f"has the host {unassigned[0].host}, which is in no group",
-            "remove it, or add a group for its type",
-        )
+        problem = f"has the host {unassigned[0].host}, which is in no group"
+        fix = "remove it, or add a group for its type"
         raise spec_error("hostfile", problem, value=unassigned[0].kind or unassigned[0].host, fix=fix)
     return assigned, hosts
 

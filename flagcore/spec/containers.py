@@ -311,9 +311,8 @@ def with_maps(documents: Sequence[Any], folder: Path) -> Sequence[Any]:
                 node["env"] = [*variables, *(node.get("env") or ())]
         for key in ("command", "args"):
             words = node.get(key) if isinstance(node.get(key), list) else ()
-            script = next(
-                (scripts[name] for each in words or () if (name := os.path.basename(str(each))) in scripts), ""
-            )
+            names = [os.path.basename(str(each)) for each in words or ()]
+            script = next((scripts[each] for each in names if each in scripts), "")
             node |= {"command": ["bash", "-c", script], "args": None} if script and len(words or ()) < 3 else {}
         return node
 
@@ -333,11 +332,8 @@ def count_devices(value: Any) -> int | None:
     """Return the number of accelerators in a number, a text such as `NAME:8` or `80GB:4..8`, or resources."""
     if isinstance(value, Mapping):
         counts = [positive(count) for key, count in value.items() if "/" in key and not FORMS["no device"].search(key)]
-        named = (
-            positive(count) or count_devices(key)
-            for key, count in value.items()
-            if "/" not in key and key[:1].isupper()
-        )
+        names = [key for key in value if "/" not in key and key[:1].isupper()]
+        named = (positive(value[key]) or count_devices(key) for key in names)
         return next(iter((*counts, *named, *([count_devices(value["count"])] if "count" in value else []))), None)
     fields = re.findall(r"(?<![^:])(\d+)(?:\.\.\d*)?(?![^:])", str(value))
     return positive(fields[-1]) if fields else None

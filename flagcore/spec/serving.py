@@ -212,10 +212,8 @@ def _check_answers(profile: ProfileSection, figures: Iterable[str]) -> None:
     if profile.output_len > 1 or profile.trace is not None:
         return
     if name := next((each for each in figures if each.startswith(("tpot_s", "itl_s"))), None):
-        problem, fix = (
-            f"leaves {name} undefined, because an answer has no token after the first",
-            "use 2 or more, or another metric",
-        )
+        problem = f"leaves {name} undefined, because an answer has no token after the first"
+        fix = "use 2 or more, or another metric"
         raise spec_error("profile.output_len", problem, value=profile.output_len, fix=fix)
 
 

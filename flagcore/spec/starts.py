@@ -251,11 +251,7 @@ def _batch(text: str, directory: str) -> Start:
     total, of_task = (positive(options.get(name, "").rpartition(":")[2]) or 0 for name in ("gpus", "gpus-per-task"))
     devices = positive(per_node.rpartition(":")[2]) or total // hosts or of_task * tasks or None
     sizes = {"hosts": hosts, "tasks": tasks, "total": tasks * hosts, "devices": devices, "directory": directory}
-    several, name, cpus = (
-        f"(x{hosts})" if hosts > 1 else "",
-        options.get("job-name", "job"),
-        options.get("cpus-per-task", 1),
-    )
-    job = read.variables_of("Slurm", **sizes, several=several, name=name, cpus=cpus)
+    sizes |= {"several": f"(x{hosts})" if hosts > 1 else "", "cpus": options.get("cpus-per-task", 1)}
+    job = read.variables_of("Slurm", **sizes, name=options.get("job-name", "job"))
     devices = devices or (tasks if tasks > 1 else None)
     return Start(job=job, hosts=hosts, devices=devices, left_out=unread)

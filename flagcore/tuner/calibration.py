@@ -289,11 +289,8 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
     group, work, measured = task.cluster.groups[0], task.spec.work, trial.measurement
     assert measured is not None
     used_bytes = measured.device_used_bytes
-    kind, job = (
-        ("serve", _serve_fields(work, measured))
-        if isinstance(work, ServeSpec)
-        else ("train", _train_fields(work, trial))
-    )
+    kind = "serve" if isinstance(work, ServeSpec) else "train"
+    job = _serve_fields(work, measured) if isinstance(work, ServeSpec) else _train_fields(work, trial)
     return {
         "id": f"{run}/{trial.number}",
         "kind": kind,

@@ -71,12 +71,13 @@ def test_of_equally_fast_candidates_those_with_the_layout_of_a_near_published_ru
     assert first == [1, 1, 2] != usual
 
 
-def test_plans_with_experts_are_expected_to_be_slower_where_such_runs_are_published(estimate: Estimate) -> None:
+def test_plans_are_expected_to_be_slower_where_such_runs_are_published(estimate: Estimate) -> None:
     spec = {**SPEC, "model": "Qwen/Qwen3-30B-A3B"}
-    plan = api.estimate(spec)
-    assert plan.expected_s is not None
-    assert plan.expected_s > plan.candidates[0]["step_time_s"]["value"]
-    assert (estimate.expected_s, api.estimate(spec, chip="MI300X").expected_s) == (None, None)
+    for plan in (estimate, api.estimate(spec)):
+        assert plan.expected_s is not None
+        mean, low, high = plan.expected_s
+        assert low < plan.candidates[0]["step_time_s"]["value"] < mean < high
+    assert api.estimate(spec, chip="MI300X").expected_s is None
 
 
 def test_the_layout_of_a_published_run_is_compared_with_the_best() -> None:

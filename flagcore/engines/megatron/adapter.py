@@ -57,7 +57,9 @@ class Megatron(contracts.Workload):
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         options.check(task, options.settings_in_force(task.spec))
-        return with_meshes(task, (*legality.rules(task), *legality.setting_rules(task)))
+        # Assumed settings are used only by candidates for which they are legal, so they make no candidate illegal.
+        of_settings = (rule for rule in legality.settings_with_rules(task) if rule.name not in task.spec.train.assumed)
+        return with_meshes(task, (*legality.rules(task), *of_settings))
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         return merges_with_meshes(task, legality.merges(task))

@@ -35,6 +35,7 @@ from flagcore.engines.training.stages import (
 from flagcore.engines.training.time import step
 from flagcore.engines.training.time.step import Blocks, Pace, costs_in_run, rank_time, step_time
 from flagcore.i18n import N_
+from flagcore.spec.plain_data import package_yaml
 
 BATCH_ROWS = 1 << 14
 """Candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's cache."""
@@ -334,19 +335,7 @@ def _predict(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> P
 
 
 LABELS = Labels(
-    components={
-        "embedding": "Embedding",
-        "qkv_proj": "QKV Proj",
-        "core_attention": "Core Attn",
-        "out_proj": "Out Proj",
-        "ffn": "FFN Up&Down",
-        "router": "Router",
-        "experts": "Experts",
-        "shared_experts": "Shared Experts",
-        "norms": "Layernorms",
-        "mtp": "MTP Module",
-        "output_head": "Output",
-    },
+    components=package_yaml(__package__, "components.yaml"),
     measured_parts={"forward_backward_s": N_("forward and backward"), "optimizer_s": N_("optimizer")},
     memory_line=(
         "Theoretical memory footprints: weight and optimizer={static_mb:.2f} MB, "

@@ -47,7 +47,7 @@ from flagcore.engines.megatron.trial.job import Candidate as JobCandidate
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.engines.training.stages import stage
 from flagcore.errors import LaunchError, NoDevice, SpecError, join_errors
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 
 PROGRAM = "flagcore.engines.megatron.trial"
 MODULES = {"torch": "torch", "megatron.core": "megatron-core>=0.12"}
@@ -77,11 +77,8 @@ def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
     """
     train = spec.train
     listed = spec.space.get(MESHES, AUTO)
-    if (
-        not isinstance(listed, str)
-        and any(listed)
-        and not (hetero.command_runs_meshes(spec) or (program_runs_meshes(spec) and spec.cluster.groups))
-    ):
+    runs_meshes = hetero.command_runs_meshes(spec) or (program_runs_meshes(spec) and spec.cluster.groups)
+    if not isinstance(listed, str) and any(listed) and not runs_meshes:
         problem, fix = "cannot run in trials", "remove it; `flag estimate` can predict it"
         raise SpecError(key=f"auto_tuner.space.{MESHES}", value=list(listed), problem=problem, fix=fix)
     if train.command is not None:
@@ -339,12 +336,11 @@ def installation_notes(platform: Platform) -> tuple[str, ...]:
     """Return a note if transformer-engine cannot be imported although the device supports it."""
     if not _chooses_layers(platform):
         return ()
-    return (
-        _(
-            "transformer-engine does not import here: trials run megatron-core's own layers, without fused kernels, "
-            "FP8 and overlap of tensor-parallel messages; a job with transformer-engine is faster"
-        ),
+    text = N_(
+        "transformer-engine does not import here: trials run megatron-core's own layers, without fused kernels, "
+        "FP8 and overlap of tensor-parallel messages; a job with transformer-engine is faster"
     )
+    return (_(text),)
 
 
 def _chooses_layers(platform: Platform) -> bool:
@@ -388,6 +384,8 @@ def job(
 def shared_job(platform: Platform, folder: str) -> dict[str, Any]:
     """Return the part of a trial program's job that does not depend on the candidate or on the engine."""
     spec, train, support = platform.task.spec, platform.task.spec.train, platform.support
+    group = platform.task.cluster.groups[0]
+    cores = len(platform.cores) or group.chip.devices_per_node
     return {
         "model": asdict(replace(spec.model, vision=None, windows=None)),
         "train": {
@@ -401,7 +399,7 @@ def shared_job(platform: Platform, folder: str) -> dict[str, Any]:
             "type": support.device_type,
             "backend": support.distributed_backend,
             "preload": list(support.preload),
-            "threads_per_rank": _threads(platform) if support.shared_devices else 1,
+            "threads_per_rank": max(1, cores // group.devices_per_node) if support.shared_devices else 1,
         },
         "output": folder,
         "end_after_s": spec.control.max_time_per_task,
@@ -415,9 +413,3 @@ def _settings(train: TrainSpec) -> dict[str, object]:
         for key, value in values.items()
         if key in ACCEPTED_KEYS
     }
-
-
-def _threads(platform: Platform) -> int:
-    """Return the number of threads of each rank: the node's cores divided by its devices."""
-    group = platform.task.cluster.groups[0]
-    return max(1, (len(platform.cores) or group.chip.devices_per_node) // group.devices_per_node)

@@ -4,11 +4,9 @@ Collectives run among 2, 4, 8, ... neighbouring devices. All groups run at the s
 """
 
 import json
-import os
 import socket
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -17,8 +15,7 @@ import torch.distributed as dist
 
 from flagcore.engines.microbench import Job, kernels
 from flagcore.engines.microbench.kernels import Bench, Item
-
-TIMEOUT = timedelta(minutes=5)
+from flagcore.engines.rank_device import join_group
 
 SHARES = {
     "gemm": 0.35,
@@ -46,7 +43,7 @@ def measure(job: Job, number: int, listener: socket.socket) -> None:
         torch.set_num_threads(job.threads)
     bench = Bench(job.kind, number, job.devices > 1)
     if job.devices > 1:
-        _join(job, number, listener)
+        join_group(job.backend, number, job.devices, listener)
     scale = job.seconds - bench.agree(time.perf_counter() - start) - 1.0
     if job.devices == 1:
         scale /= 1.0 - SHARES["collectives"]
@@ -99,21 +96,6 @@ def _collectives(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]
         for row in kernels.measured(bench, items, seconds / len(groups), alone=False):
             rows.append(row | {"us": max(row["us"] - 1e6 * work, 0.1 * row["us"])})
     return rows
-
-
-def _join(job: Job, number: int, listener: socket.socket) -> None:
-    host, port = listener.getsockname()
-    if job.backend == "gloo":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo resolves the name of this host
-    store = dist.TCPStore(
-        host,
-        port,
-        job.devices,
-        is_master=number == 0,
-        timeout=TIMEOUT,
-        master_listen_fd=os.dup(listener.fileno()) if number == 0 else None,
-    )
-    dist.init_process_group(job.backend, store=store, rank=number, world_size=job.devices, timeout=TIMEOUT)
 
 
 def collective_items(bench: Bench, devices: int, ranks: int, max_bytes: float) -> list[Item]:

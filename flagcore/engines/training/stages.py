@@ -233,9 +233,8 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
     if options.schedule == "dualpipe":
         first = last = np.maximum(first, last)
     norm = last
-    if (
-        model.mtp_num_layers and options.account_for_loss
-    ):  # the final norm follows the last layer, which may be before the stage of the loss
+    if model.mtp_num_layers and options.account_for_loss:
+        # the final norm follows the last layer, which may be before the stage of the loss
         norm = np.where((chunk == 1) & (end > 0), (index == end - 1.0).astype(np.float64), last)
     return Part(first, last, norm, layers, dense, last * model.mtp_num_layers)
 

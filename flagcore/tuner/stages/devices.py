@@ -189,7 +189,9 @@ def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: 
     if platform.task.spec.on_each_host and not devices:
         return  # the devices of the hosts are unknown
     if platform.setups and platform.task.spec.on_each_host:
-        for group, host in zip(cluster.groups, _first_hosts(platform), strict=True):
+        first_hosts = accumulate((group.nodes for group in cluster.groups[:-1]), initial=0)
+        for group, first in zip(cluster.groups, first_hosts, strict=True):
+            host = platform.task.spec.cluster.hosts[first]
             host_devices = [device for device in devices if device.host == host]
             usable = [device for device in host_devices if group.chip.has_name(device.chip)]
             if host_devices and len(usable) < group.devices_per_node:
@@ -218,13 +220,6 @@ def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: 
         )
         found, variable = ", ".join(str(each.index) for each in usable), (*support.visible_devices, "")[0]
         raise NoDevice(_(text, size=size, chip=group.chip.name, last=size - 1, devices=found, variable=variable))
-
-
-def _first_hosts(platform: Platform) -> list[str]:
-    """Return the first host of each node group."""
-    groups = platform.task.cluster.groups
-    starts = accumulate((group.nodes for group in groups[:-1]), initial=0)
-    return [platform.task.spec.cluster.hosts[start] for start in starts]
 
 
 def parallel_probe_ranks(platform: Platform) -> int:

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from flagcore.contracts import Costs, KernelCosts
 from flagcore.domain.chip import ASSUMED_NETWORK, Chip, Device, Support, unknown_chip_hint, with_network
-from flagcore.domain.cluster import Cluster, Level, NodeGroup
+from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport, has_common_library
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec, TrainSpec
 from flagcore.errors import NoDevice
@@ -84,19 +84,13 @@ def costs(cluster: Cluster, plugins: LoadedPlugins, engine: str) -> Costs:
     if not others:
         return first
     starts = accumulate(group.devices for group in cluster.groups)
-    networks = [_network(group, plugins) for group in cluster.groups]
+    networks = []
+    for group in cluster.groups:  # a group within one link domain is enlarged, so that it has a network level
+        extended = replace(group, nodes=max(group.nodes, group.link_domain // group.devices_per_node + 1))
+        networks.append((plugins.topology(extended) or topology_of(extended)).levels[-1])
     is_direct = has_common_library(cluster.groups, supports)
     between = between_groups(networks, () if is_direct else [each.kernels for each in costs_of_groups])
     return replace(first, further=dict(zip(starts, others, strict=False)), between=between)
-
-
-def _network(group: NodeGroup, plugins: LoadedPlugins) -> Level:
-    """Return the network level of a node group.
-
-    A group that lies within one link domain is enlarged, so that its topology has a network level.
-    """
-    extended = replace(group, nodes=max(group.nodes, group.link_domain // group.devices_per_node + 1))
-    return (plugins.topology(extended) or topology_of(extended)).levels[-1]
 
 
 def _costs_of(group: NodeGroup, support: EngineSupport, plugins: LoadedPlugins, engine: str) -> Costs:
@@ -177,13 +171,10 @@ def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: LoadedPlugins) 
 
 def _find_chip(name: str, key: str, plugins: LoadedPlugins) -> Chip:
     chips = plugins.chips()
-    for chip in chips:
-        if chip.matches_name(name):
-            return chip
-    hint = unknown_chip_hint(name, chips)
-    raise NoDevice(
-        _("{key} = {chip!r} is not supported by any installed plugin; {hint}", key=key, chip=name, hint=hint)
-    )
+    if found := next((chip for chip in chips if chip.matches_name(name)), None):
+        return found
+    names = {"key": key, "chip": name, "hint": unknown_chip_hint(name, chips)}
+    raise NoDevice(_("{key} = {chip!r} is not supported by any installed plugin; {hint}", **names))
 
 
 def best_chip(devices: tuple[Device, ...], plugins: LoadedPlugins, engine: str) -> Chip:

@@ -48,8 +48,10 @@ def launch(
     whose step time is certain to exceed `stop_above_s`. A `cold` trial starts as a new process. Raises FlagError if the
     trial cannot be started.
     """
-    task = platform.task.with_time_limit(limit.target_s or limit.seconds)
-    platform = replace(platform, task=replace(task, stop_above_s=stop_above_s)).with_selected_devices()
+    spec = platform.task.spec
+    control = replace(spec.control, max_time_per_task=limit.target_s or limit.seconds)
+    task = replace(platform.task, spec=replace(spec, control=control), stop_above_s=stop_above_s)
+    platform = replace(platform, task=task).with_selected_devices()
     planned = platform.prepared_launch(planned_launch(platform, candidate, folder))
     planned = replace(planned, warm=planned.warm and platform.task.spec.control.warm_start and not cold)
     return launcher.start(platform.limited_launch(planned, limit))

@@ -27,6 +27,8 @@ LIMIT_SHARE = 0.1
 """The largest part of a step, other than compute, is the bottleneck if it takes at least this share of the step."""
 FULL_SHARE = 0.9
 """If no part of the step is the bottleneck, memory is, if at least this share of the capacity is in use."""
+
+
 FORK_ROWS = 1 << 12
 """The fewest rows of a process. A fork costs as much as about a tenth of them."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from flagcore.contracts import Launcher, MemoryModel, Platform, RunningLaunch, communicator_bytes
 from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of, task_to_start
 from flagcore.domain.launch import INCONCLUSIVE, Exit, Launch, failure
-from flagcore.domain.prediction import Prediction, Probe, RankMeasurement, RankPrediction, RankProbe
+from flagcore.domain.prediction import Prediction, Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, TimeLimit, Trial, TrialState
@@ -54,7 +54,9 @@ def probe(
     - `finish`: if it is false, the probe ends when a rank fails, and ranks that still run are dropped.
     """
     chosen_ranks = tuple(ranks) or ranks_to_probe(platform, candidate)
-    predicted = _predict_ranks(platform, candidate, chosen_ranks)
+    workload, task = platform.workload, _engine_task(platform.task, candidate)
+    columns = workload.columns(task, engine_candidate(platform.task, candidate).as_dict())
+    predicted = {rank: workload.rank(task, columns, rank, platform.costs) for rank in chosen_ranks}
     results, waiting, running = dict[int, RankProbe](), [*chosen_ranks], list[_RunningRank]()
     deadline, places = time.monotonic() + limit.seconds, _places(platform, devices)
     with ThreadPoolExecutor(len(places)) as threads:
@@ -87,12 +89,6 @@ def ranks_to_probe(platform: Platform, candidate: Candidate) -> tuple[int, ...]:
     task = platform.task
     engine = _engine_task(task, candidate)
     return platform.workload.probe_ranks(engine, engine_candidate(task, candidate), platform.costs)
-
-
-def _predict_ranks(platform: Platform, candidate: Candidate, ranks: Sequence[int]) -> dict[int, RankPrediction]:
-    workload, task = platform.workload, _engine_task(platform.task, candidate)
-    columns = workload.columns(task, engine_candidate(platform.task, candidate).as_dict())
-    return {rank: workload.rank(task, columns, rank, platform.costs) for rank in ranks}
 
 
 def _engine_task(task: Task, candidate: Candidate) -> Task:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from flagcore.contracts import Platform
 from flagcore.domain.launch import Launch
@@ -44,6 +45,7 @@ from flagcore.engines.megatron.mixed.meshes import SIZES
 from flagcore.engines.megatron.space.knobs import BY_NAME, SPACE_KNOBS
 from flagcore.engines.megatron.space.rules import DIST_OPT
 from flagcore.errors import LaunchError
+from flagcore.spec.plain_data import package_yaml
 from flagcore.spec.script import SHELLS
 
 ARGUMENTS_FILE = "arguments.json"
@@ -224,22 +226,8 @@ def _word_count(argument: Argument) -> int:
     return argument.end - argument.position
 
 
-MISSING_ARGUMENTS = (
-    "the data and tokenizer, the learning rate and its schedule, --train-iters or --train-samples, and --save"
-)
-SAMPLE_ARGUMENTS = (
-    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--split", "99,1,0", "--eval-iters", "1"),
-    *("--lr", "1e-4", "--train-iters", "100", "--log-interval", "1"),
-)
-"""Arguments for training on generated data."""
-PRECISION_FLAGS = {
-    "bf16": ("--bf16",),
-    "fp16": ("--fp16",),
-    "fp32": (),
-    "fp8": ("--bf16", "--fp8-format", "hybrid"),
-    "mxfp8": ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
-    "nvfp4": ("--bf16", "--fp4-format", "e2m1"),
-}
+REFERENCE: Mapping[str, Any] = package_yaml(__package__, "reference.yaml")
+"""The arguments of a job without a command."""
 
 
 def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None) -> Launch:
@@ -254,42 +242,22 @@ def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str, m
     program = "pretrain_gpt.py" if mixed is None else PROGRAM
     argv = ["torchrun", *rendezvous, f"--nproc-per-node={group.devices_per_node}", program]
     argv += model_arguments(spec.model)
-    argv += ["--max-position-embeddings", str(train.seq_length), *PRECISION_FLAGS[train.precision]]
+    argv += ["--max-position-embeddings", str(train.seq_length), *REFERENCE["precisions"][train.precision]]
     argv += ["--transformer-impl", train.implementation] if train.implementation else []
     if mixed is None:
         argv += flags(values, spec, None)
     else:
         values = {name: value for name, value in values.items() if name not in NOT_PASSED}
         argv += [*flags({**values, SIZES["pp"]: mixed.stages}, spec, None), *mixed.words]
-    return Launch(argv=tuple(argv), folder=folder, missing=MISSING_ARGUMENTS, sample=SAMPLE_ARGUMENTS)
-
-
-SIZES_OF_MODEL = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "vocab_size"),
-    "mtp_num_layers",
-)
-LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-EXPERT_SIZES = (
-    *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-    *("moe_router_num_groups", "moe_router_group_topk"),
-)
-SWITCHES_OF_MODEL = (
-    *("gated_linear_unit", "untie_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias"),
-    "multi_latent_attention",
-)
-"""Boolean fields of a model that are switches of Megatron-LM with the same name."""
-SPELLINGS = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}
-FIXED_ARGUMENTS = (
-    *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
-    *("--attention-dropout", "0.0", "--hidden-dropout", "0.0"),
-)
+    return Launch(argv=tuple(argv), folder=folder, missing=REFERENCE["missing"], sample=tuple(REFERENCE["sample"]))
 
 
 def model_arguments(model: Model) -> list[str]:
     """Return Megatron-LM's arguments for a model: a decoder with RMSNorm, rotary embeddings and no biases."""
     is_latent, has_experts, dense = model.multi_latent_attention, model.num_moe_experts, model.moe_first_dense_layers
-    names = [*SIZES_OF_MODEL, *(LATENT_SIZES if is_latent else ()), *(EXPERT_SIZES if has_experts else ())]
-    switches = [name for name in SWITCHES_OF_MODEL if getattr(model, name)]
+    names = [*REFERENCE["sizes"], *(REFERENCE["latent_sizes"] if is_latent else ())]
+    names += REFERENCE["expert_sizes"] if has_experts else []
+    switches = [name for name in REFERENCE["switches"] if getattr(model, name)]
     sizes = {name: getattr(model, name) for name in names}
     if has_experts and dense:
         sizes["moe_layer_freq"] = f"([0]*{dense}+[1]*{model.num_layers - dense})"
@@ -297,8 +265,8 @@ def model_arguments(model: Model) -> list[str]:
         sizes["num_query_groups"] = model.num_query_groups
         switches.append("group_query_attention")
     words = [word for name, size in sizes.items() if size for word in (_flag(name), str(size))]
-    return [*words, *FIXED_ARGUMENTS, *map(_flag, switches)]
+    return [*words, *REFERENCE["fixed"], *map(_flag, switches)]
 
 
 def _flag(name: str) -> str:
-    return f"--{SPELLINGS.get(name, name).replace('_', '-')}"
+    return f"--{REFERENCE['spellings'].get(name, name).replace('_', '-')}"

@@ -19,10 +19,8 @@ from flagcore.engines.megatron.predict import stage_layers
 from flagcore.engines.megatron.space.knobs import columns as row_of
 from flagcore.errors import LaunchError
 
-ENABLE, MESH_FLAG, TYPES, CURRENT_TYPE = (
-    *("--enable-hetero", "--hetero-process-meshes"),
-    *("--hetero-device-types", "--hetero-current-device-type"),
-)
+ENABLE, MESH_FLAG = "--enable-hetero", "--hetero-process-meshes"
+TYPES, CURRENT_TYPE = "--hetero-device-types", "--hetero-current-device-type"
 LAYERS = "--hetero-pipeline-layer-split"
 EXPERT_SIZES = "--expert-tensor-parallel-size-per-process-mesh"
 SHARED_EMBEDDING = "--use-partial-reduce-for-shared-embedding"

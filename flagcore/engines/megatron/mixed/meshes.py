@@ -319,9 +319,9 @@ def with_stage(
     """
     for rows, meshes in by_kinds(task, columns, costs):
         for number, (mesh_columns, group_costs) in enumerate(meshes):
-            in_mesh = (
-                np.flatnonzero(stages[rows] // mesh_columns[PP] == number) if len(meshes) > 1 else np.arange(rows.size)
-            )
+            in_mesh = np.arange(rows.size)
+            if len(meshes) > 1:
+                in_mesh = np.flatnonzero(stages[rows] // mesh_columns[PP] == number)
             yield rows[in_mesh], {name: column[in_mesh] for name, column in mesh_columns.items()}, group_costs
 
 

@@ -251,14 +251,6 @@ def _recompute_rules(task: Task) -> Iterator[Rule]:
     )
 
 
-def setting_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of the enabled settings, without those that flagcore assumes for production.
-
-    Assumed settings are used only by candidates for which they are legal, so they make no candidate illegal.
-    """
-    return tuple(rule for rule in settings_with_rules(task) if rule.name not in task.spec.train.assumed)
-
-
 def settings_with_rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of all enabled settings, including those that flagcore assumes for production."""
     settings, split = settings_in_force(task.spec), Split.from_task(task)
@@ -313,6 +305,8 @@ def _requirement_rules(task: Task, settings: Settings) -> Iterator[Rule]:
     requirements = {
         "overlap_param_gather": ("overlap_grad_reduce", settings.get("overlap_grad_reduce")),
         "moe_flex_dispatcher_backend": ("moe_token_dispatcher_type: flex", is_flex),
+        "moe_dispatch_fwd_dtype": ("moe_token_dispatcher_type: flex", is_flex),
+        "moe_combine_bwd_dtype": ("moe_token_dispatcher_type: flex", is_flex),
         "fp8_recipe": ("fp8_format", "fp8" in precision(task.spec.train, settings)),
         "cuda_graph_scope": ("cuda_graph_impl", settings.get("cuda_graph_impl", "none") != "none"),
     }

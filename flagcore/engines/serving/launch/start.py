@@ -254,10 +254,9 @@ def _explicit(
     for knob in engine.knobs:
         value, chosen = given.get(knob.name), values.get(knob.name)
         is_same = chosen == value == knob.neutral or (chosen is None and _is_default(engine, task, values, knob, value))
-        own_words = (
-            replace(knob, passes_neutral=True).arguments(value, version) if is_same and value is not None else ()
-        )
-        words += own_words if own_words and own_words[0] not in argv else ()
+        if is_same and value is not None:
+            own_words = replace(knob, passes_neutral=True).arguments(value, version)
+            words += own_words if own_words and own_words[0] not in argv else ()
     return tuple(words)
 
 

@@ -74,14 +74,12 @@ def highest_load(
         is_beyond_headroom = low > passed and failed == math.inf and low >= passed * min(headroom(), MAX_HEADROOM)
         if low == maximum or failed == minimum or is_bracketed or is_beyond_headroom:
             return passed or None
-        if low and failed < math.inf:
-            load = math.sqrt(low * failed)
-        elif low > passed:
-            load = min(low * GROWTH, maximum)
-        elif passed:
+        if low > passed:
+            load = min(math.sqrt(low * failed) if failed < math.inf else low * GROWTH, maximum)
+        elif passed:  # the load above the limits may be far too high, so it does not hasten the growth
             room = headroom()
             growth = min(room if room >= FAR_HEADROOM else math.sqrt(room), MAX_HEADROOM)
-            load = min(passed * max(factor, growth), maximum)
+            load = min(math.sqrt(passed * failed), passed * max(factor, growth), maximum)
         else:
             load = max(min(failed / factor, capacity()), minimum)
         factor = min(factor * factor, MAX_GROWTH)

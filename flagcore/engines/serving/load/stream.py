@@ -114,13 +114,9 @@ class Stream:
             reason = f"the server counts {completion} tokens, but {len(self._pieces)} events have text"
             raise RequestFailed(ProblemKind.NO_USAGE, reason)
         if completion != output_tokens:
-            reason = (
-                "ignore_eos was ignored"
-                if self._finish == "stop"
-                else "prompt and answer do not fit into the context of one request"
-                if completion < output_tokens
-                else "max_tokens was ignored"
-            )
+            reason = "ignore_eos was ignored" if self._finish == "stop" else "max_tokens was ignored"
+            if self._finish != "stop" and completion < output_tokens:
+                reason = "prompt and answer do not fit into the context of one request"
             raise RequestFailed(ProblemKind.WRONG_LENGTH, f"{completion} tokens instead of {output_tokens}; {reason}")
         if isinstance(prompt, int) and prompt < input_tokens:
             raise RequestFailed(

@@ -425,11 +425,9 @@ def exchange(serving: Serving, settings: Settings, costs: Costs, tokens: FloatAr
     payload = tokens * (2.0 * serving.model.hidden_size)
     gathered = costs.collectives.seconds("all_gather", payload, ranks, stride)
     gathered = gathered + costs.collectives.seconds("reduce_scatter", payload, ranks, stride)
-    sent = (
-        _sent_to_experts(serving, ranks.astype(np.float64), costs, tokens / ranks)
-        if settings.exchanges.any()
-        else gathered
-    )
+    sent = gathered
+    if settings.exchanges.any():
+        sent = _sent_to_experts(serving, ranks.astype(np.float64), costs, tokens / ranks)
     return np.where(settings.data > 1.0, np.where(settings.exchanges, sent, gathered), 0.0)
 
 

@@ -428,10 +428,8 @@ class SimulatedLoad:
         return times
 
 
-@lru_cache(maxsize=256)
-def _drawn(load: Load, vision: Vision | None, *, prefix_aware: bool) -> SimulatedLoad:
-    """Return `SimulatedLoad.draw` of a load, which the searches of several candidates share."""
-    return SimulatedLoad.draw(load, vision, prefix_aware=prefix_aware)
+_drawn = lru_cache(maxsize=256)(SimulatedLoad.draw)
+"""The searches of several candidates share their loads."""
 
 
 def figures_of(times: RequestTimes, lanes: float, slo: Mapping[str, float]) -> dict[str, float]:

@@ -145,12 +145,8 @@ INSTANCES = "instances"
 PREFILL_DECODE = "prefill_decode"
 """The knob for instances that only prefill and instances that only decode, such as 2xtp2+1xtp4. It replaces all other
 layout knobs."""
-TP, PP, DP, EP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "data_parallel_size",
-    "expert_model_parallel_size",
-)
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+DP, EP = "data_parallel_size", "expert_model_parallel_size"
 """The knobs for parallel sizes. DP is attention data parallelism inside one instance. An instance has TP x PP x DP
 devices, even if the engine's flags count differently."""
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
+from flagcore.engines.installed import strip_dashes
 from flagcore.engines.serving.space.hardware import Hardware
-from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.transformer import attended, cached_layers, widths
 from flagcore.errors import FlagError, SpecError
 from flagcore.physics.roofline import BYTES
@@ -147,9 +147,8 @@ def parameters(model: Model) -> float:
     if rank:
         heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
         attention += (model.q_lora_rank or hidden) * query + (model.kv_lora_rank or 0) * heads
-        attention += (
-            model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size) if model.indexer else 0
-        )
+        if model.indexer:
+            attention += model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size)
     experts = model.num_moe_experts or 0
     moe_layers = model.num_layers - model.moe_first_dense_layers if experts else 0
     expert_width = experts * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)

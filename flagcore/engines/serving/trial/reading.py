@@ -96,7 +96,8 @@ class _Point:
         excess = {name: self.figures.get(name, math.inf) / limit for name, limit in task.spec.limits.items()}
         self.excess = max(1.0, *excess.values()) if excess else 1.0
         limits = {name: limit for name, limit in task.spec.limits.items() if excess[name] > 1.0}
-        self.broken = tuple(_broken_limit(name, self.figures, limit) for name, limit in limits.items())
+        seen = {name: f"{self.figures[name]:.4g} s" if name in self.figures else "not measured" for name in limits}
+        self.broken = tuple(f"{name} is {seen[name]}, over {limit:g} s" for name, limit in limits.items())
 
     def as_record(self) -> dict[str, Any]:
         load = {key: self.load[key] for key in LOAD_KEYS if self.load.get(key) is not None}
@@ -109,11 +110,6 @@ def _minimal_goodput(name: str, figures: Mapping[str, float], answer_count: obje
     if name != GOODPUT or not isinstance(answer_count, int) or answer_count < 1:
         return 0.0
     return figures["requests_per_s"] / (2 * answer_count)
-
-
-def _broken_limit(name: str, figures: Mapping[str, float], limit: float) -> str:
-    figure = f"{figures[name]:.4g} s" if name in figures else "not measured"
-    return f"{name} is {figure}, over {limit:g} s"
 
 
 def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, object]:
