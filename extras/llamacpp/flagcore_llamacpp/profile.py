@@ -15,11 +15,12 @@ import numpy as np
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
+from flagcore.engines import installed
+from flagcore.engines.installed import strip_dashes
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
-from flagcore.engines.serving.space import installed, knobs
+from flagcore.engines.serving.space import knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
-from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import CONTEXT, KV, SPECULATION, Auto, or_default
 from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.rules import (

@@ -15,6 +15,7 @@ from flagcore.domain.knob import in_versions
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
+from flagcore.engines.installed import strip_dashes
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, URL, Instance, Router, address
 from flagcore.engines.serving.load.routing import BOOTSTRAP
@@ -32,7 +33,6 @@ from flagcore.engines.serving.space.hardware import (
     longest_request,
     max_in_flight,
 )
-from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import (
     BACKEND,
     DRAFTED,

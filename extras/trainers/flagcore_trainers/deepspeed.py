@@ -19,8 +19,6 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.megatron.command.user_command import parse
-from flagcore.engines.training.memory.training import component_table, gathered_bytes, states_of
-from flagcore.engines.training.stages import stage, stage_parameters
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore_trainers import start
@@ -149,51 +147,43 @@ class DeepSpeed(Trainer):
         return space
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
-        """Return the predictions, with the buffers in which a backward collects gradients; two if exchanges overlap."""
         found, numbers = super().predict(task, columns, costs), self.numbers(task, columns)
         if (numbers[AUTOTP] > 1).any():
             found = _with_whole_tables(task, numbers, self.described.state_bytes, found)
-        found = _with_exchange(found, self._exposed_seconds(task, columns, costs, numbers, found))
-        found = _with_bytes(found, ("activation_bytes", *PEAKS), self._gathered(task, numbers))
-        if HPZ in columns:
-            found = _with_bytes(found, ("activation_bytes", *PEAKS), self._secondary(task, columns, numbers))
-        if BUCKET not in columns:
-            return found
-        element = 4 if task.spec.train.precision == "fp32" else 2
-        count = 1 + (columns.get(OVERLAP, 0) != 0) * (numbers[ZERO] < 3)
-        buffers = np.where(numbers[ZERO] > 0, columns[BUCKET] * element * count, 0).astype(np.float64)
-        return _with_bytes(found, ("activation_bytes", *PEAKS), buffers)
+        return _with_exchange(found, self._exposed_seconds(task, columns, costs, numbers, found))
 
-    def _secondary(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> FloatArray:
-        """Return the bytes of a rank's share of the second copy of weights, which hpZ makes in each step.
+    def buffers(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> Mapping[str, FloatArray]:
+        """Return the bytes of gathered weights and of the buffers in which a backward collects gradients.
 
-        Small weights have none: they stay whole. Source: DeepSpeed 0.19
-        `runtime/zero/partition_parameters.py`, `_partition_param_sec`.
+        Weights of ZeRO 3 that are used again within REUSED elements stay gathered: at the end of the forward, these are
+        the last half of it. They are prefetched into a buffer, from which they are copied one by one. With hpZ, a rank
+        also has a share of a second copy, but for small weights, which stay whole. ZeRO 3 allocates the buffer of
+        gradients once. Others do in the backward of the first micro-batch, ZeRO 1 until the step; two if exchanges
+        overlap. Between steps, they have no gradients. ZeRO also has main weights of fp32 weights. Source: DeepSpeed
+        0.19 `partitioned_param_coordinator.py`, `partition_parameters.py`, `stage3.py` and `stage_1_and_2.py` of
+        `runtime/zero`.
         """
-        u = 4 if task.spec.train.precision == "fp32" else 2
-        weights = weights_of_rank(training(task, 3, 0, self.described.state_bytes), layout_of(numbers))
-        copied = u * (weights - small_weights(task.spec.model)) / np.maximum(columns[HPZ], 1)
-        return np.where((columns[HPZ] > 1) & (numbers[ZERO] == 3), copied, 0.0)
-
-    def _gathered(self, task: Task, numbers: Mapping[str, IntArray]) -> FloatArray:
-        """Return what gathered weights of ZeRO 3 need beyond the shared formulas, in bytes.
-
-        A weight that is used again within REUSED elements stays gathered: at the end of the forward, these are the last
-        half of it. Weights are prefetched into a buffer, from which they are copied one by one. Source: DeepSpeed 0.19
-        `runtime/zero/partitioned_param_coordinator.py` and `partition_parameters.py`.
-        """
-        train, layout = training(task, 3, 0, self.described.state_bytes), layout_of(numbers)
-        u, first = float(train.value_bytes), np.zeros_like(layout.data)
-        parameters = stage_parameters(train, layout, stage(train.model, layout, first))
-        assumed = gathered_bytes(train, layout, *states_of(train, layout, parameters))
+        u = 4.0 if task.spec.train.precision == "fp32" else 2.0
+        layout, zero = layout_of(numbers), numbers[ZERO]
         small = small_weights(task.spec.model)
-        weights = weights_of_rank(train, layout) - small
-        live = u * (np.minimum(weights, REUSED / 2.0 + PREFETCHED) + small)
-        parts = {name: each["activation_bytes"] for name, each in component_table(train, layout, first).items()}
-        work = parts.pop("backward") - assumed
-        forward = u * np.minimum(weights, PREFETCHED) - parts["output_head"]
-        extra = live + np.maximum(work, forward) - work - assumed
-        return np.where((numbers[ZERO] == 3) & (layout.data > 1), extra, 0.0)
+        weights = weights_of_rank(training(task, 3, 0, self.described.state_bytes), layout) - small
+        live = np.minimum(weights, REUSED / 2.0 + PREFETCHED) + small
+        groups = np.maximum(columns.get(HPZ, 1), 1)
+        gathered = u * np.where(layout.data > 1, live + weights / groups * (groups > 1), 0.0)
+        prefetched = u * np.minimum(weights, PREFETCHED) * (layout.data > 1)
+        bucket = columns.get(BUCKET, 0) * u * (1.0 + (columns.get(OVERLAP, 0) != 0) * (zero < 3)) * (zero > 0)
+        stays = np.where((zero == 3) | ((zero == 1) & (layout.microbatches > 1)), bucket, 0.0)
+        gathered = np.where(zero == 3, gathered, 0.0)
+        count, ranks = weights + small, layout.data * layout.context
+        main = np.where(zero > 0, 4.0 * count / ranks, 0.0) * (u == 4.0)
+        gradients = (u if u == 4.0 else self.described.state_bytes.gradients) * count / np.where(zero == 2, ranks, 1.0)
+        return {
+            "between": main + np.where(zero == 3, bucket + u * small, -gradients),
+            "forward": main + gathered + np.where(zero == 3, prefetched, 0.0) + stays,
+            "loss": main + gathered + stays,
+            **dict.fromkeys(("head", "layer"), main + gathered + bucket),
+            "end": main + bucket,
+        }
 
     def _exposed_seconds(
         self, task: Task, columns: Columns, costs: Costs, numbers: Mapping[str, IntArray], found: Predictions
@@ -220,7 +210,8 @@ class DeepSpeed(Trainer):
         if costs.synchronous:  # the host computes and sends
             scatter = costs.collectives.seconds("reduce_scatter", u * weights, *ring)
             sharded = layout.microbatches * (2.0 * gather + scatter)
-        host = HOOK_SECONDS * MODULES * task.spec.model.num_layers
+        passes = np.where(layout.uniform > 0, 1.5, 1.0)  # checkpoints run the hooks of a forward again
+        host = HOOK_SECONDS * MODULES * task.spec.model.num_layers * passes
         work = 0.0 if costs.synchronous else found.step_time_s / layout.microbatches  # the host runs ahead of a device
         hooks = layout.microbatches * np.maximum(host - work, 0.0) * (layout.data > 1)
         return np.where(zero == 3, sharded + hooks, seconds)
@@ -313,10 +304,6 @@ def _with_exchange(found: Predictions, seconds: FloatArray) -> Predictions:
     return replace(found, step_time_s=total, low_s=low, high_s=high, time_s={**found.time_s, EXCHANGE: seconds})
 
 
-def _with_bytes(found: Predictions, names: Sequence[str], extra: FloatArray) -> Predictions:
-    return replace(found, **{name: getattr(found, name) + extra for name in names})
-
-
 def _with_whole_tables(
     task: Task, numbers: Mapping[str, IntArray], states: StateSection, found: Predictions
 ) -> Predictions:
@@ -327,7 +314,8 @@ def _with_whole_tables(
     shares = [np.where(stage >= least, replicas, 1) for least in (3, 2, 1)]
     main = (states.main_weights if u == 2 else 0) + states.moments
     each = u / shares[0] + (states.gradients if u == 2 else 4) / shares[1] + main / shares[2]
-    return _with_bytes(found, ("static_bytes", *PEAKS), tables * (1.0 - 1.0 / numbers[AUTOTP]) * each)
+    extra = tables * (1.0 - 1.0 / numbers[AUTOTP]) * each
+    return replace(found, **{name: getattr(found, name) + extra for name in ("static_bytes", *PEAKS)})
 
 
 DEEPSPEED = DeepSpeed("deepspeed").with_program(None)

@@ -10,15 +10,23 @@ from typing import TypeAlias
 
 import numpy as np
 
-from flagcore.contracts import Costs
+from flagcore.contracts import Costs, communicator_bytes
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.training.layout import Layout, Options, Training
-from flagcore.engines.training.memory.training import memory_in_use, split_parameters
+from flagcore.engines.training.memory.training import (
+    InUse,
+    gathered_bytes,
+    memory_in_use,
+    split_parameters,
+    states_of,
+    step_bytes,
+)
 from flagcore.engines.training.stages import model_flops, stage, stage_parameters
 from flagcore.engines.training.time.step import Blocks, costs_in_run, step_time
+from flagcore_trainers import plain
 from flagcore_trainers.fully_shard import traffic
 from flagcore_trainers.program import MEANINGS, StateSection
 
@@ -28,9 +36,6 @@ INTERVAL = (0.5, 2.0)
 """The 80% interval of the step time relative to the prediction. Chosen by hand: no runs of other programs are known."""
 BATCH_ROWS = 1 << 14
 """Candidates per batch of formulas."""
-NORM_BYTES = {2: 8.0, 4: 4.0}
-"""Bytes per element that a norm on a CPU stores beyond its input, by the bytes of a value: torch has no kernel for it,
-so the values in fp32 and their products stay. Counted in torch 2.13."""
 
 Codes: TypeAlias = Mapping[str, tuple[str, IntArray]]
 """For each meaning of a knob: the name of the knob, and the number that each code of its column means. The array is
@@ -123,10 +128,17 @@ def needs_at_least(knobs: Sequence[Knob], columns: Columns, candidate: Candidate
     return result
 
 
-def predict(task: Task, given: Mapping[str, IntArray], costs: Costs, states: StateSection) -> Predictions:
+def predict(
+    task: Task,
+    given: Mapping[str, IntArray],
+    costs: Costs,
+    states: StateSection,
+    buffers: Mapping[str, FloatArray] | None = None,
+) -> Predictions:
     """Return the predictions of candidates whose meanings have the numbers `given`.
 
-    The exchange of gradients is assumed to overlap with kernels.
+    The exchange of gradients is assumed to overlap with kernels. `buffers`: bytes of gathered weights and buffers at
+    each moment of `plain.Moments`, and `between` steps. If they are not known, ZeRO 3 gathers two layers.
     """
     size = given[DP].size
     parts, order = [], []
@@ -137,7 +149,8 @@ def predict(task: Task, given: Mapping[str, IntArray], costs: Costs, states: Sta
             rows = np.flatnonzero(inverse.reshape(-1) == kind)
             train = training(task, zero, offload, states)
             layout = layout_of({name: values[rows] for name, values in batch.items()})
-            parts.append(_predict(task, train, layout, costs))
+            extra = None if buffers is None else {name: each[rows + start] for name, each in buffers.items()}
+            parts.append(_predict(task, train, layout, costs, extra))
             order.append(rows + start)
     return Predictions.join(parts).take(np.argsort(np.concatenate(order)))
 
@@ -201,31 +214,63 @@ def weights_of_rank(train: Training, layout: Layout) -> FloatArray:
     return dense + experts
 
 
-def _predict(task: Task, train: Training, layout: Layout, costs: Costs) -> Predictions:
-    memory, norms = memory_in_use(train, layout, costs), np.zeros_like(layout.data)
+def _predict(
+    task: Task, train: Training, layout: Layout, costs: Costs, buffers: Mapping[str, FloatArray] | None
+) -> Predictions:
     if train.transformer_engine:
+        used = memory_in_use(train, layout, costs)
         time_s = step_time(train, layout, costs, Blocks.from_layout(train, layout, costs_in_run(costs)))
     else:
+        used = _plain_memory(train, layout, costs, buffers)
         time_s = _plain_times(train, layout, traffic.with_torch_attention(task, costs))
-        if costs.synchronous:
-            count = np.where(layout.uniform > 0, 2.0, 2.0 * train.model.num_layers) + 1.0
-            rows = layout.token_rows(train.sequence)
-            norms = NORM_BYTES[train.value_bytes] * count * rows * train.model.hidden_size
     total: FloatArray = sum(time_s.values(), np.zeros(()))
     return Predictions(
         step_time_s=total,
         low_s=total * INTERVAL[0],
         high_s=total * INTERVAL[1],
         time_s=time_s,
-        static_bytes=memory.memory.static,
-        activation_bytes=memory.memory.activation + norms,
-        peak_allocated_bytes=memory.memory.peak + norms,
-        reserved_bytes=memory.reserved + norms,
-        device_used_bytes=memory.used + norms,
-        worst_stage=memory.memory.worst_stage,
+        static_bytes=used.memory.static,
+        activation_bytes=used.memory.activation,
+        peak_allocated_bytes=used.memory.peak,
+        reserved_bytes=used.reserved,
+        device_used_bytes=used.used,
+        worst_stage=used.memory.worst_stage,
         capacity_bytes=costs.memory.capacity_bytes(),
         model_flops=model_flops(train),
     )
+
+
+def _plain_memory(train: Training, layout: Layout, costs: Costs, buffers: Mapping[str, FloatArray] | None) -> InUse:
+    """Return the memory of plain layers of torch. With a pipeline, the shared formulas apply.
+
+    What `buffers` has as `between` stays between steps; gradients that do not are negative.
+    """
+    used = memory_in_use(train, layout, costs)
+    is_alone = np.flatnonzero(layout.pipeline == 1)
+    alone = layout[is_alone]
+    first = stage(train.model, alone, np.zeros_like(alone.data))
+    parameters = stage_parameters(train, alone, first)
+    if buffers is None:
+        gathered = gathered_bytes(train, alone, *states_of(train, alone, parameters))
+        buffers = dict.fromkeys(("forward", "loss", "head", "layer"), gathered)
+    else:
+        buffers = {name: each[is_alone] for name, each in buffers.items()}
+    between = buffers.pop("between", np.zeros_like(alone.data))
+    states = used.memory.static[is_alone]
+    above = plain.moments(train, alone).plus(**buffers).highest()
+    update = step_bytes(train, alone, *split_parameters(parameters)) + np.maximum(between, 0.0)
+    peak = states + np.maximum(above, update)
+    reserved = costs.memory.reserved_bytes(peak)
+    on_device = costs.memory.device_used_bytes(reserved) + communicator_bytes(costs.memory) * alone.communicators()
+    for values, own in (
+        (used.memory.static, states + between),
+        (used.memory.activation, above - between),
+        (used.memory.peak, peak),
+        (used.reserved, reserved),
+        (used.used, on_device),
+    ):
+        values[is_alone] = own
+    return used
 
 
 def _plain_times(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:

@@ -13,13 +13,13 @@ from flagcore.contracts import Costs, Platform, Workload
 from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Rule
+from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, warmup_of_fewer, warmup_steps
+from flagcore.engines.installed import check_version, find_program, package_version
 from flagcore.engines.megatron.command.user_command import environment
 from flagcore.engines.megatron.reading import FAILURES, measurement
 from flagcore.engines.results import NoMetrics
-from flagcore.engines.serving.space.installed import check_version, find_program, package_version
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import logs, meaning, start
@@ -123,7 +123,12 @@ class Trainer(Workload):
     # Predictions
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
-        return meaning.predict(task, self.numbers(task, columns), costs, self.described.state_bytes)
+        numbers = self.numbers(task, columns)
+        return meaning.predict(task, numbers, costs, self.described.state_bytes, self.buffers(task, columns, numbers))
+
+    def buffers(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> Mapping[str, FloatArray] | None:
+        """Return the bytes of gathered weights and buffers, as for `meaning.predict`. None: not known."""
+        return None
 
     # Trials
 

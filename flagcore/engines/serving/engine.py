@@ -25,6 +25,7 @@ from flagcore.domain.serving import MIN_REQUESTS, RATES
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, Trial
+from flagcore.engines.installed import release
 from flagcore.engines.serving.launch import importing, start
 from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.load.figures import SteadyState
@@ -34,7 +35,6 @@ from flagcore.engines.serving.model.work import Overheads, overheads_of
 from flagcore.engines.serving.space import knobs as common_knobs
 from flagcore.engines.serving.space import placement, rules
 from flagcore.engines.serving.space.hardware import DP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
-from flagcore.engines.serving.space.installed import release
 from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.settings import PublishedRuns
 from flagcore.engines.serving.space.weights import (

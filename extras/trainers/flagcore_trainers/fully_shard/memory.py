@@ -42,6 +42,7 @@ class Job:
     `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced.
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
     `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
+    `split_tokens`: whether tensor-parallel ranks divide the tokens between blocks.
     """
 
     model: Model
@@ -61,6 +62,7 @@ class Job:
     schedule: IntArray
     fused_norm: bool = True
     compiled_loss: bool = False
+    split_tokens: BoolArray | bool = True
 
     @property
     def expert_layers(self) -> float:
@@ -189,7 +191,7 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
     u, r, n, size = job.value_bytes, job.reduce_bytes, job.ranks, job.pipeline
     layer, table, rest = unit_weights(job)
     whole, share = layers_of_rank(job)
-    act, logits = _activations(job), job.tokens * job.model.vocab_size / job.tensor
+    act, logits = activations(job), job.tokens * job.model.vocab_size / job.tensor
     splits, parts = job.schedule >= ZBV, np.where(job.schedule >= INTERLEAVED, 2.0, 1.0)
     loss = (_loss_bytes(job) + u) * logits + act.head_input
     found = []
@@ -244,7 +246,7 @@ def _without_pipeline(job: Job) -> _Sizes:
     is_copied = job.replicated & ((job.microbatches > 1) | (r != MAIN_BYTES))
     summed = np.where(is_copied, r / n, 0.0)
     held = held + summed * table * (not is_tied)
-    act = _activations(job)
+    act = activations(job)
     is_shared = n > 1
     buffer = 1.0 * is_shared  # a gather has a buffer, and the weights are copied out of it
     gathered = np.where(job.reshard, 0.0, u * all_layers)  # weights that stay from forward to backward
@@ -290,7 +292,7 @@ def _without_pipeline(job: Job) -> _Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Activations:
+class Activations:
     """Bytes of activations of one micro-batch.
 
     `stored`: of all layers before backward. `layer`: of one layer. `input`: the input of a layer. `hidden`: the tensor
@@ -309,10 +311,12 @@ class _Activations:
     gradients: FloatArray
 
 
-def _activations(job: Job) -> _Activations:
+def activations(job: Job) -> Activations:
+    """Return the bytes that a rank without a pipeline stores and allocates."""
     model, u, tensor = job.model, job.value_bytes, job.tensor
     rows = job.tokens / tensor
-    hidden, whole = u * model.hidden_size * rows, u * model.hidden_size * job.tokens
+    whole = u * model.hidden_size * job.tokens
+    hidden = np.where(job.split_tokens, whole / tensor, whole)
     query, key = (u * count * model.kv_channels * rows for count in (model.num_attention_heads, model.num_query_groups))
     width = u * model.ffn_hidden_size * rows
     gate = 4.0 if model.gated_linear_unit else 2.0  # gate, its silu, the other half and the product
@@ -346,7 +350,7 @@ def _activations(job: Job) -> _Activations:
         experts = u * expert_weights(job)
         at_gate = again + 2.0 * routed + hidden + experts * (1.0 + 1.0 / matrices)
         after_ffn = again + whole + 2.0 * experts
-    return _Activations(
+    return Activations(
         stored=stored,
         layer=per_layer,
         input=hidden,

@@ -55,9 +55,10 @@ TORCHTITAN = Program(rotation=(10.0, 10.5), compiled_loss=True)
 """torchtitan 0.3, whose rotary embeddings are complex numbers in fp32."""
 PLAIN = Program(rotation=(10.2, 10.1), fused_norm=False)
 """A script whose layers are those of transformers 4 (`modeling_llama.py`): rotated halves, and norms in fp32."""
-ATTENTION_SHARE = {"sm_90": 0.35}
+ATTENTION_SHARE = {"sm_90": 0.35, "gfx942": 0.17}
 """The largest share of the peak that torch's attention kernel, FlashAttention-2, reaches, by architecture. On others
-the chip's own kernel times hold. Source: arXiv 2407.08608, abstract."""
+the chip's own kernel times hold. Sources: arXiv 2407.08608, abstract; for gfx942 both passes together, 223 to 232 of
+1307 TFLOP/s (ROCm/flash-attention issue 142, heads of width 128 and 16k tokens; forward alone 310 to 356)."""
 BACKWARD_FLOPS = 2.5
 """Flops of the backward of a fused attention core, relative to its forward: five products instead of two."""
 

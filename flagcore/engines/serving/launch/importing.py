@@ -15,9 +15,9 @@ from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret, redact_text
 from flagcore.domain.serving import CLIENTS_PER_DEVICE, Load
 from flagcore.domain.spec import ImportNote
+from flagcore.engines.installed import strip_dashes
 from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP
-from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import CONTEXT, DEFAULT_SPACE, QUANTIZATION, TRANSFER
 from flagcore.engines.serving.space.placement import parse_roles
 from flagcore.engines.serving.space.program import as_words

@@ -10,11 +10,11 @@ import numpy as np
 from flagcore.domain.knob import Knob
 from flagcore.domain.space import Axis, Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
+from flagcore.engines.installed import strip_dashes
 from flagcore.engines.serving.launch.reports import ServerReports
 from flagcore.engines.serving.launch.server import Instance, Router
 from flagcore.engines.serving.space import knobs as common_knobs
 from flagcore.engines.serving.space.hardware import TP
-from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.settings import PublishedRuns, Settings
 from flagcore.errors import SpecError

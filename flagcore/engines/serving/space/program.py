@@ -17,8 +17,9 @@ from flagcore.domain.knob import Flag, Knob, in_versions
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.space import installed, knobs
-from flagcore.engines.serving.space.installed import strip_dashes
+from flagcore.engines import installed
+from flagcore.engines.installed import strip_dashes
+from flagcore.engines.serving.space import knobs
 from flagcore.engines.serving.space.knobs import Auto
 from flagcore.engines.serving.space.weights import check_directory
 from flagcore.errors import NoDevice, SpecError, join_errors

@@ -8,6 +8,7 @@ import numpy as np
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Task
+from flagcore.engines.installed import strip_dashes
 from flagcore.engines.serving.space import placement
 from flagcore.engines.serving.space.hardware import (
     DP,
@@ -20,7 +21,6 @@ from flagcore.engines.serving.space.hardware import (
     has_images,
     longest_request,
 )
-from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import (
     BACKEND,
     CONTEXT,

@@ -8,8 +8,8 @@ from typing import Any
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
+from flagcore.engines.installed import strip_dashes
 from flagcore.engines.serving.space.hardware import Hardware
-from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.transformer import attended, cached_layers, widths
 from flagcore.errors import FlagError, SpecError
 from flagcore.physics.roofline import BYTES

@@ -14,9 +14,9 @@ import numpy as np
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.space import installed, knobs
+from flagcore.engines.installed import release, strip_dashes
+from flagcore.engines.serving.space import knobs
 from flagcore.engines.serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
-from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.serving.space.knobs import ASYNC, CONTEXT, DRAFTED, EAGER, SPECULATION, Auto, or_default
 from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
@@ -68,7 +68,7 @@ class VllmProgram(Program):
 
     def release(self, spec: Spec) -> tuple[int, ...]:
         """Return the numbers of the release, or NEWEST if it is unknown."""
-        return installed.release(self.version(spec)) or NEWEST
+        return release(self.version(spec)) or NEWEST
 
     def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
         """See `Program`. A JSON object that may set a knob becomes one flag for each value: vLLM's parser drops it if
@@ -153,7 +153,7 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
 
 def graph_tokens(task: Task) -> int:
     """Return the largest batch, in tokens, that vLLM captures as a graph."""
-    version = installed.release(task.spec.serve.engine_version or "")
+    version = release(task.spec.serve.engine_version or "")
     is_newer = version is None or version >= MORE_GRAPHS_SINCE
     in_four_bits = "fp4" in task.cluster.groups[0].chip.dense_flops_per_second
     return MORE_GRAPH_TOKENS if is_newer and in_four_bits else GRAPH_TOKENS

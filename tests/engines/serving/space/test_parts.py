@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.space import installed
+from flagcore.engines import installed
 from flagcore.engines.serving.space.hardware import longest_request, max_in_flight
 from flagcore.engines.serving.space.weights import cache_bytes_per_token, min_devices, parameters
 from flagcore.errors import NoDevice
