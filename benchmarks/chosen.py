@@ -4,7 +4,8 @@
 
 One job per model, cluster and lengths: the fastest published run. Prints, for each job, measured / planned seconds (the
 gain that the plan promises), the published layout's place among all legal candidates, and its predicted time relative
-to the plan; then the geometric means by kind of model, over all sources and without each.
+to the plan; then the geometric means by kind of model and the jobs inside the interval that a plan shows, over all
+sources and without each.
 """
 
 import math
@@ -16,6 +17,7 @@ from typing import Any
 from flagcore import api
 from flagcore.api.inputs import loaded_plugins
 from flagcore.api.planning.estimate import build_problem_of_spec
+from flagcore.api.planning.evidence import CHOSEN
 from flagcore.tuner.problem import rows_by_time
 
 BOUNDS = ("not_likely", "far_too_slow", "far_too_large")
@@ -48,6 +50,7 @@ def main() -> None:
         experts = problem.task.spec.model.num_moe_experts is not None
         ratios[experts][record["source"]].append(measured / step)
     for experts, sources in ratios.items():
+        _, low, high = CHOSEN[experts]
         logs = {source: [math.log(each) for each in values] for source, values in sources.items()}
         for left_out in (None, *logs):
             values = [value for source, each in logs.items() if source != left_out for value in each]
@@ -55,7 +58,9 @@ def main() -> None:
                 mean = sum(values) / len(values)
                 spread = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
                 name = "experts" if experts else "dense"
-                print(f"{name} without {left_out}: {len(values)} jobs, {math.exp(mean):.3f}, deviation {spread:.3f}")
+                inside = sum(low <= math.exp(value) <= high for value in values)
+                figures = f"{math.exp(mean):.3f}, deviation {spread:.3f}, {inside} in {low} to {high}"
+                print(f"{name} without {left_out}: {len(values)} jobs, {figures}")
 
 
 def _jobs() -> Iterator[Mapping[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.planning.jobs import predict_records
 from flagcore.contracts import Problem, Workload
+from flagcore.domain.prediction import Prediction
 from flagcore.domain.spec import Job, Spec
 from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _
@@ -22,17 +23,23 @@ NEAREST = 8
 """How many of the nearest runs a plan is compared with. Each prediction of a run takes about 50 ms."""
 
 
-CHOSEN = 1.16
-"""Geometric mean of measured over planned seconds of the fastest published runs of 52 training jobs with experts (1.15
-to 1.17 without one source). It is 1.08 in 36 unseen dense jobs. `benchmarks/chosen.py` measures both."""
+CHOSEN = {False: (1.08, 0.90, 1.27), True: (1.17, 0.82, 1.56)}
+"""Measured over planned seconds of the fastest published runs of 89 dense jobs, and of 55 with experts (True): the
+geometric mean (of 38 dense jobs that no fit has used), and an interval that contains 80%. `benchmarks/chosen.py`
+measures those of the table, `benchmarks/README.md` has all."""
 
 
-def expected_seconds(problem: Problem, planned_s: float) -> float | None:
-    """Return the seconds that a step of the plan is expected to take, or None if they are as predicted, or unknown: if
-    no run with experts is published that this engine made on these chips."""
+def expected_seconds(problem: Problem, planned_s: float) -> tuple[float, float, float] | None:
+    """Return the seconds that a step of the plan is expected to take, and an 80% interval, or None if they are unknown:
+    if no run of such a model (dense, or with experts) is published that this engine made on these chips."""
     spec = problem.task.spec
-    known = (job for job, _ in problem.published if job.model.num_moe_experts and job.work.engine == spec.work.engine)
-    return CHOSEN * planned_s if spec.model.num_moe_experts and math.isfinite(planned_s) and any(known) else None
+    has_experts = spec.model.num_moe_experts is not None
+    engines = {
+        job.work.engine for job, _ in problem.published if (job.model.num_moe_experts is not None) == has_experts
+    }
+    mean, low, high = CHOSEN[has_experts]
+    is_known = spec.work.engine in engines and math.isfinite(planned_s)
+    return (mean * planned_s, low * planned_s, high * planned_s) if is_known else None
 
 
 def published_runs(problem: Problem, loaded: LoadedPlugins, limit: int | None = NEAREST) -> tuple[PublishedRun, ...]:
@@ -56,8 +63,8 @@ def published_job(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[s
     raise UsageError(_(text, name=name, known="; ".join(job.id for job, _record in runs[:3]) or _("none")))
 
 
-def seconds_like(problem: Problem, job: Job) -> float | None:
-    """Return the predicted seconds of a step with the layout and all settings of a published job, None if illegal."""
+def predicted_like(problem: Problem, job: Job) -> Prediction | None:
+    """Return the prediction with the layout and all settings of a published job, or None if they are illegal."""
     train, workload = problem.task.spec.train, problem.workload
     lengths = {key: getattr(train, key) for key in ("seq_length", "global_batch_size", "precision")}
     values = {key: value for key, value in job.candidate.items() if key != workload.replicas}
@@ -66,7 +73,7 @@ def seconds_like(problem: Problem, job: Job) -> float | None:
         task, values, _noted = workload.published(task, values, job.notes)
         platform, columns = replace(problem.platform, task=task), workload.columns(task, values)
         if not any(rule.broken(columns).any() for rule in legality(platform).rules):
-            return float(predict_columns(platform, columns).step_time_s[0])
+            return predict_columns(platform, columns).row(0)
     return None
 
 

@@ -103,7 +103,9 @@ class Options:
     `offload_stages` is empty if all stages offload. `offload_layers` offload all that they store. Fields in bytes are
     per element. With `adapters`, the model's weights have no gradients and no optimizer state. `cuda_graph` is the part
     of a step that one graph launches: "", "layer" or "iteration". The flex `dispatcher` sends a token to a rank once,
-    for all of its experts there, and over the network to `linked_devices` once. With `assumed_fp8_gather`, only
+    for all of its experts there, and over the network to `linked_devices` once. `dispatch_share` is the share of the
+    bytes of 16-bit tokens that the experts' dispatch sends in forward, `combine_gradient_share` that of the gradients
+    of their outputs in backward. With `assumed_fp8_gather`, only
     candidates with the distributed optimizer have fp8 weights. With `shard_gradients` (ZeRO-2), its ranks also share
     the gradients, which are scattered for each micro-batch. Without `gradient_fusion`, weight gradients are added to
     their buffers by kernels of their own. With `fused_adam`, Adam is a kernel that works in place.
@@ -138,6 +140,8 @@ class Options:
     overlap_p2p_comm: bool = True
     overlap_expert_comm: bool = False
     dispatcher: str = "alltoall"
+    dispatch_share: float = 1.0
+    combine_gradient_share: float = 1.0
     linked_devices: float = np.inf
     grouped_gemm: bool = True
     expert_imbalance: float = 1.0

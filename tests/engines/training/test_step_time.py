@@ -77,6 +77,7 @@ COMPARED: dict[str, tuple[str, Job, Job, float, float]] = {
     "narrow formats, not in attention": ("compute_s", (replace(TRAIN, precision="fp8"), {}), ONE, 0.5, 0.9),
     "overlap of experts": ("ep_comm_s", (with_options(MOE, overlap_expert_comm=True), EXPERTS[1]), EXPERTS, 0.05, 0.5),
     "copies of dispatchers": ("ep_comm_s", FLEX, EXPERTS, 0.1, 0.99),
+    "tokens in 8 bits": ("ep_comm_s", (with_options(MOE, dispatch_share=0.5), EXPERTS[1]), EXPERTS, 0.8, 0.95),
     "copies between nodes": (
         *("ep_comm_s", (with_options(MOE, dispatcher="flex", linked_devices=8.0), {**EXPERTS[1], "expert": 16.0})),
         *((with_options(MOE, dispatcher="flex"), {**EXPERTS[1], "expert": 16.0}), 0.2, 0.9),

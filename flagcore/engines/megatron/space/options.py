@@ -17,6 +17,8 @@ from flagcore.spec.plain_data import package_yaml
 Settings = Mapping[str, SettingValue]
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+NARROW = {"mxfp8": 33 / 64}
+"""Bytes of formats in which experts exchange tokens, with a scale per 32 elements, relative to 16 bits."""
 TRIAL, COMMAND = "trial", "command"
 MTP_LAYOUTS_SINCE, EARLY_MTP_SINCE = ">=0.14", ">=0.16"
 """Releases whose layouts may contain multi-token prediction: at all, and on a stage before the loss.
@@ -82,6 +84,8 @@ def options(task: Task) -> Options:
         gradient_fusion=bool(settings.get("gradient_accumulation_fusion", True)),
         overlap_p2p_comm=bool(settings.get("overlap_p2p_comm", True)),
         dispatcher=str(settings["moe_token_dispatcher_type"]),
+        dispatch_share=NARROW.get(str(settings.get("moe_dispatch_fwd_dtype")), 1.0),
+        combine_gradient_share=NARROW.get(str(settings.get("moe_combine_bwd_dtype")), 1.0),
         linked_devices=float(task.cluster.linked_devices),
         expert_imbalance=_imbalance(settings),
         cp_comm=str(settings.get("cp_comm_type", "p2p")),

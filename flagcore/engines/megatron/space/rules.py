@@ -305,6 +305,8 @@ def _requirement_rules(task: Task, settings: Settings) -> Iterator[Rule]:
     requirements = {
         "overlap_param_gather": ("overlap_grad_reduce", settings.get("overlap_grad_reduce")),
         "moe_flex_dispatcher_backend": ("moe_token_dispatcher_type: flex", is_flex),
+        "moe_dispatch_fwd_dtype": ("moe_token_dispatcher_type: flex", is_flex),
+        "moe_combine_bwd_dtype": ("moe_token_dispatcher_type: flex", is_flex),
         "fp8_recipe": ("fp8_format", "fp8" in precision(task.spec.train, settings)),
         "cuda_graph_scope": ("cuda_graph_impl", settings.get("cuda_graph_impl", "none") != "none"),
     }

@@ -60,9 +60,11 @@ def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCol
         rotation, rotation_back = rotation + extra, rotation_back + extra_back
     core, core_back = _attention_core(train, layout, costs)
     ring = context_collective(train, layout, costs)
-    overlaps = train.options.cp_comm == "p2p"
-    ring_forward = np.maximum(ring - core, 0.0) if overlaps else ring
-    ring_back = np.maximum(2.0 * ring - core_back, 0.0) if overlaps else ring
+    is_ring = train.options.cp_comm == "p2p"
+    # a transfer overlaps the attention of the chunk before it; nothing is left to overlap the last chunk
+    overlap = is_ring * (1.0 - 1.0 / layout.context)
+    ring_forward = np.maximum(ring - overlap * core, 0.0)
+    ring_back = np.maximum((1.0 + is_ring) * ring - overlap * core_back, 0.0)
     element = norm + rotation + residual
     element_back = norm_back + rotation_back + residual
     launches = np.full_like(layout.tensor, LAUNCHES[train.transformer_engine][0])
@@ -251,13 +253,15 @@ def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
     is_grouped = options.grouped_gemm and train.transformer_engine
     router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]
     launches = np.full_like(rows, router_launches) + expert_launches * (1.0 if is_grouped else local_experts)
-    dispatches = 2.0 * expert_dispatch(train, layout, costs) * options.expert_imbalance
+    shares = {1.0, options.dispatch_share, options.combine_gradient_share}
+    exchange = {share: options.expert_imbalance * expert_dispatch(train, layout, costs, share) for share in shares}
+    sent, returned = (exchange[1.0] + exchange[s] for s in (options.dispatch_share, options.combine_gradient_share))
 
     element = norm + 2.0 * permute + sorts + residual + activation
-    forward = Seconds.from_compute(experts.forward + router.forward + element, expert=dispatches, launches=launches)
+    forward = Seconds.from_compute(experts.forward + router.forward + element, expert=sent, launches=launches)
     element_back = norm_back + 3.0 * permute + sorts + activation_back + residual
     gradients = experts.input_gradient + router.input_gradient + element_back
-    backward = Seconds.from_compute(gradients, expert=dispatches, launches=2.0 * launches)
+    backward = Seconds.from_compute(gradients, expert=returned, launches=2.0 * launches)
     repeated = Seconds.from_compute(np.zeros_like(norm))
     if "layernorm" in options.recompute_modules:
         repeated = repeated + Seconds.from_compute(norm)

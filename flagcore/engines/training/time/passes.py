@@ -192,15 +192,15 @@ def context_collective(train: Training, layout: Layout, costs: Costs) -> FloatAr
     return collective(costs, "all_gather", payload, layout.context, layout.tensor)
 
 
-def expert_dispatch(train: Training, layout: Layout, costs: Costs) -> FloatArray:
-    """Return the seconds to dispatch tokens to the expert-parallel ranks; a combine takes as long.
+def expert_dispatch(train: Training, layout: Layout, costs: Costs, share: float = 1.0) -> FloatArray:
+    """Return the seconds to dispatch `share` of the bytes of the tokens to the expert-parallel ranks, or to combine.
 
     A rank sends each token to `topk` experts. The flex dispatcher sends a token once to each node, whose devices
     forward it to each rank once (DeepEP, `docs/legacy.md`), see `_distinct`. The allgather dispatcher gathers all
     tokens.
     """
     options, ranks, stride = train.options, layout.expert, layout.expert_tensor
-    tokens, topk = layer_input_bytes(train, layout), float(train.model.moe_router_topk)
+    tokens, topk = share * layer_input_bytes(train, layout), float(train.model.moe_router_topk)
     copies = sent = np.full_like(ranks, topk)
     near = ranks
     if options.dispatcher == "flex":
