@@ -17,11 +17,7 @@ TREE = ROOT / "extras" / "flagscale" / "tests" / "trees" / "train_dense"
 RECIPE = ROOT / "extras" / "bridge" / "tests" / "configs" / "llama3_8b.yaml"
 TREES = ("conf", "examples/my-model/conf")
 """Paths of FlagScale configurations on the pages."""
-SMALLER = {
-    "nproc_per_node: 8": "nproc_per_node: 2",
-    '"1:2"': "1",
-    "    SOME_VISIBLE_DEVICES: 0,1,2,3,4,5,6,7\n": "",
-}
+SMALLER = {"nproc_per_node: 8": "nproc_per_node: 2", '"1:2"': "1", "    SOME_VISIBLE_DEVICES: 0,1,2,3,4,5,6,7\n": ""}
 MEASURED = {"idx": 1, "tensor_model_parallel_size": 2, "micro_batch_size": 1, "performance": 150.0}
 OWN = "own"
 """The run of SPEC, with a torchrun that prints Megatron's log lines."""

@@ -74,7 +74,7 @@ def settings(**arguments: object) -> Settings:
         **dict.fromkeys(("cache_bytes", "host_s"), np.nan),
         **dict.fromkeys(("drafted", "copies", "host_tokens"), 0),
         **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized"), False),
-        **dict.fromkeys(("on_device", "crowding"), 1.0),
+        **dict.fromkeys(("on_device", "crowding", "sharing"), 1.0),
         **arguments,
     }
     rows = max(np.size(value) for value in values.values())

@@ -76,6 +76,7 @@ class CandidateReport(Notebook):
     - `rules`: the rules that cause the state, each with `rule`, `message`, the `values` that it uses, and the `trial`
       of a learned rule.
     - `predicted`: the prediction, or None for an illegal candidate.
+    - `published`: the prediction with the settings of the published run that `name` stands for.
     - `believed`: the prediction corrected by trials.
     - `trials`: the trials of the candidate.
     - `expected_s`: the step time as measured, else believed, else predicted.
@@ -99,6 +100,7 @@ class CandidateReport(Notebook):
     rules: tuple[ExcludingRule, ...] = ()
     requested: Mapping[str, KnobValue] | None = None
     predicted: Mapping[str, Any] | None = None
+    published: Mapping[str, Any] | None = field(default=None, metadata=IF_KNOWN)
     believed: Mapping[str, Any] | None = None
     expected_s: float | None = None
     trials: tuple[Mapping[str, Any], ...] = ()

@@ -19,6 +19,7 @@ from flagcore.report.text import (
     candidate_line,
     funnel,
     interval_text,
+    part_name,
     search_time_text,
     slo_text,
     values_text,
@@ -27,7 +28,11 @@ from flagcore.report.text import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChipPlan:
-    """The fastest candidate on some kinds of chips. `split`: how a mixed plan divides the work between the kinds."""
+    """The fastest candidate on some kinds of chips.
+
+    `time`: the seconds of each part of a step. `split`: how a mixed plan divides the work between the kinds.
+    `unlimited_tokens_per_second`: the rate of the fastest candidate, also if it does not fit in memory.
+    """
 
     chips: str
     devices: int
@@ -35,7 +40,9 @@ class ChipPlan:
     step_time_s: float
     candidate: Mapping[str, KnobValue]
     implementation: str
+    time: Mapping[str, float] = field(default_factory=dict)
     split: str = ""
+    unlimited_tokens_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +50,7 @@ class Mixing:
     """The fastest plan that mixes kinds of chips, and the fastest plan of each kind alone.
 
     - `others`: the fastest plans that divide the work in the other ways of the engine.
+    - `alone`, `unable`: the plans of the kinds that can run the job alone, and the names of the other kinds.
     - `idle`: the share of the pipeline's time in which the devices of a kind have no work.
     - `limit`: the bottleneck of the mixed plan.
     - `slowest`: the kind with the slowest stage.
@@ -51,6 +59,7 @@ class Mixing:
     mixed: ChipPlan
     others: tuple[ChipPlan, ...] = ()
     alone: tuple[ChipPlan, ...] = ()
+    unable: tuple[str, ...] = ()
     idle: Mapping[str, float]
     limit: str
     slowest: str
@@ -265,7 +274,7 @@ def mixing_text(mixing: Mixing, knobs: Knobs) -> str:
     for name, each in plans:
         figures = map(shown, (each.devices, each.step_time_s, each.tokens_per_second))
         rows.append([name, each.chips, *figures, values_text(each.candidate, knobs)])
-    if mixing.alone:
+    if len(mixing.alone) > 1:
         devices = sum(each.devices for each in mixing.alone)
         rows.append([_("sum of single chips"), "-", str(devices), "-", shown(mixing.sum_alone), "-"])
     return table(headings, rows) + "\n" + verdict(mixing)
@@ -275,17 +284,22 @@ def verdict(mixing: Mixing) -> str:
     """Return whether mixing pays, what limits it, and which chips are idle."""
     text, used = _("No kind of chip can run the job alone."), mixing.mixed.implementation
     if best := mixing.best_alone:
-        times = mixing.mixed.tokens_per_second / best.tokens_per_second
-        figures = {"times": times, "chip": best.chips, "share": mixing.mixed.tokens_per_second / mixing.sum_alone}
-        pays = N_(
-            "Mixing the chips is worthwhile: ~{times:.2f}x the speed of {chip} alone, and ~{share:.0%} of the combined "
-            "speed of all kinds alone."
-        )
-        does_not_pay = N_(
-            "Mixing the chips is not worthwhile: ~{times:.2f}x the speed of {chip} alone, and ~{share:.0%} of the "
-            "combined speed of all kinds alone."
-        )
-        text = _(pays if times >= PAYS else does_not_pay, **figures)
+        rate = mixing.mixed.tokens_per_second
+        times, share = rate / best.tokens_per_second, rate / mixing.sum_alone
+        pays = N_("Mixing the chips is worthwhile: ~{times:.2f}x the speed of {chip} alone")
+        does_not_pay = N_("Mixing the chips is not worthwhile: ~{times:.2f}x the speed of {chip} alone")
+        text = _(pays if times >= PAYS else does_not_pay, times=times, chip=best.chips)
+        if mixing.unable:
+            text += ". " + _("{chips} cannot run the job alone.", chips=", ".join(mixing.unable))
+        else:
+            text += ", " + _("and ~{share:.0%} of the combined speed of all kinds alone.", share=share)
+            unlimited = sum(each.unlimited_tokens_per_second for each in mixing.alone)
+            if share > 1.0 and unlimited > rate:
+                why = N_("The kinds alone lack memory for faster plans, whose combined speed is ~{rate} tok/s.")
+                text += " " + _(why, rate=shown(unlimited))
+            elif share > 1.0:
+                why = N_("Devices and batch divide worse for the kinds alone: {parts}.")
+                text += " " + _(why, parts=", ".join(map(_loss, mixing.alone)))
     if own := [each for each in mixing.alone if each.implementation != used]:
         kinds = ", ".join(f"{each.chips} {each.implementation}" for each in own)
         text += " " + _("train.implementation differs: alone {kinds}, mixed {used}.", kinds=kinds, used=used)
@@ -293,3 +307,9 @@ def verdict(mixing: Mixing) -> str:
         limit = {"limit": _(mixing.limit), "slowest": mixing.slowest, "idle": idle}
         text += " " + _("Limited by {limit}, slowest stage on {slowest}; idle: {idle}.", **limit)
     return text
+
+
+def _loss(plan: ChipPlan) -> str:
+    """Return the chips of a plan and the largest part of its step besides compute."""
+    share, name = max((seconds / plan.step_time_s, name) for name, seconds in plan.time.items() if name != "compute_s")
+    return f"{plan.chips} {_(part_name(name))} ~{share:.0%}"

@@ -29,12 +29,6 @@ def spec(cluster: Any, train: Any = TRAIN, **tuner: Any) -> Spec:
     return parsed(data, file="spec", base=Path())
 
 
-@pytest.mark.parametrize("cluster", ["auto", {"nodes": 2}])
-def test_several_nodes_are_taken_from_the_allocation(cluster: Any) -> None:
-    result = spec(cluster)
-    assert (result.launcher, result.cluster.hosts, result.cluster.nodes) == ("slurm", ("n1", "n2"), 2)
-
-
 def test_servers_start_on_the_nodes_of_the_allocation(tmp_path: Path) -> None:
     data = {"model": SHAPE, "cluster": {"nodes": 2}, "serve": {"engine": "vllm", "command": ["vllm", "serve"]}}
     found = parsed({**data, "auto_tuner": {}}, file="spec", base=tmp_path)
@@ -42,16 +36,17 @@ def test_servers_start_on_the_nodes_of_the_allocation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "train", "tuner"),
+    ("cluster", "train", "tuner", "found"),
     [
-        ({}, TRAIN, {}),
-        ("auto", TRAIN, {"launcher": "local"}),
-        ({"nodes": 2}, {**TRAIN, "command": ["srun", "torchrun", "train.py"]}, {}),
+        *((cluster, TRAIN, {}, ("slurm", ("n1", "n2"), 2)) for cluster in ("auto", {"nodes": 2})),
+        ({}, TRAIN, {}, ("local", (), 1)),
+        ("auto", TRAIN, {"launcher": "local"}, ("local", (), 1)),
+        ({"nodes": 2}, {**TRAIN, "command": ["srun", "torchrun", "train.py"]}, {}, ("local", (), 2)),
     ],
 )
-def test_other_jobs_start_here(cluster: Any, train: Any, tuner: Any) -> None:
+def test_only_several_nodes_are_taken_from_the_allocation(cluster: Any, train: Any, tuner: Any, found: Any) -> None:
     result = spec(cluster, train, **tuner)
-    assert (result.launcher, result.cluster.hosts) == ("local", ())
+    assert (result.launcher, result.cluster.hosts, result.cluster.nodes) == found
 
 
 def test_spares_and_host_files_need_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,11 +82,7 @@ def test_an_unknown_strategy_and_launcher_are_reported_with_all_other_errors() -
     with pytest.raises(SpecError) as refused:
         parsed(data, file="x", base=Path())
     result = {(each.key, each.value) for each in refused.value.problems}
-    assert result > {
-        ("auto_tuner.strategy", "lerned"),
-        ("auto_tuner.launcher", "lokal"),
-        ("auto_tuner.space.nope", 1),
-    }
+    assert result > {("auto_tuner.strategy", "lerned"), ("auto_tuner.launcher", "lokal"), ("auto_tuner.space.nope", 1)}
 
 
 @pytest.mark.parametrize("cluster", [{"chip": "nosuch"}, {"groups": [{"chip": "cpu"}, {"chip": "nosuch"}]}])

@@ -144,14 +144,8 @@ def on_two_hosts(folder: Path) -> Path:
 
 
 RUNS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "dense": (
-        lambda folder: written(folder, training(LLAMA_8B, h100(), {})),
-        "megatron flagscale slurm kubernetes",
-    ),
-    "experts": (
-        lambda folder: written(folder, training(EXPERTS, h100(2), {})),
-        "megatron flagscale slurm kubernetes",
-    ),
+    "dense": (lambda folder: written(folder, training(LLAMA_8B, h100(), {})), "megatron flagscale slurm kubernetes"),
+    "experts": (lambda folder: written(folder, training(EXPERTS, h100(2), {})), "megatron flagscale slurm kubernetes"),
     "mixed chips": (
         lambda folder: written(
             folder,

@@ -126,12 +126,7 @@ class Project:
                 "space": SPACE,
                 "control": {**control, **sections.pop("control", {})},
             },
-            "envs": {
-                "TEST_MARK": self.mark,
-                "TRAIN_DOES": does,
-                "TRAIN_WHEN": when,
-                "TRAIN_SLEEPS": str(sleeps),
-            },
+            "envs": {"TEST_MARK": self.mark, "TRAIN_DOES": does, "TRAIN_WHEN": when, "TRAIN_SLEEPS": str(sleeps)},
         }
         for name, section in sections.items():
             default[name] = {**default[name], **section} if isinstance(section, dict) and name in default else section

@@ -102,8 +102,7 @@ def test_an_unreadable_file_of_another_chip_is_reported_and_skipped(
 
 
 @pytest.mark.parametrize(
-    ("others", "text"),
-    [(0.0, "H200 was calibrated on 2 of the 8 devices of a node"), (0.6, "60% of the processors")],
+    ("others", "text"), [(0.0, "H200 was calibrated on 2 of the 8 devices of a node"), (0.6, "60% of the processors")]
 )
 def test_what_is_wrong_with_a_calibration_is_reported_when_it_is_used(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture, others: float, text: str
@@ -116,8 +115,7 @@ def test_what_is_wrong_with_a_calibration_is_reported_when_it_is_used(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(("--devices", "900"), "--devices 900: this machine has "), ((), "cannot be written: ")],
+    ("arguments", "words"), [(("--devices", "900"), "--devices 900: this machine has "), ((), "cannot be written: ")]
 )
 def test_missing_requirements_are_reported_before_anything_is_measured(
     flag: Flag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str

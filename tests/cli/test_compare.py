@@ -52,9 +52,7 @@ def test_a_candidate_without_runs_is_compared_by_its_corrected_prediction(compar
     assert "(expected after trials)" in open_one["because"][0]
 
 
-def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared_as_planned(
-    project: Project,
-) -> None:
+def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared_as_planned(project: Project) -> None:
     plan = load_snapshot(project.spec(), None, ())
     best, slow = (plan.problem.space.candidate(int(row)) for row in rows_by_time(plan.problem)[[5, 0]])
     trials = [small.trial(0, best, 1.0), small.trial(1, slow, 3.0, state=TrialState.STOPPED)]

@@ -36,9 +36,8 @@ def test_illegal_candidate_is_reported_with_its_rule_its_values_and_the_smallest
     assert (rule["rule"], rule["values"]) == ("global_batch_size", {"data_parallel_size": 2, "micro_batch_size": 3})
     assert account["predicted"] is None
     assert account["changes"]["allowed"]["differs"] == {"micro_batch_size": [3, 2]}
-    merged_candidate = explained(
-        project.spec(), "dp=2, ep=2"
-    )  # a dense model has no experts, and asking for them is illegal
+    # a dense model has no experts, and asking for them is illegal
+    merged_candidate = explained(project.spec(), "dp=2, ep=2")
     assert (merged_candidate["state"], merged_candidate["candidate"]["expert_model_parallel_size"]) == ("illegal", 2)
     assert merged_candidate["changes"]["allowed"]["differs"] == {"expert_model_parallel_size": [2, 1]}
 

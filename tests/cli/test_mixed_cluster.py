@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,14 @@ def test_a_slower_group_has_fewer_layers_and_is_named(
     assert [each.chips for each in alone] == ["new", "old"]
 
 
-def test_a_mixed_plan_is_described_if_no_chip_can_run_alone() -> None:
-    plan = ChipPlan(
-        chips="a + b", devices=4, tokens_per_second=1.0, step_time_s=3.0, candidate={}, implementation="local"
+def test_a_mixed_plan_above_the_sum_of_its_chips_is_explained() -> None:
+    names: dict[str, Any] = {"chips": "a + b", "devices": 4, "candidate": {}, "implementation": "local"}
+    mixing = Mixing(
+        mixed=ChipPlan(**names, tokens_per_second=1.0, step_time_s=3.0), idle={"a": 0.27}, limit="bubble", slowest="a"
     )
-    text = verdict(Mixing(mixed=plan, idle={"a": 0.27}, limit="bubble", slowest="a"))
-    assert "27%" in text
+    assert "27%" in verdict(mixing)
+    alone = ChipPlan(**names, tokens_per_second=0.9, step_time_s=3.0, time={"compute_s": 2.4, "tp_comm_s": 0.6})
+    has_memory, lacks_memory = (replace(alone, unlimited_tokens_per_second=rate) for rate in (0.9, 1.5))
+    texts = [verdict(replace(mixing, alone=(each,))) for each in (has_memory, lacks_memory)]
+    assert [("111%" in text, "20%" in text, "1.5" in text) for text in texts] == [(1, 1, 0), (1, 0, 1)]
+    assert "111%" not in verdict(replace(mixing, alone=(alone,), unable=("c",)))

@@ -47,10 +47,7 @@ def reported(predicted: float | None, believed: float | None, measured: float = 
     assert trial_.measurement is not None
     correction = {"step_time_s": {"value": believed}} if believed else None
     return replace(
-        trial_,
-        predicted=record,
-        believed=correction,
-        measurement=replace(trial_.measurement, step_time_s=measured),
+        trial_, predicted=record, believed=correction, measurement=replace(trial_.measurement, step_time_s=measured)
     )
 
 

@@ -153,11 +153,7 @@ def test_a_collective_slows_compute_by_the_share_of_its_levels() -> None:
 
 
 SIZES = (512.0, 2.0**20, 2.0**24, 2.0**29)
-GATHER = {
-    2: (5e-6, 8e-6, 45e-6, 1.1e-3),
-    4: (7e-6, 10e-6, 52e-6, 1.3e-3),
-    8: (10e-6, 15e-6, 60e-6, 1.45e-3),
-}
+GATHER = {2: (5e-6, 8e-6, 45e-6, 1.1e-3), 4: (7e-6, 10e-6, 52e-6, 1.3e-3), 8: (10e-6, 15e-6, 60e-6, 1.45e-3)}
 TABLE = CollectiveTable(
     curves=tuple(
         Curve(kind="all_gather", ranks=ranks, payload_bytes=SIZES, seconds=times) for ranks, times in GATHER.items()

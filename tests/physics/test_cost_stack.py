@@ -44,13 +44,7 @@ class LimitedCosts:
         return 1.2
 
 
-STACK = KernelCostStack(
-    (
-        LimitedCosts(1.0, 1.0),
-        LimitedCosts(10.0, 2.0, launch=5.0),
-        LimitedCosts(1e9, 3.0),
-    )
-)
+STACK = KernelCostStack((LimitedCosts(1.0, 1.0), LimitedCosts(10.0, 2.0, launch=5.0), LimitedCosts(1e9, 3.0)))
 
 
 def test_each_element_comes_from_the_first_source_that_knows_it() -> None:

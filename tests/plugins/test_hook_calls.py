@@ -100,11 +100,7 @@ def generator() -> Any:
         ("devices", generator(), "must be an instance of Sequence"),
         ("chips", {"X1": CHIP}, "must be an instance of Sequence"),
         ("chips", [replace(CHIP, memory_bytes=80e9)], "Chip[0].memory_bytes = 80000000000.0"),  # type: ignore[arg-type]
-        (
-            "chips",
-            [replace(CHIP, dense_flops_per_second={"bf16": 1e15})],
-            "_second.bf16 = 1000000000000000.0",
-        ),  # type: ignore[dict-item]
+        ("chips", [replace(CHIP, dense_flops_per_second={"bf16": 1e15})], "_second.bf16 = 1000000000000000.0"),  # type: ignore[dict-item]
         ("chips", [replace(CHIP, memory_bytes=Fact(value=0, source=SOURCE))], "Chip[0].memory_bytes.value"),
         ("chips", [replace(CHIP, memory_bytes=Fact(value=float("nan"), source=SOURCE))], "Chip[0].memory_bytes.value"),
     ],

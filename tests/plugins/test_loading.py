@@ -67,16 +67,10 @@ def test_plugin_that_cannot_be_imported_is_listed_and_the_others_still_work(
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (
-            "@hookimpl\ndef flagcore_device(): return []",
-            ["flagcore_device ", "flagcore_devices?"],
-        ),
+        ("@hookimpl\ndef flagcore_device(): return []", ["flagcore_device ", "flagcore_devices?"]),
         ("@hookimpl\ndef flagcore_telemeter(): return []", ["flagcore_telemeter", "flagcore_telemetry"]),
         ("def flagcore_devices(): return []", ["flagcore_devices lacks @hookimpl"]),
-        (
-            "@hookimpl\ndef flagcore_environment(chip, motor): return {}",
-            ["flagcore_environment", "motor"],
-        ),
+        ("@hookimpl\ndef flagcore_environment(chip, motor): return {}", ["flagcore_environment", "motor"]),
         ("x = 1", ["implements no hook"]),
     ],
 )

@@ -116,8 +116,7 @@ def test_the_schema_accepts_words_as_one_text_as_the_spec_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "batch", "wrong"),
-    [(2, 8, False), (4, 8, False), (3, 8, True), (1, 6, True), (8, 8, True)],
+    ("nodes", "batch", "wrong"), [(2, 8, False), (4, 8, False), (3, 8, True), (1, 6, True), (8, 8, True)]
 )
 def test_nodes_of_trials_divide_the_nodes_and_the_batch(nodes: int, batch: int, wrong: bool) -> None:
     cluster = {"chip": "a", "nodes": 4, "devices_per_node": 2}

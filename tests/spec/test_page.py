@@ -53,11 +53,7 @@ BASE["model"]["v_head_dim"] = 128
 
 SERVE_BASE: dict[str, Any] = {
     "model": BASE["model"],
-    "serve": {
-        "engine": "vllm",
-        "profile": {},
-        "slo": {"ttft_s": {}, "tpot_s": {}, "itl_s": {}, "e2e_s": {}},
-    },
+    "serve": {"engine": "vllm", "profile": {}, "slo": {"ttft_s": {}, "tpot_s": {}, "itl_s": {}, "e2e_s": {}}},
     "auto_tuner": {"control": {}},
 }
 

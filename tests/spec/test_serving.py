@@ -239,18 +239,12 @@ def test_other_spellings_of_knobs_and_values_are_valid() -> None:
     space = {"quant_policy": [8, "fp8", None], "max_num_seqs": "auto", "cache_max_entry_count": ["0.9", 0.5]}
     data = {"model": MODEL, "serve": {"engine": "lmdeploy"}, "auto_tuner": {"space": space}}
     found = parse_spec(data, file="x", base=Path(), engines=ENGINES).space
-    assert found == {
-        "quant_policy": (8, "fp8", None),
-        "max_num_seqs": "auto",
-        "cache_max_entry_count": ("0.9", 0.5),
-    }
+    assert found == {"quant_policy": (8, "fp8", None), "max_num_seqs": "auto", "cache_max_entry_count": ("0.9", 0.5)}
 
 
 def test_one_knob_under_two_names_is_an_error() -> None:
-    assert (
-        error_of(tuner={"space": {"max_batch_size": [4], "max_num_seqs": [8]}}, engine="lmdeploy").key
-        == "auto_tuner.space.max_num_seqs"
-    )
+    error = error_of(tuner={"space": {"max_batch_size": [4], "max_num_seqs": [8]}}, engine="lmdeploy")
+    assert error.key == "auto_tuner.space.max_num_seqs"
 
 
 def test_each_engine_of_a_list_has_its_own_knobs() -> None:

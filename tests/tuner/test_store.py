@@ -145,8 +145,7 @@ def test_a_stale_lock_of_the_journal_does_not_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"not json\n", b"\x00\xff\n", b"[]\n", b'{"op_code": 4}\n', b"[" * 100_000 + b"\n"],
+    "content", [b"not json\n", b"\x00\xff\n", b"[]\n", b'{"op_code": 4}\n', b"[" * 100_000 + b"\n"]
 )
 def test_a_journal_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     run(store(tmp_path))

@@ -11,6 +11,7 @@ from flagcore.vendorkit.detection import DeviceReading, Readings, list_with
 from flagcore.vendorkit.machine import query_tool
 from flagcore.vendorkit.rows import Listing, Row, cells
 
+UNKNOWN = "lists no device in a known format"
 TWO = Listing(tuple(Row(device=Device(index=index, chip="A1")) for index in (0, 1)))
 
 
@@ -29,24 +30,22 @@ def test_a_missing_tool_lists_no_devices() -> None:
     assert query_tool(lambda _: TWO, "no-such-tool-anywhere") is None
 
 
-@pytest.mark.parametrize("to", ["", " >&2"])
-def test_the_error_of_a_failing_tool_is_reported_with_its_exit_status(tmp_path: Path, to: str) -> None:
-    message = listing_of(tmp_path, f"echo 'Failed to initialize: version mismatch'{to}; exit 18")
-    assert message == Listing(left_out=("acme-smi failed with exit status 18: Failed to initialize: version mismatch",))
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo 'Failed: old driver'; exit 18", "failed with exit status 18: Failed: old driver"),
+        ("echo 'Failed: old driver' >&2; exit 18", "failed with exit status 18: Failed: old driver"),
+        ("printf '\\n+----+\\n\\033[1m  a  new   layout\\033[0m\\n'", f"{UNKNOWN}; it prints: a new layout"),
+        ("sleep 30", "did not answer within 0.3 s and was killed"),
+    ],
+)
+def test_a_tool_that_lists_no_device_is_reported_with_the_reason(tmp_path: Path, script: str, reason: str) -> None:
+    found = listing_of(tmp_path, script, seconds=0.3 if script == "sleep 30" else 10)
+    assert found == Listing(left_out=(f"acme-smi {reason}",))
 
 
 def test_a_tool_that_fails_after_it_listed_devices_is_believed(tmp_path: Path) -> None:
     assert listing_of(tmp_path, "echo table; exit 14") == TWO
-
-
-def test_unknown_text_is_quoted_by_its_first_words(tmp_path: Path) -> None:
-    message = listing_of(tmp_path, "printf '\\n+----+\\n\\033[1m  a  new   layout\\033[0m\\n'")
-    assert message == Listing(left_out=("acme-smi lists no device in a known format; it prints: a new layout",))
-
-
-def test_a_tool_that_hangs_is_reported(tmp_path: Path) -> None:
-    message = listing_of(tmp_path, "sleep 30", seconds=0.3)
-    assert message == Listing(left_out=("acme-smi did not answer within 0.3 s and was killed",))
 
 
 def test_omissions_of_a_table_are_reported_with_the_tools_name(tmp_path: Path) -> None:

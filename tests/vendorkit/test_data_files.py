@@ -138,12 +138,7 @@ def test_an_invalid_file_is_reported_with_key_and_fix(old: str, new: str, key: s
     assert fix in caught.value.fix
 
 
-VARIABLE = Variable(
-    name="X",
-    value="1",
-    meaning="?",
-    source=Source(kind="published", detail="?"),
-)
+VARIABLE = Variable(name="X", value="1", meaning="?", source=Source(kind="published", detail="?"))
 
 
 def test_multi_node_variables_are_not_set_on_one_node() -> None:

@@ -74,11 +74,7 @@ def test_use_mode_and_pending_changes_of_nvidia_gpus_are_reported() -> None:
 
 @pytest.mark.parametrize(
     ("tool", "printed"),
-    [
-        ("mx-smi", METAX + PROCESSES),
-        ("ixsmi", ILUVATAR + PROCESSES),
-        ("cnmon", CAMBRICON + MLU_PROCESSES),
-    ],
+    [("mx-smi", METAX + PROCESSES), ("ixsmi", ILUVATAR + PROCESSES), ("cnmon", CAMBRICON + MLU_PROCESSES)],
 )
 def test_processes_below_the_table_are_reported(tool: str, printed: str) -> None:
     devices = found({tool: fakes.prints(printed)})
@@ -90,10 +86,7 @@ def test_processes_below_the_table_are_reported(tool: str, printed: str) -> None
     ]
 
 
-@pytest.mark.parametrize(
-    ("tool", "printed"),
-    [("ixsmi", ILUVATAR + PROCESSES), ("cnmon", CAMBRICON + MLU_PROCESSES)],
-)
+@pytest.mark.parametrize(("tool", "printed"), [("ixsmi", ILUVATAR + PROCESSES), ("cnmon", CAMBRICON + MLU_PROCESSES)])
 def test_an_exclusive_device_with_a_process_is_blocked(tool: str, printed: str) -> None:
     devices = found({tool: fakes.prints(printed.replace("Default", "Exclusive"))})
     assert ["compute mode" in (each["use"] or "") for each in devices] == [False, True, False, False]
@@ -139,16 +132,11 @@ def test_a_machines_own_adapters_are_the_network_of_its_cluster(tmp_path: Path, 
     assert topology_of(two_nodes).levels[-1].bytes_per_second == 50e9
 
 
-def test_the_users_network_settings_are_kept(tmp_path: Path, two_nodes: NodeGroup) -> None:
-    message = NodeGroup(chip=with_network(two_nodes.chip, 1e9), nodes=2, devices_per_node=8)
-    assert with_own_adapters(message, H200, adapters(tmp_path, 200)) is None
-
-
-@pytest.mark.parametrize(("nodes", "devices"), [(1, 8), (2, 4)])
-def test_an_unknown_node_type_uses_the_chips_figure(
-    nodes: int, devices: int, tmp_path: Path, two_nodes: NodeGroup
+@pytest.mark.parametrize(("nodes", "devices", "rate"), [(1, 8, None), (2, 4, None), (2, 8, 1e9)])
+def test_other_nodes_and_a_rate_of_the_user_keep_the_chips_figure(
+    nodes: int, devices: int, rate: float | None, tmp_path: Path, two_nodes: NodeGroup
 ) -> None:
-    other = NodeGroup(chip=two_nodes.chip, nodes=nodes, devices_per_node=devices)
+    other = NodeGroup(chip=with_network(two_nodes.chip, rate), nodes=nodes, devices_per_node=devices)
     assert with_own_adapters(other, H200, adapters(tmp_path, 200)) is None
 
 

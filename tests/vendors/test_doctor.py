@@ -26,10 +26,7 @@ class Stack:
     chip: str
 
 
-STACKS = {
-    "metax": Stack("mx-smi", METAX, "C500"),
-    "cambricon": Stack("cnmon", CAMBRICON, "MLU370-X8"),
-}
+STACKS = {"metax": Stack("mx-smi", METAX, "C500"), "cambricon": Stack("cnmon", CAMBRICON, "MLU370-X8")}
 BUILDS = {vendor.name: vendor for vendor in VENDORS}
 
 

@@ -46,18 +46,6 @@ def test_a_card_of_two_devices_is_reported_and_its_figures_are_of_one(name: str,
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("C500X", "C588", "C600-A", "N260", "BI-V150S", "MR-V100-DUO", "MR-V50"),
-        *("MLU580", "MLU580-H5", "MLU585", "MLU590-E", "MLU590-H8", "MLU590-M9", "MLU590-M9D"),
-        *("MI308X", "BW1100"),
-    ],
-)
-def test_unpublished_peaks_are_empty(name: str) -> None:
-    assert not BY_NAME[name].dense_flops_per_second
-
-
-@pytest.mark.parametrize(
     ("name", "precision", "reached"),
     [
         # products that others published: zzc0721/torch-performance-test-data issue 155 (C500), leliyliu/TileStack
@@ -99,14 +87,6 @@ def test_formats_without_units_are_refused(name: str, engine: str, refused: set[
     values = {value for rule in rules if isinstance(rule, RefusedValues) for value in rule.values}
     assert refused <= values
     assert not works & values
-
-
-@pytest.mark.parametrize(("name", "tokens"), [("910B3", 128), ("MTT-S5000", 64), ("P800", 128)])
-def test_serving_uses_cache_blocks_of_the_chips_kernels(name: str, tokens: int) -> None:
-    assert PLUGINS.check_task(task_on(BY_NAME[name])).preferred == ()
-    advice = PLUGINS.check_task(task_on(BY_NAME[name], "vllm"))
-    assert [(each.setting, each.value) for each in advice.preferred] == [("engine_args.block-size", tokens)]
-    assert (advice.warmup > 0) == (name == "910B3")
 
 
 ADDRESS = re.compile(r"\w\.[a-z]{2,4}/|[\w-]+/[\w.-]+ (\S*\w[/.]\w\S*|issues? \d+|pull requests? \d+)|arXiv|on PyPI")

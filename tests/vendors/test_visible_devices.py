@@ -192,9 +192,7 @@ def test_variables_of_the_spec_go_before_those_of_the_shell() -> None:
     chosen = there.with_selected_devices().task.spec.envs
     assert chosen == dict.fromkeys(("MACA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), "3,1")
     alone = replace(
-        there.task.spec,
-        work=replace(servers.serve, cards=1),
-        control=replace(spec.control, parallel_trials="auto"),
+        there.task.spec, work=replace(servers.serve, cards=1), control=replace(spec.control, parallel_trials="auto")
     )
     groups, _ = divide(replace(there, task=replace(there.task, spec=alone)))
     assert [each.with_selected_devices().task.spec.envs["MACA_VISIBLE_DEVICES"] for each in groups] == ["3", "1"]

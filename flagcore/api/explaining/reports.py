@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from flagcore.api.candidate_parser import values_of
 from flagcore.api.explaining.subject import Subject, best_of
 from flagcore.api.inputs import SpecLike, loaded_plugins
 from flagcore.api.planning.estimate import knob_record, plugin_notes
-from flagcore.api.planning.evidence import published_job, seconds_like
+from flagcore.api.planning.evidence import predicted_like, published_job
 from flagcore.api.runs import no_best_error
 from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot
 from flagcore.domain.plan import count, failed_repeats
@@ -40,7 +41,7 @@ from flagcore.report.candidate_report import (
     figure_pairs,
     seconds_text,
 )
-from flagcore.report.explanation import Explanation, memory_parts, needs_text
+from flagcore.report.explanation import Explanation, memory_parts, needs_text, used_text
 from flagcore.report.formats import shown
 from flagcore.report.result import stop_reason
 from flagcore.report.result import trial as trial_record
@@ -246,8 +247,8 @@ def explain_like(
     """Explain the candidate of a spec with the layout of a published run, like `explain_candidate`.
 
     `name`: words of the run's id or source, or knobs. Of several runs, the nearest to the job is used. Knobs that the
-    space does not have are ignored, and the data-parallel size follows from the devices. For a run, `because` begins
-    with the time that is predicted with its own settings, such as its schedule. Raises the errors of `flagcore.errors`.
+    space does not have are ignored, and the data-parallel size follows from the devices. For a run, `published` is the
+    prediction with its own settings, such as its schedule. Raises the errors of `flagcore.errors`.
     """
     snapshot = load_snapshot(spec, chip, without)
     if "=" in name or "--" in name:
@@ -259,12 +260,18 @@ def explain_like(
     knobs = [axis.knob for axis in problem.space.axes if axis.knob != problem.workload.replicas]
     values = {knob: layout[knob] for knob in knobs if layout.get(knob) is not None}
     report = candidate_report(snapshot, ", ".join(f"{knob}={value}" for knob, value in values.items()))
-    own_s = seconds_like(problem, job)
-    if own_s is None or not order.size:
+    prediction = predicted_like(problem, job)
+    if prediction is None or prediction.step_time_s is None or not order.size:
         return replace(report, name=title)
-    gain = own_s / float(problem.predictions.step_time_s[order[0]]) - 1.0
-    text = N_("with the settings of the published run: ~{seconds:.4g} s/step, {gain:+.1%} against the best")
-    return replace(report, name=title, because=(_(text, seconds=own_s, gain=gain), *report.because))
+    published: dict[str, Any] = record(problem.task, prediction)
+    best_s = float(problem.predictions.step_time_s[order[0]])
+    figures = {"seconds": prediction.step_time_s, "used": used_text(published["memory"], ".4g")}
+    text = N_(
+        "with the settings of the published run: ~{seconds:.4g} s/step, {gain:+.1%} against the best, ~{used} GiB"
+    )
+    line = _(text, gain=prediction.step_time_s / best_s - 1.0, **figures)
+    line += ", " + _("does not fit") if prediction.fits is False else ""
+    return replace(report, name=title, because=(line, *report.because), published=published)
 
 
 def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:

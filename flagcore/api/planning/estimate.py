@@ -262,7 +262,7 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
     if not known_plans:
         return None
     (mixed, row), *other_plans = sorted(known_plans, key=lambda pair: pair[0].step_time_s)
-    alone = [plan for group in range(len(titles)) if (plan := _alone(spec, problem, group, plugins))]
+    alone = {title: _alone(spec, problem, group, plugins) for group, title in enumerate(titles)}
     columns = problem.space.columns(row)
     task = engine_task(problem.task, effects_of_row(problem.task, columns))
     pipelines = problem.workload.pipelines(task, columns, problem.costs)
@@ -275,7 +275,8 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
     return Mixing(
         mixed=mixed,
         others=tuple(plan for plan, _ in other_plans),
-        alone=tuple(alone),
+        alone=tuple(plan for plan in alone.values() if plan),
+        unable=tuple(title for title, plan in alone.items() if plan is None),
         idle={title: share for title, share in shares.items() if share is not None},
         limit=limit(problem.predictions.row(int(row[0]))),
         slowest=max(stages, default=(0.0, ""))[1],
@@ -299,15 +300,19 @@ def _plan(problem: Problem, rows: IntArray, split: str = "") -> ChipPlan | None:
     """Return the first of `rows` as a plan, or None if there are no rows or its time is unknown."""
     cluster, train = problem.task.cluster, problem.task.spec.train
     for row in rows[:1].tolist():
-        if (seconds := problem.predictions.row(row).step_time_s) is not None:
+        prediction = problem.predictions.row(row)
+        if (seconds := prediction.step_time_s) is not None:
+            tokens = train.global_batch_size * train.seq_length
             return ChipPlan(
                 chips=cluster.chips,
                 devices=cluster.devices,
-                tokens_per_second=train.global_batch_size * train.seq_length / seconds,
+                tokens_per_second=tokens / seconds,
                 step_time_s=seconds,
                 candidate=problem.space.candidate(row).as_dict(),
                 implementation=train.implementation or "local",
+                time=prediction.time_s,
                 split=split,
+                unlimited_tokens_per_second=tokens / float(np.nanmin(problem.predictions.step_time_s)),
             )
     return None
 

@@ -9,6 +9,7 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.planning.jobs import predict_records
 from flagcore.contracts import Problem, Workload
+from flagcore.domain.prediction import Prediction
 from flagcore.domain.spec import Job, Spec
 from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _
@@ -62,8 +63,8 @@ def published_job(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[s
     raise UsageError(_(text, name=name, known="; ".join(job.id for job, _record in runs[:3]) or _("none")))
 
 
-def seconds_like(problem: Problem, job: Job) -> float | None:
-    """Return the predicted seconds of a step with the layout and all settings of a published job, None if illegal."""
+def predicted_like(problem: Problem, job: Job) -> Prediction | None:
+    """Return the prediction with the layout and all settings of a published job, or None if they are illegal."""
     train, workload = problem.task.spec.train, problem.workload
     lengths = {key: getattr(train, key) for key in ("seq_length", "global_batch_size", "precision")}
     values = {key: value for key, value in job.candidate.items() if key != workload.replicas}
@@ -72,7 +73,7 @@ def seconds_like(problem: Problem, job: Job) -> float | None:
         task, values, _noted = workload.published(task, values, job.notes)
         platform, columns = replace(problem.platform, task=task), workload.columns(task, values)
         if not any(rule.broken(columns).any() for rule in legality(platform).rules):
-            return float(predict_columns(platform, columns).step_time_s[0])
+            return predict_columns(platform, columns).row(0)
     return None
 
 

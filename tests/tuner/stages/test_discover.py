@@ -362,11 +362,7 @@ def rates(**flops: float) -> dict[str, Any]:
         (rates(fp32=1e11, bf16=2e11, fp16=3e11), {"shared_devices": True}, "bf16"),
         (rates(fp32=3.6e10, bf16=7.5e8, fp16=7e8), {"shared_devices": True}, "fp32"),
         (rates(fp32=1e11, fp16=2e11), {"shared_devices": True}, "fp32"),
-        (
-            rates(fp32=1e13, fp16=2e14, bf16=2e14),
-            {"refused": ("bf16",)},
-            "fp16",
-        ),
+        (rates(fp32=1e13, fp16=2e14, bf16=2e14), {"refused": ("bf16",)}, "fp16"),
     ],
 )
 def test_an_automatic_precision_is_the_fastest_in_which_the_chip_trains(

@@ -55,12 +55,5 @@ def test_only_the_trial_program_starts_warm(
     support = EngineSupport(support=Support.YES, device_type=device, distributed_backend="gloo")
     recorder, limit = Recorder(), TimeLimit(seconds=1.0, because="")
     with pytest.raises(InterruptedError):
-        launch(
-            small.platform(task, support=support),
-            recorder,
-            small.candidate(),
-            str(tmp_path),
-            limit,
-            cold=cold,
-        )
+        launch(small.platform(task, support=support), recorder, small.candidate(), str(tmp_path), limit, cold=cold)
     assert recorder.launched.warm is warm

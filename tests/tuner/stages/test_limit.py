@@ -16,14 +16,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.i18n import choose, from_record
 from flagcore.tuner.feasibility import search_time
 from flagcore.tuner.stages.build import build
-from flagcore.tuner.stages.limit import (
-    START_SLACK,
-    cap_limit,
-    share_of_time,
-    time_limit,
-    why_no_trial,
-    with_target,
-)
+from flagcore.tuner.stages.limit import START_SLACK, cap_limit, share_of_time, time_limit, why_no_trial, with_target
 from flagcore.tuner.stages.rank import learn
 from tests import small
 from tests.tuner.strategies.contexts import predictions, search_context, trial_of

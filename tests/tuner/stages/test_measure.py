@@ -244,9 +244,7 @@ def test_telemetry_is_averaged_and_a_failing_reader_is_skipped(tmp_path: Path, s
     good = Readings({"power_watts": 100.0}, {"power_watts": 300.0, "odd": float("nan")})
     broken = Readings({"temperature_celsius": 40.0}, OSError("gone"))
     done = measured(
-        Ran(ended(), polls=2),
-        tmp_path,
-        platform=small.platform(TASK, **small.read(devices(0, 1), (good, broken))),
+        Ran(ended(), polls=2), tmp_path, platform=small.platform(TASK, **small.read(devices(0, 1), (good, broken)))
     )
     assert done.measurement.telemetry == {
         "power_watts": 200.0,

@@ -38,7 +38,7 @@ class IterationCosts:
     - `local`: work of an attention rank on its own tokens.
     - `shared`: work of the experts on the tokens of all ranks.
     - `messages`, `exchanged`: the communication that `local` and `shared` include.
-    - `sampled`: the output head, for sequences that get a token.
+    - `sampled`: the output head and messages about a shared cache, for sequences that get a token.
 
     Arrays with one element per candidate:
 
@@ -113,6 +113,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     pace, expert_pace = _paces(serving, settings)
     local, shared, exchanged = local * pace[:, None], shared * expert_pace[:, None], exchanged * expert_pace[:, None]
     cached, pair, head = cached * pace, pair * pace, head * column.pipeline
+    if (settings.sharing > 1.0).any():
+        head = head + model.attention_layers * _shared_cache(serving, column, costs, tokens)
     if settings.overlaps.any():
         overlapped = _overlapped(serving, shared, exchanged, local, cached[:, None], column)
         shared = np.where(column.overlaps, overlapped, shared)
@@ -256,6 +258,20 @@ def _reduce(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArr
     return np.where(settings.tensor > 1.0, np.minimum(library, np.maximum(library - library_latency, 0.0) + own), 0.0)
 
 
+def _shared_cache(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
+    """Return the seconds that one layer takes to exchange queries and results of `tokens` sequences between the ranks
+    that share their cache: each rank gathers the queries of all heads, and the partial results are reduce-scattered
+    (vLLM 0.11 `v1/attention/backends/mla/common.py`).
+    """
+    model, ranks = serving.model, settings.sharing.astype(np.int64)
+    heads, stride = model.num_attention_heads / settings.tensor * settings.sharing, np.ones_like(ranks)
+    result = float(model.kv_lora_rank or 0) if model.multi_latent_attention else float(model.kv_channels)
+    query = result + float(model.qk_pos_emb_head_dim or 0) if model.multi_latent_attention else result
+    sums = costs.collectives.seconds("all_gather", tokens * heads * 4.0, ranks, stride)
+    gathered = costs.collectives.seconds("all_gather", tokens * heads * query * 2.0, ranks, stride)
+    return sums + gathered + costs.collectives.seconds("reduce_scatter", tokens * heads * result * 2.0, ranks, stride)
+
+
 def _stages(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:
     ranks, stride = settings.pipeline.astype(np.int64), (settings.tensor * settings.data).astype(np.int64)
     payload = tokens * (2.0 * serving.model.hidden_size)
@@ -284,10 +300,11 @@ def _attention_rates(serving: Serving, settings: Settings, kernels: KernelCosts)
         shape = AttentionShape(heads=heads, groups=groups, kernel="", **sizes)
         return kernels.attention_seconds(shape, serving.wide_precision)
 
-    difference = seconds(64.0, 1.0, 2.0 * REFERENCE_TOKENS, groups, dim) - seconds(
-        64.0, 1.0, REFERENCE_TOKENS, groups, dim
+    all_heads = heads * settings.sharing
+    difference = seconds(64.0, 1.0, 2.0 * REFERENCE_TOKENS, groups, dim, all_heads) - seconds(
+        64.0, 1.0, REFERENCE_TOKENS, groups, dim, all_heads
     )
-    cached = difference / (64.0 * REFERENCE_TOKENS) * (settings.cache_element_bytes / 2.0)
+    cached = difference / (64.0 * REFERENCE_TOKENS) * (settings.cache_element_bytes / 2.0) / settings.sharing
     pair = seconds(1.0, REFERENCE_TOKENS, REFERENCE_TOKENS, prompt_groups, prompt_dim) / (
         0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS
     )

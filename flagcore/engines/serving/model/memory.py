@@ -128,11 +128,12 @@ def token_bytes(
     """Return the bytes per cached token on a device, averaged over a sequence of `tokens` tokens.
 
     `computed`: prompt tokens of one iteration, which a sliding window holds in addition. The latent vector is
-    replicated on the tensor ranks. The states of linear attention are divided among the tokens of the sequence.
+    replicated on the tensor ranks that do not share a cache. The states of linear attention are divided among the
+    tokens of the sequence.
     """
     stage_layers = np.ceil(model.num_layers / settings.pipeline)
     share = cached_layers(model, tokens, computed) / model.num_layers
-    layers = stage_layers * share * settings.cache_element_bytes / settings.cores
+    layers = stage_layers * share * settings.cache_element_bytes / (settings.cores * settings.sharing)
     if model.multi_latent_attention:
         latent = layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
         return latent + stage_layers * model.indexer.token_bytes / settings.cores if model.indexer else latent

@@ -28,7 +28,8 @@ from flagcore.engines.serving.space.weights import min_devices
 from flagcore.errors import SpecError
 
 LAYOUT = (INSTANCES, TP, PP, DP, EP)
-DEFAULT_SPACE = (*LAYOUT, "max_num_seqs", "max_num_batched_tokens")
+SHARING = "decode_context_parallel_size"
+DEFAULT_SPACE = (*LAYOUT, SHARING, "max_num_seqs", "max_num_batched_tokens")
 """Names or aliases of the knobs that a spec without a space searches: layouts and limits of the batch."""
 CONTEXT = "context_len"
 """The knob for the context length. A spec without a space sets it only if the engine would not start otherwise."""
@@ -190,6 +191,11 @@ def powers_in_flight(task: Task, count: int, maximum: int = 1 << 30) -> tuple[in
     return tuple(1 << step for step in range(limit.bit_length()))[-count:]
 
 
+def shares_cache(task: Task) -> bool:
+    """Return whether tensor ranks have copies of one cache, which they may share: that of dense latent attention."""
+    return task.spec.model.multi_latent_attention and task.spec.model.indexer is None
+
+
 class Auto(NamedTuple):
     """The meaning of `auto` for a knob: a function that returns the values for a task, and a description of them."""
 
@@ -271,6 +277,10 @@ AUTOS = {
             else (None,)
         ),
         "not set; on several hosts also an eighth and a quarter of the experts",
+    ),
+    "sharing_sizes": Auto(
+        lambda task: tensor_sizes(task) if shares_cache(task) else (1,),
+        "1; with latent attention also the sizes of tensor parallelism",
     ),
     "powers_in_flight": Auto(
         lambda task: powers_in_flight(task, count=4), "four powers of two up to the requests in flight"

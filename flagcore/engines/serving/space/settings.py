@@ -43,6 +43,7 @@ class Settings:
     - `exchanges`: whether attention ranks send each token only to the ranks of its experts. Otherwise all ranks gather
       all tokens.
     - `overlaps`: whether two halves of a batch overlap computing and the exchange of tokens.
+    - `sharing`: tensor ranks that share the cache of a sequence, each with a part of its tokens.
     - `copies`: stored copies of experts in addition to the model's experts.
     - `balanced`: whether experts with much work get these copies.
     - `quantized`: whether the engine converts the weights to fp8.
@@ -74,6 +75,7 @@ class Settings:
     pass_tokens: FloatArray
     exchanges: BoolArray
     overlaps: BoolArray
+    sharing: FloatArray
     copies: IntArray
     balanced: BoolArray
     quantized: BoolArray
@@ -115,6 +117,7 @@ class Settings:
             "drafted": 0 * ones,
             "pass_tokens": np.full(ones.shape, np.inf),
             **dict.fromkeys(("exchanges", "overlaps", "balanced", "quantized"), ones < 1),
+            "sharing": np.maximum(columns.get(common_knobs.SHARING, ones), 1).astype(np.float64),
             "copies": 0 * ones,
             "tower_shares": tensor,
             "host_tokens": np.zeros(ones.shape),

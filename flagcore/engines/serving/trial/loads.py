@@ -190,9 +190,11 @@ class LoadRunner:
                 run(value)
             return tried.get(value, outcome)
 
+        # Servers work off the requests of a far too high rate before those of the next load. The first warm-up does not
+        # show their rate, because it includes their lazy initialization.
         highest_load(
             run_twice,
-            self.job.start,
+            self.job.start if is_concurrency else min(self.job.start, self._warm_up()),
             minimum=least,
             maximum=maximum,
             is_integer=is_concurrency,
@@ -217,14 +219,18 @@ class LoadRunner:
         self.highest = _highest(tried, untested)
         return [points[value] for value in sorted(points)]
 
-    def _warm_up(self, most: int = MAX_WARM_UP) -> None:
-        """Send at most `most` warm-up requests, or fewer if the servers refuse so many at once. Raises TrialFailure."""
+    def _warm_up(self, most: int = MAX_WARM_UP) -> float:
+        """Send at most `most` warm-up requests, or fewer if the servers refuse so many at once.
+
+        Return how many they answer per second. Raises TrialFailure.
+        """
         try:
-            self._send(_warm_up(self.job.loads[0], len(self.servers), most), "warm-up", seed=0)
+            result = self._send(_warm_up(self.job.loads[0], len(self.servers), most), "warm-up", seed=0)
         except TrialFailure as failure:
             if most == 1 or not OVERLOADED.search(str(failure)):
                 raise
-            self._warm_up(1)
+            return self._warm_up(1)
+        return result.completed / result.duration_s
 
     def _measure(
         self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None

@@ -31,7 +31,16 @@ from flagcore.engines.serving.space.hardware import (
     count,
     most_images,
 )
-from flagcore.engines.serving.space.knobs import ASYNC, BACKEND, CONTEXT, EAGER, REDUNDANT, SPECULATION, TRANSFER
+from flagcore.engines.serving.space.knobs import (
+    ASYNC,
+    BACKEND,
+    CONTEXT,
+    EAGER,
+    REDUNDANT,
+    SHARING,
+    SPECULATION,
+    TRANSFER,
+)
 from flagcore.engines.serving.space.program import as_words
 from flagcore.engines.serving.space.settings import PublishedRuns
 from flagcore.engines.serving.vllm import knobs as own
@@ -142,6 +151,13 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         ),
         *rules.forbidden(task, PROGRAM),
     )
+    groups = 1 if task.spec.model.multi_latent_attention else task.spec.model.num_query_groups
+    sharing = Rule(
+        name="sharing",
+        knobs=(TP, PREFILL_DECODE, SHARING),
+        message=f"{SHARING} must divide the {TP} / {groups} copies of the cache, and needs {PREFILL_DECODE} unset",
+        broken=lambda c: (c[SHARING] > 1) & ((c[TP] % (groups * c[SHARING]) != 0) | (c[PREFILL_DECODE] > 0)),
+    )
     even_experts = Rule(
         name="even_experts",
         knobs=(EP, REDUNDANT),
@@ -152,6 +168,7 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         *layouts,
         *placement.rules(task, layouts),
         placement.of_each_kind(task, even_experts),
+        sharing,
         *_transfer_rules(task),
         Rule(
             name="threads_on_cores",

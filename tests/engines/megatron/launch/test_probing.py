@@ -77,14 +77,10 @@ def test_figures_are_medians_of_the_steps_after_the_warm_up(tmp_path: Path) -> N
     assert (found.microbatches, found.microbatches_run) == (8, 4)
 
 
-@pytest.mark.parametrize("missing", ["stage", "steps", "static_bytes", "versions"])
-def test_missing_parts_are_reported(tmp_path: Path, missing: str) -> None:
-    (tmp_path / "metrics.json").write_text(json.dumps({k: v for k, v in METRICS.items() if k != missing}))
+@pytest.mark.parametrize("missing", ["stage", "steps", "static_bytes", "versions", "warm-up"])
+def test_missing_parts_and_steps_of_the_warm_up_alone_are_reported(tmp_path: Path, missing: str) -> None:
+    steps = METRICS["steps"][:1] if missing == "warm-up" else METRICS["steps"]
+    found = {key: value for key, value in {**METRICS, "steps": steps}.items() if key != missing}
+    (tmp_path / "metrics.json").write_text(json.dumps(found))
     with pytest.raises(NoMetrics, match=missing):
-        WORKLOAD.read_probe(small.task(), str(tmp_path))
-
-
-def test_warm_up_steps_alone_are_not_a_measurement(tmp_path: Path) -> None:
-    (tmp_path / "metrics.json").write_text(json.dumps({**METRICS, "steps": METRICS["steps"][:1]}))
-    with pytest.raises(NoMetrics, match="warm-up"):
         WORKLOAD.read_probe(small.task(), str(tmp_path))

@@ -113,9 +113,7 @@ def test_an_invalid_job_is_reported(text: str, tmp_path: Path) -> None:
         read_job(tmp_path)
 
 
-def test_a_trace_without_times_uses_the_default_clients_and_an_unreadable_one_is_reported(
-    tmp_path: Path,
-) -> None:
+def test_a_trace_without_times_uses_the_default_clients_and_an_unreadable_one_is_reported(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     where = on_cards(tmp_path, loads=(Load(trace=str(trace)),))
     with pytest.raises(SpecError, match=r"serve.profile.trace = .* cannot be read"):

@@ -132,11 +132,7 @@ MISBEHAVING: list[tuple[Behaviour, ProblemKind, str]] = [
     (sends(7, *finished(made=7)), WRONG, "7 tokens instead of 5; max_tokens"),
     (sends(5, *finished(read=3)), WRONG, "the server counts 3 prompt tokens, but 8 were sent"),
     (sends(5, *finished(reason="abort")), ERROR, "finish_reason is 'abort'"),
-    (
-        sends(2, {"error": {"message": "EngineCore encountered an issue"}}, DONE, END),
-        ERROR,
-        "EngineCore encountered",
-    ),
+    (sends(2, {"error": {"message": "EngineCore encountered an issue"}}, DONE, END), ERROR, "EngineCore encountered"),
     (sends(b'error: {"code":500,"message":"failed to decode"}\n\n', END), ERROR, "failed to decode"),
     (sends({"object": "error", "message": "out of blocks", "code": 500}, END), ERROR, "out of blocks"),
     (sends(body_of({"error": {"message": "model is loading"}}), END, kind=JSON), ERROR, "model is loading"),
@@ -195,10 +191,7 @@ async def resets_connections_after_answers(body: Body, wire: Wire) -> None:
     wire.close_connection()
 
 
-@pytest.mark.parametrize(
-    "behaviour",
-    [keeps_alive_and_spells_it_differently, resets_connections_after_answers],
-)
+@pytest.mark.parametrize("behaviour", [keeps_alive_and_spells_it_differently, resets_connections_after_answers])
 def test_an_answer_counts_in_any_stream_format_and_chunking(behaviour: Behaviour) -> None:
     result = loaded(behaviour)
     assert (result.problems, result.completed) == ((), 4)

@@ -26,11 +26,7 @@ from tests.engines.serving.load.servers import Body, Wire, answer, finish, piece
 
 def result(*answers: Answer) -> LoadResult:
     return LoadResult(
-        figures=figures_of(answers),
-        duration_s=duration_s(answers),
-        completed=len(answers),
-        failed=0,
-        requests=answers,
+        figures=figures_of(answers), duration_s=duration_s(answers), completed=len(answers), failed=0, requests=answers
     )
 
 

@@ -40,6 +40,7 @@ STATES = LinearAttention(num_layers=27, key_heads=16, value_heads=32, key_dim=12
 LINEAR = {"model": replace(DENSE, linear_attention=STATES), "tokens": 1e4}
 SPARSE = {"model": replace(LATENT, indexer=Indexer(heads=32, head_dim=128, top_k=2048))}
 SHORT, LONG = ({**SPARSE, "tokens": tokens, "prompt": tokens} for tokens in (1024.0, 65536.0))
+SPLIT_LATENT = {"model": LATENT, "tensor": 8}
 OF_TENSOR, OF_DATA = ({"model": EXPERTS, "expert": 2, ranks: 2} for ranks in ("tensor", "data"))
 SLOWER = {"overheads": replace(OVER, exchanged_share=0.5)}
 WIDE = {"model": EXPERTS, "precision": "fp8", "data": 64, "expert": 64, "on": NETWORK, "at": 16384}
@@ -78,6 +79,8 @@ def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -
         ("cached", {"tensor": 4}, {"tensor": 8}, 0.5, 0.5),
         ("cached", {"tensor": 8}, {"tensor": 16}, 0.9, 1.01),
         ("cached", {"model": LATENT}, {"model": LATENT, "tensor": 8}, 0.8, 1.01),
+        ("cached", SPLIT_LATENT, {**SPLIT_LATENT, "sharing": 8.0}, 0.125, 0.999),
+        ("sampled", SPLIT_LATENT, {**SPLIT_LATENT, "sharing": 8.0}, 1.001, 100.0),
         ("cached", {}, {"cache_element_bytes": 1.0}, 0.5, 0.5),
         # sliding windows, linear attention, and sparse attention
         ("cached", {}, WINDOWS, 0.25, 0.25),

@@ -25,9 +25,7 @@ def test_turn_has_the_prompt_of_the_turn_before_in_the_cache_until_it_is_evicted
 
 def test_leading_blocks_of_a_trace_are_shared() -> None:
     requests = Traffic(
-        input_len=np.array([1024, 1536, 512]),
-        output_len=np.ones(3, dtype=np.int64),
-        blocks=[(1, 2), (1, 2, 3), (2,)],
+        input_len=np.array([1024, 1536, 512]), output_len=np.ones(3, dtype=np.int64), blocks=[(1, 2), (1, 2, 3), (2,)]
     )
     assert cached_tokens(prompt_parts(requests, 0), 1e9).tolist() == [0, 1024, 512]
 

@@ -52,8 +52,9 @@ def test_a_cached_token_holds_keys_and_values_of_all_layers() -> None:
     assert found.tolist() == [36 * 2 * 128, 36 * 2 * 128]
 
 
-def test_a_latent_is_whole_on_each_tensor_rank() -> None:
-    assert token_bytes(LATENT, settings(tensor=[1.0, 8.0])).tolist() == [36 * 576 * 2] * 2
+def test_a_latent_is_whole_on_each_tensor_rank_that_does_not_share_it() -> None:
+    found = token_bytes(LATENT, settings(tensor=[1.0, 8.0, 8.0], sharing=[1.0, 1.0, 8.0]))
+    assert found.tolist() == [36 * 576 * 2, 36 * 576 * 2, 36 * 72 * 2]
 
 
 def test_a_layer_with_a_window_caches_only_its_window_if_the_engine_frees_the_rest() -> None:

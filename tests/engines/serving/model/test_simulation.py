@@ -291,8 +291,8 @@ def test_closed_form_is_near_the_simulation(flight: int, prompt: int, output: in
     assert found.rate[0] == pytest.approx(rate, rel=0.12)
 
 
-def test_more_concurrency_raises_throughput_and_latency() -> None:
-    costs = times()
-    found = [steady_state(loop(costs, flight, 1024.0, 256.0, 1e9)) for flight in (1.0, 8.0, 64.0)]
-    assert np.diff([float(each.rate[0]) for each in found]).min() > 0
-    assert np.diff([float(each.tpot[0]) for each in found]).min() > 0
+def test_prompts_of_prefill_instances_are_divided_among_all_ranks() -> None:
+    one, many = (loop(times(), 64.0, 1024.0, 256.0, 1e9) for _ in range(2))
+    many = replace(many, ranks=np.array([4.0]), budget=4.0 * many.budget)
+    slow, fast = (float(steady_state(replace(each, role=np.array([1]))).rate[0]) for each in (one, many))
+    assert fast > 2.0 * slow

@@ -60,8 +60,7 @@ def test_the_version_of_a_package_comes_from_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "numbers"),
-    [("0.11.2rc1+cpu", (0, 11, 2)), ("v0.5", (0, 5, 0)), ("nightly-5b8c", None), ("", None)],
+    ("version", "numbers"), [("0.11.2rc1+cpu", (0, 11, 2)), ("v0.5", (0, 5, 0)), ("nightly-5b8c", None), ("", None)]
 )
 def test_a_release_is_read_from_unusual_versions(version: str, numbers: tuple[int, ...] | None) -> None:
     assert installed.release(version) == numbers

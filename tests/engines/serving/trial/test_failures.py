@@ -62,9 +62,7 @@ def test_the_beginning_and_end_of_a_long_log_are_read(tmp_path: Path, monkeypatc
     assert log_text(tmp_path / "none") == ""
 
 
-def test_a_server_crash_under_load_is_reported_with_its_error_and_no_harmless_lines(
-    tmp_path: Path,
-) -> None:
+def test_a_server_crash_under_load_is_reported_with_its_error_and_no_harmless_lines(tmp_path: Path) -> None:
     begun = "ImportError: fast_kernels is not there\nready\n"
     (tmp_path / "log").write_text(begun + "slot 3 is free\nbus error in worker 1\nslot 4 is free\n")
     assert "its log: bus error in worker 1" in str(

@@ -28,6 +28,8 @@ STEADY = Load(input_len=8, output_len=8, concurrency=4, is_steady=True)
 class Runner(LoadRunner):
     """Measures a latency that reaches its limit at the load TRUE, and is too high in the runs `disturbed`."""
 
+    warm_up_rate = math.inf
+
     def __init__(self, start: float, disturbed: tuple[int, ...], repeats: int) -> None:
         base = Load(input_len=8, output_len=8, num_prompts=100, request_rate=1000.0)
         slo = {"ttft_s.p99": LIMIT}
@@ -37,8 +39,8 @@ class Runner(LoadRunner):
         self.disturbed, self.deadline, self.completions_per_s = disturbed, math.inf, math.inf
         self.tried, self.seeds = list[float](), list[int]()
 
-    def _warm_up(self, most: int = 1) -> None:
-        pass
+    def _warm_up(self, most: int = 1) -> float:
+        return self.warm_up_rate
 
     def _measure(self, load: Load, name: str, seed: int, limits: Any = None) -> dict[str, Any] | None:
         assert load.request_rate is not None
@@ -49,10 +51,11 @@ class Runner(LoadRunner):
         return {"figures": {"ttft_s.p99": LIMIT * (load.request_rate / TRUE) ** 4}}
 
 
-@pytest.mark.parametrize("start", [5.0, 45.0, 300.0])
+@pytest.mark.parametrize(("start", "rate"), [(5.0, math.inf), (45.0, 60.0), (300.0, math.inf), (900.0, 60.0)])
 @pytest.mark.parametrize("disturbed", [(), (1,), (2,), (3,), (1, 3, 6)])
-def test_a_disturbed_load_is_tried_again_at_once(start: float, disturbed: tuple[int, ...]) -> None:
+def test_a_disturbed_load_is_tried_again_at_once(start: float, rate: float, disturbed: tuple[int, ...]) -> None:
     runner = Runner(start, disturbed, repeats=2)
+    runner.warm_up_rate = rate
     points = runner._search("request_rate")
     best = points[-1]["load"]["request_rate"]
     assert TRUE / RESOLUTION <= best <= TRUE
@@ -61,6 +64,7 @@ def test_a_disturbed_load_is_tried_again_at_once(start: float, disturbed: tuple[
     assert (runner.highest.met, runner.highest.untested) == (best, None)
     assert runner.highest.exceeded is not None
     assert TRUE < runner.highest.exceeded <= best * RESOLUTION * 1.001
+    assert runner.tried[0] == min(start, rate)
     assert min(runner.tried) >= min(start, TRUE / 4)
     assert len(set(runner.seeds)) == len(runner.seeds)
     tries = Counter(runner.tried)
@@ -102,7 +106,6 @@ def test_a_search_without_time_for_lower_loads_reports_what_it_tried() -> None:
     with pytest.raises(TrialFailure) as failure:
         runner._search("request_rate")
     assert failure.value.state is TrialState.TIMED_OUT
-    assert "20" in str(failure.value)
 
 
 def test_a_load_is_tested_if_its_requests_arrive_in_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +151,6 @@ class Sent(LoadRunner):
 def test_requests_in_flight_end_before_the_next_load_and_not_at_the_cost_of_the_last() -> None:
     runner = Sent()
     assert runner._measure(STEADY, "first", seed=1) is not None
-    assert runner.names == ["first"]
     assert runner._measure(STEADY, "second", seed=2) is not None
     assert runner.names == ["first", "warm-up", "second"]
 
