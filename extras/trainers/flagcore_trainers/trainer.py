@@ -224,9 +224,14 @@ class Trainer(Workload):
         }
 
     def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
-        program, lines = self.described, []
+        program, task, lines, key = self.described, platform.task, [], "train.command"
+        usual = {name: values[0] for name, values in self.usual_space(task).items()}
+        columns = self.columns(task, usual)
+        if broken := [rule.message for rule in self.rules(task) if rule.broken(columns).any()]:
+            why = "; ".join(broken)
+            lines.append(_("{key} is not legal; the baseline is another configuration: {why}", key=key, why=why))
         if program.trial_args:
-            lines.append(_("trials add to {key}: {words}", key="train.command", words=" ".join(program.trial_args)))
+            lines.append(_("trials add to {key}: {words}", key=key, words=" ".join(program.trial_args)))
         if keys := self.trial_keys(platform.task):
             lines.append(
                 _("trials set keys of {file}: {keys}", file=self.config_of(platform.task.spec), keys=", ".join(keys))

@@ -59,6 +59,9 @@ def test_a_candidate_is_a_changed_copy_of_the_configuration(tmp_path: Path, flag
     assert (tmp_path / "ds.json").read_text() == CONFIG
     space = DEEPSPEED.usual_space(job)
     assert (space[ZERO], space[BUCKET]) == ((2,), (200_000_000,))
+    lines = len(DEEPSPEED.command_changes(platform, candidate))
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"zero_hpz_partition_size": 3}}')
+    assert len(DEEPSPEED.command_changes(platform, candidate)) == lines + 1  # it is not legal on four devices
 
 
 @pytest.mark.parametrize("content", ['{"train_batch_size": }', '{"zero_optimization": [1]}'])
