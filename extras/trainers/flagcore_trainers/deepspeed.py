@@ -169,17 +169,16 @@ class DeepSpeed(Trainer):
         weights = weights_of_rank(training(task, 3, 0, self.described.state_bytes), layout) - small
         live = np.minimum(weights, REUSED / 2.0 + PREFETCHED) + small
         groups = np.maximum(columns.get(HPZ, 1), 1)
-        gathered = u * np.where(layout.data > 1, live + weights / groups * (groups > 1), 0.0)
-        prefetched = u * np.minimum(weights, PREFETCHED) * (layout.data > 1)
+        count, ranks = weights + small, layout.data * layout.context
+        gathered = np.where((zero == 3) & (ranks > 1), u * (live + weights / groups * (groups > 1)), 0.0)
+        prefetched = np.where((zero == 3) & (ranks > 1), u * np.minimum(weights, PREFETCHED), 0.0)
         bucket = columns.get(BUCKET, 0) * u * (1.0 + (columns.get(OVERLAP, 0) != 0) * (zero < 3)) * (zero > 0)
         stays = np.where((zero == 3) | ((zero == 1) & (layout.microbatches > 1)), bucket, 0.0)
-        gathered = np.where(zero == 3, gathered, 0.0)
-        count, ranks = weights + small, layout.data * layout.context
         main = np.where(zero > 0, 4.0 * count / ranks, 0.0) * (u == 4.0)
         gradients = (u if u == 4.0 else self.described.state_bytes.gradients) * count / np.where(zero == 2, ranks, 1.0)
         return {
             "between": main + np.where(zero == 3, bucket + u * small, -gradients),
-            "forward": main + gathered + np.where(zero == 3, prefetched, 0.0) + stays,
+            "forward": main + gathered + prefetched + stays,
             "loss": main + gathered + stays,
             **dict.fromkeys(("head", "layer"), main + gathered + bucket),
             "end": main + bucket,
