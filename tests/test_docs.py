@@ -171,14 +171,8 @@ def _works(page: str, target: str) -> bool:
     file = ((ROOT / page).parent / name if name else ROOT / page).resolve()
     if not file.exists() or not anchor:
         return file.exists()
-    return anchor in [
-        _slug(line) for line in re.findall(r"^#+ (.*)$", prose(str(file.relative_to(ROOT))), re.MULTILINE)
-    ]
-
-
-def _slug(heading: str) -> str:
-    """Return the anchor that GitHub gives a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+    headings = re.findall(r"^#+ (.*)$", prose(str(file.relative_to(ROOT))), re.MULTILINE)
+    return anchor in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings]  # as on GitHub
 
 
 def _full_names(names: list[str]) -> Iterator[str]:

@@ -109,7 +109,7 @@ def test_the_plan_uses_the_measured_kernels_and_the_rule(followed_page: Follower
     rows = json.loads(followed_page.run("flag estimate plan.yaml --json"))
     assert rows
     assert max(row["candidate"]["tensor_model_parallel_size"] for row in rows) <= 4
-    errors = _stderr(followed_page, "flag estimate plan.yaml --no-plugin acme")
+    errors = followed_page.run("flag estimate plan.yaml --no-plugin acme 2>&1", status=4)
     assert "'A1' is not supported by any installed plugin" in errors
 
 
@@ -133,7 +133,3 @@ def test_an_add_on_overrides_the_vendors_plugin(followed_page: Follower) -> None
     (info / "entry_points.txt").write_text("[flagcore.plugins]\nsite = flagcore_site.hooks\n")
     ask = "from flagcore.plugins import load_plugins as l; p = l(); print(p.environment(p.find_chip('A1'), 'megatron'))"
     assert "'ACME_LAUNCH_QUEUES': '2'" in followed_page.run(f'{sys.executable} -c "{ask}"')
-
-
-def _stderr(followed_page: Follower, command: str) -> str:
-    return followed_page.run(f"{command} 2>&1", status=4)

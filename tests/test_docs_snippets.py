@@ -58,11 +58,6 @@ CALIBRATED: list[str] = []
 """Not empty once a page's `flag calibrate` was followed: it is the same on all, and the longest."""
 
 
-def is_commands(block: Block) -> bool:
-    """Return whether a block is what a reader types: shell without a file name."""
-    return block.file is None and block.language in ("bash", "console")
-
-
 def is_own(block: Block) -> bool:
     """Return whether a test of the page's own takes the block."""
     return block.page in OWN_TEST and OWN_TEST[block.page] in ("", block.language)
@@ -81,7 +76,7 @@ def _bare(block: Block) -> str:
 
 
 OWN_BLOCKS = [block for block in BLOCKS if not is_own(block) and not is_translated(block)]
-COMMANDS = [block for block in OWN_BLOCKS if is_commands(block)]
+COMMANDS = [block for block in OWN_BLOCKS if block.file is None and block.language in ("bash", "console")]
 SPECS = [block for block in OWN_BLOCKS if block.language == "yaml"]
 SCRIPTS = [block for block in OWN_BLOCKS if block.language == "bash" and block.file]
 CODE = sorted({block.page for block in OWN_BLOCKS if block.language == "python"})
@@ -256,15 +251,11 @@ def _pip(arguments: list[str]) -> None:
         assert not extra or all(f'"{each}"' in extras for each in extra.split(",")), word
 
 
-def _run_sh(arguments: list[str]) -> None:
-    subprocess.run(["sh", *arguments], check=True, timeout=60, stdout=subprocess.DEVNULL)
-
-
-FOLLOWERS: dict[str, Callable[[list[str]], None]] = {
+FOLLOWERS: dict[str, Callable[[list[str]], object]] = {
     "flag": _flag,
     "make": _make,
     "pip": _pip,
-    "sh": _run_sh,
+    "sh": lambda arguments: subprocess.check_output(["sh", *arguments], timeout=60),
     "optuna-dashboard": lambda arguments: None,
 }
 

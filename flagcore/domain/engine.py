@@ -121,6 +121,7 @@ class EngineSupport:
     `cross_vendor_libraries`: the collective libraries that connect the chip with chips of other vendors. Without a
     common library, messages between vendors go through the memory of the hosts.
     `kubernetes`: the resource that a pod requests. None if it is not documented.
+    `layer_s`: seconds that a server's layer takes in each iteration besides the engine's times on other chips.
     `install`: where to get the chip's build of the engine. Empty for the public build.
     `notes`: sentences for the user.
     """
@@ -136,6 +137,7 @@ class EngineSupport:
     stack: Stack | None = None
     cross_vendor_libraries: tuple[str, ...] = ()
     kubernetes: KubernetesResource | None = None
+    layer_s: float = 0.0
     install: str = ""
     notes: tuple[str, ...] = ()
 

@@ -164,6 +164,7 @@ class Report(Quirk):
     reason: str = ""
     works: bool | None = None
     install: str = ""
+    layer_s: Annotated[float, Ge(0.0)] = 0.0
     preload: tuple[str, ...] | None = None
 
 

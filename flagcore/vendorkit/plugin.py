@@ -96,7 +96,7 @@ class VendorPlugin:
             works = {None: support.support, True: Support.YES, False: Support.NOT_YET}[report.works]
             preload = support.preload if report.preload is None else report.preload
             support = replace(support, support=works, reason=report.reason, preload=preload)
-            support = replace(support, install=report.install or support.install)
+            support = replace(support, install=report.install or support.install, layer_s=report.layer_s)
         if support.support is not Support.YES and not support.reason:
             support = replace(support, reason=f"no run of {engine} on {chip.name} has been reported")
         return replace(

@@ -211,13 +211,10 @@ def test_a_tree_of_flagscale_has_the_same_arguments(tmp_path: Path) -> None:
     words = started(only(exported(spec, "megatron")), tmp_path, "torchrun", NODE_RANK="0", MASTER_ADDR="a")
     exported(spec, "flagscale")
     command = api.read_tree(tmp_path / "out-flagscale", "train").data["train"]["command"]
-    tree, script = (_pairs(each[_program(each) :]) for each in (command, words))
+    places = (next(place for place, word in enumerate(each) if word.endswith(".py")) for each in (command, words))
+    tree, script = (_pairs(each[place + 1 :]) for each, place in zip((command, words), places, strict=True))
     folders = {name for name in tree if name.endswith(("-dir", "save", "load"))}
     assert {name: value for name, value in tree.items() if name not in folders} == script
-
-
-def _program(words: list[str]) -> int:
-    return 1 + next(index for index, word in enumerate(words) if word.endswith(".py"))
 
 
 def _pairs(words: list[str]) -> dict[str, list[Any]]:

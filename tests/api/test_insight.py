@@ -25,16 +25,11 @@ def problem() -> Problem:
     return build_problem_of_spec(SPEC, None, ())
 
 
-def fitting(problem: Problem) -> list[tuple[dict[str, Any], float]]:
-    """Every candidate that is predicted to fit, with its step."""
-    rows = np.flatnonzero(problem.predictions.fits)
-    assert 0 < rows.size < len(problem.space)
-    return [(problem.space.candidate(int(row)).as_dict(), float(problem.predictions.step_time_s[row])) for row in rows]
-
-
 def test_each_value_has_its_fastest_candidate(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(what_if_module, "CHUNK", 100)  # so that what is found in one piece is set against the others
-    all_trials = fitting(problem)
+    rows, steps = np.flatnonzero(problem.predictions.fits), problem.predictions.step_time_s
+    assert 0 < rows.size < len(problem.space)
+    all_trials = [(problem.space.candidate(int(row)).as_dict(), float(steps[row])) for row in rows]
     best, _ = all_trials[len(all_trials) // 2]
     knobs_by_name = {knob["knob"]: knob for knob in what_if(problem, Candidate.of(best))}
     for name in best:
@@ -47,7 +42,7 @@ def test_each_value_has_its_fastest_candidate(problem: Problem, monkeypatch: pyt
         for value in knobs_by_name[name]["values"]:
             device_passes = [(candidate, step) for candidate, step in all_trials if candidate[name] == value["value"]]
             assert value["candidates"] == len(device_passes)
-            assert _step(value["fastest"]) == min(step for _, step in device_passes)
+            assert value["fastest"]["predicted"]["step_time_s"]["value"] == min(step for _, step in device_passes)
             assert value["fastest"]["candidate"][name] == value["value"]
 
 
@@ -72,7 +67,3 @@ def test_without_a_best_rules_and_chips_are_still_reported(problem: Problem) -> 
     assert insight_data["messages"]
     assert insight_data["chips"]
     assert "knobs" not in insight_data
-
-
-def _step(reported: dict[str, Any]) -> float:
-    return float(reported["predicted"]["step_time_s"]["value"])

@@ -58,10 +58,6 @@ def test_the_steps_that_fit_in_the_remaining_time(steps: list[float], seconds: f
     assert steps_in_time(steps, 8, seconds) == expected
 
 
-def devices_with(name: str, *figures: float) -> list[dict[str, float]]:
-    return [{"device": number, name: figure} for number, figure in enumerate(figures)]
-
-
 @pytest.mark.parametrize(
     ("name", "figures", "line"),
     [
@@ -72,5 +68,5 @@ def devices_with(name: str, *figures: float) -> list[dict[str, float]]:
     ],
 )
 def test_a_slow_device_is_named_with_its_node_and_by_how_much(name: str, figures: tuple[float, ...], line: str) -> None:
-    found = slow_devices(devices_with(name, *figures), 4)
+    found = slow_devices([{"device": number, name: figure} for number, figure in enumerate(figures)], 4)
     assert [each.startswith(line) for each in found] == [True] * bool(line)

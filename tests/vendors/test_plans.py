@@ -101,3 +101,12 @@ def test_with_an_unpublished_rate_the_estimate_suggests_calibration(chip: str) -
     assert f"peak rate of {chip} in bf16" in found.no_time
     assert "`flag calibrate`" in found.no_time
     assert ("give cluster.memory_per_device" in found.no_time) == (chip in ("MLU580", "MLU585", "MLU590-E"))
+
+
+def test_a_server_may_take_longer_in_each_layer_of_some_releases() -> None:
+    load = {"input_len": 512, "output_len": 64, "concurrency": 1, "num_prompts": 4}
+    job = {"kind": "serve", "model": "Qwen/Qwen3-4B", "cluster": {"chip": "910B3", "devices": 4, "devices_per_node": 4}}
+    job["candidate"] = {"tensor_model_parallel_size": 4}
+    serve = [{"engine": "vllm", "precision": "bf16", **load, **each} for each in ({"engine_version": "0.11.0"}, {})]
+    older, newer = api.estimate_jobs([{**job, "id": "1", "serve": each} for each in serve])
+    assert older["tpot_s"]["mean"] > 2.0 * newer["tpot_s"]["mean"]

@@ -129,7 +129,7 @@ class _Jobs:
             problem = f"is not a multiple of cluster.devices_per_node = {job.devices_per_node}"
             fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
             raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
-        host = job.nic_bytes_per_second, job.cpus_per_node, job.work.engine
+        host = job.nic_bytes_per_second, job.cpus_per_node, job.work.engine, job.work.engine_version
         cluster = (chip.name, job.devices // devices, devices, *host)
         (group, group_costs), workload = self._hardware(*cluster), self._engines[job.work.engine]
         spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
@@ -147,13 +147,20 @@ class _Jobs:
         groups.setdefault(key, (platform, []))[1].append(row)
 
     def _load_hardware(
-        self, chip: str, nodes: int, devices: int, network: float | None, cpus: int | None, engine: str
+        self,
+        chip: str,
+        nodes: int,
+        devices: int,
+        network: float | None,
+        cpus: int | None,
+        engine: str,
+        engine_version: str | None,
     ) -> tuple[NodeGroup, Costs]:
         known_chip = self._loaded.find_chip(chip)
         assert known_chip is not None
         known_chip = with_network(known_chip, network)
         group = NodeGroup(chip=known_chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
-        group_costs = costs(Cluster(groups=(group,)), self._loaded, engine)
+        group_costs = costs(Cluster(groups=(group,)), self._loaded, engine, engine_version)
         return group, group_costs
 
 

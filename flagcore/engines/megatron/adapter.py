@@ -17,7 +17,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, ImportNote, Task
 from flagcore.engines.megatron import predict as prediction
-from flagcore.engines.megatron import reading, start
+from flagcore.engines.megatron import probing, reading, start
 from flagcore.engines.megatron.command import checks
 from flagcore.engines.megatron.command.user_command import starts_megatron
 from flagcore.engines.megatron.layers.split import SPLIT
@@ -52,7 +52,7 @@ class Megatron(contracts.Workload):
 
     columns = staticmethod(knob_rows.columns)
     published = staticmethod(production.published)
-    read_probe = staticmethod(start.read_probe)
+    read_probe = staticmethod(probing.read_probe)
     axes = staticmethod(knob_rows.axes)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
@@ -101,11 +101,11 @@ class Megatron(contracts.Workload):
     splits = staticmethod(meshes.splits)
     as_installed = staticmethod(start.as_installed)
     installation_notes = staticmethod(start.installation_notes)
-    ready_to_probe = staticmethod(start.ready_to_probe)
+    ready_to_probe = staticmethod(probing.ready_to_probe)
     work_parts: Collection[str] = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
-    stage_ranks = staticmethod(start.stage_ranks)
-    probe_ranks = staticmethod(start.probe_ranks)
-    probe_launch = staticmethod(start.probe_launch)
+    stage_ranks = staticmethod(probing.stage_ranks)
+    probe_ranks = staticmethod(probing.probe_ranks)
+    probe_launch = staticmethod(probing.probe_launch)
 
     def pruning_rules(self, task: Task) -> tuple[contracts.PruningRule, ...]:
         only_core = options.recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}

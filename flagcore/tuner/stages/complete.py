@@ -87,7 +87,7 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, workload: Workload, 
     return Platform(
         task=task,
         workload=workload,
-        costs=costs(task.cluster, plugins, engine),
+        costs=costs(task.cluster, plugins, engine, version),
         support=support,
         environment=_of_shell(environment),
         failure_patterns=advice.failures,

@@ -76,9 +76,9 @@ def discover(spec: Spec, plugins: LoadedPlugins, engine_version: str | None = No
     return Hardware(groups=tuple(groups), supports=tuple(supports), support=joint_support, devices=devices)
 
 
-def costs(cluster: Cluster, plugins: LoadedPlugins, engine: str) -> Costs:
+def costs(cluster: Cluster, plugins: LoadedPlugins, engine: str, engine_version: str | None = None) -> Costs:
     """Return the cost models for `cluster`. The core provides those that no plugin has."""
-    supports = [plugins.engine_support(group.chip, engine) for group in cluster.groups]
+    supports = [plugins.engine_support(group.chip, engine, engine_version) for group in cluster.groups]
     costs_of_groups = [_costs_of(*each, plugins, engine) for each in zip(cluster.groups, supports, strict=True)]
     first, *others = costs_of_groups
     if not others:
@@ -111,6 +111,7 @@ def _costs_of(group: NodeGroup, support: EngineSupport, plugins: LoadedPlugins, 
         guessed=kernels is None or (support.support is Support.UNKNOWN and kind_of(engine) == "serve"),
         assumed_network=group.chip.nic_bytes_per_second == ASSUMED_NETWORK,
         synchronous=synchronous,
+        layer_s=support.layer_s,
         run_slowdown=1.0 if synchronous else run_slowdown,
     )
 

@@ -13,7 +13,7 @@ import pytest
 
 from flagcore.domain.engine import ForcedSetting, RefusedValues
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import Axis, Candidate, Columns, Merge, Rule, Space
+from flagcore.domain.space import Axis, Candidate, Merge, Rule, Space
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice, SpecError
@@ -47,11 +47,6 @@ def one_by_one(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Mer
     return set(zip(*(columns[axis.knob][legal].tolist() for axis in axes), strict=True))
 
 
-def coded(space: Space) -> list[tuple[int, ...]]:
-    columns = space.columns()
-    return list(zip(*(columns[axis.knob].tolist() for axis in space.axes), strict=True))
-
-
 def balanced(space: Space) -> bool:
     return space.combinations == sum(space.illegal.values()) + space.merged + len(space)
 
@@ -78,7 +73,8 @@ def test_the_space_equals_an_enumeration_and_its_counts_add_up(seed: int, monkey
     task = random_task(seed)
     axes, rules, merges = WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task)
     space = build(axes, rules, merges)
-    rows = coded(space)
+    columns = space.columns()
+    rows = list(zip(*(columns[axis.knob].tolist() for axis in space.axes), strict=True))
     assert len(rows) > 3
     assert len(set(rows)) == len(rows)
     assert set(rows) == one_by_one(axes, rules, merges)
@@ -157,15 +153,10 @@ def test_check_reports_the_broken_rules_of_one_candidate() -> None:
 
 
 def test_a_space_without_a_legal_candidate_is_empty_and_balanced() -> None:
-    space = build(
-        [Axis(knob="a", values=(1, 2), neutral=1)], [Rule(name="all", knobs=("a",), message="", broken=_all)], []
-    )
+    everything = Rule(name="all", knobs=("a",), message="", broken=lambda c: np.ones_like(c["a"], dtype=bool))
+    space = build([Axis(knob="a", values=(1, 2), neutral=1)], [everything], [])
     assert (len(space), space.illegal, space.find(Candidate.of({"a": 1}))) == (0, {"all": 2}, None)
     assert list(space.chunks(10)) == []
-
-
-def _all(columns: Columns) -> np.ndarray:
-    return np.ones_like(columns["a"], dtype=bool)
 
 
 def test_too_many_combinations_to_count_are_refused() -> None:

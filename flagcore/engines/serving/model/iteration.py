@@ -86,7 +86,8 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         attention = attention + overheads.latent
     if model.indexer:
         attention = attention + overheads.indexer
-    local, messages = model.attention_layers * attention, model.num_layers * reduce
+    local = model.attention_layers * attention + model.num_layers * costs.layer_s
+    messages = model.num_layers * reduce
     if model.linear_attention:
         local = local + model.linear_attention.num_layers * (
             _linear_attention(model.linear_attention, serving, column, kernels, tokens) + overheads.attention + reduce
