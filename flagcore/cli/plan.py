@@ -108,7 +108,7 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
 
         runs: list[dict[str, Any]] = as_data(estimate.published)
         if form == "table" and not runs:
-            options.say(_("no published run on {chip} is known", chip=estimate.chip))
+            options.say(_("no published run of such a job on {chip} is known", chip=estimate.chip))
         elif form == "table":
             options.show(published_table(estimate.published))
         else:

@@ -189,7 +189,7 @@ def test_a_format_without_units_is_named(chip: str, is_named: bool, caplog: pyte
     assert any("mxfp4" in record.getMessage() for record in caplog.records) == is_named
 
 
-@pytest.mark.parametrize(("chip", "is_named"), [("MLU590-M9", True), ("MLU370-X8", False)])
+@pytest.mark.parametrize(("chip", "is_named"), [("BW1000", True), ("MLU370-X8", False)])
 def test_an_estimated_link_is_named(chip: str, is_named: bool, caplog: pytest.LogCaptureFixture) -> None:
     data = {**spec(chip), "cluster": {"chip": chip, "devices_per_node": 8}}
     data["train"] |= {"precision": "auto", "global_batch_size": 64}

@@ -37,9 +37,9 @@ over this number times the median deviation of open candidates. The best of many
 largest expected gain of one. Chosen on 15 of vTrain's sweeps and made-up ones (benchmarks/README.md)."""
 
 MIN_FOR_NOISE = 7
-"""From this number of measurements on, the share is larger by the ratio of the indifference to MIN_NOISE: more trials
-would hardly find a gain that noise hides. The noise of fewer measurements is too uncertain. Chosen on nine recorded
-tunes and replayed ones (benchmarks/README.md)."""
+"""From this number of measurements on, the indifference is at least their median noise, and its share is larger by its
+ratio to MIN_NOISE: more trials would hardly find a gain that noise hides. The noise of fewer measurements is too
+uncertain. Chosen on nine recorded tunes and replayed ones (benchmarks/README.md)."""
 
 MIN_SCORE = 0.5
 """The least score, relative to the highest, of a candidate that is preferred because it is simpler. Chosen by hand."""
@@ -197,8 +197,7 @@ def _finished_because(
 
     `gain`: the expected gain of each evaluated candidate. `best`: the logarithm of the step time of `best_trial`.
     The search ends if the largest expected gain is below a share of the indifference, now and before the last
-    trial. The latter is not needed if the measurements confirm earlier runs. The indifference is at least the median
-    noise of the measurements, because one run shows its noise only roughly. If the spec gives a number of planned
+    trial. The latter is not needed if the measurements confirm earlier runs. If the spec gives a number of planned
     steps, the search ends when no trial saves more time than it takes.
     """
     control, max_gain = context.task.spec.control, float(gain.max())
@@ -212,10 +211,13 @@ def _finished_because(
             gain=max_gain,
         )
     successful = sum(trial.state in SUCCESS_STATES for trial in context.trials)
-    typical = median(noise([trial]) for trial in context.trials if trial.state is TrialState.MEASURED)
-    least = max(indifference(control, [best_trial]), typical)
+    least = indifference(control, [best_trial])
     share = successful / (TRIALS_PER_DEVIATION * float(np.median(evaluation.posterior.deviation)))
-    least *= min(1.0, share * (least / MIN_NOISE if successful >= MIN_FOR_NOISE else 1.0))
+    if successful >= MIN_FOR_NOISE:
+        measured = (trial for trial in context.trials if trial.state is TrialState.MEASURED)
+        least = max(least, median(noise([trial]) for trial in measured))
+        share *= least / MIN_NOISE
+    least *= min(1.0, share)
     if max_gain >= least:
         return None
     was_below_before = successful >= MIN_MEASURED and _last_max_gain(context) < least

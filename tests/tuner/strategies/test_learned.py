@@ -27,7 +27,7 @@ from flagcore.tuner.learning.trials import (
     observed_memory,
     observed_times,
 )
-from flagcore.tuner.strategies.learned import STRATEGY, believed
+from flagcore.tuner.strategies.learned import MAX_GAIN, STRATEGY, believed
 from tests import small as made_up
 from tests.tuner.strategies.contexts import SPACE, TASK, WORKLOAD, distorted, predictions, search_context, trial_of
 
@@ -182,6 +182,17 @@ def test_a_large_ratio_of_a_trial_on_shared_cores_is_not_credible(others: float,
     context = search_context(KNOWN, [replace(slow, measurement=measured)])
     expected = expected_step_times(context, np.arange(50))
     assert (np.median(expected / KNOWN.step_time_s[:50]) > times) is not bool(others)
+
+
+@pytest.mark.parametrize(("count", "noise", "ends"), [(7, 0.06, True), (7, 0.0, False), (6, 0.06, False)])
+def test_noise_ends_the_search_from_the_seventh_measurement_on(count: int, noise: float, ends: bool) -> None:
+    real, trials = distorted(KNOWN, 3, spread=0.3), list[Trial]()
+    for number, row in enumerate(np.argsort(KNOWN.step_time_s)[:count]):
+        trial = trial_of(int(row), float(real[row]), number)
+        assert trial.measurement is not None
+        measurement = replace(trial.measurement, spread_s=noise * trial.measurement.step_time_s)
+        trials.append(replace(trial, measurement=measurement, believed={MAX_GAIN: 0.0}))
+    assert (STRATEGY.next(search_context(KNOWN, trials)).row is None) == ends
 
 
 def test_with_planned_steps_the_search_ends_when_a_trial_costs_more_than_it_may_save() -> None:
