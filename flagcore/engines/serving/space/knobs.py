@@ -279,8 +279,8 @@ AUTOS = {
         "not set; on several hosts also an eighth and a quarter of the experts",
     ),
     "sharing_sizes": Auto(
-        lambda task: tensor_sizes(task) if shares_cache(task) else (1,),
-        "1; with latent attention also the sizes of tensor parallelism",
+        lambda task: (None, *tensor_sizes(task)[1:]) if shares_cache(task) else (None,),
+        "not set; with latent attention also the sizes of tensor parallelism above 1",
     ),
     "powers_in_flight": Auto(
         lambda task: powers_in_flight(task, count=4), "four powers of two up to the requests in flight"

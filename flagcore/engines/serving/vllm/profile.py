@@ -156,7 +156,9 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         name="sharing",
         knobs=(TP, PREFILL_DECODE, SHARING),
         message=f"{SHARING} must divide the {TP} / {groups} copies of the cache, and needs {PREFILL_DECODE} unset",
-        broken=lambda c: (c[SHARING] > 1) & ((c[TP] % (groups * c[SHARING]) != 0) | (c[PREFILL_DECODE] > 0)),
+        broken=lambda c: (
+            (c[SHARING] > 1) & ((c[TP] % (groups * np.maximum(c[SHARING], 1)) != 0) | (c[PREFILL_DECODE] > 0))
+        ),
     )
     even_experts = Rule(
         name="even_experts",
