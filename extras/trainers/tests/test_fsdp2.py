@@ -112,6 +112,9 @@ def test_predictions_follow_the_knobs() -> None:
     assert split.time_s["ep_comm_s"] > whole.time_s["ep_comm_s"] == 0
     assert staged.time_s["pp_bubble_s"] > looped.time_s["pp_bubble_s"] > 0
     assert staged.peak_allocated_bytes < looped.peak_allocated_bytes
+    values = columns(**{SHARD: 4, PP: 2, RESHARD: False, SCHEDULE: "interleaved"})
+    on_host = FSDP2.predict(job, values, replace(costs(job), synchronous=True))
+    assert on_host.activation_bytes > looped.activation_bytes  # Gloo keeps what is sent
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ class Job:
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
     `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
     `split_tokens`: whether tensor-parallel ranks divide the tokens between blocks.
+    `sends_stay`: whether a send keeps its tensor until the schedule drops it, as Gloo's does. NCCL frees what is sent.
     """
 
     model: Model
@@ -63,6 +64,7 @@ class Job:
     fused_norm: bool = True
     compiled_loss: bool = False
     split_tokens: BoolArray | bool = True
+    sends_stay: bool = False
 
     @property
     def expert_layers(self) -> float:
@@ -186,7 +188,8 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
     """Return the memory of the rank of a pipeline that needs the most, and its place.
 
     A step gathers all weights of a rank once, and gradients of all micro-batches add up before they are scattered.
-    There are buffers for the tensors that all micro-batches receive.
+    There are buffers for the tensors that all micro-batches receive. Schedules of several stages per rank drop their
+    sends when the step ends (torch 2.13 `_PipelineScheduleRuntime`, `send_ops`).
     """
     u, r, n, size = job.value_bytes, job.reduce_bytes, job.ranks, job.pipeline
     layer, table, rest = unit_weights(job)
@@ -194,6 +197,9 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
     act, logits = activations(job), job.tokens * job.model.vocab_size / job.tensor
     splits, parts = job.schedule >= ZBV, np.where(job.schedule >= INTERLEAVED, 2.0, 1.0)
     loss = (_loss_bytes(job) + u) * logits + act.head_input
+    # The first backward of a zero-bubble stage retains the loss's graph, and the gradient of logits for the second one.
+    graph = (2.0 * u + (0.0 if job.compiled_loss else LOSS_BYTES / 3.0)) * logits + act.head_input
+    stays = job.sends_stay & (job.schedule >= INTERLEAVED)
     found = []
     for place in (np.zeros_like(size), size - 1.0):  # others have as many layers, but no embedding or head
         first, last = place == 0, np.where(splits, place == 0, place == size - 1.0)
@@ -202,18 +208,23 @@ def _with_pipeline(job: Job) -> tuple[_Sizes, IntArray]:
         # The gradients of a backward in two passes wait for the next pass in their own data type.
         waiting = np.where((job.schedule == ZBV) & (r != u), u * weights, 0.0)
         held = (MAIN_BYTES + ADAM_BYTES) * own + (u + r) * weights + waiting
-        buffers = act.hidden * job.microbatches * (2.0 * parts - first - last)
-        flight = in_flight(job, place)
+        turns = splits & (place == size - 1.0)  # both stages are of this rank, so nothing is sent between them
+        neighbours = act.hidden * (2.0 * parts - first - last - 2.0 * turns)
+        buffers, flight = neighbours * job.microbatches, in_flight(job, place)
+        sent = np.where(stays, neighbours * (job.microbatches - flight), 0.0)
         stored = flight * (act.stored / size + act.hidden * (parts - last))
         one = act.stored / size / parts
         # The first backward of a zero-bubble stage keeps the gradients of all products for the second one. Most wait at
         # the end, when ranks have computed the first backward of all micro-batches but not yet the second.
         kept = np.where(job.schedule == ZBV, act.gradients / size / parts, 0.0)
         waits = np.maximum(kept, (2.0 * place + 1.0) * kept - one)
-        moments = [held + buffers + stored + waits + extra for extra in act.backward]
-        moments.append(held + buffers + stored + loss * last)
-        moments.append(held + buffers + stored - one + (u * table + act.hidden) * first)
-        moments.append(held + buffers + r * np.where(first, table, layer) * (1.0 + 1.0 / n))
+        ends = held + buffers + np.where(stays, buffers, 0.0)
+        held = held + buffers + sent
+        left = np.where(job.schedule == ZBV, graph * last, 0.0)
+        moments = [held + stored + waits + left + extra for extra in act.backward]
+        moments.append(held + stored + loss * last)
+        moments.append(held + stored - one + (u * table + act.hidden) * first)
+        moments.append(ends + r * np.where(first, table, layer) * (1.0 + 1.0 / n))
         static = (2.0 * MAIN_BYTES + ADAM_BYTES) * own
         found.append((static, np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)))
     (first_static, first_peak), (last_static, last_peak) = found

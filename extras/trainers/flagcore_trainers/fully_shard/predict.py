@@ -65,7 +65,9 @@ def predict(task: Task, columns: Columns, costs: Costs, program: Program = TRIAL
     return Predictions.join(parts).take(np.argsort(np.concatenate(order)))
 
 
-def memory_job(task: Task, columns: Columns, *, fused_norm: bool, compiled_loss: bool = False) -> memory.Job:
+def memory_job(
+    task: Task, columns: Columns, *, fused_norm: bool, compiled_loss: bool = False, sends_stay: bool = False
+) -> memory.Job:
     """Return what the memory of candidates depends on."""
     layout = layout_of(task, columns)
     size, schedule = np.broadcast_arrays(columns[PP], columns[SCHEDULE])
@@ -89,6 +91,7 @@ def memory_job(task: Task, columns: Columns, *, fused_norm: bool, compiled_loss:
         schedule=schedule,
         fused_norm=fused_norm,
         compiled_loss=compiled_loss,
+        sends_stay=sends_stay,
     )
 
 
@@ -146,7 +149,8 @@ def _predict(
     train = training(task, compiled=compiled, compiled_loss=fused_loss, schedule=schedule)
     layout, costs = layout_of(task, columns), traffic.with_torch_attention(task, costs)
     fused_norm = program.fused_norm and not costs.synchronous
-    job = memory_job(task, columns, fused_norm=fused_norm, compiled_loss=fused_loss)
+    # Ranks whose host computes exchange tensors by Gloo.
+    job = memory_job(task, columns, fused_norm=fused_norm, compiled_loss=fused_loss, sends_stay=costs.synchronous)
     needed = memory.of_rank(job)
     workspaces = 2.0 * costs.memory.workspace_bytes()
     peak = needed.peak + workspaces
