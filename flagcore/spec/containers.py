@@ -175,10 +175,13 @@ def services_of(document: Any, images: Mapping[str, Sequence[str]], unset: str, 
             start = replace(start, words=built.words, version=built.version, envs={**built.envs, **start.envs})
         mounts = [each.split(":") for each in service.get("volumes") or () if isinstance(each, str) and ":" in each]
         here = {each[1]: str(folder / each[0]) for each in mounts if (folder / each[0]).is_file()}
-        words = enumerate(start.words)
+        fixed = {each[1]: each[0] for each in mounts if each[0].startswith("/")}
         yield replace(
             start,
-            words=tuple(here.get(w, w) if n < 2 or start.words[n - 1] == "--config" else w for n, w in words),
+            words=tuple(
+                here.get(w, w) if n < 2 or start.words[n - 1] == "--config" else _on_host(w, fixed)
+                for n, w in enumerate(start.words)
+            ),
         )
 
 
