@@ -97,7 +97,7 @@ def test_flags_mean_what_the_engine_makes_of_them() -> None:
 
 
 def test_chips_of_one_design_are_as_fast_as_their_peaks_and_power() -> None:
-    pairs = (("MI350X", "MI355X"), ("H100-NVL", "H100-SXM"), ("H200-NVL", "H200"), ("A30", "A100-40GB"))
+    pairs = (("MI350X", "MI355X"), ("H100-NVL", "H100-SXM"), ("H200-NVL", "H200"))
     for slower, faster in pairs:
         seconds = [
             api.estimate(SPEC, chip=chip, top=1).candidates[0]["step_time_s"]["value"] for chip in (slower, faster)
