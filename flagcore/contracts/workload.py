@@ -289,6 +289,13 @@ class Workload(Predictor):
         """Return a warning for each key of the spec that affects no candidate of the space. By default none."""
         return ()
 
+    def task_warnings(self, task: Task) -> Sequence[str]:
+        """Return a warning for each difference between the user's command and the baseline of a task, or its devices.
+
+        By default none.
+        """
+        return ()
+
     # Trials
 
     def ready(self, spec: Spec) -> None:

@@ -10,7 +10,13 @@ from typing import Any
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote, SettingValue, Spec
 from flagcore.engines.megatron.command.arguments import Argument, ArgumentSpec, release_table
-from flagcore.engines.megatron.command.user_command import UserCommand, detected_release, parse_settings, read_command
+from flagcore.engines.megatron.command.user_command import (
+    TORCHRUN_SWITCHES,
+    UserCommand,
+    detected_release,
+    parse_settings,
+    read_command,
+)
 from flagcore.engines.megatron.importing.arguments import (
     SIZES,
     TABLES,
@@ -138,6 +144,7 @@ def _value(argument: Argument) -> Any:
 
 def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, Any]:
     """Return the section `cluster` from the options of the launcher, or else from the surroundings of the command."""
+    note_empty(command, notes)
     option = command.option("nproc-per-node", "nproc_per_node")
     hosts, per_host = _of_launcher(command, notes, start.hosts * start.instances, start.devices or 0)
     has_starter = hosts > 1 or bool(FORMS["starters"].search(" ".join(command.prefix)))
@@ -156,6 +163,13 @@ def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, An
         "nodes": int(nodes) if nodes.isdecimal() and int(nodes) else hosts,
         "devices_per_node": int(devices) if devices.isdecimal() else "auto",
     }
+
+
+def note_empty(command: UserCommand, notes: Notes) -> None:
+    """Add a note on each option of a launcher that lacks its value, and on each argument such as `--name=`."""
+    options = [each.words[0] for each in command.options if not each.value and each.name not in TORCHRUN_SWITCHES]
+    for word in [*options, *(each for each in command.arguments if re.fullmatch(r"--[\w.-]+=", each))]:
+        notes.note(word.partition("=")[0], "has no value: a variable of the script may be empty", "train.command")
 
 
 def _of_launcher(command: UserCommand, notes: Notes, hosts: int, devices: int) -> tuple[int, int]:
