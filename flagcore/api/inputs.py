@@ -362,7 +362,7 @@ def warn_about_problem(problem: Problem) -> None:
         names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
     warn([*lines, *_idle_devices(problem), *_task_notes(task), *problem.platform.conflicts])
-    warn(workload.spec_warnings(task.spec))
+    warn([*workload.spec_warnings(task.spec), *workload.task_warnings(task)])
 
 
 def _task_notes(task: Task) -> Iterator[str]:

@@ -289,6 +289,13 @@ class Workload(Predictor):
         """Return a warning for each key of the spec that affects no candidate of the space. By default none."""
         return ()
 
+    def task_warnings(self, task: Task) -> Sequence[str]:
+        """Return a warning for each difference between the user's command and the baseline of a task, or its devices.
+
+        By default none.
+        """
+        return ()
+
     # Trials
 
     def ready(self, spec: Spec) -> None:
@@ -414,6 +421,10 @@ class Workload(Predictor):
         `start`: the command with its environment, devices and script. Raises SpecError, by default always.
         """
         raise self._unsupported("the import of commands", "write a spec")
+
+    def read_flags(self, text: str, spec: Spec) -> tuple[str, Mapping[str, SettingValue], Sequence[str]]:
+        """Return the knobs in the engine's flags of a candidate, the settings in them, and the unused flags."""
+        return text, {}, ()
 
     def published(
         self, task: Task, values: Mapping[str, KnobValue], notes: str

@@ -22,7 +22,7 @@ from flagcore.engines.megatron.command.user_command import parse
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore_trainers import start
-from flagcore_trainers.importing import Imported, own_configurations, spec_of_deepspeed
+from flagcore_trainers.importing import Imported, check_sizes, own_configurations, spec_of_deepspeed
 from flagcore_trainers.meaning import INTERVAL, layout_of, training, weights_of_rank
 from flagcore_trainers.program import StateSection
 from flagcore_trainers.trainer import Trainer
@@ -136,6 +136,7 @@ class DeepSpeed(Trainer):
         if stage not in (None, "auto", 0, 1, 2, 3):
             fix = f"correct {command.config}"
             raise SpecError(key=STAGE_KEY, value=stage, problem=_("is not a stage of ZeRO from 0 to 3"), fix=fix)
+        check_sizes(command.content, command.config)
         return command
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:

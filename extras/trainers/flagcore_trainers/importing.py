@@ -44,6 +44,37 @@ def number(value: object) -> int | None:
     return int(str(value)) if str(value).isdecimal() and int(str(value)) > 0 else None
 
 
+GROUPS = ("tensor_parallel.autotp_size", "sequence_parallel_size")
+"""Keys of DeepSpeed with the sizes of groups of ranks that share a sample."""
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", STEPS)
+
+
+def check_sizes(content: Mapping[str, Any], config: str) -> None:
+    """Raise SpecError if a size of a batch in a configuration of DeepSpeed is neither a positive number nor `auto`."""
+    for key in BATCH_KEYS:
+        value = content.get(key)
+        if value not in (None, "auto") and number(str(value).removesuffix(".0")) is None:
+            fix = f"correct {config}"
+            raise SpecError(key=key, value=value, problem="is neither a positive whole number nor auto", fix=fix)
+
+
+def processes(words: Sequence[str], directory: str) -> int | None:
+    """Return the number of processes that a command starts on a host, or None if it does not say so."""
+    command = parse(words, directory)
+    if command is None:
+        return _launched(words)[0]
+    given = command.option("nproc-per-node")
+    return number(given.value) if given else None
+
+
+def _launched(words: Sequence[str]) -> tuple[int | None, int]:
+    """Return the devices of a host (or None) and the number of hosts (or 0) of the `deepspeed` launcher's options."""
+    included = str(option(words, "include") or "").split("@")
+    listed = [len(each.partition(":")[2].split(",")) for each in included if ":" in each]
+    devices = number(option(words, "num_gpus")) or (listed[0] if listed else None)
+    return devices, number(option(words, "num_nodes")) or len(listed)
+
+
 def _model(given: str | None, names: Sequence[object], directory: Path, notes: Notes) -> str:
     """Return the model. `names`: what the command calls it, which may be a path elsewhere."""
     for name in filter(None, (given, *map(str, filter(None, names)))):
@@ -67,14 +98,23 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
     if config is None:
         raise _no_program(words)
     content = files.read_config(config, str(directory), key=flags[0])
+    check_sizes(content, config)
     cluster = _cluster(start, str(directory), notes)
     devices = cluster["nodes"] * (number(cluster["devices_per_node"]) or 1)
     micro, micro_flag = content.get("train_micro_batch_size_per_gpu"), option(words, MICRO)
-    steps, total = content.get(STEPS), number(content.get("train_batch_size"))
+    steps, steps_flag, total = content.get(STEPS), option(words, STEPS), number(content.get("train_batch_size"))
     micro_size = number(micro) or number(micro_flag) or 1
+    accumulated, is_known = number(steps) or number(steps_flag) or 1, cluster["devices_per_node"] != "auto"
+    share = total / (accumulated * devices) if total and is_known else None
     if total is None:
-        total = micro_size * (number(steps) or number(option(words, STEPS)) or 1) * devices
-        notes.note("train.global_batch_size", "is that of the command's devices, micro-batch and steps", "train")
+        total = micro_size * accumulated * devices
+        text = "is that of the command's devices, micro-batch and steps"
+        if not is_known:
+            text = f"{total}: with one device on a host, as the command has no number; multiply it by the number"
+        notes.note("train.global_batch_size", text, "train.global_batch_size")
+    elif is_known and total % (micro_size * devices) and not any(files.value_at(content, key) for key in GROUPS):
+        text = f"{total} is no multiple of the micro-batch {micro_size} x {devices} devices: the baseline is another"
+        notes.note("train_batch_size", text, "train.global_batch_size")
     length = number(option(words, *LENGTH_FLAGS))
     if length is None:
         notes.report("train.seq_length", "is not in the command", fix="add --max_seq_len N to the command")
@@ -87,10 +127,15 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
         values = sorted({1, 2, 4, 8, 16, 32, micro_size})
         row = {"key": "train_micro_batch_size_per_gpu", "flag": f"--{MICRO}", "values": values, "label": "MBS"}
         program = {"knobs": {"micro_batch_size": row}}
-    share = total // ((number(steps) or number(option(words, STEPS)) or 1) * devices)
-    for name, own, other in ((MICRO, micro_flag, number(micro) or share), (STEPS, option(words, STEPS), number(steps))):
+    follows = None if share is None else int(share) if share.is_integer() else round(share, 3)
+    for name, own, other in ((MICRO, micro_flag, number(micro) or follows), (STEPS, steps_flag, number(steps))):
         if number(own) and other and number(own) != other:
-            notes.note(f"--{name}", f"{own} contradicts {other} of {config}", "train.command")
+            of = f"of {config}" if number(steps if name == STEPS else micro) else f"of train_batch_size in {config}"
+            notes.note(f"--{name}", f"{own} contradicts {other} {of}", "train.command")
+    device = files.value_at(content, "zero_optimization.offload_optimizer.device")
+    if device not in (None, "none", "cpu"):
+        text = f"{device} is not tuned: the baseline has none instead"
+        notes.note("zero_optimization.offload_optimizer.device", text, "train")
     if untold := [f"{name} {option(words, name[2:])}" for name in _turned_on(words, NOT_PREDICTED)]:
         notes.note(untold[0].split()[0], f"not in the predictions: {', '.join(untold)}", "train")
     for key in KEYS_NOT_PREDICTED:
@@ -124,7 +169,7 @@ NOT_PREDICTED = re.compile(
 """Options of Hugging Face's Trainer, and of scripts with it, that change the time or memory of a step."""
 KEYS_NOT_PREDICTED = (
     *("zero_optimization.offload_param.device", "zero_optimization.mics_shard_size"),
-    *("activation_checkpointing.cpu_checkpointing", "compile.enabled", "pipeline.stages"),
+    *("activation_checkpointing.cpu_checkpointing", "compile.enabled", "pipeline.stages", "elasticity.enabled"),
 )
 """Keys of DeepSpeed's configuration that do so, and are no knobs."""
 
@@ -196,10 +241,8 @@ def _cluster(start: Start, directory: str, notes: Notes) -> dict[str, Any]:
     words = list(start.words)
     if command := parse(words, directory):
         return cluster_of(command, notes, start)
-    included = str(option(words, "include") or "").split("@")
-    listed = [len(each.partition(":")[2].split(",")) for each in included if ":" in each]
-    devices = number(option(words, "num_gpus")) or (listed[0] if listed else None) or start.devices
-    nodes = number(option(words, "num_nodes")) or len(listed) or start.hosts * start.instances
+    own, hosts = _launched(words)
+    devices, nodes = own or start.devices, hosts or start.hosts * start.instances
     if devices is None:
         notes.note("cluster.devices_per_node", "is not in the command; auto is the number on this machine", "cluster")
     if option(words, "hostfile") and not number(option(words, "num_nodes")):
@@ -220,6 +263,10 @@ TITAN_KEYS: Mapping[str, Sequence[str]] = {
 }
 """The keys of each meaning, the newest first. Options have the same names."""
 CONFIG_FILE = "job.config_file"
+FILES_OF_MODEL = ("hf_assets_path", "tokenizer_path")
+SIZE = re.compile(r"\d+(?:\.\d+)?[bme](?![a-z])")
+"""The parts of a name that state the number of parameters or experts, such as 30b and 128e."""
+REPLICATE_KEYS = ("parallelism.data_parallel_replicate_degree", "training.data_parallel_replicate_degree")
 SHARD_KEYS = ("parallelism.data_parallel_shard_degree", "training.data_parallel_shard_degree")
 HARMLESS = re.compile(
     r"(job|profiling|profiler|metrics|checkpoint|lr_scheduler|validat\w+|dataloader|comm|fault_tolerance|debug)\..*"
@@ -260,7 +307,11 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
                 value = {"true": True, "false": False}.get(str(value).lower(), number(value) or value)
                 found[name] = (key, value)
                 break
+    key, value = found.get("micro_batch_size", ("", 1))
+    if number(value) is None:
+        notes.report(key, "is not a positive whole number", value=value, fix="correct it")
     cluster = cluster_of(command, notes, start)
+    _check_degrees(command, content, cluster, notes)
     sizes = {name: number(found[name][1]) or 1 for name in list(TITAN_KEYS)[:3] if name in found}
     replicas = cluster["nodes"] * (number(cluster["devices_per_node"]) or 1)
     for size in sizes.values():
@@ -271,6 +322,12 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
         if value is None:
             fix = f"add --{key} N to the command" + ("" if file else ": its configuration is a Python function")
             notes.report(f"--{key}", "is not in the command", fix=fix)
+    if cluster["devices_per_node"] == "auto" and total is None:
+        text = "is that of one device on a host, as the command has no number: multiply it by the number"
+        notes.note("train.global_batch_size", text, "train.global_batch_size")
+    if total and cluster["devices_per_node"] != "auto" and total % ((micro or 1) * replicas):
+        text = f"{total} is no multiple of the micro-batch {micro or 1} x {replicas} replicas: the baseline is another"
+        notes.note("training.global_batch_size", text, "train.global_batch_size")
     section = _model(model, _titan_names(content, words), directory, notes)
     if notes.problems:
         raise join_errors(notes.problems)
@@ -297,6 +354,36 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
     train = {"engine": "torchtitan", "seq_length": length, "global_batch_size": size, "precision": "bf16"}
     train |= {"command": words, "directory": str(directory), **({"program": program} if program else {})}
     return {"model": section, "cluster": cluster, "train": train, "auto_tuner": {}}, notes.notes
+
+
+def _check_degrees(command: UserCommand, content: Mapping[str, Any], cluster: dict[str, Any], notes: Notes) -> None:
+    """Report degrees of data parallelism that are no sizes, or need another number of devices than the command has.
+
+    An empty number of hosts in the command becomes the one that the degrees need.
+    """
+    product, is_whole = 1, True
+    for keys in (REPLICATE_KEYS, SHARD_KEYS, *[*TITAN_KEYS.values()][:3]):
+        given = ((key, option(command.words, key) or files.value_at(content, key)) for key in keys)
+        key, value = next((each for each in given if each[1] is not None), ("", 1))
+        if str(value) == "-1" and keys == SHARD_KEYS:
+            is_whole = False
+        elif (size := number(value)) is None:
+            notes.report(key, "is not a positive whole number", value=value, fix="correct it")
+            return
+        else:
+            product *= size
+        is_whole = is_whole and (bool(key) or keys != SHARD_KEYS)
+    per_host, hosts = cluster["devices_per_node"], command.option("nnodes")
+    if per_host == "auto":
+        return
+    if is_whole and hosts and not hosts.value and product > per_host and product % per_host == 0:
+        cluster["nodes"] = product // per_host
+        text = f"{cluster['nodes']}, as the degrees of parallelism need {product} devices: --nnodes has no value"
+        notes.note("cluster.nodes", text, "cluster.nodes")
+    devices = per_host * cluster["nodes"]
+    if product != devices and (is_whole or devices % product):
+        text = f"the degrees of parallelism need {'' if is_whole else 'a multiple of '}{product} devices: not {devices}"
+        notes.note("parallelism", text, "cluster")
 
 
 def _not_predicted(content: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
@@ -327,13 +414,21 @@ def _is_usual(name: str, value: object) -> bool:
 
 
 def _titan_names(content: Mapping[str, Any], words: Sequence[str]) -> list[str]:
-    """Return the possible names of a model: of its files, of its kind and size, and of its configuration."""
-    section = content.get("model") or {}
-    paths = [section.get("hf_assets_path"), section.get("tokenizer_path")]
+    """Return the possible names of a model: of its files, of its kind and size, and of its configuration.
+
+    The flavor decides on the shape: files of another size, or of a flavor without one, are those of a tokenizer.
+    """
+    section = dict(content.get("model") or {})
+    section |= {key: own for key in ("name", "flavor", *FILES_OF_MODEL) if (own := option(words, f"model.{key}"))}
+    paths = [str(section.get(each) or "") for each in FILES_OF_MODEL]
+    if flavor := str(section.get("flavor") or "").lower():
+        sizes = {*SIZE.findall(flavor)}
+        own_sizes = [{*SIZE.findall(each.lower().rstrip("/").rpartition("/")[2])} for each in paths]
+        paths = [each for each, own in zip(paths, own_sizes, strict=True) if sizes and (sizes <= own or not own)]
     own = str(option(words, "config") or "").replace("_", "-")
     kinds = [each for each in (f"{section['name']}-{section.get('flavor')}" if "name" in section else "", own) if each]
     spelled = [re.sub(r"(?i)^(llama)-?(\d)(?:_(\d))?", r"\1-\2.\3", each).replace(".-", "-") for each in kinds]
-    return [*(str(each) for each in paths if each), *spelled, *kinds]
+    return [*filter(None, paths), *kinds, *spelled]
 
 
 def read_toml(file: str, directory: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from flagcore.domain.files import open_regular
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.reading import LARGEST_LOG, LONGEST_LINE, MAX_MIB, log_files
+from flagcore_trainers.program import UNITS
 
 TIMESTAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d{3}"
 NUMBER = r"[\d.,]+(?:[eE][-+]?\d+)?"
@@ -39,10 +40,10 @@ global batch of 256, a log states 74.8 where a step took 16.07 s. HF Trainer doe
 """
 MEMORY_GIB = rf"MaxMemAllocated=({NUMBER})GB"
 """The pattern of DeepSpeed's line with the peak of allocated memory."""
-UNITS = ("at", "s", "ms", "samples_per_s", "tokens_per_s", "tokens_per_s_per_device")
-"""The groups of a pattern that state the time of a step, or the time of the line."""
 TIMED = tuple(name for name, pattern in FORMATS.items() if re.compile(pattern).groupindex.keys() & {*UNITS})
 """The formats whose lines have times. The lines of other formats are timed by `flagcore_trainers.clock`."""
+ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\0\ufeff]")
+"""Colours of a terminal, and the zero bytes of UTF-16."""
 ARRIVAL = re.compile(r"^\[at (\d+\.\d{6})\] ?")
 """The prefix that `flagcore_trainers.clock` adds to a line: the seconds at which the line arrived."""
 GIB = 1 << 30
@@ -69,7 +70,7 @@ class Log:
 
     `times`: the seconds of each step by its number, in the order of the lines. If several ranks print a step, its first
     line counts. `unusable`: stated times and rates that are no finite numbers above 0. `values`: the values in use by
-    knob, as text.
+    knob, as text. `last`: the last line that is not empty.
     """
 
     patterns: Patterns
@@ -81,6 +82,7 @@ class Log:
     losses: list[float | None] = field(default_factory=list)
     peak_bytes: int | None = None
     values: dict[str, str] = field(default_factory=dict)
+    last: str = ""
     _used: re.Pattern[str] | None = None
     _arrived: tuple[float, str] | None = None
     _seen: set[str] = field(default_factory=set)
@@ -93,8 +95,10 @@ class Log:
 
     def add(self, line: str) -> None:
         """Read one line. The first format that matches a line is the format of the whole log."""
+        line = ANSI.sub("", line)
         at = ARRIVAL.match(line)
         text = line[at.end() :] if at else line
+        self.last = text.strip() or self.last
         for pattern in [self._used] if self._used else self.patterns.steps:
             if match := pattern.search(text):
                 self._used = pattern
@@ -107,6 +111,11 @@ class Log:
         for knob, pattern in self.patterns.printed.items():
             if knob not in self.values and (found := pattern.search(text)):
                 self.values[knob] = found[1]
+
+    @property
+    def matched(self) -> bool:
+        """Whether a line of a step was read."""
+        return self._used is not None
 
     def _add_step(self, groups: Mapping[str, str | None], at: float | None) -> None:
         self._add_memory(groups.get("gib") or "")
@@ -122,6 +131,8 @@ class Log:
                 seconds = (at - before[0]) / _steps_between(before[1], number)
         if seconds is not None and seconds > 0:
             self.times[number] = seconds
+        elif _number(groups.get("s")) and _number(groups.get("ms")):
+            self.unusable.append(f"{groups['s']} s and {groups['ms']} ms")
         elif stated := next((text for unit in UNITS[1:] if (text := groups.get(unit))), None):
             self.unusable.append(stated)
         if (loss := groups.get("loss")) is not None:
@@ -129,9 +140,9 @@ class Log:
 
     def _seconds(self, groups: Mapping[str, str | None]) -> float | None:
         amounts = {"s": 1.0, "ms": 1e-3}
-        for unit, scale in amounts.items():
-            if (number := _number(groups.get(unit))) is not None:
-                return number * scale
+        found = [number * amounts[unit] for unit in amounts if (number := _number(groups.get(unit))) is not None]
+        if found:
+            return found[0] if math.isclose(min(found), max(found), rel_tol=0.1) else None
         sizes = {"samples_per_s": self.samples, "tokens_per_s": self.tokens}
         for unit, size in {**sizes, "tokens_per_s_per_device": self.tokens / self.devices}.items():
             if rate := _number(groups.get(unit)):

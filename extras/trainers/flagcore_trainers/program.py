@@ -31,6 +31,9 @@ Meaning = Literal[
 `recompute` is 0 for none, 1 for the attention core only, and 2 for whole layers. The others are 0 or 1.
 """
 MEANINGS: tuple[str, ...] = get_args(Meaning)
+UNITS = ("at", "s", "ms", "samples_per_s", "tokens_per_s", "tokens_per_s_per_device")
+"""The groups of a pattern that state the time of a step, or the time of the line."""
+GROUPS = ("step", *UNITS, "loss", "gib")
 LARGEST = {"zero_stage": 3, "recompute": 2, "sequence_parallel": 1, "offload_optimizer": 1}
 """The largest number of each meaning that is not a size."""
 Format = Literal["megatron", "deepspeed", "torchtitan", "huggingface"]
@@ -142,6 +145,16 @@ def program_of(data: object) -> ProgramSection:
         if step and "step" not in re.compile(step).groupindex:
             fix = r"write the number of the step as (?P<step>\d+): several ranks may print the same step"
             problems.append(spec_error("log.step", "has no group `step`", value=step, fix=fix))
+        groups = re.compile(step).groupindex.keys() if step else set[str]()
+        if unknown := sorted(groups - {*GROUPS}):
+            problem, fix = (
+                f"has the unknown group `{unknown[0]}`",
+                f"use {', '.join(GROUPS)}, or a group without a name",
+            )
+            problems.append(spec_error("log.step", problem, value=step, fix=fix))
+        if groups >= {"s", "ms"} and "|" not in (step or ""):
+            problem, fix = "has the groups `s` and `ms`", "keep the one whose unit the program prints"
+            problems.append(spec_error("log.step", problem, value=step, fix=fix))
     if section is None or problems:
         raise join_errors([located(each, ("train", "program"), "") for each in problems])
     return section

@@ -3,7 +3,7 @@
 import copy
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,9 +23,12 @@ from flagcore.engines.results import NoMetrics
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import logs, meaning, start
+from flagcore_trainers.importing import processes
 from flagcore_trainers.meaning import Codes
 from flagcore_trainers.program import (
     LARGEST,
+    MEANINGS,
+    UNITS,
     ProgramSection,
     as_value,
     knob_of,
@@ -34,6 +37,12 @@ from flagcore_trainers.program import (
     program_of,
     values_of,
 )
+
+FILLED = {
+    *("global_batch_size", "seq_length", "steps", "folder", "flags", "config"),
+    *("node_rank", "master_addr", "master_port", "node_ports"),
+}
+"""The placeholders of commands that are neither meanings nor knobs."""
 
 
 def _whole_number(value: object) -> int | None:
@@ -157,7 +166,14 @@ class Trainer(Workload):
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
         train, program = spec.train, self.described
         words = " ".join((*(train.command or ()), *train.flags, *program.trial_args))
+        known = {*FILLED, *MEANINGS, *program.knobs}
+        strange = [each for each in re.findall(r"\{([a-z]\w*)\}", words) if each not in known]
         unused = [
+            f"train.command has {{{name}}}, which stands for nothing: it is passed as it is; placeholders are "
+            f"{', '.join(sorted(known))}"
+            for name in dict.fromkeys(strange)
+        ]
+        unused += [
             f"train.program.knobs.{name} has neither `flag` nor `key`, and train.command has no {{{name}}}: "
             f"only the variable FLAGCORE_{name.upper()} has its value"
             for name, row in program.knobs.items()
@@ -168,6 +184,33 @@ class Trainer(Workload):
         if train.engine_version is not None:
             unused.append(f"train.engine_version = {train.engine_version} is not used by the engine {self.name}")
         return unused
+
+    def task_warnings(self, task: Task) -> Sequence[str]:
+        lines, key = list[str](), "train.command"
+        if task.spec.baseline is None:
+            lines += self._unlisted(task.spec)
+            usual = {name: values[0] for name, values in self.usual_space(task).items()}
+            columns = self.columns(task, usual)
+            if broken := [rule.message for rule in self.rules(task) if rule.broken(columns).any()]:
+                why = "; ".join(broken)
+                lines.append(_("{key} is not legal; the baseline is another configuration: {why}", key=key, why=why))
+        train, groups = task.spec.train, task.cluster.groups
+        per_host = processes(train.command or (), train.directory or ".")
+        if per_host and len(groups) == 1 and per_host != groups[0].devices_per_node:
+            devices = groups[0].devices_per_node
+            lines.append(f"{key} starts {per_host} processes on a host, and cluster.devices_per_node is {devices}")
+        return lines
+
+    def _unlisted(self, spec: Spec) -> Iterator[str]:
+        """Yield a line for each value of the user's that no value of its knob stands for: the baseline has another."""
+        command = self.command(spec)
+        for (name, row), knob in zip(self.described.knobs.items(), self.knobs, strict=True):
+            found = None if row.default is not None else command.value(self.targets[name])
+            own, neutral = _whole_number(found), str(knob.neutral).lower()
+            is_size = knob.kind == "int" and own is not None and own >= (knob.minimum or 0)
+            if found is not None and not is_size and str(found).lower() not in {str(v).lower() for v in values_of(row)}:
+                key = f"train.program.knobs.{name}.values"
+                yield f"{row.key or row.flag or name} = {found!r} is not in {key}: the baseline has {neutral} instead"
 
     def ready(self, spec: Spec) -> None:
         command, program = self.command(spec), self.described
@@ -224,12 +267,7 @@ class Trainer(Workload):
         }
 
     def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
-        program, task, lines, key = self.described, platform.task, [], "train.command"
-        usual = {name: values[0] for name, values in self.usual_space(task).items()}
-        columns = self.columns(task, usual)
-        if broken := [rule.message for rule in self.rules(task) if rule.broken(columns).any()]:
-            why = "; ".join(broken)
-            lines.append(_("{key} is not legal; the baseline is another configuration: {why}", key=key, why=why))
+        program, lines, key = self.described, [], "train.command"
         if program.trial_args:
             lines.append(_("trials add to {key}: {words}", key=key, words=" ".join(program.trial_args)))
         if keys := self.trial_keys(platform.task):
@@ -243,7 +281,7 @@ class Trainer(Workload):
     def _needs_clock(self) -> bool:
         log = self.described.log
         if log.step:
-            return not re.compile(log.step).groupindex.keys() & {*logs.UNITS}
+            return not re.compile(log.step).groupindex.keys() & {*UNITS}
         return log.format is not None and log.format not in logs.TIMED
 
     def patterns(self) -> logs.Patterns:
@@ -270,10 +308,15 @@ class Trainer(Workload):
         reading(unfinished=True)
         times = tuple(reading.log.times.values())
         if not times and (stated := reading.log.unusable):
-            raise NoMetrics(f"the log states {stated[0]} as the time or rate of a step, not a number above 0")
+            raise NoMetrics(f"the log states {stated[0]} as the time or rate of a step, not one number above 0")
         if not times:
-            fix = "give train.program.log.step, the pattern of a line per step"
-            raise NoMetrics(f"no line of the log has a step time; {fix}")
+            pattern = self.described.log.step
+            fix = "correct" if pattern else "give"
+            problem = f"no line of the log {'matches train.program.log.step' if pattern else 'has a step time'}"
+            if reading.log.matched:
+                problem = "the log has no second line of a step, from whose arrival times would follow"
+            shown = f"; its last line is {reading.log.last[:200]!r}" if reading.log.last else ""
+            raise NoMetrics(f"{problem}; {fix} train.program.log.step, the pattern of a line per step{shown}")
         warmup = warmup_of_fewer(len(times), warmup_steps(times, task.spec.control.warmup_iters))
         return measurement(
             task,

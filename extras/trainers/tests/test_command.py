@@ -65,6 +65,8 @@ def launch(engine: Trainer, task: Task, folder: Path, *, for_real: bool = False,
         ({"config": None}, "train.program.knobs.workers.key"),
         ({"log": {"step": "step ("}}, "train.program.log.step"),
         ({"log": {"step": "took (.*) s"}}, "train.program.log.step"),
+        ({"log": {"step": r"(?P<step>\d+) (?P<sec>\S+)"}}, "train.program.log.step"),
+        ({"log": {"step": r"(?P<step>\d+) (?P<ms>(?P<s>\S+)) ms"}}, "train.program.log.step"),
         ({"logs": {}}, "train.program.logs"),
     ],
 )
@@ -98,8 +100,11 @@ def test_a_spec_may_name_the_knobs_of_its_program() -> None:
 
 def test_what_does_not_reach_the_program_is_a_warning() -> None:
     engine = engine_of({"knobs": {"tp": TP, "depth": {"values": [1, 2]}, "width": {"values": [1, 2]}}})
-    job = task_of(("train", "width={width}"), engine_version="9.9")
-    assert [each.split()[0] for each in engine.spec_warnings(job.spec)] == [
+    job = task_of(("train", "width={width}", "{grad_acc}"), engine_version="9.9")
+    lines = engine.spec_warnings(job.spec)
+    assert "{grad_acc}" in lines[0]
+    assert [each.split()[0] for each in lines] == [
+        "train.command",
         "train.program.knobs.depth",
         "train.engine_version",
     ]

@@ -59,17 +59,39 @@ def test_a_candidate_is_a_changed_copy_of_the_configuration(tmp_path: Path, flag
     assert (tmp_path / "ds.json").read_text() == CONFIG
     space = DEEPSPEED.usual_space(job)
     assert (space[ZERO], space[BUCKET]) == ((2,), (200_000_000,))
-    lines = len(DEEPSPEED.command_changes(platform, candidate))
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"zero_hpz_partition_size": 3}}')
-    assert len(DEEPSPEED.command_changes(platform, candidate)) == lines + 1  # it is not legal on four devices
 
 
-@pytest.mark.parametrize("content", ['{"train_batch_size": }', '{"zero_optimization": [1]}'])
-def test_a_broken_configuration_is_reported(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("zero", "flags", "warned"),
+    [
+        ({"offload_optimizer": {"device": "nvme"}}, "", ["offload_optimizer.device = 'nvme'"]),
+        ({"reduce_bucket_size": "auto", "stage": 1}, "--num_gpus 4", ["reduce_bucket_size = 'auto'"]),
+        ({HPZ: 3}, "", ["train.command is not legal"]),  # on four devices
+        ({}, "--include localhost:0,1,2", ["starts 3 processes"]),
+    ],
+)
+def test_a_baseline_that_is_not_the_users_is_named(
+    tmp_path: Path, zero: dict[str, Any], flags: str, warned: list[str]
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    words = ("deepspeed", *flags.split(), "train.py", "--deepspeed", "ds.json")
+    lines = DEEPSPEED.task_warnings(task(engine="deepspeed", command=words, directory=str(tmp_path)))
+    assert [text in line for text, line in zip(warned, lines, strict=True)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ('{"train_batch_size": }', "train.program.config"),
+        ('{"zero_optimization": [1]}', "train.program.config"),
+        ('{"gradient_accumulation_steps": "two"}', "gradient_accumulation_steps"),
+    ],
+)
+def test_a_broken_configuration_is_reported(tmp_path: Path, content: str, key: str) -> None:
     (tmp_path / "ds.json").write_text(content)
     with pytest.raises(SpecError) as refused:
         DEEPSPEED.ready(task(engine="deepspeed", command=("x", "--deepspeed", "ds.json"), directory=str(tmp_path)).spec)
-    assert refused.value.key == "train.program.config"
+    assert refused.value.key == key
 
 
 @pytest.mark.parametrize(("stage", "overlaps"), [(2, False), (3, True), (7, None)])

@@ -81,6 +81,8 @@ def test_what_trials_cannot_run_is_reported_by_key() -> None:
         with pytest.raises(SpecError) as refused:
             FSDP2.ready(task(engine="fsdp2", **train).spec)
         assert refused.value.key == f"train.{next(iter(train))}"
+    with pytest.raises(SpecError):
+        FSDP2.rules(task(engine="fsdp2", command=("train",)))
 
 
 @pytest.mark.parametrize(("release", "warnings"), [("2.9", 0), ("banana", 1), ("2.1", 1)])

@@ -110,6 +110,58 @@ def test_options_of_a_trainer_that_change_the_job_are_noted(tmp_path: Path, monk
     assert "--load_in_4bit" not in notes
 
 
+def test_what_a_command_leaves_open_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}')
+    words = "deepspeed train.py --deepspeed ds.json --model Qwen/Qwen3-8B --max_length 2048"
+    words += " --per_device_train_batch_size 4 --gradient_accumulation_steps 2"
+    imported = api.read_command(None, [words])
+    notes = {each.key: each.text for each in imported.notes}
+    assert imported.data["train"]["global_batch_size"] == 8
+    assert "one device" in notes["train.global_batch_size"]
+    imported = api.read_command(None, [words.replace("train", "--num_gpus 8 train", 1)])
+    notes = {each.key: each.text for each in imported.notes}
+    assert "--per_device_train_batch_size" not in notes
+    assert "one device" not in notes["train.global_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ('"8B"', '"coreweave"\nhf_assets_path = "./hf/Llama-3.1-8B"', "model"),
+        ('"8B"', '"70B_wide"\nhf_assets_path = "./hf/Llama-3.1-8B"', "model"),
+        ("shard_degree = 8", "shard_degree = -2", "parallelism.data_parallel_shard_degree"),
+        ("parallel_degree = 2", 'parallel_degree = "two"', "parallelism.tensor_parallel_degree"),
+    ],
+)
+def test_a_toml_file_is_not_guessed_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, key: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("8b.toml").write_text(TOML.replace(old, new, 1))
+    with pytest.raises(SpecError) as refused:
+        api.read_command(None, ["torchrun --nproc_per_node 8 train.py --job.config_file 8b.toml"], chip="H100-SXM")
+    assert refused.value.key.endswith(key)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "nodes", "noted"),
+    [
+        ("--nnodes= --nproc_per_node=8", 4, {"--nnodes", "cluster.nodes"}),
+        ("--nproc_per_node=2", 1, {"parallelism"}),
+        ("--nnodes=4 --nproc_per_node=8", 4, set[str]()),
+    ],
+)
+def test_degrees_are_compared_with_the_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, nodes: int, noted: set[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("8b.toml").write_text(TOML.replace("shard_degree = 8", "shard_degree = 4\ndata_parallel_replicate_degree = 4"))
+    imported = api.read_command(None, [f"torchrun {launcher} train.py --job.config_file 8b.toml"], chip="H100-SXM")
+    assert imported.data["cluster"]["nodes"] == nodes
+    assert {each.key for each in imported.notes} & {"--nnodes", "cluster.nodes", "parallelism"} == noted
+
+
 def test_sizes_in_python_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b"

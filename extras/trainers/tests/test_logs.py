@@ -49,6 +49,15 @@ def test_a_comma_is_a_decimal_one_unless_it_separates_thousands(stated: str, sec
     assert (len(log.times), log.unusable) == (1, ["1.234,5"])
 
 
+def test_colours_and_utf_16_are_read_and_two_times_are_not_guessed() -> None:
+    step = r"step (?P<step>\d+) (?:(?P<ms>[\d.]+) ms)?(?: or )?(?:(?P<s>[\d.]+) s)?"
+    log = Log.of(task(), Patterns(steps=[re.compile(step)]))
+    for line in ("step \x1b[32m1\x1b[0m 60 ms", "\0".join("step 2 0.06 s"), "step 3 60 ms or 60 s"):
+        log.add(line)
+    assert list(log.times.values()) == pytest.approx([0.06, 0.06])
+    assert (log.unusable, log.last) == (["60 s and 60 ms"], "step 3 60 ms or 60 s")
+
+
 def test_a_log_is_read_in_parts_and_an_unfinished_line_is_left(tmp_path: Path) -> None:
     line = (LOGS / "megatron.log").read_text().splitlines()[1]
     reading = Reading(str(tmp_path), Log.of(task(), Patterns(steps=[re.compile(FORMATS["megatron"])])))

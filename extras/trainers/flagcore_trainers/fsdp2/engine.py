@@ -11,7 +11,7 @@ from flagcore.contracts import Platform, Workload
 from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, KnobValue
+from flagcore.domain.space import BoolArray, Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.engines.megatron import reading
 from flagcore.engines.megatron.start import installed, program_launch, shared_job
@@ -64,11 +64,20 @@ class Fsdp2(Workload):
     modules: Mapping[str, str] = {"torch": "torch>=2.8"}
     distribution = "torch"
 
-    rules = staticmethod(space.rules)
     merges = staticmethod(space.merges)
     predict = staticmethod(prediction.predict)
     progress = staticmethod(reading.progress)
     read = staticmethod(reading.read)
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        self._check_command(task.spec)
+        return space.rules(task)
+
+    def _check_command(self, spec: Spec) -> None:
+        """Raise SpecError for a command, which nothing would run."""
+        if (command := spec.train.command) is not None:
+            fix = "remove it, or use engine: command for your own program"
+            raise SpecError(key="train.command", value=list(command), problem="is not used by fsdp2", fix=fix)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return what an expert would consider: weights shared by all replicas, sizes of TP and of micro-batches."""
@@ -92,9 +101,7 @@ class Fsdp2(Workload):
 
     def ready(self, spec: Spec) -> None:
         train = spec.train
-        if train.command is not None:
-            fix = "remove it, or use engine: command for your own program"
-            raise SpecError(key="train.command", value=list(train.command), problem="is not used by fsdp2", fix=fix)
+        self._check_command(spec)
         if train.precision not in (AUTO, *PRECISIONS):
             fix = f"use {' or '.join(PRECISIONS)}"
             raise SpecError(

@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.launch import Start
-from flagcore.domain.spec import ImportNote
+from flagcore.domain.spec import ImportNote, SettingValue, Spec
 from flagcore.engines.megatron.command.arguments import Argument, ArgumentSpec, release_table
-from flagcore.engines.megatron.command.user_command import UserCommand, detected_release, parse_settings, read_command
+from flagcore.engines.megatron.command.user_command import (
+    TORCHRUN_SWITCHES,
+    UserCommand,
+    detected_release,
+    parse_settings,
+    read_command,
+)
 from flagcore.engines.megatron.importing.arguments import (
     SIZES,
     TABLES,
@@ -20,6 +26,9 @@ from flagcore.engines.megatron.importing.arguments import (
     options,
     shape,
 )
+from flagcore.engines.megatron.layers.split import EXPERT_TENSOR, TP
+from flagcore.engines.megatron.layers.stages import VIRTUAL_STAGES
+from flagcore.engines.megatron.space.knobs import BY_NAME, SPACE_KNOBS, in_space
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.containers import FORMS
@@ -88,6 +97,37 @@ def _flags(command: UserCommand, notes: Notes) -> Flags:
     return Flags(notes, {each.flag: _value(each) for each in arguments}.items())
 
 
+NEWER = {
+    "--recompute-activations": "--recompute-granularity selective",
+    "--num-virtual-stages-per-pipeline-rank": "--virtual-pipeline-model-parallel-size",
+}
+
+
+def read_flags(text: str, spec: Spec) -> tuple[str, dict[str, SettingValue], list[str]]:
+    """See `Workload.read_flags`. By default, experts are split like all other matrices."""
+    words = [new for each in text.split() for new in _renamed(*each.partition("="))]
+    first, *flags = re.split(r"(?:^| )--(?=[a-zA-Z])", " ".join(NEWER.get(word, word) for word in words))
+    kept, unused, settings, sizes = [first.strip(" ,")], list[str](), dict[str, SettingValue](), dict[str, int]()
+    for each in flags:
+        flag, _, value = re.sub(r"[=\s]+", " ", each, count=1).strip(" ,").partition(" ")
+        name = flag.replace("-", "_")
+        if value.isdecimal():
+            sizes[name] = int(value)
+        if (name in BY_NAME and BY_NAME[name] in SPACE_KNOBS) or name in spec.space:
+            kept.append(f"{name} {value}")
+        elif found := parse_settings((f"--{flag}", *value.split())):
+            settings |= found
+        elif f"--{flag}" in release_table(None).by_flag:
+            unused.append(f"--{flag}")
+        elif name != VIRTUAL_STAGES:
+            kept.append(f"{name} {value}")
+    if VIRTUAL_STAGES in sizes:
+        kept.append(f"{SIZES[-1]} {in_space(sizes, spec.model).get(SIZES[-1])}")
+    if flags and spec.model.num_moe_experts and EXPERT_TENSOR not in spec.train.settings:
+        settings = {EXPERT_TENSOR: sizes.get(TP, 1), **settings}
+    return ", ".join(filter(None, kept)), settings, unused
+
+
 def _renamed(flag: str, equals: str, value: str) -> list[str]:
     """Return the words in place of a word, with the flag of the newest release in place of another name."""
     *before, last = TABLES["renamed"].get(flag, [flag])
@@ -104,6 +144,7 @@ def _value(argument: Argument) -> Any:
 
 def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, Any]:
     """Return the section `cluster` from the options of the launcher, or else from the surroundings of the command."""
+    note_empty(command, notes)
     option = command.option("nproc-per-node", "nproc_per_node")
     hosts, per_host = _of_launcher(command, notes, start.hosts * start.instances, start.devices or 0)
     has_starter = hosts > 1 or bool(FORMS["starters"].search(" ".join(command.prefix)))
@@ -122,6 +163,13 @@ def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, An
         "nodes": int(nodes) if nodes.isdecimal() and int(nodes) else hosts,
         "devices_per_node": int(devices) if devices.isdecimal() else "auto",
     }
+
+
+def note_empty(command: UserCommand, notes: Notes) -> None:
+    """Add a note on each option of a launcher that lacks its value, and on each argument such as `--name=`."""
+    options = [each.words[0] for each in command.options if not each.value and each.name not in TORCHRUN_SWITCHES]
+    for word in [*options, *(each for each in command.arguments if re.fullmatch(r"--[\w.-]+=", each))]:
+        notes.note(word.partition("=")[0], "has no value: a variable of the script may be empty", "train.command")
 
 
 def _of_launcher(command: UserCommand, notes: Notes, hosts: int, devices: int) -> tuple[int, int]:
