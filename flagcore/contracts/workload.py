@@ -422,6 +422,10 @@ class Workload(Predictor):
         """
         raise self._unsupported("the import of commands", "write a spec")
 
+    def read_flags(self, text: str, spec: Spec) -> tuple[str, Mapping[str, SettingValue], Sequence[str]]:
+        """Return the knobs in the engine's flags of a candidate, the settings in them, and the unused flags."""
+        return text, {}, ()
+
     def published(
         self, task: Task, values: Mapping[str, KnobValue], notes: str
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:

@@ -121,7 +121,7 @@ class EngineSupport:
     `cross_vendor_libraries`: the collective libraries that connect the chip with chips of other vendors. Without a
     common library, messages between vendors go through the memory of the hosts.
     `kubernetes`: the resource that a pod requests. None if it is not documented.
-    `layer_s`: seconds that a server's layer takes in each iteration besides the engine's times on other chips.
+    `layer_s`: seconds that the host needs for each layer of a server's iteration, which takes at least these.
     `install`: where to get the chip's build of the engine. Empty for the public build.
     `notes`: sentences for the user.
     """

@@ -111,6 +111,7 @@ class Estimate(Notebook):
     - `notes`: the plugins' notes on engine and chip.
     - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
     - `expected_s`: the time of a step that the first candidate is expected to take, and an 80% interval.
+    - `expected_here`: whether such runs are published on these chips, not only on others.
     - `crowded`: the fastest candidate that leaves no margin of memory, if it is faster than the first one.
     - `slo` of a candidate: the figures that exceed the latency limits.
     - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits, or does not.
@@ -129,6 +130,7 @@ class Estimate(Notebook):
     model: tuple[Mapping[str, Any], ...]
     defaults: Mapping[str, Any] | None = None
     expected_s: tuple[float, float, float] | None = None
+    expected_here: bool = True
     crowded: Mapping[str, Any] | None = None
     unmet: str = ""
     untimed: int = 0
@@ -177,6 +179,11 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         text = N_(
             "Expected: ~{mean} s/step (80%: {low} to {high}): published runs took {factor} times their plan on average."
         )
+        other = N_(
+            "Expected: ~{mean} s/step (80%: {low} to {high}): published runs on other chips took {factor} times their "
+            "plan on average."
+        )
+        text = text if estimate.expected_here else other
         yield "\n" + _(text, mean=mean, low=low, high=high, factor=f"{factor:.2f}"), False
     if estimate.assumed:
         yield "\n" + assumed_text(estimate.assumed), True

@@ -79,9 +79,19 @@ def container_run(start: Start, words: Sequence[str], images: Mapping[str, Seque
     envs = {**start.envs, **read, **variables}
     start = replace(start, envs=envs, devices=devices, script=(), left_out={**start.left_out, **unread})
     mounts = (value.split(":") for name, value in options if name in ("v", "volume") and value.count(":") in (1, 2))
-    files = {each[1]: each[0] for each in mounts if os.path.isfile(each[0])}
-    rest = [files.get(word, word) for word in rest]
+    here = {each[1]: each[0] for each in mounts if each[0].startswith("/") or os.path.isfile(each[0])}
+    rest = [_on_host(word, here) for word in rest]
     return container(start, rest[0], given.get("entrypoint"), rest[1:], images)
+
+
+def _on_host(word: str, mounts: Mapping[str, str]) -> str:
+    """Return a word of a container's command with the host's path in place of one that is mounted. `mounts`: the paths
+    on the host, by those in the container."""
+    flag, equals, path = word.rpartition("=") if word.startswith("-") else ("", "", word)
+    for place in sorted(mounts, key=len, reverse=True):
+        if path == place or path.startswith(f"{place.rstrip('/')}/"):
+            return f"{flag}{equals}{mounts[place]}{path[len(place) :]}"
+    return word
 
 
 def left_out(form: str, given: Mapping[Any, Any], path: str = "") -> dict[str, str]:
@@ -165,10 +175,13 @@ def services_of(document: Any, images: Mapping[str, Sequence[str]], unset: str, 
             start = replace(start, words=built.words, version=built.version, envs={**built.envs, **start.envs})
         mounts = [each.split(":") for each in service.get("volumes") or () if isinstance(each, str) and ":" in each]
         here = {each[1]: str(folder / each[0]) for each in mounts if (folder / each[0]).is_file()}
-        words = enumerate(start.words)
+        fixed = {each[1]: each[0] for each in mounts if each[0].startswith("/")}
         yield replace(
             start,
-            words=tuple(here.get(w, w) if n < 2 or start.words[n - 1] == "--config" else w for n, w in words),
+            words=tuple(
+                here.get(w, w) if n < 2 or start.words[n - 1] == "--config" else _on_host(w, fixed)
+                for n, w in enumerate(start.words)
+            ),
         )
 
 

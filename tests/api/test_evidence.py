@@ -73,11 +73,36 @@ def test_of_equally_fast_candidates_layouts_of_near_published_runs_come_first_an
 
 def test_plans_are_expected_to_be_slower_where_such_runs_are_published(estimate: Estimate) -> None:
     spec = {**SPEC, "model": "Qwen/Qwen3-30B-A3B"}
-    for plan in (estimate, api.estimate(spec)):
+    others = api.estimate(spec, chip="MI300X")
+    assert (estimate.expected_here, others.expected_here) == (True, False)
+    for plan in (estimate, api.estimate(spec), others):
         assert plan.expected_s is not None
         mean, low, high = plan.expected_s
         assert low < plan.candidates[0]["step_time_s"]["value"] < mean < high
-    assert api.estimate(spec, chip="MI300X").expected_s is None
+
+
+def test_flags_mean_what_the_engine_makes_of_them() -> None:
+    spec = {**SPEC, "model": "mistralai/Mixtral-8x7B-v0.1", "auto_tuner": {}}
+    spec["cluster"] = {"chip": "H100-SXM", "nodes": 4}
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+    more = " --sequence-parallel --account-for-loss-in-pipeline-split --bf16"
+    report = api.explain_like(spec, flags + more)
+    assert report.candidate["num_layers_per_virtual_pipeline_stage"] == 4
+    assert [line.rpartition(": ")[2] for line in report.because[1:2]] == ["--bf16"]
+    assert report.because[0].endswith("expert_tensor_parallel_size=2, account_for_loss_in_pipeline_split=True")
+    report = api.explain_like(spec, "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1")
+    assert report.because[0].endswith("expert_tensor_parallel_size=1")
+    with pytest.raises(UsageError, match="tensor_model_parallel_size"):
+        api.explain_like(spec, "--tensor-modl-parallel-size 2")
+
+
+def test_chips_of_one_design_are_as_fast_as_their_peaks_and_power() -> None:
+    pairs = (("MI350X", "MI355X"), ("H100-NVL", "H100-SXM"), ("H200-NVL", "H200"))
+    for slower, faster in pairs:
+        seconds = [
+            api.estimate(SPEC, chip=chip, top=1).candidates[0]["step_time_s"]["value"] for chip in (slower, faster)
+        ]
+        assert seconds[0] > seconds[1], slower
 
 
 def test_the_layout_of_a_published_run_is_compared_with_the_best() -> None:

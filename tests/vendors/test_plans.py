@@ -103,10 +103,11 @@ def test_with_an_unpublished_rate_the_estimate_suggests_calibration(chip: str) -
     assert ("give cluster.memory_per_device" in found.no_time) == (chip in ("MLU580", "MLU585", "MLU590-E"))
 
 
-def test_a_server_may_take_longer_in_each_layer_of_some_releases() -> None:
+def test_hosts_of_some_releases_need_a_time_for_each_layer_of_a_server() -> None:
     load = {"input_len": 512, "output_len": 64, "concurrency": 1, "num_prompts": 4}
     job = {"kind": "serve", "model": "Qwen/Qwen3-4B", "cluster": {"chip": "910B3", "devices": 4, "devices_per_node": 4}}
     job["candidate"] = {"tensor_model_parallel_size": 4}
     serve = [{"engine": "vllm", "precision": "bf16", **load, **each} for each in ({"engine_version": "0.11.0"}, {})]
     older, newer = api.estimate_jobs([{**job, "id": "1", "serve": each} for each in serve])
     assert older["tpot_s"]["mean"] > 2.0 * newer["tpot_s"]["mean"]
+    assert older["tpot_s"]["mean"] == pytest.approx(36 * 0.48e-3, rel=0.1)  # Qwen3-4B has 36 layers

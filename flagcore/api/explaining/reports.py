@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from flagcore import plugins
 from flagcore.api.candidate_parser import values_of
 from flagcore.api.explaining.subject import Subject, best_of
-from flagcore.api.inputs import SpecLike, loaded_plugins
+from flagcore.api.inputs import SpecLike, changed_spec, loaded_plugins, read_spec
 from flagcore.api.planning.estimate import knob_record, plugin_notes
 from flagcore.api.planning.evidence import predicted_like, published_job
 from flagcore.api.runs import no_best_error
@@ -250,8 +251,17 @@ def explain_like(
     space does not have are ignored, and the data-parallel size follows from the devices. For a run, `published` is the
     prediction with its own settings, such as its schedule. Raises the errors of `flagcore.errors`.
     """
+    if "--" in name:
+        parsed_spec = read_spec(spec, chip, without)
+        workload = plugins.workload_of(parsed_spec.work)
+        name, settings, unused = workload.read_flags(name, parsed_spec)
+        changes = {f"{workload.kind}.settings.{key}": value for key, value in settings.items()}
+        report = candidate_report(load_snapshot(changed_spec(spec, changes), chip, without), name)
+        lines = [_("with {settings}", settings=", ".join(f"{k}={v}" for k, v in settings.items()))] if settings else []
+        lines += [_("not used, as they are part of the job: {flags}", flags=", ".join(unused))] if unused else []
+        return replace(report, because=(*lines, *report.because))
     snapshot = load_snapshot(spec, chip, without)
-    if "=" in name or "--" in name:
+    if "=" in name:
         return candidate_report(snapshot, name)
     problem, order = snapshot.problem, rows_by_time(snapshot.problem)
     with loaded_plugins(without, again=True) as loaded:

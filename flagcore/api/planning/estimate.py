@@ -76,7 +76,7 @@ def estimate(
         raise NothingFits(nothing_fits_text(problem, change))
     with loaded_plugins(without, again=True) as loaded:
         published = published_runs(problem, loaded, None if evidence else NEAREST)
-        expected_s = expected_seconds(problem, float(problem.predictions.step_time_s[order[0]]))
+        expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[0]]), loaded)
         if len(groups) > 1:
             mixing = mixing_of(read_spec(spec, chip, without), problem, loaded)
     listed, more = _listed(problem, order, top, distinct=distinct)
@@ -94,6 +94,7 @@ def estimate(
         baseline=baseline,
         defaults=_engine_defaults(problem),
         expected_s=expected_s,
+        expected_here=is_here,
         crowded=crowded,
         unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
         candidates=tuple(candidates),

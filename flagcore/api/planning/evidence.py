@@ -29,17 +29,22 @@ geometric mean (of 38 dense jobs that no fit has used), and an interval that con
 measures those of the table, `benchmarks/README.md` has all."""
 
 
-def expected_seconds(problem: Problem, planned_s: float) -> tuple[float, float, float] | None:
-    """Return the seconds that a step of the plan is expected to take, and an 80% interval, or None if they are unknown:
-    if no run of such a model (dense, or with experts) is published that this engine made on these chips."""
+def expected_seconds(
+    problem: Problem, planned_s: float, loaded: LoadedPlugins
+) -> tuple[tuple[float, float, float] | None, bool]:
+    """Return the seconds that a step of the plan is expected to take with an 80% interval, and whether runs of such a
+    model (dense, or with experts) are published on these chips. None if this engine made no such run on any chip."""
     spec = problem.task.spec
     has_experts = spec.model.num_moe_experts is not None
-    engines = {
-        job.work.engine for job, _ in problem.published if (job.model.num_moe_experts is not None) == has_experts
-    }
+
+    def is_like(job: Job) -> bool:
+        return job.work.engine == spec.work.engine and (job.model.num_moe_experts is not None) == has_experts
+
+    here = any(is_like(job) for job, _ in problem.published)
+    known = here or any(is_like(job) for job, _ in nearest_runs(problem.task, loaded, others=True))
     mean, low, high = CHOSEN[has_experts]
-    is_known = spec.work.engine in engines and math.isfinite(planned_s)
-    return (mean * planned_s, low * planned_s, high * planned_s) if is_known else None
+    seconds = (mean * planned_s, low * planned_s, high * planned_s) if known and math.isfinite(planned_s) else None
+    return seconds, here
 
 
 def published_runs(problem: Problem, loaded: LoadedPlugins, limit: int | None = NEAREST) -> tuple[PublishedRun, ...]:

@@ -15,7 +15,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
-from flagcore.domain.spec import AUTO, ImportNote, Task
+from flagcore.domain.spec import AUTO, ImportNote, SettingValue, Spec, Task
 from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import probing, reading, start
 from flagcore.engines.megatron.command import checks
@@ -151,6 +151,11 @@ class Megatron(contracts.Workload):
         tokens = np.maximum(task.spec.train.seq_length / columns[CP], production.LONG_TOKENS)
         keys = (missing_bytes, crosses, tokens, columns[SPLIT], size, *ties, -columns[SP])
         return int(np.lexsort(keys[::-1])[0])
+
+    def read_flags(self, text: str, spec: Spec) -> tuple[str, Mapping[str, SettingValue], Sequence[str]]:
+        from flagcore.engines.megatron.importing.command import read_flags
+
+        return read_flags(text, spec)
 
     def read_command(
         self, start: Start, directory: Path, model: str | None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.launch import Start
-from flagcore.domain.spec import ImportNote
+from flagcore.domain.spec import ImportNote, SettingValue, Spec
 from flagcore.engines.megatron.command.arguments import Argument, ArgumentSpec, release_table
 from flagcore.engines.megatron.command.user_command import (
     TORCHRUN_SWITCHES,
@@ -26,6 +26,9 @@ from flagcore.engines.megatron.importing.arguments import (
     options,
     shape,
 )
+from flagcore.engines.megatron.layers.split import EXPERT_TENSOR, TP
+from flagcore.engines.megatron.layers.stages import VIRTUAL_STAGES
+from flagcore.engines.megatron.space.knobs import BY_NAME, SPACE_KNOBS, in_space
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.containers import FORMS
@@ -92,6 +95,37 @@ def _flags(command: UserCommand, notes: Notes) -> Flags:
         if each.spec.values == "*" and not each.values:
             notes.note(each.flag, "has no value: a variable of the script may be empty", "train.command")
     return Flags(notes, {each.flag: _value(each) for each in arguments}.items())
+
+
+NEWER = {
+    "--recompute-activations": "--recompute-granularity selective",
+    "--num-virtual-stages-per-pipeline-rank": "--virtual-pipeline-model-parallel-size",
+}
+
+
+def read_flags(text: str, spec: Spec) -> tuple[str, dict[str, SettingValue], list[str]]:
+    """See `Workload.read_flags`. By default, experts are split like all other matrices."""
+    words = [new for each in text.split() for new in _renamed(*each.partition("="))]
+    first, *flags = re.split(r"(?:^| )--(?=[a-zA-Z])", " ".join(NEWER.get(word, word) for word in words))
+    kept, unused, settings, sizes = [first.strip(" ,")], list[str](), dict[str, SettingValue](), dict[str, int]()
+    for each in flags:
+        flag, _, value = re.sub(r"[=\s]+", " ", each, count=1).strip(" ,").partition(" ")
+        name = flag.replace("-", "_")
+        if value.isdecimal():
+            sizes[name] = int(value)
+        if (name in BY_NAME and BY_NAME[name] in SPACE_KNOBS) or name in spec.space:
+            kept.append(f"{name} {value}")
+        elif found := parse_settings((f"--{flag}", *value.split())):
+            settings |= found
+        elif f"--{flag}" in release_table(None).by_flag:
+            unused.append(f"--{flag}")
+        elif name != VIRTUAL_STAGES:
+            kept.append(f"{name} {value}")
+    if VIRTUAL_STAGES in sizes:
+        kept.append(f"{SIZES[-1]} {in_space(sizes, spec.model).get(SIZES[-1])}")
+    if flags and spec.model.num_moe_experts and EXPERT_TENSOR not in spec.train.settings:
+        settings = {EXPERT_TENSOR: sizes.get(TP, 1), **settings}
+    return ", ".join(filter(None, kept)), settings, unused
 
 
 def _renamed(flag: str, equals: str, value: str) -> list[str]:

@@ -112,14 +112,15 @@ def assumed(task: Task, candidate: Candidate) -> dict[str, SettingValue]:
 def unusual(task: Task, columns: Columns, predictions: Predictions) -> FloatArray:
     """Return the weight of each candidate's unusual properties. Of several meshes, the largest sizes count.
 
-    These are tensor parallelism over several nodes and fewer than USUAL_TOKENS tokens per context-parallel rank. Each
-    counts twice, because no published run checks its predictions. Each kind of model parallelism counts TIE.
+    These are tensor parallelism over several nodes, which counts twice, and fewer than USUAL_TOKENS tokens per
+    context-parallel rank, which counts 5 times: no published run checks such predictions, and 10% is the mean error of
+    those of runs that no fit has used. Each kind of model parallelism counts TIE.
     """
     code, meshes = columns.get(MESHES, np.array(0)), Meshes.from_task(task).codes
     sizes = np.stack([np.maximum(columns[name], meshes[name][code].max(axis=-1)) for name in (TP, CP, PP, EP)])
     is_short = (sizes[1] > 1) & (sizes[1] * USUAL_TOKENS > task.spec.train.seq_length)
     spans_nodes = sizes[0] > task.cluster.linked_devices
-    return np.asarray(2.0 * is_short + 2.0 * spans_nodes + TIE * (sizes > 1).sum(axis=0))
+    return np.asarray(5.0 * is_short + 2.0 * spans_nodes + TIE * (sizes > 1).sum(axis=0))
 
 
 USUAL_TOKENS, LONG_TOKENS = 4096, 8192

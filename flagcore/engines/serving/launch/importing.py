@@ -106,6 +106,9 @@ def spec_of_command(
     if start.prefill:
         _add_prefill(engine, data, spec_of_command(engine, start.prefill, directory, path)[0], notes)
     elif half := start.role or role(engine, words):
+        for name in _of_role(engine, engine_args):
+            notes.note(f"--{name}", f"dropped: a {half} half that runs alone transfers nothing", "serve.engine_args")
+            del engine_args[name]
         notes.note("command", f"is only the {half} half of a pair: give both halves in one file to tune them", "serve")
     return data, notes.notes
 
@@ -122,15 +125,20 @@ def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, A
     width = total if is_one_host else max(each.get("devices_per_node", 1) for each in clusters)
     data["cluster"] |= {"nodes": -(-total // width), "devices_per_node": width}
     arguments = data["serve"]["engine_args"]
-    is_of_role = re.compile(engine.program.role_flags).fullmatch
     transfers = next((knob.words for knob in engine.knobs if knob.name == TRANSFER), ())
-    for name in [each for each in arguments if is_of_role(strip_dashes(each).replace("_", "-"))]:
+    for name in _of_role(engine, arguments):
         if word := next((each for each in transfers[1:] if each in str(arguments[name])), ""):  # not the default
             baseline[TRANSFER] = word
         notes.note(f"--{name}", f"dropped ({arguments.pop(name)}): {PREFILL_DECODE} sets it", PREFILL_DECODE)
     baseline[PREFILL_DECODE] = parse_roles("+".join(kinds), PREFILL_DECODE)
     text = "servers that only prefill or decode: other arguments are those of the servers that decode"
     notes.note(PREFILL_DECODE, text, f"auto_tuner.baseline.{PREFILL_DECODE}")
+
+
+def _of_role(engine: EngineProfile, arguments: Mapping[str, Any]) -> list[str]:
+    """Return the names of the flags that only servers of a pair need."""
+    is_of_role = re.compile(engine.program.role_flags).fullmatch
+    return [each for each in arguments if is_of_role(strip_dashes(each).replace("_", "-"))]
 
 
 def _lengths(baseline: Mapping[str, Any]) -> dict[str, int]:

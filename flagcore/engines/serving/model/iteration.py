@@ -45,7 +45,7 @@ class IterationCosts:
     - `cached`, `pair`: seconds per cached token of a sequence and per query-key pair of a prompt, over all layers.
     - `fixed`, `sequence`: seconds added per iteration and per running sequence, multiplied by `crowding`.
     - `floor`: minimum seconds of an iteration of more than `captured` tokens, multiplied by `crowding`.
-    - `captured`, `crowding`: as in `Settings`.
+    - `captured`, `crowding`: as in `Settings`. `captured` is 0 if the chip's host takes a time for each layer.
     """
 
     local: FloatArray
@@ -86,7 +86,7 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         attention = attention + overheads.latent
     if model.indexer:
         attention = attention + overheads.indexer
-    local = model.attention_layers * attention + model.num_layers * costs.layer_s
+    local = model.attention_layers * attention
     messages = model.num_layers * reduce
     if model.linear_attention:
         local = local + model.linear_attention.num_layers * (
@@ -124,6 +124,9 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         launches += overheads.eager_latent * model.num_layers
     host = launches * kernels.launch_seconds() * settings.crowding
     eager_s = np.where(settings.captured > 0.0, 0.0, host) if costs.synchronous else 0.0
+    captured = settings.captured
+    if costs.layer_s:
+        host, captured = model.num_layers * costs.layer_s * settings.crowding, np.zeros_like(captured)
     return IterationCosts(
         local=local * passes / column.cores,
         shared=shared * passes / column.cores,
@@ -135,7 +138,7 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         fixed=overheads.iteration * settings.crowding + eager_s,
         sequence=overheads.sequence * settings.crowding,
         floor=np.zeros_like(host) if costs.synchronous else host,
-        captured=settings.captured,
+        captured=captured,
         crowding=settings.crowding,
     )
 

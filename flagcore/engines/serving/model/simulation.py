@@ -9,7 +9,7 @@ SGLang (`managers/scheduler.py`). `Price` uses plain Python numbers, because the
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import ceil, inf
 
@@ -65,7 +65,9 @@ class Price:
         encoding: Callable[[Sequence[ImageWork]], list[float]] = lambda images: [],
     ) -> None:
         self.encoding = encoding
-        self.lane, self.overheads = lane, overheads.slowed(float(costs.crowding[row]))
+        slowed = overheads.slowed(float(costs.crowding[row]))
+        self.lane = lane
+        self.overheads = replace(slowed, entry=slowed.entry / (lane.ranks if slowed.own_front_ends else 1.0))
         self.pair, self._cached = float(costs.pair[row]), float(costs.cached[row])
         self._parts = lane.ranks * lane.stages
         self._local, self._shared = costs.local[row].tolist(), costs.shared[row].tolist()

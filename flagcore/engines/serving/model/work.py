@@ -64,6 +64,7 @@ class Overheads:
       never captured.
     - `reserve`: share of a request's answer for which the cache must have free space before the request is admitted.
     - `activations_beside`: whether the engine's share of memory covers only weights and cache.
+    - `own_front_ends`: whether each attention rank has a front end, which accepts requests beside the others.
     - `frees_windows`: whether layers with sliding windows cache only the tokens in their windows.
     """
 
@@ -93,6 +94,7 @@ class Overheads:
     mixes: bool = True
     reserve: float = 0.0
     activations_beside: bool = False
+    own_front_ends: bool = False
     frees_windows: bool = False
 
     def slowed(self, factor: float) -> Overheads:

@@ -271,11 +271,15 @@ class Program:
                 fix = f"use {flags[removed]}" if flags[removed] else "remove it"
                 problem = f"was removed in {self.title} {since}".rstrip()
                 return FlagProblem(problem, fix, removed=True, is_certain=is_certain)
+        alias = name.replace("-", "_")
+        known = next((knob for knob in self.knobs if alias in knob.aliases), None)
+        named = strip_dashes(known.flags[0].name) if known and known.flags else known.name if known else ""
         if installed_flags:
-            close = next(iter(get_close_matches(name, sorted(installed_flags), n=1)), "")
+            close = named or next(iter(get_close_matches(name, sorted(installed_flags), n=1)), "")
             problem = f"is not a flag of the installed {self.title}"
             return FlagProblem(problem, f"did you mean {close}?" if close else "remove it")
-        close = _similar(name, self.flags) if in_versions(self.releases, version) and not self.knows_flag(name) else ""
+        is_unknown = bool(self.flags) and in_versions(self.releases, version) and not self.knows_flag(name)
+        close = (named or _similar(name, self.flags)) if is_unknown else ""
         return FlagProblem(f"is not a flag of {self.title}", f"did you mean {close}?") if close else None
 
     def knows_flag(self, name: str) -> bool:

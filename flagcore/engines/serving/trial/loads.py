@@ -148,9 +148,11 @@ class LoadRunner:
             began, load = time.monotonic(), base.at(key, value)
             arrivals_s = 0.0 if is_concurrency else (load.num_prompts or 0) / value
             # A load that runs out of time has no metrics, so it starts only if it is likely to end. Before the first
-            # metrics, only its arrivals are considered, because a lower load may be faster than those tried before.
+            # metrics, only the arrivals of the fewest requests that give metrics are considered, because a lower load
+            # may be faster than those tried before.
             # The estimate is the same for all numbers of clients, so their search ends with the first untested one.
-            if tried and self.deadline - began < arrivals_s + (TIME_SHARE * answers_s if points else 0.0):
+            fewest_s = arrivals_s * min(fewest_answers(load) / (load.num_prompts or 1), 1.0)
+            if tried and self.deadline - began < (arrivals_s + TIME_SHARE * answers_s if points else fewest_s):
                 log(reason := f"no time left for {key} {value:.4g}")
                 untested.add(value)
                 if points or stop:

@@ -121,7 +121,7 @@ def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("knobs", "count"), [({}, 0), ({TP: 8, CP: 2}, 0.2), ({TP: 16}, 2.1), ({CP: 4}, 2.1), ({TP: 16, CP: 4}, 4.2)]
+    ("knobs", "count"), [({}, 0), ({TP: 8, CP: 2}, 0.2), ({TP: 16}, 2.1), ({CP: 4}, 5.1), ({TP: 16, CP: 4}, 7.2)]
 )
 def test_tp_over_nodes_and_short_context_parallel_ranks_are_unusual(knobs: dict[str, int], count: float) -> None:
     task = small.task(devices=8, seq_length=8192)
@@ -134,4 +134,4 @@ def test_short_context_parallel_ranks_of_a_mesh_are_unusual() -> None:
     task, costs = job(2, *texts, devices=4, model=small.DENSE)  # 4,096 tokens
     columns = [WORKLOAD.columns(task, {MESHES: text}) for text in (*texts, None)]
     weights = [WORKLOAD.unusual(task, each, WORKLOAD.predict(task, each, costs)) for each in columns]
-    assert np.concatenate(weights) == pytest.approx([2.1, 2.1, 0, 0])
+    assert np.concatenate(weights) == pytest.approx([5.1, 5.1, 0, 0])

@@ -252,3 +252,16 @@ def test_shares_of_a_load_are_increases_of_counters() -> None:
     end = {"drafted_tokens": 30.0, "accepted_tokens": 15.0, "prefix_tokens_asked": 5.0, "prefix_tokens_found": 0.0}
     assert shares(ENGINE.reports, start, end) == {"acceptance_rate": 0.25}
     assert shares(ENGINE.reports, start, {**end, "accepted_tokens": 2.0}) == {}  # the server has begun to count anew
+
+
+def test_from_0_15_each_attention_rank_accepts_requests() -> None:
+    load = {"input_len": 16, "output_len": 4, "concurrency": 1000, "num_prompts": 1000}
+    job = {
+        "kind": "serve",
+        "model": "Qwen/Qwen3-30B-A3B",
+        "cluster": {"chip": "H100-SXM", "devices": 8, "devices_per_node": 8},
+    }
+    job["candidate"] = {"data_parallel_size": 8, "expert_model_parallel_size": 8}
+    serve = [{"engine": "vllm", "engine_version": each, "precision": "bf16", **load} for each in ("0.14.0", "0.15.0")]
+    older, newer = api.estimate_jobs([{**job, "id": each["engine_version"], "serve": each} for each in serve])
+    assert older["ttft_s"]["mean"] - newer["ttft_s"]["mean"] == pytest.approx(1000 * 2e-3 * 7 / 8)
