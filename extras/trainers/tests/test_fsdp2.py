@@ -24,7 +24,9 @@ from flagcore_trainers.fully_shard import (
     SCHEDULES,
     SHARD,
     TP,
+    memory,
 )
+from flagcore_trainers.fully_shard.predict import memory_job
 
 from flagcore import api
 from flagcore.contracts import Platform
@@ -112,9 +114,17 @@ def test_predictions_follow_the_knobs() -> None:
     assert split.time_s["ep_comm_s"] > whole.time_s["ep_comm_s"] == 0
     assert staged.time_s["pp_bubble_s"] > looped.time_s["pp_bubble_s"] > 0
     assert staged.peak_allocated_bytes < looped.peak_allocated_bytes
-    values = columns(**{SHARD: 4, PP: 2, RESHARD: False, SCHEDULE: "interleaved"})
-    on_host = FSDP2.predict(job, values, replace(costs(job), synchronous=True))
-    assert on_host.activation_bytes > looped.activation_bytes  # Gloo keeps what is sent
+
+
+def test_schedules_with_several_stages_keep_what_gloo_sends() -> None:
+    job = task(UNTIED, engine="fsdp2", devices=8, global_batch_size=64)
+
+    def peak(schedule: str, sends_stay: bool) -> float:
+        values = columns(**{SHARD: 4, PP: 2, RESHARD: False, SCHEDULE: schedule})
+        return float(memory.of_rank(memory_job(job, values, fused_norm=False, sends_stay=sends_stay)).peak[0])
+
+    assert peak("interleaved", True) > peak("interleaved", False)
+    assert peak("1f1b", True) == peak("1f1b", False)
 
 
 @pytest.mark.slow
