@@ -15,7 +15,7 @@ from flagcore import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
-EXTRAS = sorted(file.parent for file in ROOT.glob("extras/*/pyproject.toml"))
+EXTRAS = sorted(file.parent for room in ("engines", "extras") for file in ROOT.glob(f"{room}/*/pyproject.toml"))
 PARTS = [*sorted(file.parent for file in ROOT.glob("plugins/*/pyproject.toml")), *EXTRAS]
 
 
