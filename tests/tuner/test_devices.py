@@ -18,8 +18,9 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.errors import NoDevice
 from flagcore.physics.cost_stack import PlainMemory
-from flagcore.tuner.stages import devices
-from flagcore.tuner.stages.devices import divide, require_devices, wait_for_devices
+from flagcore.tuner import devices
+from flagcore.tuner.devices import divide, require_devices, wait_for_devices
+from flagcore.tuner.launches import on_hosts, with_selected_devices
 from tests import small
 from tests.small import Readings
 
@@ -33,7 +34,7 @@ def platform(devices: int = 2, *, task: Any = None, **support: Any) -> Platform:
 
 
 def selected(groups: tuple[Platform, ...]) -> list[str]:
-    return [group.with_selected_devices().task.spec.envs["ACME_VISIBLE_DEVICES"] for group in groups]
+    return [with_selected_devices(group).task.spec.envs["ACME_VISIBLE_DEVICES"] for group in groups]
 
 
 @pytest.mark.parametrize(("devices", "count"), [(1, 8), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1)])
@@ -208,7 +209,7 @@ def test_a_busy_device_of_another_host_is_named_with_the_host() -> None:
     readers = tuple(in_use(20.0 if place in (("b", 1), ("b", 2), ("c", 0)) else 0.0) for place in PLACES)
     spec = replace(TASK.spec, cluster=replace(TASK.spec.cluster, hosts=("a", "b", "c"), nodes=2), launcher="ssh")
     platform = small.platform(replace(TASK, spec=spec), **small.read(devices, readers))
-    found = wait_for_devices(platform.on_hosts(("a", "b")), 0.0, 0.0)
+    found = wait_for_devices(on_hosts(platform, ("a", "b")), 0.0, 0.0)
     assert found.startswith("device 1 of b has 20.0")
     assert "device 2" not in found
     assert "c" not in found.split()

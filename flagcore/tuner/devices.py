@@ -1,9 +1,10 @@
-"""devices: check that a task's devices exist, divide them among parallel trials, and wait until they are free."""
+"""Check that a task's devices exist, divide them among parallel trials, and wait until they are free."""
 
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from math import nan
 from typing import Any
@@ -17,6 +18,7 @@ from flagcore.domain.spec import AUTO
 from flagcore.domain.trial import RUN
 from flagcore.errors import NoDevice
 from flagcore.i18n import N_, Message, _
+from flagcore.tuner.launches import on_hosts
 
 
 def divide(platform: Platform) -> tuple[tuple[Platform, ...], str]:
@@ -64,7 +66,7 @@ def _units(platform: Platform) -> tuple[Sequence[Any], int, Callable[[Any], Plat
     """
     spec, group = platform.task.spec, platform.task.cluster.groups[0]
     if spec.on_each_host:
-        return spec.cluster.hosts, spec.trial_nodes, platform.on_hosts
+        return spec.cluster.hosts, spec.trial_nodes, partial(on_hosts, platform)
     if platform.support.shared_devices:
         cores = sorted(os.sched_getaffinity(0))[: len(platform.devices)]
         return cores, group.devices_per_node, lambda units: replace(platform, cores=units)
@@ -84,6 +86,19 @@ MAX_PROCESSES = 3
 """The maximum number of processes that a message names for one device."""
 
 GIB = 2**30
+
+
+def device_readers(platform: Platform) -> tuple[tuple[int, Device, Telemetry], ...]:
+    """Return the devices of a trial that have telemetry, each with its number in the whole cluster and its reader."""
+    groups = platform.task.cluster.groups
+    counts = {host: groups[index].devices_per_node for host, index in platform.group_of_hosts.items()}
+    starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+    return tuple(
+        (starts.get(host, 0) + place, device, platform.telemetry[device])
+        for host in dict.fromkeys(device.host for device in platform.devices)
+        for place, device in enumerate(platform.devices_of(host))
+        if device in platform.telemetry
+    )
 
 
 def wait_for_devices(
@@ -117,7 +132,7 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
     """Yield a line for each device that a trial cannot use, or for each host if devices share its memory."""
     if platform.support.shared_devices:
         # each reader reports the memory of the whole machine
-        reader_by_host = {device.host: reader for _, device, reader in reversed(platform.readers)}
+        reader_by_host = {device.host: reader for _, device, reader in reversed(device_readers(platform))}
         for host, reader in reader_by_host.items():
             free = _use(reader).free_bytes
             if free is not None and free < need_bytes:
@@ -125,7 +140,7 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
                 memory_text = f"the trial needs ~{need_bytes / GIB:.1f} GiB"
                 yield f"{free / GIB:.1f} GiB of memory are free{place}, and {memory_text}"
         return
-    readers, groups = platform.readers, platform.group_of_hosts
+    readers, groups = device_readers(platform), platform.group_of_hosts
     readings = [_read(reader) for _, _, reader in readers]
     for (_number, device, reader), figures in zip(readers, readings, strict=True):
         if figures is not None:

@@ -10,6 +10,7 @@ from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import ClusterSpec
+from flagcore.tuner.launches import on_hosts, prepared_launch, with_selected_devices, without_local_devices
 from tests import small
 
 SUPPORT = EngineSupport(support=Support.YES, visible_devices=("X_DEVICES", "Y_DEVICES"), outer_variable="Z_DEVICES")
@@ -51,28 +52,28 @@ def test_processes_keep_the_variable_of_a_lower_layer() -> None:
         device(6, name="0", within="6,7"), device(7, name="1", within="6,7"), envs={"X_DEVICES": "9", "A": "1"}
     )
     names = {"A": "1", "X_DEVICES": "0,1", "Y_DEVICES": "0,1", "Z_DEVICES": "6,7"}
-    assert platform.with_selected_devices().task.spec.envs == names
-    assert platform.with_selected_devices().prepared_launch(Launch(argv=("true",), folder="")).environment == names
-    one = platform.with_selected_devices(platform.devices[1:]).task.spec.envs
+    assert with_selected_devices(platform).task.spec.envs == names
+    assert prepared_launch(with_selected_devices(platform), Launch(argv=("true",), folder="")).environment == names
+    one = with_selected_devices(platform, platform.devices[1:]).task.spec.envs
     assert (one["X_DEVICES"], one["Z_DEVICES"]) == ("1", "6,7")
-    assert platform.with_selected_devices().without_local_devices().task.spec.envs == {"A": "1"}
-    assert selectors(platform.without_local_devices()) == ["0", "1"]
+    assert without_local_devices(with_selected_devices(platform)).task.spec.envs == {"A": "1"}
+    assert selectors(without_local_devices(platform)) == ["0", "1"]
 
 
 def test_without_detected_devices_no_variable_is_set() -> None:
-    assert on().with_selected_devices().task == on().task
+    assert with_selected_devices(on()).task == on().task
 
 
 def test_only_hosts_with_other_devices_get_variables() -> None:
     found = [device(index, host) for host, indices in {"a": (0, 1, 2), "b": (4, 5, 6)}.items() for index in indices]
     platform = on(*found, hosts=("a", "b"))
     assert (selectors(platform, "a"), selectors(platform, "b")) == (["0", "1"], ["4", "5"])
-    assert platform.with_selected_devices().task.spec.cluster.host_envs == {"b": RESTRICTED}
-    assert [each.host for each in platform.on_hosts(("b",)).devices] == ["b"] * 3
+    assert with_selected_devices(platform).task.spec.cluster.host_envs == {"b": RESTRICTED}
+    assert [each.host for each in on_hosts(platform, ("b",)).devices] == ["b"] * 3
 
 
 def test_variables_of_the_spec_name_the_devices_of_hosts() -> None:
     found = [device(index, host) for host in "ab" for index in range(4)]
     platform = on(*found, envs={"X_DEVICES": "3,1"}, hosts=("a", "b"))
     assert platform.devices_of("b") == (device(3, "b"), device(1, "b"))
-    assert platform.with_selected_devices() == platform
+    assert with_selected_devices(platform) == platform
