@@ -32,7 +32,7 @@ from flagcore.errors import FlagError, NoDevice
 from flagcore.launchers.connection import shared_variables
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.plugins import LoadedPlugins
-from flagcore.tuner.stages.devices import busy_reason
+from flagcore.tuner.devices import busy_reason
 
 PERIOD_SECONDS = 1.0
 HASHED_BYTES = 1 << 20

@@ -24,7 +24,7 @@ from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.local import LAUNCHER
 from flagcore.physics.cost_stack import PlainMemory
-from flagcore.tuner.stages.devices import parallel_probe_ranks
+from flagcore.tuner.devices import parallel_probe_ranks
 from flagcore.tuner.stages.probe import combine, probe
 from tests import small
 
