@@ -198,7 +198,7 @@ def run(environment: Environment, paths: Sequence[str], options: argparse.Namesp
             (work / name).mkdir()
         checkout, status = copied(work / environment.copy) if environment.copy else ROOT, changes()
         if environment.copy:
-            folders = [checkout, *(each for room in ("engines", "plugins", "extras") for each in sorted(checkout.glob(f"{room}/*")))]
+            folders = [checkout, *(file.parent for file in sorted(checkout.glob("*/*/pyproject.toml")))]
             variables |= {"PYTHONPATH": os.pathsep.join(map(str, folders)), "PYTHONDONTWRITEBYTECODE": "1"}
         junit, before = work / "base" / "junit.xml", work / "base" / "before"
         pytest = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--dist", "loadfile"]

@@ -1,8 +1,8 @@
 """Compares the hosts of a cluster by the speed of their devices and links.
 
 `python -m flagcore_training.microbench.hosts JOB RANK HOSTS ADDRESS PORT` is started once on each host. JOB is JSON
-with `kind`, `backend`, `preload` and `devices`. The program prints the seconds of a matrix product on each device, and the
-figures of the link to each neighbouring host.
+with `kind`, `backend`, `preload` and `devices`. The program prints the seconds of a matrix product on each device, and
+the figures of the link to each neighbouring host.
 """
 
 import importlib
