@@ -60,9 +60,8 @@ def test_paths_that_a_page_names_exist(page: str) -> None:
 
 
 def test_pages_that_code_names_exist() -> None:
-    files = [
-        file for room in "flagcore engines extras benchmarks tools".split() for file in (ROOT / room).rglob("*.py")
-    ]
+    rooms = ("flagcore", "engines", "extras", "benchmarks", "tools")
+    files = [file for room in rooms for file in (ROOT / room).rglob("*.py")]
     named = {page for file in files for page in NAMED.findall(file.read_text(encoding="utf-8"))}
     assert "docs/hooks.md" in named
     assert {page for page in named if not (ROOT / page).exists()} == {
