@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flagcore.contracts.plugin import Costs, Telemetry
 from flagcore.contracts.predictor import Predictor
 from flagcore.domain.chip import Device, Support
-from flagcore.domain.engine import EngineSupport, ValueRule, device_variables, without_devices
+from flagcore.domain.engine import EngineSupport, ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch, ServerGroups, Start
 from flagcore.domain.prediction import RankMeasurement
 from flagcore.domain.space import Candidate, KnobValue
-from flagcore.domain.spec import KIND, SLOTS, ImportNote, SettingValue, Spec, Task
-from flagcore.domain.trial import Measurement, TimeLimit
+from flagcore.domain.spec import ImportNote, SettingValue, Spec, Task
+from flagcore.domain.trial import Measurement
 
 START_SECONDS = 300.0
 """The default of `Workload.start_seconds`. In this time, a trial imports modules, starts a process on each device,
@@ -81,13 +80,6 @@ class Platform:
             return dict.fromkeys(hosts, 0)
         return dict(zip(hosts, (index for index, group in enumerate(groups) for _ in range(group.nodes)), strict=False))
 
-    def on_hosts(self, hosts: tuple[str, ...]) -> Platform:
-        """Return the platform for trials on `hosts` only."""
-        spec = self.task.spec
-        task = replace(self.task, spec=replace(spec, cluster=replace(spec.cluster, hosts=hosts)))
-        devices = tuple(device for host in hosts for device in self.devices if device.host == host)
-        return replace(self, task=task, devices=devices)
-
     def devices_of(self, host: str = "") -> tuple[Device, ...]:
         """Return the devices that a trial uses on `host`, or on this machine if `host` is empty.
 
@@ -96,7 +88,7 @@ class Platform:
         host, where detection does not see the spec's variables.
         """
         group = self.task.cluster.groups[self.group_of_hosts.get(host, 0)]
-        support, variables = self._variables_of(host)
+        support, variables = self.variables_of(host)
         count = self.task.devices_on(group)
         detected = {device.selector: device for device in self.devices if device.host == host}
         listed = next((variables[name] for name in support.visible_devices if variables.get(name)), None)
@@ -110,94 +102,15 @@ class Platform:
             detected.get(name) or Device(index=place, chip=chip, host=host, name=name) for place, name in places
         )
 
-    @property
-    def readers(self) -> tuple[tuple[int, Device, Telemetry], ...]:
-        """The devices of a trial that have telemetry, each with its number in the whole cluster and its reader."""
-        groups = self.task.cluster.groups
-        counts = {host: groups[index].devices_per_node for host, index in self.group_of_hosts.items()}
-        starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
-        return tuple(
-            (starts.get(host, 0) + place, device, self.telemetry[device])
-            for host in dict.fromkeys(device.host for device in self.devices)
-            for place, device in enumerate(self.devices_of(host))
-            if device in self.telemetry
-        )
-
-    def _setup_of(self, host: str) -> HostSetup | None:
+    def setup_of(self, host: str) -> HostSetup | None:
         """Return the setup of a host's node group, or None if there is only one group."""
         return self.setups[self.group_of_hosts[host]] if self.setups and host in self.group_of_hosts else None
 
-    def _variables_of(self, host: str) -> tuple[EngineSupport, Mapping[str, str]]:
+    def variables_of(self, host: str) -> tuple[EngineSupport, Mapping[str, str]]:
         """Return the engine support on a host's chip, and the environment variables that the spec sets on that host."""
-        spec, setup = self.task.spec, self._setup_of(host)
+        spec, setup = self.task.spec, self.setup_of(host)
         group_envs, host_envs = setup.envs if setup else spec.cluster.envs, spec.cluster.host_envs.get(host, {})
         return setup.support if setup else self.support, {**spec.envs, **group_envs, **host_envs}
-
-    def with_selected_devices(self, devices: Sequence[Device] = ()) -> Platform:
-        """Return the platform with the environment variables that select devices added to its spec.
-
-        On this machine, the variables select `devices`, or the devices of a trial if `devices` is empty. Another host
-        gets variables only if the trial does not use the host's first devices in order.
-        """
-        spec = self.task.spec
-        if not spec.on_each_host:
-            chosen = devices or (self.devices_of() if self.devices else ())
-            variables = device_variables(self.support, chosen) if chosen else {}
-            return replace(self, task=replace(self.task, spec=replace(spec, envs={**spec.envs, **variables})))
-        host_envs = dict(spec.cluster.host_envs)
-        for host in dict.fromkeys(device.host for device in self.devices):
-            support, set_variables = self._variables_of(host)
-            used = self.devices_of(host)
-            is_default = all(each.selector == str(place) and not each.within for place, each in enumerate(used))
-            if not is_default and not set_variables.keys() & set(support.visible_devices):
-                host_envs[host] = {**host_envs.get(host, {}), **device_variables(support, used)}
-        cluster = replace(spec.cluster, host_envs=host_envs)
-        return replace(self, task=replace(self.task, spec=replace(spec, cluster=cluster)))
-
-    def without_local_devices(self) -> Platform:
-        """Return the platform without this machine's devices, for a host or pod that assigns devices itself."""
-        spec = self.task.spec
-        spec = replace(spec, envs=without_devices(self.support, spec.envs))
-        return replace(self, task=replace(self.task, spec=spec), devices=())
-
-    def prepared_launch(self, planned: Launch) -> Launch:
-        """Return the launch `planned` with the environment variables from plugins and from the spec.
-
-        With several node groups, each host gets the variables of its chip, and the placeholders SLOTS and KIND in the
-        command are replaced. Each host also gets the variables that the spec sets for that host.
-        """
-        if not (planned.hosts and (self.setups or self.task.spec.cluster.host_envs)):
-            return self._launch_on(planned)
-        on_host = {host: self._launch_on(planned, host) for host in planned.hosts}
-        return replace(on_host[planned.hosts[0]], on_host=on_host)
-
-    def _launch_on(self, planned: Launch, host: str = "") -> Launch:
-        """Return the launch `planned` with the environment variables and placeholders of a host."""
-        spec, setup, argv = self.task.spec, self._setup_of(host), planned.argv
-        chip_envs, group_envs = self.environment, spec.cluster.envs
-        if setup:
-            chip_envs, group_envs = setup.environment, setup.envs
-            argv = tuple(word.replace(SLOTS, str(setup.devices)).replace(KIND, setup.kind) for word in argv)
-        host_envs = spec.cluster.host_envs.get(host, {})
-        environment = {**planned.environment, **chip_envs, **spec.envs, **group_envs, **host_envs}
-        return replace(planned, argv=argv, environment=environment)
-
-    def limited_launch(self, planned: Launch, limit: TimeLimit) -> Launch:
-        """Return the launch `planned` with the time, memory and disk limits of a trial."""
-        return replace(
-            planned,
-            timeout_seconds=limit.seconds,
-            timeout_because=limit.because,
-            memory_limit_bytes=self.memory_limit_bytes,
-            disk_limit_bytes=self.task.spec.control.disk_limit or planned.disk_limit_bytes,
-        )
-
-    @property
-    def memory_limit_bytes(self) -> int | None:
-        """The bytes that all processes on a node may use if the devices share the machine's memory, otherwise None."""
-        group = self.task.cluster.groups[0]
-        memory = group.memory_bytes * group.devices_per_node if group.memory_bytes else None
-        return memory if self.support.shared_devices else None
 
 
 class Workload(Predictor):

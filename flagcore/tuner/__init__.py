@@ -6,7 +6,7 @@
 2. `feasibility` answers from predictions alone: whether a candidate fits, why times are unknown, and a dry run.
 3. `loop` repeats: `stages.rank` asks one of `strategies` for the next candidate, `trial_runner` runs it, and its result
    prunes others. `stages.limit` ends trials and the search.
-4. `trial_runner` runs a trial. `stages.shorten` makes it smaller, `stages.devices` waits for its devices,
+4. `trial_runner` runs a trial. `stages.shorten` makes it smaller, `devices` waits for its devices,
    `stages.launch` starts it, and `stages.measure` watches it and its devices. A probe runs single ranks instead, with
    `stages.probe`.
 

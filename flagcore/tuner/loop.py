@@ -21,9 +21,9 @@ from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, 
 from flagcore.errors import FlagError, HostLost, Interrupted, LaunchError
 from flagcore.i18n import N_, Message, _
 from flagcore.plugins import LoadedPlugins
+from flagcore.tuner.devices import divide, parallel_probe_ranks, require_devices
 from flagcore.tuner.feasibility import dry_run, may_fit, require_candidate, require_predicted_time, search_time
 from flagcore.tuner.problem import build_problem, require_launchable, with_learned
-from flagcore.tuner.stages.devices import divide, parallel_probe_ranks, require_devices
 from flagcore.tuner.stages.launch import nodes_left
 from flagcore.tuner.stages.limit import cap_limit, seconds_used, share_of_time, why_no_trial, with_target
 from flagcore.tuner.stages.prune import prune_by_trials

@@ -20,7 +20,7 @@ from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState, step_value
 from flagcore.errors import HostLost, LaunchError, UsageError
 from flagcore.i18n import N_, Message
-from flagcore.tuner.stages.devices import SETTLE_SECONDS, wait_for_devices
+from flagcore.tuner.devices import SETTLE_SECONDS, wait_for_devices
 from flagcore.tuner.stages.launch import launch, with_hosts
 from flagcore.tuner.stages.limit import time_limit
 from flagcore.tuner.stages.measure import measure, stop_above_s

@@ -18,9 +18,9 @@ from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec.convert import parse_spec
+from flagcore.tuner.devices import require_devices
+from flagcore.tuner.launches import host_lines, planned_launch, prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
-from flagcore.tuner.stages.devices import require_devices
-from flagcore.tuner.stages.launch import host_lines, planned_launch
 from tests import small
 from tests.launchers.processes import ended
 
@@ -74,7 +74,7 @@ def test_variables_of_a_host_override_all_others(kinds: str, tmp_path: Path) -> 
     chip: dict[str, Any] = {} if "type" in kinds else {"chip": "chip-x"}
     there = platform(spec(tmp_path, kinds, **chip, host_envs={"b": {"X_VISIBLE": "1", "Y_VISIBLE": "1"}}))
     planned = planned_launch(there, small.candidate(), str(tmp_path))
-    on_host = there.prepared_launch(planned).on_host
+    on_host = prepared_launch(there, planned).on_host
     assert on_host["b"].environment.items() >= {"X_VISIBLE": "1", "Y_VISIBLE": "1"}.items()
     assert on_host["a"].environment["X_VISIBLE"] == "0,1"
 
@@ -86,7 +86,7 @@ def test_each_host_has_the_environment_of_its_own_chip(tmp_path: Path) -> None:
     folder = tmp_path / "trial"
     folder.mkdir()
     planned = planned_launch(there, small.candidate(), str(folder))
-    exit_record = ended(SHELL.start(there.prepared_launch(planned)))
+    exit_record = ended(SHELL.start(prepared_launch(there, planned)))
     assert exit_record.code == 0
     order = ("127.0.0.1", "c", "b")
     said = {host: json.loads((folder / "hosts" / host / "stdout.log").read_text()) for host in order}

@@ -16,8 +16,8 @@ from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.hooks import hookimpl
 from flagcore.report.result import result
+from flagcore.tuner import devices
 from flagcore.tuner.loop import MAX_CONSECUTIVE_BUSY
-from flagcore.tuner.stages import devices
 from tests import small
 from tests.tuner.benches import Bench, Ended, plugin, sizes_of, write_steps
 

@@ -10,23 +10,24 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 
 import pytest
+from flagcore_serving.launch.start import instances_of
 from flagcore_testing import fakes
+from flagcore_vllm.profile import WORKLOAD as VLLM
 
+from engines.serving.tests.engines.tasks import serving
 from flagcore import plugins
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Device
 from flagcore.domain.engine import EngineSupport, device_variables
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
-from flagcore.engines.serving.launch.start import instances_of
-from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.plugins.entry_points import capture_warnings
+from flagcore.tuner.devices import divide, parallel_probe_ranks
+from flagcore.tuner.launches import with_selected_devices
 from flagcore.tuner.stages.complete import complete_by_plugins
-from flagcore.tuner.stages.devices import divide, parallel_probe_ranks
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.rows import Listing, Row
 from tests import small
-from tests.engines.serving.engines.tasks import serving
 from tests.vendors.test_simulated_nodes import METAX
 
 
@@ -115,8 +116,8 @@ def check(vendor: Vendor, variables: Mapping[str, str], present: Sequence[int] =
     values = {**VLLM.defaults(platform.task), "instances": 2, "tensor_model_parallel_size": 2}
     servers = instances_of(platform, VLLM, Candidate.of(values))
     processes = [(each.environment, listed[2 * n : 2 * n + 2]) for n, each in enumerate(servers)]
-    processes += [(platform.with_selected_devices().task.spec.envs, listed[:4])]
-    processes += [(platform.with_selected_devices((each,)).task.spec.envs, [each.index]) for each in devices]
+    processes += [(with_selected_devices(platform).task.spec.envs, listed[:4])]
+    processes += [(with_selected_devices(platform, (each,)).task.spec.envs, [each.index]) for each in devices]
     processes += [(device_variables(vendor.support(), devices[:3]), listed[:3])]
     for own, expected in processes:
         child = {**variables, **own}
@@ -189,13 +190,13 @@ def test_variables_of_the_spec_go_before_those_of_the_shell() -> None:
         here, there = (complete_by_plugins(each, loaded, engine) for each in (replace(spec, envs={}), spec))
     assert [each.index for each in here.devices] == [0, 1]
     assert [each.index for each in there.devices] == [each.index for each in there.telemetry] == [3, 1]
-    chosen = there.with_selected_devices().task.spec.envs
+    chosen = with_selected_devices(there).task.spec.envs
     assert chosen == dict.fromkeys(("MACA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), "3,1")
     alone = replace(
         there.task.spec, work=replace(servers.serve, cards=1), control=replace(spec.control, parallel_trials="auto")
     )
     groups, _ = divide(replace(there, task=replace(there.task, spec=alone)))
-    assert [each.with_selected_devices().task.spec.envs["MACA_VISIBLE_DEVICES"] for each in groups] == ["3", "1"]
+    assert [with_selected_devices(each).task.spec.envs["MACA_VISIBLE_DEVICES"] for each in groups] == ["3", "1"]
 
 
 @pytest.mark.parametrize(("words", "indices", "warnings"), [("S0,S2", [], 1), ("1,0", [1, 0], 0), ("1,S0", [1], 1)])

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from flagcore_flagscale import FlagScale
 from flagcore_flagscale.source import Imported
+from flagcore_megatron.adapter import WORKLOAD
+from flagcore_megatron.space.knobs import SPACE_KNOBS
 
 from extras.flagscale.tests.test_same_job import DATA, HERE, TABLE, arguments, meaning, run_flagscale
 from flagcore import api
 from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.space import Candidate
-from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.errors import SpecError
 from flagcore.plugins import load_plugins
 from flagcore.spec.convert import parse_spec
+from flagcore.tuner.launches import planned_launch, prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
-from flagcore.tuner.stages.launch import planned_launch
 from tests import small
 
 RECORDED = HERE / "recorded" / "hetero.json"
@@ -132,7 +132,7 @@ def normal(words: list[str] | tuple[str, ...]) -> dict[str, Any]:
 def check(asked: dict[str, Any], answers: list[dict[str, Any]], folder: Path) -> None:
     _, platform, candidate = read(asked)
     for_real = WORKLOAD.launch(platform, candidate, str(folder), for_real=True)
-    trial = platform.prepared_launch(planned_launch(platform, candidate, str(folder)))
+    trial = prepared_launch(platform, planned_launch(platform, candidate, str(folder)))
     assert answers
     for answer in answers:
         words = [word.replace("{type}", _kind(answer)) for word in for_real.argv]
@@ -254,7 +254,7 @@ def test_a_tuners_space_has_meshes_on_all_devices_of_the_host_file(tmp_path: Pat
 def test_an_exported_tree_is_imported_as_the_same_job(tmp_path: Path) -> None:
     asked = case("second", tmp_path, WHEEL)
     _, platform, candidate = read(asked)
-    launch = platform.prepared_launch(planned_launch(platform, candidate, str(tmp_path), for_real=True))
+    launch = prepared_launch(platform, planned_launch(platform, candidate, str(tmp_path), for_real=True))
     exporter: Any = FlagScale()
     job = ExportJob(name="job", comments=(), platform=platform, candidate=candidate, launch=launch, devices=8)
     for name, text in exporter.export(job, "flagscale").items():

@@ -32,7 +32,7 @@ from flagcore.errors import FlagError, NoDevice
 from flagcore.launchers.connection import shared_variables
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.plugins import LoadedPlugins
-from flagcore.tuner.stages.devices import busy_reason
+from flagcore.tuner.devices import busy_reason
 
 PERIOD_SECONDS = 1.0
 HASHED_BYTES = 1 << 20
@@ -90,7 +90,7 @@ def reading(reader: Telemetry | None) -> dict[str, Any]:
 
 def idle_bytes(loaded: LoadedPlugins, device: Device) -> float:
     """Return the memory in use on a device without tensors, in bytes. It is 0 if the chip is unknown."""
-    chip, engine = loaded.find_chip(device.chip), next(iter(plugins.engines()), "")
+    chip, engine = loaded.find_chip(device.chip), plugins.first_engine("train")
     model = loaded.memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=1), engine) if chip else None
     return float(model.device_used_bytes(np.zeros(1))[0]) if model else 0.0
 

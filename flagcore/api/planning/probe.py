@@ -22,9 +22,9 @@ from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.formats import Notebook
 from flagcore.report.text import candidate_text, state_name
+from flagcore.tuner.devices import parallel_probe_ranks, require_devices
 from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import build_problem, require_launchable, rows_by_time
-from flagcore.tuner.stages.devices import parallel_probe_ranks, require_devices
 from flagcore.tuner.stages.predict import in_gib, rank_record, record
 from flagcore.tuner.stages.probe import combine
 from flagcore.tuner.stages.probe import probe as probe_candidate

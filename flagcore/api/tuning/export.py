@@ -35,9 +35,9 @@ from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData, json_file
 from flagcore.report.result import result
 from flagcore.report.text import best_text, candidate_text
+from flagcore.tuner.launches import planned_launch, prepared_launch, with_selected_devices
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.problem import no_launch_reason
-from flagcore.tuner.stages.launch import planned_launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -126,7 +126,7 @@ def _save_launch(plan: Plan, problem: Problem, run_dir: Path) -> str:
         message = f"echo {shlex.quote(f'this cannot be started: {cannot}')} >&2"
         text = "\n".join(["#!/bin/sh", f"# {heading(plan)}", message, "exit 2"]) + "\n"
     else:
-        launch = problem.platform.with_selected_devices().prepared_launch(replace(planned, script=""))
+        launch = prepared_launch(with_selected_devices(problem.platform), replace(planned, script=""))
         cannot = launch.missing
         text = _start_script(plan, launch, problem, run_dir)
         saved = {**redact_data(asdict(launch)), "directory": launch.directory or launch.folder}

@@ -28,7 +28,7 @@ from flagcore.i18n import N_, _, did_you_mean
 from flagcore.launchers.script import checked_name, job_name, start_script
 from flagcore.report.formats import hardware_text
 from flagcore.report.text import candidate_text
-from flagcore.tuner.stages.launch import planned_launch
+from flagcore.tuner.launches import planned_launch, prepared_launch, without_local_devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,14 +165,14 @@ def _job(
     """Return the job of a candidate, or of one instance of its server if the exporter starts all instances."""
     engine: object = snapshot.problem.workload
     platform = snapshot.problem.platform
-    platform = platform if exporter is None or exporter is engine else platform.without_local_devices()
+    platform = platform if exporter is None or exporter is engine else without_local_devices(platform)
     platform = _elsewhere(platform, exporter, engine)
     comments = _comments(snapshot, candidate)
     make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
     single_server, replicas = candidate, 1
     if exporter is not None and exporter.per_server:
         if servers := snapshot.problem.workload.groups(platform, candidate, name):
-            groups = tuple(replace(each, launch=platform.prepared_launch(each.launch)) for each in servers.groups)
+            groups = tuple(replace(each, launch=prepared_launch(platform, each.launch)) for each in servers.groups)
             return make(launch=groups[0].launch, devices=groups[0].devices, servers=replace(servers, groups=groups))
         single_server, replicas = snapshot.problem.workload.replica(candidate)
     launch = Launch(argv=(), folder="") if exporter is engine else _launch(platform, single_server, folder)
@@ -205,7 +205,7 @@ ON_HOSTS = "hosts"
 
 
 def _launch(platform: Platform, candidate: Candidate, folder: Path) -> Launch:
-    launch = platform.prepared_launch(planned_launch(platform, candidate, str(folder), for_real=True))
+    launch = prepared_launch(platform, planned_launch(platform, candidate, str(folder), for_real=True))
     if secrets_in_arguments(launch.argv):
         raise UsageError(_("the command contains a secret; pass it in a variable"))
     return replace(launch, directory=None) if launch.directory == str(folder) else launch

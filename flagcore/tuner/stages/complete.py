@@ -19,7 +19,7 @@ from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NoDevice, SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
-from flagcore.tuner.stages.devices import require_devices
+from flagcore.tuner.devices import require_devices
 from flagcore.tuner.stages.discover import costs, discover
 
 

@@ -24,6 +24,7 @@ from flagcore.domain.search_state import noise
 from flagcore.domain.spec import Control, TrainSpec, objective_value
 from flagcore.domain.trial import MIN_STEPS, Measurement, Trial, TrialState, steps_in_time, warmup_steps
 from flagcore.errors import FlagError
+from flagcore.tuner.devices import device_readers
 
 EARLY_STOP_RATIO, NOISES = 1.2, 2.0
 """A trial is stopped early if its steps take longer than the best trial's by the factor EARLY_STOP_RATIO, or by NOISES
@@ -311,7 +312,7 @@ class Readings:
     """Collects telemetry of a trial's devices about once per second, and returns its means and peaks."""
 
     def __init__(self, platform: Platform) -> None:
-        self._readers = {number: reader for number, _, reader in platform.readers}
+        self._readers = {number: reader for number, _, reader in device_readers(platform)}
         self._samples: dict[int, dict[str, list[float]]] = {}
         self._next_time = 0.0
         self._used_before = math.inf

@@ -18,6 +18,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError, LaunchError
+from flagcore.tuner.launches import limited_launch, prepared_launch, with_selected_devices
 
 POLL_SECONDS = 60.0
 PARALLEL_POLL_SECONDS = 0.1
@@ -69,7 +70,7 @@ def probe(
                     started = RankProbe(rank=rank, state=TrialState.FAILED, predicted=predicted[rank], device=place)
                     rank_limit = replace(limit, seconds=max(1.0, deadline - time.monotonic()))
                     planned = _planned(platform, candidate, rank, places[place], folder)
-                    process = threads.submit(launcher.start, platform.limited_launch(planned, rank_limit))
+                    process = threads.submit(launcher.start, limited_launch(platform, planned, rank_limit))
                     running.append(_RunningRank(started, process, planned.folder))
                 each, ended = _wait_for_any(running)
                 running.remove(each)
@@ -114,7 +115,7 @@ def _planned(
         raise LaunchError(f"{rank_folder} cannot be created: {error.strerror or error}") from None
     hosts, device = place
     if not hosts and platform.devices and platform.support.visible_devices:  # the rank sees only its own device
-        platform, device = platform.with_selected_devices(platform.devices[device : device + 1]), 0
+        platform, device = with_selected_devices(platform, platform.devices[device : device + 1]), 0
     effects = effects_of(platform.task, candidate.as_dict())
     planned = platform.workload.probe_launch(
         replace(platform, task=task_to_start(platform.task, effects)),
@@ -124,7 +125,7 @@ def _planned(
         device,
     )
     planned = replace(planned, environment={**planned.environment, **environment_of(effects)}, hosts=hosts)
-    return platform.prepared_launch(planned)
+    return prepared_launch(platform, planned)
 
 
 def _wait_for_any(running: Sequence[_RunningRank]) -> tuple[_RunningRank, Exit]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_megatron.adapter import WORKLOAD
 
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Chip, Device, Fact, Support
@@ -15,12 +16,12 @@ from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSettin
 from flagcore.domain.launch import Launch
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
 from flagcore.plugins import LoadedPlugins
+from flagcore.tuner.devices import require_devices
+from flagcore.tuner.launches import prepared_launch
 from flagcore.tuner.stages.complete import complete_by_plugins
-from flagcore.tuner.stages.devices import require_devices
 from tests import small
 
 SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
@@ -262,7 +263,7 @@ def test_the_users_variables_win_and_conflicts_are_reported(monkeypatch: pytest.
         "OF_SHELL: mine from this shell overrides plugin from a plugin",
         "OF_SPEC: spec's from envs of the spec overrides plugin from a plugin",
     )
-    launched = platform.prepared_launch(Launch(argv=("train",), folder="/x")).environment
+    launched = prepared_launch(platform, Launch(argv=("train",), folder="/x")).environment
     assert launched == {"OF_SHELL": "mine", "OF_SPEC": "spec's", "SAME": "1", "NODES": "1"}
 
 

@@ -12,7 +12,8 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import TimeLimit
-from flagcore.tuner.stages.launch import launch, planned_launch
+from flagcore.tuner.launches import planned_launch
+from flagcore.tuner.stages.launch import launch
 from tests import small
 from tests.tuner.benches import SPACE
 
