@@ -7,9 +7,9 @@ import time
 import pytest
 import yaml
 
+from engines.megatron.tests.command.real import ARCHITECTURE, MEGATRON, needs_megatron_lm, spec_of
 from tests.books import books_balance, check_kept_once
 from tests.cli.conftest import FLAG
-from tests.engines.megatron.command.real import ARCHITECTURE, MEGATRON, needs_megatron_lm, spec_of
 from tests.hosts.bed import NETWORK, SLURM, missing
 from tests.hosts.conftest import Project, Tune
 from tests.hosts.test_faults import FAULTS, all_clean, kill

@@ -311,7 +311,6 @@ def port_problems(launcher: HostsLauncher, hosts: Sequence[str], variables: Mapp
     }
 
 
-SPEED_PROGRAM = "flagcore.engines.microbench.hosts"
 SPEED_SECONDS = 180.0
 SLOW_LINK_RATIO = 2.0
 """A host's network is slow if its fastest all-reduce takes this many times the median of the others."""
@@ -355,7 +354,7 @@ def measure_speed(launcher: HostsLauncher, hosts: Sequence[str], job: Mapping[st
     `job` contains the device type and the backend of torch.
     """
     words = ("{node_rank}", "{nnodes}", "{master_addr}", "{master_port}")
-    argv = (sys.executable, "-m", SPEED_PROGRAM, json.dumps(job), *words)
+    argv = (sys.executable, "-m", plugins.benchmark("links"), json.dumps(job), *words)
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
         envs = {"GLOO_SOCKET_IFNAME": "{interface}"}
         launch = Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=envs, timeout_seconds=SPEED_SECONDS)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from flagcore_megatron.adapter import WORKLOAD
 
 from flagcore.contracts import PruningRule
 from flagcore.domain.prediction import Predictions
@@ -19,7 +20,6 @@ from flagcore.domain.space import (
     Space,
 )
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.search_state import count
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.learn import learn
