@@ -56,7 +56,7 @@ FIRST = (
     *TOGETHER["training"],
     *SPREAD,
     "plugins/nvidia/tests/test_conformance.py",
-    "tests/hosts/",
+    "extras/hosts/tests/cluster/",
     "tests/benchmarks/test_replay.py",
     "extras/flagscale/tests/test_trees.py",
     "tests/cli/test_terminal.py",

@@ -92,7 +92,8 @@ class CustomMetadataHook(MetadataHookInterface):
         engines = ENGINES | {name: [adapter, *ENGINES[name]] for name, adapter in adapters.items()}
         parts = {**own, **engines, **watchers}
         everything = list(dict.fromkeys(need for name, needs in parts.items() if name not in ENGINES for need in needs))
-        metadata["dependencies"] = [*CORE, part("plugins", "cpu"), adapters["llamacpp"], adapters["sglang"]]
+        hosts = part("extras", "hosts")
+        metadata["dependencies"] = [*CORE, part("plugins", "cpu"), hosts, adapters["llamacpp"], adapters["sglang"]]
         dev = [*DEV, *TOOLS["tensorboard"]]
         metadata["optional-dependencies"] = {**parts, "all": everything, "dev": dev, "docs": DOCS}
 

@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from flagcore_hosts.checks import require_hosts
+from flagcore_hosts.hub import Hub
 from flagcore_kubernetes.join import TOKEN, proof
 from flagcore_kubernetes.launcher import HOSTS, HUB, LAUNCHER, PORT_VARIABLE, find_hosts, hold
 
 from flagcore.api.managing.host_report import host_telemetry
-from flagcore.api.managing.hosts import require_hosts
 from flagcore.contracts import device_use
 from flagcore.domain.launch import Launch
 from flagcore.errors import NoDevice
 from flagcore.launchers import guard
-from flagcore.launchers.hub import Hub
 from flagcore.launchers.network import free_port
 from tests.launchers.processes import MARK, ended, marked, within
 

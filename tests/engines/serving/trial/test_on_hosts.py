@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_hosts.connection import agent_command
+from flagcore_hosts.launcher import HostsLauncher
 
 from flagcore.contracts import Platform
 from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
 from flagcore.engines.serving.launch.server import log_name
-from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hosts import HostsLauncher
 from flagcore.tuner.stages.launch import launch
 from flagcore.tuner.stages.measure import measure
 from tests.engines.serving.trial import trials

@@ -9,10 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-from flagcore import __version__, api
-from flagcore.api.managing.host_report import busy, host_telemetry
-from flagcore.api.managing.hosts import (
+from flagcore_hosts.checks import (
     HostReport,
     HostSpeed,
     Network,
@@ -25,14 +22,17 @@ from flagcore.api.managing.hosts import (
     require_hosts,
     slow_hosts,
 )
+from flagcore_hosts.connection import agent_command
+from flagcore_hosts.launcher import SSH, HostsLauncher
+
+from extras.hosts.tests.cluster.bed import missing
+from flagcore import __version__, api
+from flagcore.api.managing.host_report import busy, host_telemetry
 from flagcore.contracts import Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device
 from flagcore.errors import LaunchError, NoDevice, UsageError
-from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hosts import SSH, HostsLauncher
 from tests.cli.conftest import Flag
 from tests.cli.conftest import flag as flag
-from tests.hosts.bed import missing
 from tests.small import SHAPE, Readings
 
 FOUR = tuple(Device(index=index, chip="Chip-A") for index in range(4))
